@@ -1,0 +1,50 @@
+"""sage: lossless, entropy-adaptive tree speculation for vision-language models.
+
+Names are loaded on first use, so that `import sage` costs nothing in a notebook or a command's --help.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sage import trees
+    from sage.drafts import load_draft, new_draft
+    from sage.generation import Output, generate, stream
+    from sage.targets import Target, load_target
+    from sage.trees import POLICIES, policy
+
+_HOME = {
+    "POLICIES": "sage.trees",
+    "Output": "sage.generation",
+    "Target": "sage.targets",
+    "generate": "sage.generation",
+    "load_draft": "sage.drafts",
+    "load_target": "sage.targets",
+    "new_draft": "sage.drafts",
+    "policy": "sage.trees",
+    "stream": "sage.generation",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "trees":
+        return import_module("sage.trees")
+    if name not in _HOME:
+        raise AttributeError(f"module 'sage' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+__all__ = [
+    "POLICIES",
+    "Output",
+    "Target",
+    "generate",
+    "load_draft",
+    "load_target",
+    "new_draft",
+    "policy",
+    "stream",
+    "trees",
+]

@@ -1,0 +1,102 @@
+"""sage-generate: an answer about your own picture, drafted and verified, streamed as it is accepted."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from sage import cli
+
+DRAFTED, PLAIN, DIM = "\x1b[32m", "\x1b[0m", "\x1b[2m"
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command's options."""
+    parser = argparse.ArgumentParser(prog="sage-generate", description=__doc__)
+    parser.add_argument("--target", help="target folder or hub id; default: the one the draft was trained for")
+    parser.add_argument("--draft", help="draft folder, for example runs/demo/draft; not needed for autoregressive")
+    parser.add_argument("--image", action="append", default=[], help="a picture (path or URL); repeat for several")
+    parser.add_argument("--video", action="append", default=[], help="a folder of frames; repeat for several")
+    parser.add_argument("--prompt", required=True, help="what to ask")
+    parser.add_argument("--policy", default="sage", help="tree policy, see sage.POLICIES")
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 = greedy")
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--show-drafted", action="store_true", help="colour what the draft guessed and the target kept")
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    """Console entry."""
+    args = parse_args()
+    sys.exit(cli.run(lambda: _generate(args)))
+
+
+def _generate(args: argparse.Namespace) -> None:
+    import torch
+    from transformers.utils import logging
+
+    import sage
+    from sage.generation import pieces, start
+
+    logging.disable_progress_bar()
+    messages = [{"role": "user", "content": _content(args)}]
+    policy = sage.policy(args.policy)
+    target = sage.load_target(_target_path(args), dtype=getattr(torch, args.dtype), device=args.device)
+    draft = sage.load_draft(args.draft, target) if args.draft else None
+    generation = start(
+        target,
+        draft,
+        target.prepare(messages),
+        policy=policy,
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        seed=args.seed,
+    )
+    for piece in pieces(generation):
+        text = f"{DRAFTED}{piece.text}{PLAIN}" if args.show_drafted and piece.is_drafted else piece.text
+        print(text, end="", flush=True)
+    print()
+    _report(generation.stats, args.show_drafted)
+
+
+def _content(args: argparse.Namespace) -> list[dict[str, Any]]:
+    if not args.prompt.strip():
+        raise ValueError("--prompt: empty; say what the target should do, for example 'Describe the image.'")
+    media = [{"type": kind, kind: source} for kind in ("image", "video") for source in getattr(args, kind)]
+    return [*media, {"type": "text", "text": args.prompt}]
+
+
+def _target_path(args: argparse.Namespace) -> str:
+    if args.target:
+        return args.target
+    if not args.draft:
+        raise ValueError("--target: missing; give a target folder or hub id, or a --draft that remembers its target")
+    config = Path(args.draft) / "config.json"
+    path = json.loads(config.read_text()).get("target_path") if config.is_file() else None
+    if not path:
+        raise ValueError(f"--draft: {args.draft}: no draft there, or it does not say its target; give --target as well")
+    return path
+
+
+def _report(stats: Any, show_drafted: bool) -> None:
+    legend = f"; {DRAFTED}coloured{PLAIN}{DIM} = guessed by the draft and kept by the target" if show_drafted else ""
+    rate = (stats.new_tokens - 1) / stats.decode_s if stats.decode_s else 0.0
+    line = (
+        f"{stats.new_tokens} tokens in {stats.target_passes} target passes "
+        f"({stats.tokens_per_target_pass:.2f} tokens per pass), {rate:.0f} tokens/s{legend}"
+    )
+    print(f"{DIM}{line}{PLAIN}" if sys.stderr.isatty() or show_drafted else line, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""A preallocated KV cache that keeps an accepted tree path in place.
+
+`DynamicCache` copies itself at every step and cannot select by position; `StaticCache` attends over its full length.
+This one writes into one buffer for all layers, returns views of what is filled, and moves accepted rows with one gather.
+
+Shapes: L layers, B batch, H KV heads, C capacity, S filled length, d head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+class _Layer(CacheLayerMixin):
+    is_sliding = False
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        super().__init__()
+        self.keys, self.values = keys, values
+        self.length = 0
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing is left to do: the buffer exists from the start."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        start, self.length = self.length, self.length + key_states.shape[-2]
+        self.keys[..., start : self.length, :] = key_states
+        self.values[..., start : self.length, :] = value_states
+        return self.keys[..., : self.length, :], self.values[..., : self.length, :]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return int(self.keys.shape[-2])
+
+
+class TreeCache(Cache):
+    """KV cache of `num_layers` layers with room for `capacity` tokens.
+
+    Args:
+        num_layers, num_kv_heads, head_dim: the text model's sizes.
+        capacity: tokens that fit: prompt, new tokens and the largest tree.
+        dtype, device: of keys and values.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        self.storage = torch.empty(num_layers, 2, 1, num_kv_heads, capacity, head_dim, dtype=dtype, device=device)
+        super().__init__(layers=[_Layer(layer[0], layer[1]) for layer in self.storage])
+
+    @property
+    def length(self) -> int:
+        """Filled tokens S."""
+        return self.layers[0].length
+
+    def crop_to(self, length: int) -> None:
+        """Forgets everything from token `length` on."""
+        for layer in self.layers:
+            layer.length = length
+
+    def keep_path(self, start: int, path: Tensor) -> None:
+        """Of the tree rows at `start`, keeps those named by `path`, moved together; forgets the rest.
+
+        Args:
+            start: length before the tree was written.
+            path: LongTensor [m], increasing node indices of the accepted path, the root (0) first.
+        """
+        end = start + len(path)
+        if int(path[-1]) != len(path) - 1:
+            self.storage[..., start:end, :] = self.storage.index_select(-2, path + start)
+        self.crop_to(end)

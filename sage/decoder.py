@@ -1,0 +1,141 @@
+"""The loop: draft, verify, commit. Ref: SAGE, arXiv 2602.00523, Algorithm 1.
+
+Shapes: N tree nodes, F frontier nodes, K candidates, V vocabulary, T prompt tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sage.cache import TreeCache
+from sage.drafts.session import DraftSession
+from sage.stats import Clock, Stats
+from sage.targets import Prompt, Target
+from sage.trees import Frontier, Outcome, Policy, Tree
+from sage.verify import Sampling, accept
+
+
+@dataclass
+class Round:
+    """What one round emitted.
+
+    Attributes:
+        tokens: new token ids, cut at EOS and at the length limit.
+        num_drafted: how many of them, from the first on, the draft had guessed.
+    """
+
+    tokens: list[int]
+    num_drafted: int
+
+
+@dataclass
+class Request:
+    """One request's state; several could be in flight beside each other.
+
+    Attributes:
+        target: the model that decides.
+        session: the draft at work; None for a policy that never drafts.
+        policy: shapes the trees.
+        sampling: how the target chooses.
+        prompt: the embedded inputs, batch 1.
+        cache: the target's, empty, large enough.
+        max_new_tokens: length limit.
+        eos: token ids that end the answer.
+    """
+
+    target: Target
+    session: DraftSession | None
+    policy: Policy
+    sampling: Sampling
+    prompt: Prompt
+    cache: TreeCache
+    max_new_tokens: int
+    eos: frozenset[int]
+
+
+@torch.inference_mode()
+def decode(request: Request, clock: Clock, stats: Stats) -> Iterator[Round]:
+    """Yields the answer round by round; the prefill's token is the first round."""
+    target, session, policy, cache = request.target, request.session, request.policy, request.cache
+    features = target.prefill(request.prompt, cache)
+    root = request.sampling.choose(target.lm_head(features.last[:, -1]), features.last.new_zeros(1, dtype=torch.long))
+    clock.lap("target_prefill")
+    policy.reset()
+    logits = session.prefill(request.prompt, features, root) if session else None
+    clock.lap("draft_prefill")
+    emitted = _cut([int(root)], request, stats)
+    yield Round(emitted, 0)
+
+    while not _is_finished(emitted, request, stats):
+        plan = policy.begin()
+        tree = draft_tree(root, logits, request, clock, stats)
+        start = cache.length
+        position = request.prompt.next_position + stats.new_tokens - 1
+        features = target.tree_pass(tree.tokens, position + tree.depths, tree.ancestors, cache)
+        target_logits = target.lm_head(features.last[0])
+        clock.lap("verify")
+
+        chosen = request.sampling.choose(target_logits, stats.new_tokens + tree.depths)
+        path, tokens = accept(tree, chosen)
+        emitted = _cut(tokens, request, stats)
+        num_accepted = min(len(path) - 1, len(emitted))
+        clock.lap("accept")
+
+        path_P = torch.tensor(path, device=root.device)
+        cache.keep_path(start, path_P)
+        clock.lap("commit")
+        policy.observe(Outcome(num_accepted, tree, path_P, plan))
+        stats.note_round(tree.depth, len(tree) - 1, num_accepted, plan)
+        clock.lap("policy")
+        yield Round(emitted, num_accepted)
+
+        if session and not _is_finished(emitted, request, stats):
+            token_P = torch.tensor(tokens, device=root.device)
+            logits = session.commit(path_P, features, token_P)
+            stats.draft_steps += 1
+            clock.lap("draft_steps")
+        root = root.new_tensor(tokens[-1:])
+
+
+def draft_tree(root: Tensor, logits: Tensor | None, request: Request, clock: Clock, stats: Stats) -> Tree:
+    """Grows one round's tree level by level as the policy asks, at most as deep as the answer may still get."""
+    policy, session = request.policy, request.session
+    tree = Tree.of_root(root)
+    frontier = tree.parents + 1  # the root alone
+    for level in range(1, request.max_new_tokens - stats.new_tokens):
+        if logits is None or session is None:
+            break
+        probs, tokens = logits.float().softmax(-1).topk(policy.candidates)
+        tree.note_candidates(frontier, probs)
+        growth = policy.grow(Frontier(level, probs, tree.path_probs[frontier]))
+        if growth is None:
+            break
+        rows, ranks = growth.rows, growth.ranks
+        nodes = tree.add_level(frontier[rows], tokens[rows, ranks], probs[rows, ranks])
+        clock.lap("policy")
+        if len(growth.expand) == 0:
+            break
+        frontier = nodes[growth.expand]
+        logits = session.expand(rows[growth.expand], tree.tokens[frontier])
+        stats.draft_steps += 1
+        clock.lap("draft_steps")
+    keep = policy.select(tree)
+    tree = tree if keep is None else tree.subtree(keep)
+    clock.lap("policy")
+    return tree
+
+
+def _cut(tokens: list[int], request: Request, stats: Stats) -> list[int]:
+    """The tokens that belong to the answer: up to and including EOS, within the length limit; counts them."""
+    tokens = tokens[: request.max_new_tokens - stats.new_tokens]
+    end = next((i + 1 for i, token in enumerate(tokens) if token in request.eos), len(tokens))
+    stats.new_tokens += end
+    return tokens[:end]
+
+
+def _is_finished(emitted: list[int], request: Request, stats: Stats) -> bool:
+    return stats.new_tokens >= request.max_new_tokens or emitted[-1] in request.eos

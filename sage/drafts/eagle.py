@@ -1,0 +1,128 @@
+"""The EAGLE draft head: from the target's feature and the next token, the target's next feature.
+
+Ref: EAGLE, arXiv 2401.15077, section 4.1; with visual inputs kept, SpecVLM, arXiv 2509.11815 (EagleVLM baseline).
+
+Index shift, by a prompt of three tokens x0 x1 x2 whose target features are f0 f1 f2, and a first answer token x3:
+    pair 0 = (f0, e(x1)) predicts f1; pair 1 = (f1, e(x2)) predicts f2; pair 2 = (f2, e(x3)) predicts f3,
+    and lm_head(f3) is the distribution of x4. Pair t sits at the rope position of token t.
+
+Shapes: B batch, T tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from sage.drafts.layer import DraftLayer, Rope
+
+
+class EagleConfig(PreTrainedConfig):
+    """Sizes of an EAGLE head and the target it was made for.
+
+    Args:
+        target: the target's fingerprint; `load_draft` compares it.
+        target_path: where the target was loaded from, for people and for `sage-generate`.
+        input_norm: normalise the input of the layer's attention (EagleVLM does, EAGLE-1 does not).
+        image_inputs: `embed` feeds visual embeddings at picture positions, `token` the placeholder's embedding.
+    """
+
+    model_type = "sage_eagle"
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int = 192,
+        intermediate_size: int = 512,
+        num_attention_heads: int = 6,
+        num_key_value_heads: int = 2,
+        head_dim: int = 32,
+        vocab_size: int = 1024,
+        max_position_embeddings: int = 32768,
+        rms_norm_eps: float = 1e-6,
+        hidden_act: str = "silu",
+        rope_theta: float = 1e6,
+        mrope_section: list[int] | None = None,
+        initializer_range: float = 0.02,
+        input_norm: bool = True,
+        image_inputs: str = "embed",
+        target: dict[str, Any] | None = None,
+        target_path: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.num_attention_heads = num_attention_heads
+        self.num_key_value_heads = num_key_value_heads
+        self.head_dim = head_dim
+        self.vocab_size = vocab_size
+        self.max_position_embeddings = max_position_embeddings
+        self.rms_norm_eps = rms_norm_eps
+        self.hidden_act = hidden_act
+        self.rope_theta = rope_theta
+        self.mrope_section = mrope_section
+        self.initializer_range = initializer_range
+        self.input_norm = input_norm
+        if image_inputs not in ("embed", "token"):
+            raise ValueError(f"draft.image_inputs: {image_inputs!r} is not one of embed, token")
+        self.image_inputs = image_inputs
+        self.target = target or {}
+        self.target_path = target_path
+        super().__init__(**kwargs)
+
+
+class EagleDraft(PreTrainedModel):
+    """One decoder layer over fc(concat(e(x_{t+1}), f_t)); embedding and lm_head are the target's and are not saved.
+
+    Args:
+        config: its sizes; `sage.new_draft` derives them from a target.
+    """
+
+    config_class = EagleConfig
+    base_model_prefix = "draft"
+    _no_split_modules = ["DraftLayer"]
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__(config)
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.layer = DraftLayer(config)
+        self.rope = Rope(config.head_dim, config.rope_theta, config.mrope_section)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=self.config.initializer_range)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Fresh weights; fc starts as 'pass the feature on', so an untrained head already repeats the target's state."""
+        self.apply(self._init_weights)
+        self.fc.weight[:, self.config.hidden_size :] += torch.eye(self.config.hidden_size)
+
+    def forward(
+        self,
+        embeds_next: Tensor,
+        features: Tensor,
+        position_ids: Tensor,
+        tree_mask: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """Predicted features for pairs (features[t], embeds_next[t]).
+
+        Args:
+            embeds_next: [B, T, D], the embedding of token t + 1.
+            features: [B, T, D], the target's (or the draft's own predicted) feature of token t.
+            position_ids: rope positions of token t, [B, T] or [3, B, T].
+            tree_mask: additive, tiled mask [1, 1, G * T, S] from `sage.attention.tile_mask`; None attends causally, which
+                is also right for right-padded batches: no real pair reaches the padding after it.
+            cache: one-layer KV cache to extend when decoding.
+
+        Returns:
+            [B, T, D], the prediction of the target's feature of token t + 1.
+        """
+        hidden = self.fc(torch.cat((embeds_next, features), -1))
+        return self.layer(hidden, self.rope(position_ids, hidden.dtype), tree_mask, cache)

@@ -1,0 +1,143 @@
+"""One decoder layer for drafts: grouped-query attention without biases, gated MLP, plain or multimodal rope.
+
+The layer is Llama's, because that is the layer serving engines give every EAGLE draft; only the rope follows the target.
+
+Shapes: B batch, T tokens, N new tokens, S keys, D hidden, H heads, d head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, computed in float32 (float64 inputs stay float64)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(hidden.dtype)
+
+
+class Rope(nn.Module):
+    """Rotary positions; with `mrope_section` the frequencies are dealt out to the temporal, height and width positions.
+
+    Ref: Qwen2-VL, arXiv 2409.12191, section 2.1 (M-RoPE).
+    """
+
+    def __init__(self, head_dim: int, theta: float, mrope_section: list[int] | None) -> None:
+        super().__init__()
+        # Plain attributes, not buffers: loading on the meta device would leave a non-persistent buffer empty.
+        self.exponents = [i / head_dim for i in range(0, head_dim, 2)]
+        self.theta = theta
+        self.axes = [axis for axis, size in enumerate(mrope_section or []) for _ in range(size)]
+        self._on: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if device not in self._on:
+            frequency = self.theta ** -torch.tensor(self.exponents, device=device)
+            self._on[device] = (frequency, torch.tensor(self.axes, device=device, dtype=torch.long))
+        return self._on[device]
+
+    def forward(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Positions [B, T] or [3, B, T] -> cos and sin, each [B, 1, T, d].
+
+        Raises:
+            ValueError: three-axis positions for a draft without `mrope_section`.
+        """
+        frequency, axes = self._tables(position_ids.device)
+        if position_ids.dim() == 3:
+            if not self.axes:
+                raise ValueError("draft.mrope_section: missing, but the target's positions have three axes")
+            angles = position_ids[axes].permute(1, 2, 0).float() * frequency
+        else:
+            angles = position_ids[..., None].float() * frequency
+        angles = torch.cat((angles, angles), -1)[:, None]
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Applies rope to [B, H, T, d], halves paired as in Llama."""
+    first, second = states.chunk(2, -1)
+    return states * cos + torch.cat((-second, first), -1) * sin
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over `input_size` features (2D for EAGLE-3, D otherwise)."""
+
+    def __init__(self, config: Any, input_size: int) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.group = config.num_attention_heads // config.num_key_value_heads
+        self.q_proj = nn.Linear(input_size, config.num_attention_heads * config.head_dim, bias=False)
+        self.k_proj = nn.Linear(input_size, config.num_key_value_heads * config.head_dim, bias=False)
+        self.v_proj = nn.Linear(input_size, config.num_key_value_heads * config.head_dim, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=False)
+
+    def forward(self, hidden: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None) -> Tensor:
+        """See `DraftLayer.forward`."""
+        batch, length, _ = hidden.shape
+        query, key, value = (
+            proj(hidden).view(batch, length, -1, self.head_dim).transpose(1, 2)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key = rotate(query, *rope), rotate(key, *rope)
+        if cache is not None:
+            key, value = cache.update(key, value, 0)
+        folded = query.reshape(batch, key.shape[1], -1, self.head_dim)
+        if mask is None and length > 1:
+            out = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.group > 1)
+        else:
+            out = nn.functional.scaled_dot_product_attention(folded, key, value, attn_mask=mask)
+        out = out.reshape(batch, -1, length, self.head_dim).transpose(1, 2)
+        return self.o_proj(out.reshape(batch, length, -1))
+
+
+class MLP(nn.Module):
+    """Gated feed-forward block."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.activation = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down_proj(self.activation(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+
+class DraftLayer(nn.Module):
+    """EAGLE's decoder layer.
+
+    Args:
+        config: an `EagleConfig`.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps) if config.input_norm else nn.Identity()
+        self.self_attn = Attention(config, config.hidden_size)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, hidden: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None) -> Tensor:
+        """[B, N, D] -> [B, N, D].
+
+        Args:
+            rope: cos and sin, each [B, 1, N, d].
+            mask: additive, tiled for grouped queries [B or 1, 1, G * N, S]; None attends causally.
+            cache: one-layer cache to read and extend; None attends within `hidden`.
+        """
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rope, mask, cache)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))

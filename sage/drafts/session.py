@@ -1,0 +1,112 @@
+"""A draft at work on one request: its own KV cache, the growing tree, re-synchronisation with the target's features.
+
+Shapes: F frontier nodes of one tree level, E nodes drafted so far this round, M tokens committed, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sage.attention import tile_mask
+from sage.cache import TreeCache
+from sage.drafts.eagle import EagleDraft
+from sage.targets import Features, Prompt, Target
+
+
+class DraftSession(Protocol):
+    """What the decoder asks of any draft. Every method returns logits over the target's vocabulary."""
+
+    def prefill(self, prompt: Prompt, features: Features, root: Tensor) -> Tensor:
+        """Reads the prompt and the first token [1]; returns the distribution below it, [1, V]."""
+
+    def expand(self, rows: Tensor, tokens: Tensor) -> Tensor:
+        """Drafts one level deeper.
+
+        Args:
+            rows: LongTensor [F], each node's parent as a row of the previous call's result.
+            tokens: LongTensor [F], the nodes' tokens.
+
+        Returns:
+            [F, V], the distribution below each node.
+        """
+
+    def commit(self, path: Tensor, features: Features, tokens: Tensor) -> Tensor:
+        """Forgets the tree and reads what the target accepted.
+
+        Args:
+            path: LongTensor [M], the root and the accepted nodes in the verified tree.
+            features: the target's true features of the whole verified tree.
+            tokens: LongTensor [M], the accepted tokens and the next root.
+
+        Returns:
+            [1, V], the distribution below the next root.
+        """
+
+
+class EagleSession:
+    """An EAGLE head at work. Pair t = (feature of token t, embedding of token t + 1) sits at the position of token t.
+
+    Args:
+        draft: the head.
+        target: lends embedding and lm_head.
+        capacity: tokens that prompt, answer and one drafted tree can take.
+    """
+
+    def __init__(self, draft: EagleDraft, target: Target, capacity: int) -> None:
+        config = draft.config
+        self.draft, self.target = draft, target
+        self.group = config.num_attention_heads // config.num_key_value_heads
+        self.cache = TreeCache(1, config.num_key_value_heads, config.head_dim, capacity, draft.dtype, draft.device)
+        self.committed = 0
+        self.position = torch.zeros(1, dtype=torch.long, device=draft.device)
+        self.hidden = torch.empty(0)
+        self.ancestors = torch.empty(0)
+
+    @torch.no_grad()
+    def prefill(self, prompt: Prompt, features: Features, root: Tensor) -> Tensor:
+        embeds = prompt.embeds
+        if self.draft.config.image_inputs == "token":
+            embeds = torch.where(prompt.visual_mask[..., None], self.target.embed_tokens(prompt.input_ids), embeds)
+        embeds = torch.cat((embeds[:, 1:], self.target.embed_tokens(root)[None]), 1)
+        hidden = self.draft(embeds, features.last, prompt.position_ids, cache=self.cache)
+        self.position = prompt.next_position
+        return self._start_tree(hidden)
+
+    @torch.no_grad()
+    def expand(self, rows: Tensor, tokens: Tensor) -> Tensor:
+        own = torch.eye(len(rows), dtype=torch.bool, device=rows.device)
+        self.ancestors = torch.cat((self.ancestors[rows], own), 1)
+        past = own.new_ones(len(rows), self.committed)
+        mask = tile_mask(torch.cat((past, self.ancestors), 1), self.group, self.draft.dtype)
+        embeds = self.target.embed_tokens(tokens)[None]
+        positions = self.target.family.decode_positions(self.position.expand(len(rows)))
+        self.position = self.position + 1
+        self.hidden = self.draft(embeds, self.hidden[rows][None], positions, mask, self.cache)[0]
+        return self.target.lm_head(self.hidden)
+
+    @torch.no_grad()
+    def commit(self, path: Tensor, features: Features, tokens: Tensor) -> Tensor:
+        self.cache.crop_to(self.committed)
+        steps = torch.arange(len(tokens), device=tokens.device)
+        start = self._root_position
+        positions = self.target.family.decode_positions(start + steps)
+        embeds = self.target.embed_tokens(tokens)[None]
+        mask = self._causal_mask(len(tokens)) if len(tokens) > 1 else None
+        hidden = self.draft(embeds, features.last[:, path], positions, mask, self.cache)
+        self.position = start + len(tokens)
+        return self._start_tree(hidden)
+
+    def _start_tree(self, hidden: Tensor) -> Tensor:
+        """The last pair belongs to the root: its output starts the tree, its cache row is committed."""
+        self._root_position = self.position
+        self.committed = self.cache.length
+        self.hidden = hidden[0, -1:]
+        self.ancestors = torch.zeros(1, 0, dtype=torch.bool, device=hidden.device)
+        return self.target.lm_head(self.hidden)
+
+    def _causal_mask(self, length: int) -> Tensor:
+        visible = torch.ones(length, self.committed + length, dtype=torch.bool, device=self.cache.storage.device)
+        return tile_mask(visible.tril(self.committed), self.group, self.draft.dtype)

@@ -1,0 +1,175 @@
+"""generate and stream: one request from inputs to text, around the loop of sage.decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sage.decoder import Request, Round, decode
+from sage.drafts import EagleDraft, check_draft, new_session
+from sage.stats import Clock, Stats
+from sage.targets import Prompt, Target
+from sage.trees import Policy
+from sage.trees import policy as new_policy
+from sage.verify import Sampling
+
+
+@dataclass
+class Output:
+    """A finished answer.
+
+    Attributes:
+        tokens: LongTensor [new tokens], after the prompt, up to and including EOS.
+        text: decoded without special tokens; empty when the target has no processor.
+        stats: counts and times.
+        drafted: BoolTensor [new tokens], True where the draft had guessed the token.
+    """
+
+    tokens: Tensor
+    text: str
+    stats: Stats
+    drafted: Tensor
+
+
+@dataclass
+class Piece:
+    """A stretch of text as it is accepted; `is_drafted` says whether the draft had guessed it."""
+
+    text: str
+    is_drafted: bool
+
+
+@dataclass
+class Generation:
+    """One request in progress; iterate over its rounds, then read `output`."""
+
+    target: Target
+    request: Request
+    clock: Clock
+    stats: Stats
+    tokens: list[int] = field(default_factory=list)
+    drafted: list[bool] = field(default_factory=list)
+
+    def rounds(self) -> Iterator[Round]:
+        """Runs the request; yields each round as it is accepted."""
+        for round_ in decode(self.request, self.clock, self.stats):
+            self.tokens += round_.tokens
+            self.drafted += [i < round_.num_drafted for i in range(len(round_.tokens))]
+            yield round_
+        self.clock.lap("other")
+        self.stats.time_s = self.clock.seconds()
+
+    def output(self) -> Output:
+        """The answer so far."""
+        tokenizer = self.target.processor.tokenizer if self.target.processor else None
+        text = tokenizer.decode(self.tokens, skip_special_tokens=True) if tokenizer else ""
+        return Output(torch.tensor(self.tokens), text, self.stats, torch.tensor(self.drafted))
+
+
+def start(
+    target: Target,
+    draft: EagleDraft | None,
+    inputs: Any,
+    policy: str | Policy = "sage",
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+) -> Generation:
+    """Checks one request and embeds its inputs; see `generate`."""
+    policy = new_policy(policy) if isinstance(policy, str) else policy
+    if policy.candidates and draft is None:
+        raise ValueError(f"draft: the policy {policy.name!r} needs one; load it with sage.load_draft(path, target)")
+    if draft is not None:
+        check_draft(draft, target)
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens: {max_new_tokens} is not allowed; ask for at least 1")
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    clock = Clock(target.device)
+    prompt = target.embed(inputs)
+    clock.lap("vision")
+    capacity = _capacity(target, prompt, max_new_tokens, policy)
+    session = new_session(draft, target, capacity) if draft is not None and policy.candidates else None
+    request = Request(
+        target=target,
+        session=session,
+        policy=policy,
+        sampling=sampling,
+        prompt=prompt,
+        cache=target.new_cache(capacity),
+        max_new_tokens=max_new_tokens,
+        eos=frozenset(target.eos_token_ids),
+    )
+    return Generation(target, request, clock, Stats())
+
+
+def generate(target: Target, draft: EagleDraft | None, inputs: Any, **options: Any) -> Output:
+    """Decodes one prompt; the answer is the target's own whatever draft and policy are.
+
+    Args:
+        target: the model that decides.
+        draft: the model that guesses; None for the policy `autoregressive`.
+        inputs: what the target's processor returns, batch 1.
+        options:
+            policy: a name of `sage.POLICIES` or `sage.policy(...)`; default "sage".
+            max_new_tokens: default 256.
+            temperature: 0 = greedy (default).
+            top_k, top_p: sampling filters; 0 and 1 = off.
+            seed: the same seed gives the same text under every policy.
+
+    Raises:
+        ValueError: an option out of range, a batch, a prompt beyond the target's context, a draft of another target.
+    """
+    generation = start(target, draft, inputs, **options)
+    for _ in generation.rounds():
+        pass
+    return generation.output()
+
+
+def stream(target: Target, draft: EagleDraft | None, inputs: Any, **options: Any) -> Iterator[str]:
+    """Yields the text as it is accepted; same arguments as `generate`."""
+    generation = start(target, draft, inputs, **options)
+    for piece in pieces(generation):
+        yield piece.text
+
+
+def pieces(generation: Generation) -> Iterator[Piece]:
+    """Text of each round, split where the draft's guesses end; holds back bytes of an unfinished character.
+
+    Raises:
+        ValueError: the target has no processor to decode with.
+    """
+    if generation.target.processor is None:
+        raise ValueError("stream: the target has no processor to decode text with; use generate and read its tokens")
+    tokenizer = generation.target.processor.tokenizer
+    shown = ""
+    for round_ in generation.rounds():
+        before = len(generation.tokens) - len(round_.tokens)
+        for end, is_drafted in ((before + round_.num_drafted, True), (len(generation.tokens), False)):
+            text = tokenizer.decode(generation.tokens[:end], skip_special_tokens=True)
+            if len(text) > len(shown) and not text.endswith("\ufffd"):
+                yield Piece(text[len(shown) :], is_drafted)
+                shown = text
+
+
+def _capacity(target: Target, prompt: Prompt, max_new_tokens: int, policy: Policy) -> int:
+    """Cache rows for prompt, answer and one tree.
+
+    Raises:
+        ValueError: a batch, or more tokens than the target's context holds.
+    """
+    batch, length = prompt.input_ids.shape
+    if batch != 1:
+        raise ValueError(f"inputs: batch of {batch}; decode one request at a time")
+    limit = int(target.text_config.max_position_embeddings)
+    if length + max_new_tokens > limit:
+        raise ValueError(
+            f"max_new_tokens: a prompt of {length} tokens and {max_new_tokens} new ones exceed the target's context of "
+            f"{limit}; ask for at most {max(limit - length, 0)}, or shorten the prompt or its pictures"
+        )
+    return length + max_new_tokens + policy.max_nodes

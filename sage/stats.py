@@ -1,0 +1,103 @@
+"""Counts and times of one generation, one meaning per name."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+PHASES = (
+    "vision",
+    "target_prefill",
+    "draft_prefill",
+    "draft_steps",
+    "verify",
+    "accept",
+    "commit",
+    "policy",
+    "other",
+)
+PREFILL_PHASES = ("vision", "target_prefill", "draft_prefill")
+
+
+class Clock:
+    """Adds up time per phase. `lap(name)` books everything since the last lap under `name`.
+
+    On CUDA each lap records an event and nothing waits; `seconds()` resolves them at the end.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._laps: list[tuple[str, Any]] = [("start", self._now())]
+
+    def _now(self) -> Any:
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def lap(self, phase: str) -> None:
+        """Ends a stretch of work and books it."""
+        self._laps.append((phase, self._now()))
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds per phase, every phase named."""
+        if self._is_cuda:
+            torch.cuda.synchronize()
+        total = dict.fromkeys(PHASES, 0.0)
+        for (_, start), (phase, end) in zip(self._laps, self._laps[1:], strict=False):
+            total[phase] += start.elapsed_time(end) / 1e3 if self._is_cuda else end - start
+        return total
+
+
+@dataclass
+class Stats:
+    """What one generation did.
+
+    Attributes:
+        rounds: draft-and-verify rounds.
+        target_passes: passes of the target after prefill; equals `rounds`.
+        draft_steps: passes of the draft after its prefill, one per level and one per re-synchronisation.
+        accepted: drafted tokens accepted in each round, after cutting at the end of the answer.
+        new_tokens: emitted tokens, the first one (from the prefill) included.
+        time_s: seconds per phase.
+        rounds_log: per round: depth, nodes, accepted and what the policy planned.
+    """
+
+    rounds: int = 0
+    target_passes: int = 0
+    draft_steps: int = 0
+    accepted: list[int] = field(default_factory=list)
+    new_tokens: int = 0
+    time_s: dict[str, float] = field(default_factory=dict)
+    rounds_log: list[dict[str, Any]] = field(default_factory=list)
+
+    def note_round(self, depth: int, nodes: int, accepted: int, plan: dict[str, float]) -> None:
+        """Books one verified tree of `nodes` drafted nodes, `accepted` of which were kept."""
+        self.rounds += 1
+        self.target_passes += 1
+        self.accepted.append(accepted)
+        self.rounds_log.append({"depth": depth, "nodes": nodes, "accepted": accepted, **plan})
+
+    @property
+    def mean_accepted_draft(self) -> float:
+        """Drafted tokens accepted per round (the SAGE paper's tau)."""
+        return sum(self.accepted) / len(self.accepted) if self.accepted else 0.0
+
+    @property
+    def tokens_per_target_pass(self) -> float:
+        """Tokens per verification pass, bonus token included (the EAGLE papers' tau); the prefill's token is not counted."""
+        return (self.new_tokens - 1) / self.target_passes if self.target_passes else 0.0
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds after vision and prefill."""
+        return sum(seconds for phase, seconds in self.time_s.items() if phase not in PREFILL_PHASES)
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of everything."""
+        return sum(self.time_s.values())

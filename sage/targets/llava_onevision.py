@@ -1,0 +1,89 @@
+"""LLaVA-OneVision: SigLIP tiles with a newline embedding per row, plain rope positions."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.image_processing_utils import select_best_resolution
+
+from sage.targets.family import Family, Inputs
+
+
+class LlavaOnevision(Family):
+    """Ref: LLaVA-OneVision, arXiv 2408.03326, section 3.2 (anyres tiles; one base tile when several pictures come)."""
+
+    model_type = "llava_onevision"
+    image_token = "<image>"
+    video_token = "<video>"
+    pixel_keys = ("pixel_values", "image_sizes", "batch_num_images", "pixel_values_videos")
+
+    @property
+    def _side(self) -> int:
+        """Patches along one side of a tile."""
+        vision = self.config.vision_config
+        return vision.image_size // vision.patch_size
+
+    def pictures(self, image_processor: Any, images: list[Any]) -> tuple[Inputs, list[int]]:
+        out = image_processor(images=[images], return_tensors="pt")
+        inputs = {key: torch.as_tensor(out[key]) for key in ("pixel_values", "image_sizes", "batch_num_images")}
+        if len(images) > 1:
+            return inputs, [self._side**2 + 1] * len(images)
+        return inputs, [self._num_tokens(*inputs["image_sizes"][0].tolist())]
+
+    def _num_tokens(self, height: int, width: int) -> int:
+        """Visual tokens of a single picture: base tile, unpadded tiles, one newline per row (arXiv 2408.03326, 3.2)."""
+        tile = self.config.vision_config.image_size
+        best_height, best_width = select_best_resolution([height, width], self.config.image_grid_pinpoints)
+        rows, columns = self._side * (best_height // tile), self._side * (best_width // tile)
+        if width / height > columns / rows:
+            rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
+        else:
+            columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
+        most_tiles = int(self.config.vision_aspect_ratio.removeprefix("anyres_max_"))
+        ratio = math.sqrt(rows * columns / (most_tiles * self._side**2))
+        if ratio > 1.1:
+            rows, columns = int(rows // ratio), int(columns // ratio)
+        return self._side**2 + rows * (columns + 1)
+
+    def clips(self, image_processor: Any, videos: list[list[Any]], fps: float) -> tuple[Inputs, list[int]]:
+        """Frames are resized to one tile each; positions carry no time, so `fps` changes nothing here."""
+        lengths = {len(frames) for frames in videos}
+        if len(lengths) > 1:
+            raise ValueError(f"video: clips of one conversation have {sorted(lengths)} frames; sample the same number")
+        pixels = []
+        for frames in videos:
+            tiles = image_processor(images=[[frame] for frame in frames], return_tensors="pt")["pixel_values"]
+            pixels.append(tiles[:, 0])
+        pooled = math.ceil(self._side / 2) ** 2
+        return {"pixel_values_videos": torch.stack(pixels)}, [len(frames) * pooled + 1 for frames in videos]
+
+    def stack(self, key: str, values: list[Tensor]) -> Tensor:
+        if key == "pixel_values":
+            most = max(value.shape[1] for value in values)
+            values = [nn.functional.pad(v, (0, 0) * 3 + (0, most - v.shape[1])) for v in values]
+        return torch.cat(values)
+
+    def visual_features(self, model: nn.Module, inputs: Inputs) -> dict[int, Tensor]:
+        features = {}
+        if inputs.get("pixel_values") is not None:
+            out = model.model.get_image_features(
+                inputs["pixel_values"],
+                inputs["image_sizes"],
+                batch_num_images=inputs.get("batch_num_images"),
+                return_dict=True,
+            )
+            features[self.config.image_token_id] = torch.cat(tuple(out.pooler_output))
+        if inputs.get("pixel_values_videos") is not None:
+            out = model.model.get_video_features(inputs["pixel_values_videos"], return_dict=True)
+            features[self.config.video_token_id] = out.pooler_output.flatten(0, 1)
+        return features
+
+    def positions(self, model: nn.Module, inputs: Inputs, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+        return position_ids, attention_mask.sum(-1)
+
+    def decode_positions(self, position_N: Tensor) -> Tensor:
+        return position_N.view(1, -1)

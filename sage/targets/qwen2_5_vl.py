@@ -1,0 +1,90 @@
+"""Qwen2.5-VL: patches of any resolution, M-RoPE positions (temporal, height, width)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sage.targets.family import Family, Inputs
+
+
+class Qwen2_5_VL(Family):
+    """Ref: Qwen2.5-VL technical report, arXiv 2502.13923, sections 2.1 (vision encoder) and 2.1.2 (M-RoPE)."""
+
+    model_type = "qwen2_5_vl"
+    image_token = "<|image_pad|>"
+    video_token = "<|video_pad|>"
+    pixel_keys = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
+
+    def pictures(self, image_processor: Any, images: list[Any]) -> tuple[Inputs, list[int]]:
+        out = image_processor(images=images, return_tensors="pt")
+        return {"pixel_values": out["pixel_values"], "image_grid_thw": out["image_grid_thw"]}, self._tokens(
+            image_processor, out["image_grid_thw"]
+        )
+
+    def clips(self, image_processor: Any, videos: list[list[Any]], fps: float) -> tuple[Inputs, list[int]]:
+        """Frames become patches of `temporal_patch_size` neighbours; an odd last frame is repeated."""
+        patches, grids = zip(*(self._clip(image_processor, frames) for frames in videos), strict=True)
+        grid = torch.stack(grids)
+        seconds = torch.full((len(videos),), image_processor.temporal_patch_size / fps)
+        inputs = {"pixel_values_videos": torch.cat(patches), "video_grid_thw": grid, "second_per_grid_ts": seconds}
+        return inputs, self._tokens(image_processor, grid)
+
+    def _clip(self, image_processor: Any, frames: list[Any]) -> tuple[Tensor, Tensor]:
+        """One video -> patches [t*h*w, C*s*p*p] and its grid [3], from the per-frame patches the image processor makes.
+
+        A picture's patch repeats itself s = temporal_patch_size times; a video's holds s different frames in that axis.
+        """
+        step = image_processor.temporal_patch_size
+        frames = frames + [frames[-1]] * (-len(frames) % step)
+        out = image_processor(images=frames, return_tensors="pt")
+        grid = out["image_grid_thw"]
+        if bool((grid != grid[0]).any()):
+            raise ValueError("video: frames of different sizes; resize them to one size first")
+        height, width = int(grid[0, 1]), int(grid[0, 2])
+        pixels = out["pixel_values"]
+        channels = len(image_processor.image_mean)
+        per_frame = pixels.view(len(frames) // step, step, height * width, channels, step, -1)[..., 0, :]
+        patches = per_frame.permute(0, 2, 3, 1, 4).reshape(-1, pixels.shape[-1])
+        return patches, torch.tensor([len(frames) // step, height, width])
+
+    @staticmethod
+    def _tokens(image_processor: Any, grid: Tensor) -> list[int]:
+        return (grid.prod(-1) // image_processor.merge_size**2).tolist()
+
+    def token_inputs(self, input_ids: Tensor) -> Inputs:
+        kinds = torch.zeros_like(input_ids, dtype=torch.int32)
+        kinds[input_ids == self.config.image_token_id] = 1
+        kinds[input_ids == self.config.video_token_id] = 2
+        return {"mm_token_type_ids": kinds}
+
+    def visual_features(self, model: nn.Module, inputs: Inputs) -> dict[int, Tensor]:
+        features = {}
+        if inputs.get("pixel_values") is not None:
+            out = model.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"], return_dict=True)
+            features[self.config.image_token_id] = torch.cat(tuple(out.pooler_output))
+        if inputs.get("pixel_values_videos") is not None:
+            out = model.model.get_video_features(inputs["pixel_values_videos"], inputs["video_grid_thw"], return_dict=True)
+            features[self.config.video_token_id] = torch.cat(tuple(out.pooler_output))
+        return features
+
+    def positions(self, model: nn.Module, inputs: Inputs, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        input_ids = inputs["input_ids"]
+        kinds = inputs.get("mm_token_type_ids")
+        if kinds is None:
+            kinds = self.token_inputs(input_ids)["mm_token_type_ids"]
+        position_ids, deltas = model.model.get_rope_index(
+            input_ids,
+            mm_token_type_ids=kinds,
+            image_grid_thw=inputs.get("image_grid_thw"),
+            video_grid_thw=inputs.get("video_grid_thw"),
+            second_per_grid_ts=inputs.get("second_per_grid_ts"),
+            attention_mask=attention_mask,
+        )
+        # get_rope_index counts the delta from the sequence's own length, so padding does not move the next position.
+        return position_ids, attention_mask.sum(-1) + deltas.view(-1)
+
+    def decode_positions(self, position_N: Tensor) -> Tensor:
+        return position_N.view(1, 1, -1).expand(3, 1, -1)

@@ -1,0 +1,226 @@
+"""The frozen vision-language model as the decoder and the trainer see it.
+
+Owns: loading, one-pass embedding, features, the causal prefill and the tree pass. Does not own: acceptance, drafts, losses.
+
+Shapes: B batch, T tokens, N tree nodes, S keys, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForImageTextToText, BatchFeature
+
+from sage.attention import tile_mask, use_tree_attention
+from sage.cache import TreeCache
+from sage.targets.family import Family, Inputs, Prompt
+from sage.targets.llava_onevision import LlavaOnevision
+from sage.targets.processing import Messages, Processor
+from sage.targets.qwen2_5_vl import Qwen2_5_VL
+
+FAMILIES: tuple[type[Family], ...] = (Qwen2_5_VL, LlavaOnevision)
+
+
+@dataclass
+class Features:
+    """Hidden states of the text layers.
+
+    Attributes:
+        last: [B, T, D], what goes into lm_head.
+        levels: the requested `hidden_states[k]`, each [B, T, D].
+    """
+
+    last: Tensor
+    levels: tuple[Tensor, ...] = ()
+
+
+class Target:
+    """A Qwen2.5-VL or LLaVA-OneVision model in hand.
+
+    Args:
+        model: `Qwen2_5_VLForConditionalGeneration` or `LlavaOnevisionForConditionalGeneration`.
+        processor: ours or Hugging Face's; not needed while inputs are tensors.
+
+    Raises:
+        ValueError: the model is of no known family, or attends through a sliding window.
+    """
+
+    def __init__(self, model: Any, processor: Any = None) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.family = _family(model.config)
+        self.processor = None if processor is None else Processor.wrap(processor, self.family)
+        self.name = str(model.config._name_or_path or self.family.model_type)
+        self.text_config = model.config.get_text_config()
+        if "sliding_attention" in (getattr(self.text_config, "layer_types", None) or ()):
+            raise ValueError(
+                f"target: {self.name} attends through a sliding window, which a tree cannot; set use_sliding_window=false"
+            )
+        self.text_model: nn.Module = model.model.language_model
+        self.embed_tokens: nn.Module = model.get_input_embeddings()
+        self.lm_head: nn.Module = model.get_output_embeddings()
+        self.eos_token_ids = _as_list(model.generation_config.eos_token_id)
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.text_config.hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.text_config.vocab_size)
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.text_config.num_hidden_layers)
+
+    @property
+    def num_kv_heads(self) -> int:
+        return int(self.text_config.num_key_value_heads)
+
+    @property
+    def head_dim(self) -> int:
+        config = self.text_config
+        return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed_tokens.weight.dtype
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What a draft must agree with: family and sizes."""
+        return {
+            "model_type": self.family.model_type,
+            "hidden_size": self.hidden_size,
+            "vocab_size": self.vocab_size,
+            "num_layers": self.num_layers,
+        }
+
+    # -- inputs -------------------------------------------------------------------------------------------------------
+
+    def prepare(self, messages: Messages) -> BatchFeature:
+        """Chat messages -> inputs of one prompt, ending where the assistant begins.
+
+        Args:
+            messages: Hugging Face chat messages; images as path, URL or PIL picture, videos as frames.
+
+        Raises:
+            ValueError: no processor at hand, an empty prompt, or a picture that cannot be read.
+        """
+        if self.processor is None:
+            raise ValueError("target: has no processor, so it takes tensors only; use sage.load_target(path)")
+        return self.processor.prepare(messages)
+
+    @torch.no_grad()
+    def embed(self, inputs: Inputs) -> Prompt:
+        """Runs embedding and vision tower on inputs with any batch size."""
+        moved = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
+        return self.family.embed(self.model, moved)
+
+    # -- text layers ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def features(self, prompt: Prompt, levels: Sequence[int] = ()) -> Features:
+        """Hidden states of whole (padded) sequences, without a cache; for training.
+
+        Args:
+            levels: indices k of `hidden_states` to return as well (0 = embeddings).
+        """
+        return self._run(prompt.embeds, prompt.position_ids, prompt.attention_mask, None, levels)
+
+    @torch.no_grad()
+    def prefill(self, prompt: Prompt, cache: TreeCache, levels: Sequence[int] = ()) -> Features:
+        """Fills an empty cache with one prompt; features [1, T, D]."""
+        with use_tree_attention(self.text_model):
+            return self._run(prompt.embeds, prompt.position_ids, {"full_attention": None}, cache, levels)
+
+    @torch.no_grad()
+    def tree_pass(
+        self, token_N: Tensor, position_N: Tensor, ancestors_NN: Tensor, cache: TreeCache, levels: Sequence[int] = ()
+    ) -> Features:
+        """One pass over a tree on top of the cache; appends N rows to it.
+
+        Args:
+            token_N: LongTensor [N] node tokens, parents before children.
+            position_N: LongTensor [N] rope positions.
+            ancestors_NN: BoolTensor [N, N], row n True at n and its ancestors.
+
+        Returns:
+            Features [1, N, D]: those a sequential pass along each node's path would give.
+        """
+        embeds = self.embed_tokens(token_N)[None]
+        mask = None
+        if len(token_N) > 1:
+            past = ancestors_NN.new_ones(len(token_N), cache.length)
+            group = self.text_config.num_attention_heads // self.num_kv_heads
+            mask = tile_mask(torch.cat((past, ancestors_NN), 1), group, embeds.dtype)
+        with use_tree_attention(self.text_model):
+            positions = self.family.decode_positions(position_N)
+            return self._run(embeds, positions, {"full_attention": mask}, cache, levels)
+
+    def _run(self, embeds: Tensor, positions: Tensor, mask: Any, cache: Any, levels: Sequence[int]) -> Features:
+        extra = {"output_hidden_states": True} if levels else {}
+        out = self.text_model(
+            inputs_embeds=embeds,
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=cache is not None,
+            **extra,
+        )
+        return Features(out.last_hidden_state, tuple(out.hidden_states[k] for k in levels))
+
+    def new_cache(self, capacity: int) -> TreeCache:
+        """An empty cache of this target's shape with room for `capacity` tokens."""
+        return TreeCache(self.num_layers, self.num_kv_heads, self.head_dim, capacity, self.dtype, self.device)
+
+
+def load_target(
+    path_or_id: str | Path, dtype: torch.dtype | None = None, device: str | torch.device = "cpu", **kwargs: Any
+) -> Target:
+    """Loads a target with its processor from a folder or a hub id.
+
+    Args:
+        dtype: None keeps the checkpoint's own.
+        kwargs: handed to `from_pretrained`.
+
+    Raises:
+        ValueError: the folder does not exist, or holds no known vision-language model.
+    """
+    path = str(path_or_id)
+    if _looks_local(path) and not Path(path).is_dir():
+        raise ValueError(f"target: {path}: no such folder; give a local folder or a hub id like Qwen/Qwen2.5-VL-7B-Instruct")
+    try:
+        family = _family(AutoConfig.from_pretrained(path))
+    except (OSError, json.JSONDecodeError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ValueError(f"target: {path}: cannot read its config.json ({first})") from error
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype or "auto", **kwargs)
+    return Target(model.to(device), Processor.from_pretrained(path, family))
+
+
+def _family(config: Any) -> Family:
+    for family in FAMILIES:
+        if config.model_type == family.model_type:
+            return family(config)
+    known = ", ".join(family.model_type for family in FAMILIES)
+    raise ValueError(f"target: model_type {config.model_type!r} is not a known family; known: {known}")
+
+
+def _looks_local(path: str) -> bool:
+    return path.startswith((".", "/", "~")) or path.count("/") != 1 or Path(path).exists()
+
+
+def _as_list(value: Any) -> list[int]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]

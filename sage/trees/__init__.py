@@ -1,0 +1,36 @@
+"""Draft trees and the policies that shape them: one module per policy."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from sage.trees import sage as sage
+from sage.trees.autoregressive import Autoregressive
+from sage.trees.chain import Chain
+from sage.trees.policy import Policy
+from sage.trees.sage import Sage
+from sage.trees.static import Static
+from sage.trees.tree import Frontier, Growth, Outcome, Tree
+
+_POLICIES: dict[str, type[Policy]] = {kind.name: kind for kind in (Autoregressive, Chain, Static, Sage)}
+POLICIES: tuple[str, ...] = tuple(_POLICIES)
+
+
+def policy(name: str, **options: Any) -> Policy:
+    """A configured policy, by its public name.
+
+    Raises:
+        ValueError: an unknown name or option; says which there are.
+    """
+    if name not in _POLICIES:
+        raise ValueError(f"policy: {name!r} is unknown; choose one of {', '.join(POLICIES)}")
+    kind = _POLICIES[name]
+    known = () if kind.__init__ is object.__init__ else tuple(inspect.signature(kind).parameters)
+    unknown = [option for option in options if option not in known]
+    if unknown:
+        raise ValueError(f"policy.{name}: unknown option {unknown[0]!r}; choose from {', '.join(known) or 'none'}")
+    return kind(**options)
+
+
+__all__ = ["POLICIES", "Frontier", "Growth", "Outcome", "Policy", "Tree", "policy"]

@@ -1,0 +1,52 @@
+"""The interface of tree policies. A policy answers "how deep, how wide, stop?" from probabilities and its own history.
+
+It never sees tokens and never takes part in acceptance, so a bad policy makes decoding slow, never wrong.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from sage.trees.tree import Frontier, Growth, Outcome, Tree
+
+
+class Policy(ABC):
+    """One way to shape draft trees. Policies keep state within a request; `reset` starts a new one.
+
+    Attributes:
+        name: the policy's public name.
+        candidates: K, how many candidates per node the policy wants to see; 0 = it never drafts.
+        max_nodes: the most nodes it drafts in one round, the root included; sizes the caches.
+    """
+
+    name: ClassVar[str]
+    candidates: int
+    max_nodes: int
+
+    def reset(self) -> None:  # noqa: B027 (optional hook)
+        """Forgets the last request."""
+
+    def begin(self) -> dict[str, float]:
+        """Plans a round; returns figures worth logging (`alpha`, `planned_depth`, `width`)."""
+        return {}
+
+    @abstractmethod
+    def grow(self, frontier: Frontier) -> Growth | None:
+        """Chooses the next level; None ends the drafting without one."""
+
+    def select(self, tree: Tree) -> Tensor | None:
+        """Indices of the drafted nodes to verify (increasing, ancestors included); None = all."""
+        return None
+
+    def observe(self, outcome: Outcome) -> None:  # noqa: B027 (optional hook)
+        """Learns from a verified round."""
+
+
+def first_ranks(rows: int, width: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """Every one of `rows` frontier nodes takes its `width` best: rows [R * W] and ranks [R * W]."""
+    row = torch.arange(rows, device=device).repeat_interleave(width)
+    return row, torch.arange(width, device=device).repeat(rows)

@@ -1,0 +1,55 @@
+"""The static 25-node tree. Ref: SAGE, arXiv 2602.00523 (SD-Tree; also SpecVLM's tree and SAGE's first tree)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sage.trees.policy import Policy
+from sage.trees.tree import Frontier, Growth
+
+Path = tuple[int, ...]
+
+# Child ranks along each path; 4 / 8 / 8 / 3 / 2 nodes per depth.
+STATIC_TREE: tuple[Path, ...] = (
+    *((0,), (1,), (2,), (3,)),
+    *((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)),
+    *((0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1), (1, 0, 0)),
+    *((0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 2)),
+    *((0, 0, 0, 0, 0), (0, 0, 0, 0, 1)),
+)
+
+
+class Static(Policy):
+    """The same tree every round.
+
+    Args:
+        paths: one tuple of child ranks per node; every prefix of a path must be a path.
+    """
+
+    name = "static"
+
+    def __init__(self, paths: Sequence[Sequence[int]] = STATIC_TREE) -> None:
+        nodes = sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))
+        orphans = [path for path in nodes if len(path) > 1 and path[:-1] not in nodes]
+        if not nodes or orphans:
+            raise ValueError(f"policy.static.paths: {orphans or 'empty'}; every prefix of a path must be a path itself")
+        self.candidates = 1 + max(rank for path in nodes for rank in path)
+        self.max_nodes = len(nodes) + 1
+        self._levels = [_level(nodes, depth) for depth in range(1, len(nodes[-1]) + 1)]
+
+    def grow(self, frontier: Frontier) -> Growth:
+        rows, ranks, expand = (
+            torch.tensor(column, dtype=torch.long, device=frontier.probs.device) for column in self._levels[frontier.level - 1]
+        )
+        return Growth(rows, ranks, expand)
+
+
+def _level(nodes: list[Path], depth: int) -> tuple[list[int], list[int], list[int]]:
+    """Rows, ranks and expanded indices of one level; a row counts the parents that have children, in order."""
+    children = [path for path in nodes if len(path) == depth]
+    inner = sorted({path[:-1] for path in nodes if len(path) == depth + 1})
+    parents = sorted({path[:-1] for path in children})
+    rows = [parents.index(path[:-1]) for path in children]
+    return rows, [path[-1] for path in children], [children.index(path) for path in inner]

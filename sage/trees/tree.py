@@ -1,0 +1,145 @@
+"""The draft tree as flat arrays, and what policies see of it.
+
+Shapes: N tree nodes (node 0 is the root), F frontier nodes, K candidates per node, E nodes the draft was asked about.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Tree:
+    """A draft tree; parents stand before children.
+
+    Attributes:
+        tokens: LongTensor [N].
+        parents: LongTensor [N]; -1 for the root.
+        depths: LongTensor [N]; 0 for the root.
+        probs: [N], the draft's probability of the node given its parent; 1 for the root.
+        path_probs: [N], the product of `probs` from the root down.
+        ancestors: BoolTensor [N, N], row n True at n and its ancestors.
+        drafted: LongTensor [N], the node's row in `candidates`, -1 where the draft was not asked.
+        candidates: [E, K], the draft's K largest probabilities below each drafted node, descending.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    probs: Tensor
+    path_probs: Tensor
+    ancestors: Tensor
+    drafted: Tensor
+    candidates: Tensor
+
+    @classmethod
+    def of_root(cls, token: Tensor) -> Tree:
+        """The tree of one node. `token`: LongTensor [1]."""
+        one = torch.ones(1, device=token.device)
+        index = torch.zeros_like(token)
+        self_visible = torch.ones(1, 1, dtype=torch.bool, device=token.device)
+        return cls(token, index - 1, index, one, one, self_visible, index - 1, torch.empty(0, 0, device=token.device))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def depth(self) -> int:
+        """Depth of the deepest node."""
+        return int(self.depths[-1])
+
+    def note_candidates(self, nodes: Tensor, candidates: Tensor) -> None:
+        """Remembers what the draft said below `nodes` [F]: `candidates` [F, K]."""
+        known = self.candidates.shape[0]
+        self.drafted[nodes] = torch.arange(known, known + len(nodes), device=nodes.device)
+        self.candidates = candidates if known == 0 else torch.cat((self.candidates, candidates))
+
+    def add_level(self, parents: Tensor, tokens: Tensor, probs: Tensor) -> Tensor:
+        """Appends nodes [M] below existing ones; returns their indices [M]."""
+        old, new = len(self.tokens), len(tokens)
+        index = torch.arange(old, old + new, device=tokens.device)
+        inherited = self.ancestors[parents]
+        self.ancestors = torch.cat(
+            (
+                torch.cat((self.ancestors, self.ancestors.new_zeros(old, new)), 1),
+                torch.cat((inherited, torch.eye(new, dtype=torch.bool, device=tokens.device)), 1),
+            )
+        )
+        self.tokens = torch.cat((self.tokens, tokens))
+        self.depths = torch.cat((self.depths, self.depths[parents] + 1))
+        self.path_probs = torch.cat((self.path_probs, self.path_probs[parents] * probs))
+        self.parents = torch.cat((self.parents, parents))
+        self.probs = torch.cat((self.probs, probs))
+        self.drafted = torch.cat((self.drafted, parents.new_full((new,), -1)))
+        return index
+
+    def subtree(self, keep: Tensor) -> Tree:
+        """The tree of the nodes `keep` [M]: increasing indices, the root and every ancestor among them.
+
+        Raises:
+            AssertionError: an ancestor is missing.
+        """
+        renumber = torch.full((len(self.tokens) + 1,), -1, device=keep.device, dtype=torch.long)
+        renumber[keep] = torch.arange(len(keep), device=keep.device)
+        parents = renumber[self.parents[keep]]
+        assert bool((parents[1:] >= 0).all()), "a kept node's parent was dropped"
+        return Tree(
+            tokens=self.tokens[keep],
+            parents=parents,
+            depths=self.depths[keep],
+            probs=self.probs[keep],
+            path_probs=self.path_probs[keep],
+            ancestors=self.ancestors[keep][:, keep],
+            drafted=self.drafted[keep],
+            candidates=self.candidates,
+        )
+
+
+@dataclass
+class Frontier:
+    """What a policy sees before a level is added.
+
+    Attributes:
+        level: depth of the nodes to be chosen; 1 = below the root.
+        probs: [F, K], the draft's K largest probabilities below each frontier node, descending.
+        path_probs: [F], the product of probabilities down to each frontier node.
+    """
+
+    level: int
+    probs: Tensor
+    path_probs: Tensor
+
+
+@dataclass
+class Growth:
+    """A policy's answer: which candidates become nodes, and which of those the draft is asked about next.
+
+    Attributes:
+        rows: LongTensor [M], the frontier row each new node hangs from.
+        ranks: LongTensor [M], its rank among that row's candidates.
+        expand: LongTensor [X], indices into the M new nodes; empty ends the drafting.
+    """
+
+    rows: Tensor
+    ranks: Tensor
+    expand: Tensor
+
+
+@dataclass
+class Outcome:
+    """What a policy learns after a round.
+
+    Attributes:
+        accepted: number of drafted tokens accepted (without the bonus token).
+        tree: the verified tree.
+        path: LongTensor [accepted + 1], the accepted nodes, the root first.
+        plan: what the policy reported about its own decisions in this round.
+    """
+
+    accepted: int
+    tree: Tree
+    path: Tensor
+    plan: dict[str, float] = field(default_factory=dict)

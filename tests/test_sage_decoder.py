@@ -1,0 +1,227 @@
+"""Losslessness of the whole loop on random tiny models of both families, with pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import EOS, OracleSession, in_float64, make_inputs, make_llava, make_qwen
+from transformers import DynamicCache
+
+import sage
+from sage import generation
+from sage.decoder import Round
+
+LENGTH = 32
+MAKERS: dict[str, Callable[..., sage.Target]] = {"qwen2_5_vl": make_qwen, "llava_onevision": make_llava}
+SPECULATIVE = [name for name in sage.POLICIES if name != "autoregressive"]
+
+
+def hugging_face(target: sage.Target, inputs: dict[str, torch.Tensor], length: int = LENGTH) -> list[int]:
+    """The reference: greedy `generate` of the model itself."""
+    ids = target.model.generate(**inputs, max_new_tokens=length, do_sample=False)
+    return ids[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+@pytest.fixture
+def with_oracle(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Replaces the draft at work by an OracleSession, so that every kind of round occurs."""
+
+    def install(answer: list[int], seed: int = 0) -> None:
+        monkeypatch.setattr(
+            generation, "new_session", lambda draft, target, capacity: OracleSession(answer, target.vocab_size, seed)
+        )
+
+    return install
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", MAKERS)
+@pytest.mark.parametrize(("kv_heads", "tied"), [(2, False), (4, True), (1, True)])
+def test_greedy_equals_hugging_face(family: str, kv_heads: int, tied: bool, with_oracle: Callable[..., None]) -> None:
+    target = MAKERS[family](kv_heads=kv_heads, tied=tied)
+    draft = sage.new_draft(target, seed=0)
+    for seed in range(3):
+        inputs = in_float64(target, make_inputs(target, seed))
+        draft.double()
+        expected = hugging_face(target, inputs)
+        assert sage.generate(target, None, inputs, policy="autoregressive", max_new_tokens=LENGTH).tokens.tolist() == expected
+        for policy in SPECULATIVE:
+            out = sage.generate(target, draft, inputs, policy=policy, max_new_tokens=LENGTH)
+            assert out.tokens.tolist() == expected, (policy, seed)
+        with_oracle(expected, seed)
+        for policy in SPECULATIVE:
+            out = sage.generate(target, draft, inputs, policy=policy, max_new_tokens=LENGTH)
+            assert out.tokens.tolist() == expected, (policy, seed)
+            assert out.stats.tokens_per_target_pass > 1.5 or len(expected) < 8
+            assert sum(out.stats.accepted) == int(out.drafted.sum())
+
+
+@pytest.mark.slow
+def test_one_seed_gives_one_text_under_every_policy(tiny_target: sage.Target, with_oracle: Callable[..., None]) -> None:
+    inputs = in_float64(tiny_target, make_inputs(tiny_target))
+    draft = sage.new_draft(tiny_target, seed=0)
+    options = {"max_new_tokens": LENGTH, "temperature": 0.8, "top_k": 20, "top_p": 0.9}
+    texts = []
+    for seed in range(3):
+        alone = sage.generate(tiny_target, None, inputs, policy="autoregressive", seed=seed, **options).tokens.tolist()
+        with_oracle(alone, seed)
+        for policy in SPECULATIVE:
+            out = sage.generate(tiny_target, draft, inputs, policy=policy, seed=seed, **options)
+            assert out.tokens.tolist() == alone, (policy, seed)
+        texts.append(tuple(alone))
+    assert len(set(texts)) > 1
+
+
+def test_cache_equals_a_fresh_prefill_after_every_round(tiny_target: sage.Target, with_oracle: Callable[..., None]) -> None:
+    inputs = in_float64(tiny_target, make_inputs(tiny_target))
+    with_oracle(hugging_face(tiny_target, inputs))
+    draft = sage.new_draft(tiny_target)
+    run = generation.start(tiny_target, draft, inputs, policy="static", max_new_tokens=LENGTH)
+    for _ in run.rounds():
+        new = torch.tensor([run.tokens[:-1]], dtype=torch.long)
+        ids = torch.cat((inputs["input_ids"], new), 1)
+        fresh = DynamicCache(config=tiny_target.text_config)
+        again = {**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids), **tiny_target.family.token_inputs(ids)}
+        with torch.no_grad():
+            tiny_target.model(**again, past_key_values=fresh, use_cache=True)
+        length = run.request.cache.length
+        assert length == ids.shape[1]
+        for ours, theirs in zip(run.request.cache.layers, fresh.layers, strict=True):
+            torch.testing.assert_close(ours.keys[:, :, :length], theirs.keys, atol=1e-10, rtol=0)
+            torch.testing.assert_close(ours.values[:, :, :length], theirs.values, atol=1e-10, rtol=0)
+
+
+def test_negative_control_a_cache_that_keeps_the_wrong_rows_is_noticed(
+    tiny_qwen: sage.Target, with_oracle: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = in_float64(tiny_qwen, make_inputs(tiny_qwen))
+    expected = hugging_face(tiny_qwen, inputs)
+    with_oracle(expected)
+    monkeypatch.setattr("sage.cache.TreeCache.keep_path", lambda self, start, path: self.crop_to(start + len(path)))
+    out = sage.generate(tiny_qwen, sage.new_draft(tiny_qwen), inputs, policy="static", max_new_tokens=LENGTH)
+    assert out.tokens.tolist() != expected
+
+
+def test_draft_after_commit_equals_a_draft_that_read_everything_at_once(tiny_target: sage.Target) -> None:
+    """The head's own cache, re-synchronised round by round, against one prefill over prompt and answer."""
+    inputs = in_float64(tiny_target, make_inputs(tiny_target))
+    draft = sage.new_draft(tiny_target, seed=1)
+    run = generation.start(tiny_target, draft, inputs, policy="static", max_new_tokens=LENGTH)
+    for _ in run.rounds():
+        pass
+    session = run.request.session
+    read = len(run.tokens) - 1  # the last round is not re-synchronised
+    tokens = torch.tensor([run.tokens[:read]])
+    ids = torch.cat((inputs["input_ids"], tokens), 1)
+    again = {**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids), **tiny_target.family.token_inputs(ids)}
+    prompt = tiny_target.embed(again)
+    features = tiny_target.features(prompt)
+    with torch.no_grad():
+        whole = draft(prompt.embeds[:, 1:], features.last[:, :-1], prompt.position_ids[..., :-1])
+    known = session.committed
+    assert known >= inputs["input_ids"].shape[1]
+    torch.testing.assert_close(session.hidden[-1], whole[0, known - 1], atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("policy", sage.POLICIES)
+@pytest.mark.parametrize("length", [1, 2, 3, 7])
+def test_length_limit_is_exact(policy: str, length: int, tiny_qwen: sage.Target, with_oracle: Callable[..., None]) -> None:
+    inputs = make_inputs(tiny_qwen)
+    expected = hugging_face(tiny_qwen, inputs, LENGTH)
+    with_oracle(expected)
+    out = sage.generate(tiny_qwen, sage.new_draft(tiny_qwen), inputs, policy=policy, max_new_tokens=length)
+    assert out.tokens.tolist() == expected[:length]
+    assert out.stats.new_tokens == length
+
+
+@pytest.mark.parametrize("policy", sage.POLICIES)
+@pytest.mark.parametrize("at", [0, 1, 5])
+def test_eos_cuts_inside_an_accepted_path(
+    policy: str, at: int, tiny_llava: sage.Target, with_oracle: Callable[..., None]
+) -> None:
+    inputs = make_inputs(tiny_llava)
+    answer = hugging_face(tiny_llava, inputs)
+    tiny_llava.eos_token_ids = [answer[at]]
+    first = answer.index(answer[at])
+    with_oracle(answer)
+    out = sage.generate(tiny_llava, sage.new_draft(tiny_llava), inputs, policy=policy, max_new_tokens=LENGTH)
+    assert out.tokens.tolist() == answer[: first + 1]
+
+
+def test_counts_agree_with_each_other(tiny_qwen: sage.Target, with_oracle: Callable[..., None]) -> None:
+    inputs = make_inputs(tiny_qwen)
+    with_oracle(hugging_face(tiny_qwen, inputs))
+    stats = sage.generate(tiny_qwen, sage.new_draft(tiny_qwen), inputs, policy="sage", max_new_tokens=LENGTH).stats
+    assert stats.target_passes == stats.rounds == len(stats.accepted) == len(stats.rounds_log)
+    assert stats.new_tokens == LENGTH
+    assert stats.tokens_per_target_pass == pytest.approx((LENGTH - 1) / stats.rounds)
+    assert stats.mean_accepted_draft == pytest.approx(sum(stats.accepted) / stats.rounds)
+    assert all(entry["accepted"] <= entry["depth"] for entry in stats.rounds_log)
+    assert stats.total_s == pytest.approx(sum(stats.time_s.values()))
+    assert stats.decode_s < stats.total_s
+
+
+def test_text_only_and_two_pictures(tiny_qwen: sage.Target) -> None:
+    one = make_inputs(tiny_qwen)
+    text = {"input_ids": torch.randint(2, 60, (1, 9))}
+    two_ids = torch.cat((one["input_ids"], one["input_ids"]), 1)
+    two = {
+        "input_ids": two_ids,
+        **tiny_qwen.family.token_inputs(two_ids),
+        "pixel_values": torch.cat((one["pixel_values"],) * 2),
+        "image_grid_thw": one["image_grid_thw"].repeat(2, 1),
+    }
+    draft = sage.new_draft(tiny_qwen)
+    for inputs in (text, two):
+        out = sage.generate(tiny_qwen, draft, inputs, policy="sage", max_new_tokens=12)
+        assert out.tokens.tolist() == hugging_face(tiny_qwen, inputs, 12)
+
+
+def test_requests_do_not_leak_into_each_other(tiny_qwen: sage.Target) -> None:
+    """Rope deltas are model state in Hugging Face; ours are per request, so interleaving two requests changes nothing."""
+    first, second = make_inputs(tiny_qwen, 0), make_inputs(tiny_qwen, 1, length=7)
+    alone = [sage.generate(tiny_qwen, None, i, policy="autoregressive", max_new_tokens=9).tokens for i in (first, second)]
+    runs = [generation.start(tiny_qwen, None, i, policy="autoregressive", max_new_tokens=9) for i in (first, second)]
+    steps: list[list[Round]] = [list(pair) for pair in zip(*(run.rounds() for run in runs), strict=False)]
+    assert steps
+    for run, tokens in zip(runs, alone, strict=True):
+        assert run.tokens == tokens.tolist()
+
+
+class TestMistakes:
+    def test_policy_without_a_draft(self, tiny_qwen: sage.Target) -> None:
+        with pytest.raises(ValueError, match="policy 'chain' needs one"):
+            sage.generate(tiny_qwen, None, make_inputs(tiny_qwen), policy="chain")
+
+    @pytest.mark.parametrize("length", [0, -3])
+    def test_no_tokens_asked_for(self, length: int, tiny_qwen: sage.Target) -> None:
+        with pytest.raises(ValueError, match=f"max_new_tokens: {length} is not allowed"):
+            sage.generate(tiny_qwen, None, make_inputs(tiny_qwen), policy="autoregressive", max_new_tokens=length)
+
+    def test_context_limit(self, tiny_qwen: sage.Target) -> None:
+        with pytest.raises(ValueError, match=r"exceed the target's context of 512; ask for at most 496"):
+            sage.generate(tiny_qwen, None, make_inputs(tiny_qwen), policy="autoregressive", max_new_tokens=600)
+
+    def test_a_batch(self, tiny_qwen: sage.Target) -> None:
+        inputs = {"input_ids": torch.randint(2, 60, (2, 5))}
+        with pytest.raises(ValueError, match="batch of 2"):
+            sage.generate(tiny_qwen, None, inputs, policy="autoregressive")
+
+    def test_a_draft_of_another_target(self, tiny_qwen: sage.Target, tiny_llava: sage.Target) -> None:
+        with pytest.raises(ValueError, match=r"made for llava_onevision .* but the target is qwen2_5_vl"):
+            sage.generate(tiny_qwen, sage.new_draft(tiny_llava), make_inputs(tiny_qwen))
+
+    def test_streaming_without_a_processor(self, tiny_qwen: sage.Target) -> None:
+        with pytest.raises(ValueError, match="no processor"):
+            next(sage.stream(tiny_qwen, None, make_inputs(tiny_qwen), policy="autoregressive"))
+
+    def test_nan_weights_stop_with_a_message(self, tiny_qwen: sage.Target) -> None:
+        tiny_qwen.model.lm_head.weight.data[3] = float("nan")
+        with pytest.raises(ValueError, match="NaN"):
+            sage.generate(tiny_qwen, None, make_inputs(tiny_qwen), policy="autoregressive")
+
+
+def test_eos_of_the_fixture_is_the_generation_configs(tiny_qwen: sage.Target) -> None:
+    assert tiny_qwen.eos_token_ids == [EOS]

@@ -1,0 +1,151 @@
+"""Acceptance: by hand, and as a law of probability, enumerated in float64."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from sage.trees import Tree
+from sage.verify import Sampling, accept, gumbel, processed_log_probs
+
+VOCABULARY, DEPTH = 4, 3
+
+
+def tree_of(paths: list[tuple[int, ...]]) -> Tree:
+    """A tree of token paths below a root with token 0."""
+    tree = Tree.of_root(torch.tensor([0]))
+    index: dict[tuple[int, ...], int] = {(): 0}
+    for path in sorted(paths, key=len):
+        new = tree.add_level(torch.tensor([index[path[:-1]]]), torch.tensor([path[-1]]), torch.tensor([0.5]))
+        index[path] = int(new)
+    return tree
+
+
+def law(seed: int = 0) -> dict[tuple[int, ...], torch.Tensor]:
+    """A random target: p(next | path) in float64 for every path up to DEPTH."""
+    generator = torch.Generator().manual_seed(seed)
+    paths = [path for n in range(DEPTH + 1) for path in itertools.product(range(VOCABULARY), repeat=n)]
+    return {path: torch.rand(VOCABULARY, generator=generator, dtype=torch.float64).softmax(0) for path in paths}
+
+
+def first_tokens_law(tree: Tree, target: dict[tuple[int, ...], torch.Tensor], pick: object) -> dict[tuple[int, ...], float]:
+    """The exact law of one round's emitted tokens when every node draws independently from the target's p."""
+    paths: list[tuple[int, ...]] = [()]
+    for parent, token in zip(tree.parents.tolist()[1:], tree.tokens.tolist()[1:], strict=True):
+        paths.append((*paths[parent], token))
+    total: dict[tuple[int, ...], float] = {}
+    for draws in itertools.product(range(VOCABULARY), repeat=len(tree)):
+        weight = 1.0
+        for path, draw in zip(paths, draws, strict=True):
+            weight *= float(target[path][draw])
+        _, emitted = pick(tree, torch.tensor(draws))  # type: ignore[operator]
+        total[tuple(emitted)] = total.get(tuple(emitted), 0.0) + weight
+    return total
+
+
+TREES = [
+    [],
+    [(0,)],
+    [(0,), (2,)],
+    [(1,), (3,), (1, 0), (1, 2)],
+    [(0,), (0, 1), (0, 1, 2)],
+    [(3,), (3, 3), (0,), (0, 2), (3, 3, 1)],
+]
+
+
+def deviation(found: dict[tuple[int, ...], float], target: dict[tuple[int, ...], torch.Tensor]) -> float:
+    """Largest distance of the emitted sequences' law from the target's, each sequence being a stopped path."""
+    worst = abs(sum(found.values()) - 1)
+    for emitted, probability in found.items():
+        expected = 1.0
+        for i, token in enumerate(emitted):
+            expected *= float(target[emitted[:i]][token])
+        worst = max(worst, abs(probability - expected))
+    return worst
+
+
+@pytest.mark.parametrize("paths", TREES, ids=len)
+def test_output_law_is_the_targets_for_any_tree(paths: list[tuple[int, ...]]) -> None:
+    """A round stops at a time that depends on the tokens alone, so each emitted sequence must carry the target's mass."""
+    target = law()
+    assert deviation(first_tokens_law(tree_of(paths), target, accept), target) < 1e-12
+
+
+def test_negative_control_a_biased_rule_is_caught() -> None:
+    """Descending into the only child whatever was drawn is the kind of rule the test above must reject."""
+
+    def eager(tree: Tree, chosen: torch.Tensor) -> tuple[list[int], list[int]]:
+        return [0, 1], [int(tree.tokens[1]), int(chosen[1])]
+
+    target = law()
+    assert deviation(first_tokens_law(tree_of([(0,)]), target, eager), target) > 0.05
+
+
+def test_accept_by_hand() -> None:
+    """Root chooses 3 (a child), that chooses 3 (a child), that chooses 0 (no child): two accepted, 0 is the bonus."""
+    tree = tree_of([(1,), (3,), (3, 3), (3, 1)])
+    chosen = torch.tensor([3, 0, 3, 0, 2])
+    assert accept(tree, chosen) == ([0, 2, 3], [3, 3, 0])
+
+
+def test_nothing_accepted_gives_the_bonus_token() -> None:
+    assert accept(tree_of([(1,)]), torch.tensor([2, 0])) == ([0], [2])
+
+
+def test_greedy_is_argmax() -> None:
+    logits = torch.randn(5, 7)
+    assert torch.equal(Sampling().choose(logits, torch.arange(5)), logits.argmax(-1))
+
+
+def test_noise_depends_on_seed_and_position_alone() -> None:
+    assert torch.equal(gumbel(1, 5, 9), gumbel(1, 5, 9))
+    assert not torch.equal(gumbel(1, 5, 9), gumbel(1, 6, 9))
+    assert not torch.equal(gumbel(1, 5, 9), gumbel(2, 5, 9))
+
+
+def test_two_nodes_at_one_position_share_their_noise() -> None:
+    logits = torch.randn(1, 50).expand(3, -1)
+    chosen = Sampling(temperature=1.0, seed=3).choose(logits, torch.tensor([4, 4, 5]))
+    assert chosen[0] == chosen[1]
+
+
+@pytest.mark.slow
+def test_draws_follow_p() -> None:
+    """20,000 keyed draws; the standard error of a share is below .0036, so .015 is four of them."""
+    p = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    sampling = Sampling(temperature=1.0, seed=0)
+    draws = sampling.choose(p.log().expand(20_000, -1), torch.arange(20_000))
+    torch.testing.assert_close(draws.bincount(minlength=4) / 20_000, p, atol=0.015, rtol=0)
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(0.7, 0, 1.0), (1.3, 5, 1.0), (1.0, 0, 0.8), (0.9, 7, 0.6)])
+def test_filters_are_hugging_faces(temperature: float, top_k: int, top_p: float) -> None:
+    logits = torch.randn(6, 20, dtype=torch.float64)
+    expected = TemperatureLogitsWarper(temperature)(None, logits)
+    if top_k:
+        expected = TopKLogitsWarper(top_k)(None, expected)
+    if top_p < 1:
+        expected = TopPLogitsWarper(top_p)(None, expected)
+    found = processed_log_probs(logits, temperature, top_k, top_p)
+    torch.testing.assert_close(found, expected.log_softmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1.0}, "temperature: -1.0"),
+        ({"top_k": -2}, "top_k: -2"),
+        ({"top_p": 0.0}, r"top_p: 0.0 is not allowed"),
+    ],
+)
+def test_sampling_options_out_of_range(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Sampling(**options)  # type: ignore[arg-type]
+
+
+def test_nan_is_an_error_not_a_token() -> None:
+    with pytest.raises(ValueError, match="NaN"):
+        Sampling().choose(torch.tensor([[0.0, float("nan")]]), torch.zeros(1, dtype=torch.long))
