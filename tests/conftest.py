@@ -16,7 +16,7 @@ from transformers import (
 
 import sage
 
-VOCABULARY = 64
+VOCABULARY = 330  # room for 64 ids of our own and every byte
 IMAGE_TOKEN, VIDEO_TOKEN, EOS = 60, 61, 1
 
 

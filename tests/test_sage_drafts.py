@@ -1,0 +1,144 @@
+"""The EAGLE head: training form against decoding form, saving, loading, mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import in_float64, make_inputs, make_qwen
+
+import sage
+from sage.drafts import new_session
+from sage.drafts.layer import Rope
+
+
+def test_unroll_equals_step_by_step(tiny_target: sage.Target) -> None:
+    """A whole sequence at once (training) gives what prefill plus single steps through the cache give (decoding)."""
+    inputs = in_float64(tiny_target, make_inputs(tiny_target))
+    draft = sage.new_draft(tiny_target, seed=3)
+    prompt = tiny_target.embed(inputs)
+    features = tiny_target.features(prompt)
+    with torch.no_grad():
+        whole = draft(prompt.embeds[:, 1:], features.last[:, :-1], prompt.position_ids[..., :-1])
+        session = new_session(draft, tiny_target, 64)
+        for t in range(whole.shape[1]):
+            step = draft(
+                prompt.embeds[:, t + 1 : t + 2],
+                features.last[:, t : t + 1],
+                prompt.position_ids[..., t : t + 1],
+                cache=session.cache,
+            )
+            torch.testing.assert_close(step[0, 0], whole[0, t], atol=1e-12, rtol=0)
+
+
+def test_tree_levels_equal_chains(tiny_target: sage.Target) -> None:
+    """Drafting two branches beside each other gives each branch what it gets alone."""
+    inputs = in_float64(tiny_target, make_inputs(tiny_target))
+    draft = sage.new_draft(tiny_target, seed=3)
+    prompt = tiny_target.embed(inputs)
+    features = tiny_target.features(prompt)
+    root = torch.tensor([7])
+
+    def run(branches: list[list[int]]) -> torch.Tensor:
+        session = new_session(draft, tiny_target, 64)
+        session.prefill(prompt, features, root)
+        logits = torch.empty(0)
+        for level in range(len(branches[0])):
+            rows = torch.zeros(len(branches), dtype=torch.long) if level == 0 else torch.arange(len(branches))
+            logits = session.expand(rows, torch.tensor([branch[level] for branch in branches]))
+        return logits
+
+    together = run([[3, 4, 5], [8, 9, 10]])
+    for row, branch in enumerate([[3, 4, 5], [8, 9, 10]]):
+        torch.testing.assert_close(together[row], run([branch])[0], atol=1e-12, rtol=0)
+
+
+def test_multimodal_rope_is_plain_rope_on_equal_axes() -> None:
+    positions = torch.tensor([[0, 3, 9]])
+    plain, multimodal = Rope(8, 1e4, None), Rope(8, 1e4, [2, 1, 1])
+    for ours, theirs in zip(multimodal(positions.expand(3, 1, 3), torch.float64), plain(positions, torch.float64), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_multimodal_rope_is_the_targets() -> None:
+    target = make_qwen()
+    positions = torch.randint(0, 50, (3, 2, 7))
+    rope = Rope(8, 1e4, [2, 1, 1])
+    cos, sin = target.text_model.rotary_emb(torch.zeros(1), positions)
+    if cos.dim() == 4:  # releases before 5.2x leave the axes for the attention to deal out
+        sections = [m[i % 3] for i, m in enumerate(cos.split([2, 1, 1] * 2, dim=-1))]
+        cos = torch.cat(sections, -1)
+        sin = torch.cat([m[i % 3] for i, m in enumerate(sin.split([2, 1, 1] * 2, dim=-1))], -1)
+    ours = rope(positions, torch.float32)
+    torch.testing.assert_close(ours[0][:, 0], cos)
+    torch.testing.assert_close(ours[1][:, 0], sin)
+
+
+def test_three_axes_without_sections_are_refused() -> None:
+    with pytest.raises(ValueError, match="mrope_section: missing"):
+        Rope(8, 1e4, None)(torch.zeros(3, 1, 2, dtype=torch.long), torch.float32)
+
+
+def test_round_trip_is_bit_exact_and_holds_nothing_of_the_target(tiny_target: sage.Target, tmp_path: Path) -> None:
+    draft = sage.new_draft(tiny_target, seed=5)
+    draft.save_pretrained(tmp_path)
+    loaded = sage.load_draft(tmp_path, tiny_target)
+    state = draft.state_dict()
+    assert not any("embed" in name or "lm_head" in name for name in state)
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, state[name]), name
+    inputs = make_inputs(tiny_target)
+    first, second = (sage.generate(tiny_target, d, inputs, max_new_tokens=12).stats.accepted for d in (draft, loaded))
+    assert first == second
+
+
+def test_image_inputs_token_hides_the_picture(tiny_qwen: sage.Target) -> None:
+    prompt = tiny_qwen.embed(make_inputs(tiny_qwen))
+    features = tiny_qwen.features(prompt)
+    outs = []
+    for choice in ("embed", "token"):
+        draft = sage.new_draft(tiny_qwen, seed=0, image_inputs=choice)
+        outs.append(new_session(draft, tiny_qwen, 64).prefill(prompt, features, torch.tensor([5])))
+    assert not torch.equal(*outs)
+
+
+def test_seed_fixes_the_weights(tiny_qwen: sage.Target) -> None:
+    first, second, third = (sage.new_draft(tiny_qwen, seed=s).fc.weight for s in (1, 1, 2))
+    assert torch.equal(first, second)
+    assert not torch.equal(first, third)
+
+
+class TestMistakes:
+    def test_missing_folder(self, tiny_qwen: sage.Target, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=r"no draft there \(config.json is missing\)"):
+            sage.load_draft(tmp_path, tiny_qwen)
+
+    def test_another_target_names_both_sides(self, tiny_qwen: sage.Target, tiny_llava: sage.Target, tmp_path: Path) -> None:
+        sage.new_draft(tiny_llava).save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match=r"made for llava_onevision \(.*\), but the target is qwen2_5_vl \("):
+            sage.load_draft(tmp_path, tiny_qwen)
+
+    def test_not_a_draft(self, tiny_qwen: sage.Target, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+        with pytest.raises(ValueError, match="is not a draft of ours"):
+            sage.load_draft(tmp_path, tiny_qwen)
+
+    def test_missing_weights_are_named(self, tiny_qwen: sage.Target, tmp_path: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        sage.new_draft(tiny_qwen).save_pretrained(tmp_path)
+        state = load_file(tmp_path / "model.safetensors")
+        del state["fc.weight"]
+        save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=r"do not fit its config: fc.weight"):
+            sage.load_draft(tmp_path, tiny_qwen)
+
+    def test_unknown_kind_and_key(self, tiny_qwen: sage.Target) -> None:
+        with pytest.raises(ValueError, match="'eagel' is unknown; choose one of eagle"):
+            sage.new_draft(tiny_qwen, "eagel")
+        with pytest.raises(ValueError, match=r"draft.widht: unknown"):
+            sage.new_draft(tiny_qwen, widht=3)
+        with pytest.raises(ValueError, match=r"draft.image_inputs: 'pixels' is not one of embed, token"):
+            sage.new_draft(tiny_qwen, image_inputs="pixels")

@@ -1,0 +1,224 @@
+"""Targets: our embedding, positions and processing against Hugging Face's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import IMAGE_TOKEN, VIDEO_TOKEN, in_float64, make_inputs, make_llava, make_qwen
+from PIL import Image
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlavaOnevisionImageProcessorPil, PreTrainedTokenizerFast, Qwen2VLImageProcessorPil
+
+import sage
+from sage.targets import Processor
+from sage.targets.processing import open_clip, open_picture
+
+TEMPLATE = (
+    "{% for m in messages %}<s>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{% if p.type == 'text' %}{{ p.text }}{% else %}[PLACE_{{ p.type }}]{% endif %}{% endfor %}{% endif %}<e>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+
+
+def make_processor(target: sage.Target) -> Processor:
+    """A byte-level tokenizer whose placeholder ids are the tiny model's, and a small image processor."""
+    family = target.family
+    vocabulary = {f"<{i}>": i for i in range(64)}
+    byte_level = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary |= {letter: 64 + i for i, letter in enumerate(byte_level)}
+    vocabulary[family.image_token] = vocabulary.pop(f"<{IMAGE_TOKEN}>")
+    vocabulary[family.video_token] = vocabulary.pop(f"<{VIDEO_TOKEN}>")
+    inner = Tokenizer(models.BPE(vocabulary, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens([AddedToken(token, special=True) for token in (family.image_token, family.video_token)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<0>")
+    places = f"{{{{ {{'image': '{family.image_token}', 'video': '{family.video_token}'}}[p.type] }}}}"
+    template = TEMPLATE.replace("PLACE_{{ p.type }}", places)
+    images: Any = (
+        Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size={"shortest_edge": 64, "longest_edge": 1024})
+        if family.model_type == "qwen2_5_vl"
+        else LlavaOnevisionImageProcessorPil(
+            size={"height": 8, "width": 8}, image_grid_pinpoints=target.model.config.image_grid_pinpoints
+        )
+    )
+    return Processor(tokenizer, images, family, template)
+
+
+def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+    pixels = torch.randint(0, 255, (height, width, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    return Image.fromarray(pixels.numpy())
+
+
+def user(*parts: Any) -> list[dict[str, Any]]:
+    content = [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts]
+    return [{"role": "user", "content": content}]
+
+
+def image_part(width: int, height: int) -> dict[str, Any]:
+    return {"type": "image", "image": picture(width, height)}
+
+
+@pytest.fixture(params=[make_qwen, make_llava], ids=["qwen2_5_vl", "llava_onevision"])
+def ready(request: pytest.FixtureRequest) -> sage.Target:
+    target = request.param()
+    return sage.Target(target.model, make_processor(target))
+
+
+def test_features_through_lm_head_are_the_models_logits(tiny_target: sage.Target) -> None:
+    inputs = in_float64(tiny_target, make_inputs(tiny_target))
+    with torch.no_grad():
+        expected = tiny_target.model(**inputs).logits
+    prompt = tiny_target.embed(inputs)
+    found = tiny_target.lm_head(tiny_target.features(prompt).last)
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+    cached = tiny_target.lm_head(tiny_target.prefill(prompt, tiny_target.new_cache(64)).last)
+    torch.testing.assert_close(cached, expected, atol=1e-12, rtol=0)
+
+
+def test_padding_changes_nothing(tiny_target: sage.Target) -> None:
+    short, long = (in_float64(tiny_target, make_inputs(tiny_target, seed, length)) for seed, length in ((0, 5), (1, 12)))
+    processor = make_processor(tiny_target)
+    batch = processor.collate([{k: v[0] if k.endswith(("ids", "mask")) else v for k, v in i.items()} for i in (short, long)])
+    prompt = tiny_target.embed(batch)
+    features = tiny_target.features(prompt).last
+    for row, inputs in enumerate((short, long)):
+        alone = tiny_target.embed(inputs)
+        length = inputs["input_ids"].shape[1]
+        torch.testing.assert_close(features[row, :length], tiny_target.features(alone).last[0], atol=1e-12, rtol=0)
+        assert prompt.next_position[row] == alone.next_position[0]
+
+
+def test_tree_pass_equals_sequential_passes(tiny_target: sage.Target) -> None:
+    """Every node of a fork gets the features a straight pass along its path gives."""
+    inputs = in_float64(tiny_target, make_inputs(tiny_target))
+    prompt = tiny_target.embed(inputs)
+    tokens, parents = [5, 6, 7, 8, 9], [-1, 0, 0, 1, 3]
+    ancestors = torch.eye(5, dtype=torch.bool)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            ancestors[node] |= ancestors[parent]
+    depths = ancestors.sum(1) - 1
+    cache = tiny_target.new_cache(64)
+    tiny_target.prefill(prompt, cache)
+    tree = tiny_target.tree_pass(torch.tensor(tokens), prompt.next_position + depths, ancestors, cache).last[0]
+    for node in range(5):
+        path = ancestors[node].nonzero()[:, 0]
+        ids = torch.cat((inputs["input_ids"], torch.tensor(tokens)[path][None]), 1)
+        again = {**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids), **tiny_target.family.token_inputs(ids)}
+        straight = tiny_target.features(tiny_target.embed(again)).last[0, -1]
+        torch.testing.assert_close(tree[node], straight, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize(("width", "height"), [(8, 8), (16, 8), (9, 31), (40, 12), (100, 100), (3, 90)])
+def test_placeholders_match_the_vision_tower_at_any_resolution(ready: sage.Target, width: int, height: int) -> None:
+    inputs = ready.prepare(user(image_part(width, height), "what?"))
+    prompt = ready.embed(inputs)  # raises where the numbers differ
+    assert int(prompt.visual_mask.sum()) > 0
+    with torch.no_grad():
+        expected = ready.model(**inputs).logits
+    torch.testing.assert_close(ready.lm_head(ready.features(prompt).last), expected, atol=1e-5, rtol=0)
+
+
+def test_several_pictures_and_video(ready: sage.Target) -> None:
+    frames = {"type": "video", "video": [picture(16, 16, i) for i in range(4)]}
+    for parts in (
+        (image_part(8, 8), image_part(30, 11), "compare"),
+        (frames, "what happens?"),
+        (image_part(8, 8), frames, "both"),
+    ):
+        inputs = ready.prepare(user(*parts))
+        with torch.no_grad():
+            expected = ready.model(**inputs).logits
+        found = ready.lm_head(ready.features(ready.embed(inputs)).last)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+def test_video_frames_land_in_the_temporal_axis() -> None:
+    """Two different frames make one Qwen2.5-VL patch row: half its values come from each frame."""
+    target = make_qwen()
+    processor = make_processor(target)
+    first, second = picture(8, 8, 1), picture(8, 8, 2)
+    clip = processor.encode([(target.family.video_token, False)], videos=[[first, second]])
+    stills = [processor.encode([(target.family.image_token, False)], images=[p])["pixel_values"] for p in (first, second)]
+    as_frames = clip["pixel_values_videos"].view(-1, 3, 2, 16)
+    for i, still in enumerate(stills):
+        assert torch.equal(as_frames[:, :, i], still.view(-1, 3, 2, 16)[:, :, 0])
+    assert clip["video_grid_thw"].tolist() == [[1, 2, 2]]
+
+
+def test_odd_frame_is_repeated_and_lengths_must_agree_for_llava() -> None:
+    qwen, llava = make_qwen(), make_llava()
+    clip = make_processor(qwen).encode([(qwen.family.video_token, False)], videos=[[picture(8, 8)] * 3])
+    assert clip["video_grid_thw"].tolist() == [[2, 2, 2]]
+    with pytest.raises(ValueError, match=r"clips of one conversation have \[2, 3\] frames"):
+        make_processor(llava).encode([(llava.family.video_token * 2, False)], videos=[[picture(8, 8)] * 2, [picture(8, 8)] * 3])
+
+
+def test_pieces_are_tokenised_on_their_own(ready: sage.Target) -> None:
+    example = ready.processor.encode([("ab", False), ("cd", True), ("ef", False)])
+    ids, mask = example["input_ids"], example["loss_mask"]
+    assert ready.processor.tokenizer.decode(ids[mask]) == "cd"
+    assert mask.tolist() == [False, False, True, True, False, False]
+
+
+class TestMistakes:
+    def test_empty_prompt(self, ready: sage.Target) -> None:
+        with pytest.raises(ValueError, match="prompt: empty"):
+            ready.prepare(user("  "))
+
+    def test_placeholder_without_picture_and_the_reverse(self, ready: sage.Target) -> None:
+        token = ready.family.image_token
+        with pytest.raises(ValueError, match="has no picture"):
+            ready.processor.encode([(f"see {token}", False)])
+        with pytest.raises(ValueError, match=r"1 more picture\(s\)"):
+            ready.processor.encode([("see", False)], images=[picture(8, 8)])
+
+    def test_not_a_picture(self, tmp_path: Path) -> None:
+        file = tmp_path / "photo.jpg"
+        file.write_bytes(b"not a picture")
+        with pytest.raises(ValueError, match=r"photo.jpg: not a readable picture"):
+            open_picture(file)
+        with pytest.raises(ValueError, match=r"none.jpg: no such file"):
+            open_picture(tmp_path / "none.jpg")
+
+    def test_empty_and_missing_clips(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="no frames"):
+            open_clip(tmp_path)
+        with pytest.raises(ValueError, match="not a folder"):
+            open_clip(tmp_path / "none")
+
+    def test_missing_folder_and_unknown_family(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=r"nowhere: no such folder"):
+            sage.load_target(tmp_path / "nowhere")
+        (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+        with pytest.raises(ValueError, match="'bert' is not a known family; known: qwen2_5_vl, llava_onevision"):
+            sage.load_target(tmp_path)
+        (tmp_path / "config.json").write_text("{")
+        with pytest.raises(ValueError, match="cannot read its config.json"):
+            sage.load_target(tmp_path)
+
+    def test_tensors_without_processor_cannot_prepare(self, tiny_qwen: sage.Target) -> None:
+        with pytest.raises(ValueError, match="has no processor"):
+            tiny_qwen.prepare(user("hello"))
+
+    def test_text_and_pixels_that_disagree(self, tiny_qwen: sage.Target) -> None:
+        inputs = make_inputs(tiny_qwen)
+        inputs["input_ids"] = inputs["input_ids"][:, :8]
+        with pytest.raises(ValueError, match="visual placeholders for 4 visual embeddings"):
+            tiny_qwen.embed(inputs)
+
+
+def test_rgba_exif_and_palette_pictures_become_rgb(tmp_path: Path) -> None:
+    for mode in ("RGBA", "P", "L", "CMYK", "I;16"):
+        file = tmp_path / f"{mode.replace(';', '')}.{'tiff' if mode in ('CMYK', 'I;16') else 'png'}"
+        Image.new(mode, (6, 4)).save(file)
+        assert open_picture(file).mode == "RGB"
+    rotated = tmp_path / "rotated.jpg"
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (6, 4)).save(rotated, exif=exif)
+    assert open_picture(rotated).size == (4, 6)
