@@ -14,7 +14,7 @@ from torch import Tensor
 from sage.cache import TreeCache
 from sage.drafts.session import DraftSession
 from sage.stats import Clock, Stats
-from sage.targets import Prompt, Target
+from sage.targets import Features, Prompt, Target
 from sage.trees import Frontier, Outcome, Policy, Tree
 from sage.verify import Sampling, accept
 
@@ -67,17 +67,22 @@ def decode(request: Request, clock: Clock, stats: Stats) -> Iterator[Round]:
     policy.reset()
     logits = session.prefill(request.prompt, features, root) if session else None
     clock.lap("draft_prefill")
+    unread: list[tuple[Features, Tensor]] = []
     emitted = _cut([int(root)], request, stats)
     yield Round(emitted, 0)
 
     while not _is_finished(emitted, request, stats):
+        clock.start_round()
         plan = policy.begin()
-        tree = draft_tree(root, logits, request, clock, stats)
+        clock.lap("policy")
+        if session and unread and policy.wants_draft():
+            logits = catch_up(session, unread, clock, stats)
+        tree = draft_tree(root, None if unread else logits, request, clock, stats)
         start = cache.length
         position = request.prompt.next_position + stats.new_tokens - 1
         features = target.tree_pass(tree.tokens, position + tree.depths, tree.ancestors, cache)
         target_logits = target.lm_head(features.last[0])
-        clock.lap("verify")
+        clock.lap("verify", len(tree))
 
         chosen = request.sampling.choose(target_logits, stats.new_tokens + tree.depths)
         path, tokens = accept(tree, chosen)
@@ -86,19 +91,15 @@ def decode(request: Request, clock: Clock, stats: Stats) -> Iterator[Round]:
         clock.lap("accept")
 
         path_P = torch.tensor(path, device=root.device)
+        token_P = torch.tensor(tokens, device=root.device)
         cache.keep_path(start, path_P)
+        unread.append((features.at(path_P), token_P))
+        root = token_P[-1:]
         clock.lap("commit")
-        policy.observe(Outcome(num_accepted, tree, path_P, plan))
+        policy.observe(_outcome(tree, path_P, num_accepted, target_logits, chosen, start, request, clock))
         stats.note_round(tree.depth, len(tree) - 1, num_accepted, plan)
         clock.lap("policy")
         yield Round(emitted, num_accepted)
-
-        if session and not _is_finished(emitted, request, stats):
-            token_P = torch.tensor(tokens, device=root.device)
-            logits = session.commit(path_P, features, token_P)
-            stats.draft_steps += 1
-            clock.lap("draft_steps")
-        root = root.new_tensor(tokens[-1:])
 
 
 def draft_tree(root: Tensor, logits: Tensor | None, request: Request, clock: Clock, stats: Stats) -> Tree:
@@ -110,7 +111,7 @@ def draft_tree(root: Tensor, logits: Tensor | None, request: Request, clock: Clo
         if logits is None or session is None:
             break
         probs, tokens = logits.float().softmax(-1).topk(policy.candidates)
-        tree.note_candidates(frontier, probs)
+        tree.note_candidates(frontier, probs, tokens)
         growth = policy.grow(Frontier(level, probs, tree.path_probs[frontier]))
         if growth is None:
             break
@@ -122,11 +123,32 @@ def draft_tree(root: Tensor, logits: Tensor | None, request: Request, clock: Clo
         frontier = nodes[growth.expand]
         logits = session.expand(rows[growth.expand], tree.tokens[frontier])
         stats.draft_steps += 1
-        clock.lap("draft_steps")
+        clock.lap("draft_steps", len(frontier))
     keep = policy.select(tree)
     tree = tree if keep is None else tree.subtree(keep)
     clock.lap("policy")
     return tree
+
+
+def catch_up(session: DraftSession, unread: list[tuple[Features, Tensor]], clock: Clock, stats: Stats) -> Tensor:
+    """Lets the draft read what was accepted since it was last asked; the distribution below the root, [1, V]."""
+    features, tokens = zip(*unread, strict=True)
+    unread.clear()
+    logits = session.commit(Features.join(features), torch.cat(tokens))
+    stats.draft_steps += 1
+    clock.lap("draft_steps", 1)
+    return logits
+
+
+def _outcome(
+    tree: Tree, path: Tensor, accepted: int, logits: Tensor, chosen: Tensor, context: int, request: Request, clock: Clock
+) -> Outcome:
+    if not request.policy.learns:
+        return Outcome(accepted, tree, path, context)
+    asked = tree.drafted >= 0
+    tokens = tree.candidate_tokens[tree.drafted[asked]]
+    labels = request.sampling.labels(logits[asked], chosen[asked], tokens) if len(tokens) else None
+    return Outcome(accepted, tree, path, context, labels, clock.round_times())
 
 
 def _cut(tokens: list[int], request: Request, stats: Stats) -> list[int]:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from sage.decoder import Request, Round, decode
 from sage.drafts import EagleDraft, check_draft, new_session
+from sage.probe import measure_costs
 from sage.stats import Clock, Stats
-from sage.targets import Prompt, Target
+from sage.targets import Target
 from sage.trees import Policy
 from sage.trees import policy as new_policy
 from sage.verify import Sampling
@@ -90,10 +91,13 @@ def start(
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens: {max_new_tokens} is not allowed; ask for at least 1")
     sampling = Sampling(temperature, top_k, top_p, seed)
+    length = inputs["input_ids"].shape[-1]
+    capacity = _capacity(target, inputs["input_ids"], max_new_tokens, policy)
+    if draft is not None and policy.learns and policy.costs is None:
+        policy.costs = measure_costs(target, draft, length, length + max_new_tokens)
     clock = Clock(target.device)
     prompt = target.embed(inputs)
     clock.lap("vision")
-    capacity = _capacity(target, prompt, max_new_tokens, policy)
     session = new_session(draft, target, capacity) if draft is not None and policy.candidates else None
     request = Request(
         target=target,
@@ -157,13 +161,13 @@ def pieces(generation: Generation) -> Iterator[Piece]:
                 shown = text
 
 
-def _capacity(target: Target, prompt: Prompt, max_new_tokens: int, policy: Policy) -> int:
+def _capacity(target: Target, input_ids: Tensor, max_new_tokens: int, policy: Policy) -> int:
     """Cache rows for prompt, answer and one tree.
 
     Raises:
         ValueError: a batch, or more tokens than the target's context holds.
     """
-    batch, length = prompt.input_ids.shape
+    batch, length = input_ids.shape
     if batch != 1:
         raise ValueError(f"inputs: batch of {batch}; decode one request at a time")
     limit = int(target.text_config.max_position_embeddings)

@@ -22,6 +22,21 @@ PHASES = (
 PREFILL_PHASES = ("vision", "target_prefill", "draft_prefill")
 
 
+@dataclass
+class RoundTimes:
+    """Live timings of one round.
+
+    Attributes:
+        verify_s: seconds of the target pass.
+        draft: (width, seconds) of each draft pass.
+        total_s: seconds of the whole round, the re-synchronisation of the draft included.
+    """
+
+    verify_s: float = 0.0
+    draft: list[tuple[int, float]] = field(default_factory=list)
+    total_s: float = 0.0
+
+
 class Clock:
     """Adds up time per phase. `lap(name)` books everything since the last lap under `name`.
 
@@ -30,7 +45,8 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
-        self._laps: list[tuple[str, Any]] = [("start", self._now())]
+        self._laps: list[tuple[str, int, Any]] = [("start", 0, self._now())]
+        self._round_start = 0
 
     def _now(self) -> Any:
         if not self._is_cuda:
@@ -39,18 +55,38 @@ class Clock:
         event.record()
         return event
 
-    def lap(self, phase: str) -> None:
-        """Ends a stretch of work and books it."""
-        self._laps.append((phase, self._now()))
+    def lap(self, phase: str, count: int = 0) -> None:
+        """Ends a stretch of work on `count` nodes and books it."""
+        self._laps.append((phase, count, self._now()))
+
+    def start_round(self) -> None:
+        """The next `round_times` counts from here."""
+        self._round_start = len(self._laps) - 1
+
+    def round_times(self) -> RoundTimes:
+        """Timings since `start_round`; waits for the device."""
+        laps = self._resolve(self._round_start)
+        return RoundTimes(
+            verify_s=sum(seconds for phase, _, seconds in laps if phase == "verify"),
+            draft=[(count, seconds) for phase, count, seconds in laps if phase == "draft_steps"],
+            total_s=sum(seconds for _, _, seconds in laps),
+        )
 
     def seconds(self) -> dict[str, float]:
         """Seconds per phase, every phase named."""
+        total = dict.fromkeys(PHASES, 0.0)
+        for phase, _, seconds in self._resolve(0):
+            total[phase] += seconds
+        return total
+
+    def _resolve(self, start: int) -> list[tuple[str, int, float]]:
         if self._is_cuda:
             torch.cuda.synchronize()
-        total = dict.fromkeys(PHASES, 0.0)
-        for (_, start), (phase, end) in zip(self._laps, self._laps[1:], strict=False):
-            total[phase] += start.elapsed_time(end) / 1e3 if self._is_cuda else end - start
-        return total
+        marks = self._laps[start:]
+        return [
+            (phase, count, before.elapsed_time(now) / 1e3 if self._is_cuda else now - before)
+            for (_, _, before), (phase, count, now) in zip(marks, marks[1:], strict=False)
+        ]
 
 
 @dataclass

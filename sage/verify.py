@@ -68,6 +68,21 @@ class Sampling:
         log_p = processed_log_probs(logits, self.temperature, self.top_k, self.top_p)
         return (log_p + self._noise(positions, logits.shape[-1]).to(log_p.device)).argmax(-1)
 
+    def labels(self, logits: Tensor, chosen: Tensor, tokens: Tensor) -> Tensor:
+        """The target's verdict on candidates, for policies that learn.
+
+        Args:
+            logits: [M, V] at M nodes.
+            chosen: LongTensor [M], the target's choices there.
+            tokens: LongTensor [M, K], candidates below each.
+
+        Returns:
+            [M, K]: greedy 1 where the candidate is the choice; sampling its target probability, which a draw only estimates.
+        """
+        if self.temperature == 0:
+            return (tokens == chosen[:, None]).float()
+        return processed_log_probs(logits, self.temperature, self.top_k, self.top_p).gather(1, tokens).exp().float()
+
     def _noise(self, positions: Tensor, vocabulary: int) -> Tensor:
         """Gumbel noise [N, V] float64, equal wherever the position is equal."""
         keys, row = positions.unique(return_inverse=True)

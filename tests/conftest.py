@@ -163,7 +163,7 @@ class OracleSession:
         ]
         return torch.stack([self._logits(at) for at in self.paths])
 
-    def commit(self, path: torch.Tensor, features: object, tokens: torch.Tensor) -> torch.Tensor:
+    def commit(self, features: object, tokens: torch.Tensor) -> torch.Tensor:
         self.known += len(tokens)
         return self._start()
 

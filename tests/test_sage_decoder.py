@@ -54,7 +54,8 @@ def test_greedy_equals_hugging_face(family: str, kv_heads: int, tied: bool, with
         for policy in SPECULATIVE:
             out = sage.generate(target, draft, inputs, policy=policy, max_new_tokens=LENGTH)
             assert out.tokens.tolist() == expected, (policy, seed)
-            assert out.stats.tokens_per_target_pass > 1.5 or len(expected) < 8
+            is_frugal = policy == "cost_aware"  # it may find that drafting does not pay on a model this small
+            assert out.stats.tokens_per_target_pass > 1.5 or len(expected) < 8 or is_frugal
             assert sum(out.stats.accepted) == int(out.drafted.sum())
 
 

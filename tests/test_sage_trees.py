@@ -21,7 +21,7 @@ def grow_fully(policy: Policy, probs: torch.Tensor, most_levels: int = 20) -> Tr
     frontier = torch.tensor([0])
     for level in range(1, most_levels):
         says = probs[: policy.candidates].expand(len(frontier), -1)
-        tree.note_candidates(frontier, says)
+        tree.note_candidates(frontier, says, torch.arange(says.shape[1]).expand_as(says))
         growth = policy.grow(Frontier(level, says, tree.path_probs[frontier]))
         if growth is None:
             break

@@ -33,13 +33,12 @@ class DraftSession(Protocol):
             [F, V], the distribution below each node.
         """
 
-    def commit(self, path: Tensor, features: Features, tokens: Tensor) -> Tensor:
-        """Forgets the tree and reads what the target accepted.
+    def commit(self, features: Features, tokens: Tensor) -> Tensor:
+        """Forgets the tree and reads what the target accepted since the last call.
 
         Args:
-            path: LongTensor [M], the root and the accepted nodes in the verified tree.
-            features: the target's true features of the whole verified tree.
-            tokens: LongTensor [M], the accepted tokens and the next root.
+            features: the target's true features [1, M, D] of the old root and the accepted tokens, the next root excluded.
+            tokens: LongTensor [M], the tokens after each of them, the next root last.
 
         Returns:
             [1, V], the distribution below the next root.
@@ -88,14 +87,14 @@ class EagleSession:
         return self.target.lm_head(self.hidden)
 
     @torch.no_grad()
-    def commit(self, path: Tensor, features: Features, tokens: Tensor) -> Tensor:
+    def commit(self, features: Features, tokens: Tensor) -> Tensor:
         self.cache.crop_to(self.committed)
         steps = torch.arange(len(tokens), device=tokens.device)
         start = self._root_position
         positions = self.target.family.decode_positions(start + steps)
         embeds = self.target.embed_tokens(tokens)[None]
         mask = self._causal_mask(len(tokens)) if len(tokens) > 1 else None
-        hidden = self.draft(embeds, features.last[:, path], positions, mask, self.cache)
+        hidden = self.draft(embeds, features.last, positions, mask, self.cache)
         self.position = start + len(tokens)
         return self._start_tree(hidden)
 

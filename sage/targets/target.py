@@ -39,6 +39,18 @@ class Features:
     last: Tensor
     levels: tuple[Tensor, ...] = ()
 
+    def at(self, index: Tensor) -> Features:
+        """Those of some tokens, `index` LongTensor [M]."""
+        return Features(self.last[:, index], tuple(level[:, index] for level in self.levels))
+
+    @staticmethod
+    def join(parts: Sequence[Features]) -> Features:
+        """Features of consecutive stretches of one sequence."""
+        if len(parts) == 1:
+            return parts[0]
+        levels = zip(*(part.levels for part in parts), strict=True)
+        return Features(torch.cat([part.last for part in parts], 1), tuple(torch.cat(level, 1) for level in levels))
+
 
 class Target:
     """A Qwen2.5-VL or LLaVA-OneVision model in hand.

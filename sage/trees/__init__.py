@@ -8,12 +8,13 @@ from typing import Any
 from sage.trees import sage as sage
 from sage.trees.autoregressive import Autoregressive
 from sage.trees.chain import Chain
+from sage.trees.cost_aware import CostAware
 from sage.trees.policy import Policy
 from sage.trees.sage import Sage
 from sage.trees.static import Static
 from sage.trees.tree import Frontier, Growth, Outcome, Tree
 
-_POLICIES: dict[str, type[Policy]] = {kind.name: kind for kind in (Autoregressive, Chain, Static, Sage)}
+_POLICIES: dict[str, type[Policy]] = {kind.name: kind for kind in (Autoregressive, Chain, Static, Sage, CostAware)}
 POLICIES: tuple[str, ...] = tuple(_POLICIES)
 
 

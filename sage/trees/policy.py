@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from sage.costs import Costs
 from sage.trees.tree import Frontier, Growth, Outcome, Tree
 
 
@@ -20,19 +21,27 @@ class Policy(ABC):
     Attributes:
         name: the policy's public name.
         candidates: K, how many candidates per node the policy wants to see; 0 = it never drafts.
-        max_nodes: the most nodes it drafts in one round, the root included; sizes the caches.
+        max_nodes: the most nodes it verifies, or asks the draft about, in one round, the root included; sizes the caches.
+        learns: whether it plans by costs, and `observe` wants labels and timings, which take a little to collect.
+        costs: what passes and levels cost here; measured when the first request of a policy that learns starts.
     """
 
     name: ClassVar[str]
     candidates: int
     max_nodes: int
+    learns: ClassVar[bool] = False
+    costs: Costs | None = None
 
     def reset(self) -> None:  # noqa: B027 (optional hook)
         """Forgets the last request."""
 
     def begin(self) -> dict[str, float]:
-        """Plans a round; returns figures worth logging (`alpha`, `planned_depth`, `width`)."""
+        """Plans a round; returns figures worth logging (`alpha`, `planned_depth`, `width`), which `grow` may add to."""
         return {}
+
+    def wants_draft(self) -> bool:
+        """Whether the draft is worth asking in the round just begun."""
+        return self.candidates > 0
 
     @abstractmethod
     def grow(self, frontier: Frontier) -> Growth | None:

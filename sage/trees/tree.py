@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from sage.stats import RoundTimes
+
 
 @dataclass
 class Tree:
@@ -24,6 +26,7 @@ class Tree:
         ancestors: BoolTensor [N, N], row n True at n and its ancestors.
         drafted: LongTensor [N], the node's row in `candidates`, -1 where the draft was not asked.
         candidates: [E, K], the draft's K largest probabilities below each drafted node, descending.
+        candidate_tokens: LongTensor [E, K], their tokens.
     """
 
     tokens: Tensor
@@ -34,6 +37,7 @@ class Tree:
     ancestors: Tensor
     drafted: Tensor
     candidates: Tensor
+    candidate_tokens: Tensor
 
     @classmethod
     def of_root(cls, token: Tensor) -> Tree:
@@ -41,7 +45,8 @@ class Tree:
         one = torch.ones(1, device=token.device)
         index = torch.zeros_like(token)
         self_visible = torch.ones(1, 1, dtype=torch.bool, device=token.device)
-        return cls(token, index - 1, index, one, one, self_visible, index - 1, torch.empty(0, 0, device=token.device))
+        none = torch.empty(0, 0, device=token.device)
+        return cls(token, index - 1, index, one, one, self_visible, index - 1, none, none.long())
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -51,11 +56,12 @@ class Tree:
         """Depth of the deepest node."""
         return int(self.depths[-1])
 
-    def note_candidates(self, nodes: Tensor, candidates: Tensor) -> None:
-        """Remembers what the draft said below `nodes` [F]: `candidates` [F, K]."""
+    def note_candidates(self, nodes: Tensor, probs: Tensor, tokens: Tensor) -> None:
+        """Remembers what the draft said below `nodes` [F]: probabilities and tokens [F, K]."""
         known = self.candidates.shape[0]
         self.drafted[nodes] = torch.arange(known, known + len(nodes), device=nodes.device)
-        self.candidates = candidates if known == 0 else torch.cat((self.candidates, candidates))
+        self.candidates = probs if known == 0 else torch.cat((self.candidates, probs))
+        self.candidate_tokens = tokens if known == 0 else torch.cat((self.candidate_tokens, tokens))
 
     def add_level(self, parents: Tensor, tokens: Tensor, probs: Tensor) -> Tensor:
         """Appends nodes [M] below existing ones; returns their indices [M]."""
@@ -95,6 +101,7 @@ class Tree:
             ancestors=self.ancestors[keep][:, keep],
             drafted=self.drafted[keep],
             candidates=self.candidates,
+            candidate_tokens=self.candidate_tokens,
         )
 
 
@@ -136,10 +143,15 @@ class Outcome:
         accepted: number of drafted tokens accepted (without the bonus token).
         tree: the verified tree.
         path: LongTensor [accepted + 1], the accepted nodes, the root first.
-        plan: what the policy reported about its own decisions in this round.
+        context: tokens the target had cached before the round.
+        labels: [M, K], for policies that learn: the target's verdict on each candidate of the M verified nodes the draft was
+            asked about, in tree order; greedy 1 or 0, sampling its target probability.
+        times: for policies that learn: this round's timings.
     """
 
     accepted: int
     tree: Tree
     path: Tensor
-    plan: dict[str, float] = field(default_factory=dict)
+    context: int = 0
+    labels: Tensor | None = None
+    times: RoundTimes = field(default_factory=RoundTimes)
