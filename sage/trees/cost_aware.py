@@ -69,7 +69,7 @@ class CostAware(Policy):
         top_k: candidates per node.
         calibrate: learn acceptance from outcomes; else the draft's probabilities are taken at face value.
         stop: end the drafting where the next level does not pay; else always draft `max_depth` levels.
-        retry_every: rounds not worth drafting for are followed by 1, 2, 4, .. at most this many before the draft is asked again.
+        retry_every: after rounds not worth drafting for, the draft is asked again 1, 2, 4, .. at most this many rounds later.
         memory: share of the evidence for lambda kept from one round to the next.
     """
 
