@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sage import trees
-    from sage.drafts import load_draft, new_draft
+    from sage.drafts import Pruning, load_draft, new_draft
     from sage.generation import Output, generate, stream
     from sage.targets import Target, load_target
     from sage.trees import POLICIES, policy
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _HOME = {
     "POLICIES": "sage.trees",
     "Output": "sage.generation",
+    "Pruning": "sage.drafts",
     "Target": "sage.targets",
     "generate": "sage.generation",
     "load_draft": "sage.drafts",
@@ -39,6 +40,7 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "POLICIES",
     "Output",
+    "Pruning",
     "Target",
     "generate",
     "load_draft",

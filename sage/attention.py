@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 NAME = "sage_tree"
+_RECORDER: list[AttentionRecorder | None] = []  # what the innermost `use_tree_attention` listens with
 
 
 def tree_attention(
@@ -42,6 +43,9 @@ def tree_attention(
     """
     batch, heads, length, size = query.shape
     kv_heads = key.shape[1]
+    recorder = _RECORDER[-1] if _RECORDER else None
+    if recorder is not None:
+        recorder.add(query, key, scaling or size**-0.5)
     if attention_mask is None and length > 1:
         out = nn.functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=heads != kv_heads
@@ -56,6 +60,36 @@ def tree_attention(
 AttentionInterface.register(NAME, tree_attention)
 
 
+class AttentionRecorder:
+    """Adds up, over a prefill's layers, the attention that text after the pictures pays to visual tokens.
+
+    Args:
+        visual_T: BoolTensor [T], the visual tokens.
+    """
+
+    def __init__(self, visual_T: Tensor) -> None:
+        self.visual = visual_T.nonzero()[:, 0]
+        last = int(self.visual[-1]) if len(self.visual) else len(visual_T)
+        after = torch.arange(len(visual_T), device=visual_T.device) > last
+        self.text = (after & ~visual_T).nonzero()[:, 0]
+        self.total = torch.zeros(len(self.visual), device=visual_T.device)
+        self.num_layers = 0
+
+    def add(self, query: Tensor, key: Tensor, scaling: float) -> None:
+        """Books one layer. query: [1, H, T, d]; key: [1, KV, T, d]."""
+        heads, size = query.shape[1], query.shape[-1]
+        folded = query[0, :, self.text].view(key.shape[1], -1, size)
+        scores = (folded @ key[0].transpose(1, 2)).view(heads, len(self.text), -1) * scaling
+        columns = torch.arange(key.shape[2], device=key.device)
+        scores = scores.masked_fill(columns > self.text[:, None], -torch.inf)
+        self.total += scores.float().softmax(-1)[..., self.visual].sum(1).mean(0)
+        self.num_layers += 1
+
+    def mean(self) -> Tensor:
+        """[P], mean over layers, heads and text queries."""
+        return self.total / max(self.num_layers * len(self.text), 1)
+
+
 def tile_mask(visible_NS: Tensor, group: int, dtype: torch.dtype) -> Tensor:
     """Bool [N, S] (True = attend) -> additive float [1, 1, group * N, S], rows ordered like folded query heads."""
     additive = torch.zeros(visible_NS.shape, dtype=dtype, device=visible_NS.device)
@@ -64,12 +98,18 @@ def tile_mask(visible_NS: Tensor, group: int, dtype: torch.dtype) -> Tensor:
 
 
 @contextmanager
-def use_tree_attention(text_model: nn.Module) -> Iterator[None]:
-    """Within the block `text_model` attends with `tree_attention`; its own choice is restored afterwards."""
+def use_tree_attention(text_model: nn.Module, recorder: AttentionRecorder | None = None) -> Iterator[None]:
+    """Within the block `text_model` attends with `tree_attention`; its own choice is restored afterwards.
+
+    Args:
+        recorder: listens to every layer.
+    """
     config: Any = text_model.config
     before = config._attn_implementation
     config._attn_implementation = NAME
+    _RECORDER.append(recorder)
     try:
         yield
     finally:
         config._attn_implementation = before
+        _RECORDER.pop()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sage.cache import TreeCache
+from sage.drafts.pruning import KEEP_ALL, Pruning
 from sage.drafts.session import DraftSession
 from sage.stats import Clock, Stats
 from sage.targets import Features, Prompt, Target
@@ -45,6 +46,7 @@ class Request:
         cache: the target's, empty, large enough.
         max_new_tokens: length limit.
         eos: token ids that end the answer.
+        pruning: which visual tokens the draft reads.
     """
 
     target: Target
@@ -55,17 +57,18 @@ class Request:
     cache: TreeCache
     max_new_tokens: int
     eos: frozenset[int]
+    pruning: Pruning = KEEP_ALL
 
 
 @torch.inference_mode()
 def decode(request: Request, clock: Clock, stats: Stats) -> Iterator[Round]:
     """Yields the answer round by round; the prefill's token is the first round."""
     target, session, policy, cache = request.target, request.session, request.policy, request.cache
-    features = target.prefill(request.prompt, cache)
+    features = target.prefill(request.prompt, cache, wants_attention=bool(session) and request.pruning.needs_attention)
     root = request.sampling.choose(target.lm_head(features.last[:, -1]), features.last.new_zeros(1, dtype=torch.long))
     clock.lap("target_prefill")
     policy.reset()
-    logits = session.prefill(request.prompt, features, root) if session else None
+    logits = session.prefill(request.pruning(request.prompt, features), features, root) if session else None
     clock.lap("draft_prefill")
     unread: list[tuple[Features, Tensor]] = []
     emitted = _cut([int(root)], request, stats)

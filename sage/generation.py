@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sage.decoder import Request, Round, decode
-from sage.drafts import EagleDraft, check_draft, new_session
+from sage.drafts import KEEP_ALL, Draft, Pruning, check_draft, new_session
 from sage.probe import measure_costs
 from sage.stats import Clock, Stats
 from sage.targets import Target
@@ -73,7 +73,7 @@ class Generation:
 
 def start(
     target: Target,
-    draft: EagleDraft | None,
+    draft: Draft | None,
     inputs: Any,
     policy: str | Policy = "sage",
     max_new_tokens: int = 256,
@@ -81,6 +81,7 @@ def start(
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 0,
+    pruning: Pruning = KEEP_ALL,
 ) -> Generation:
     """Checks one request and embeds its inputs; see `generate`."""
     policy = new_policy(policy) if isinstance(policy, str) else policy
@@ -108,11 +109,12 @@ def start(
         cache=target.new_cache(capacity),
         max_new_tokens=max_new_tokens,
         eos=frozenset(target.eos_token_ids),
+        pruning=pruning,
     )
     return Generation(target, request, clock, Stats())
 
 
-def generate(target: Target, draft: EagleDraft | None, inputs: Any, **options: Any) -> Output:
+def generate(target: Target, draft: Draft | None, inputs: Any, **options: Any) -> Output:
     """Decodes one prompt; the answer is the target's own whatever draft and policy are.
 
     Args:
@@ -125,6 +127,7 @@ def generate(target: Target, draft: EagleDraft | None, inputs: Any, **options: A
             temperature: 0 = greedy (default).
             top_k, top_p: sampling filters; 0 and 1 = off.
             seed: the same seed gives the same text under every policy.
+            pruning: `sage.Pruning(ratio, method)`, which visual tokens the draft reads; the target sees them all.
 
     Raises:
         ValueError: an option out of range, a batch, a prompt beyond the target's context, a draft of another target.
@@ -135,7 +138,7 @@ def generate(target: Target, draft: EagleDraft | None, inputs: Any, **options: A
     return generation.output()
 
 
-def stream(target: Target, draft: EagleDraft | None, inputs: Any, **options: Any) -> Iterator[str]:
+def stream(target: Target, draft: Draft | None, inputs: Any, **options: Any) -> Iterator[str]:
     """Yields the text as it is accepted; same arguments as `generate`."""
     generation = start(target, draft, inputs, **options)
     for piece in pieces(generation):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from sage.costs import Costs, Curve
-from sage.drafts import EagleDraft, EagleSession, new_session
+from sage.drafts import Draft, DraftSession, new_session
 from sage.targets import Target
 
 VERIFY_NODES = (1, 2, 4, 8, 16, 32, 64)
@@ -21,7 +21,7 @@ REPEATS = 3
 
 
 @torch.inference_mode()
-def measure_costs(target: Target, draft: EagleDraft, context: int, longer: int) -> Costs:
+def measure_costs(target: Target, draft: Draft, context: int, longer: int) -> Costs:
     """Times target passes and draft levels on a made-up context; a second or two.
 
     Args:
@@ -43,26 +43,20 @@ def measure_costs(target: Target, draft: EagleDraft, context: int, longer: int) 
         return _seconds(once, target.device)
 
     session = new_session(draft, target, context + room)
-    assert isinstance(session, EagleSession)
     return Costs(
         verify=Curve(list(VERIFY_NODES), [verify(nodes, context) for nodes in VERIFY_NODES]),
-        draft=Curve(list(DRAFT_WIDTHS), [_draft_level(session, width, context) for width in DRAFT_WIDTHS]),
+        draft=Curve(list(DRAFT_WIDTHS), [_draft_level(session, width, context, target.device) for width in DRAFT_WIDTHS]),
         context=context,
         verify_per_token=max(verify(16, longer) - verify(16, context), 0.0) / max(longer - context, 1),
     )
 
 
-def _draft_level(session: EagleSession, width: int, context: int) -> float:
-    device = session.target.device
-    session.cache.storage.zero_()
-    tokens = torch.zeros(width, dtype=torch.long, device=device)
+def _draft_level(session: DraftSession, width: int, context: int, device: torch.device) -> float:
+    rows = torch.arange(width, device=device)
 
     def once() -> None:
-        session.cache.crop_to(context)
-        session.committed = context
-        session.hidden = torch.zeros(width, session.target.hidden_size, dtype=session.draft.dtype, device=device)
-        session.ancestors = torch.zeros(width, 0, dtype=torch.bool, device=device)
-        logits = session.expand(torch.arange(width, device=device), tokens)
+        session.pretend(context, width)
+        logits = session.expand(rows, torch.zeros_like(rows))
         logits.float().softmax(-1).topk(min(10, logits.shape[-1]))
 
     return _seconds(once, device)

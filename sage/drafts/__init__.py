@@ -8,10 +8,13 @@ from typing import Any
 import torch
 
 from sage.drafts.eagle import EagleConfig, EagleDraft
+from sage.drafts.model import ModelDraft, ModelSession, check_pair
+from sage.drafts.pruning import KEEP_ALL, PruneMethod, Pruning
 from sage.drafts.session import DraftSession, EagleSession
-from sage.targets import Target
+from sage.targets import Target, is_target_folder, load_target
 
 KINDS = ("eagle",)
+Draft = EagleDraft | ModelDraft
 
 
 def new_draft(target: Target, kind: str = "eagle", *, seed: int | None = None, **config: Any) -> EagleDraft:
@@ -39,8 +42,8 @@ def new_draft(target: Target, kind: str = "eagle", *, seed: int | None = None, *
     return draft.to(device=target.device, dtype=target.dtype)
 
 
-def load_draft(path: str | Path, target: Target, dtype: torch.dtype | None = None) -> EagleDraft:
-    """Loads a draft for a target.
+def load_draft(path: str | Path, target: Target, dtype: torch.dtype | None = None) -> Draft:
+    """Loads a draft for a target: a trained head, or a smaller target of the same family.
 
     Args:
         path: folder with config.json and model.safetensors.
@@ -52,6 +55,8 @@ def load_draft(path: str | Path, target: Target, dtype: torch.dtype | None = Non
     folder = Path(path)
     if not (folder / "config.json").is_file():
         raise ValueError(f"draft: {folder}: no draft there (config.json is missing); give a run's draft/ folder")
+    if is_target_folder(folder):
+        return ModelDraft(load_target(folder, dtype or target.dtype, target.device), target)
     config = EagleConfig.from_pretrained(folder)
     if config.model_type != EagleConfig.model_type or not config.target:
         raise ValueError(f"draft: {folder}: model_type {config.model_type!r} is not a draft of ours")
@@ -63,13 +68,18 @@ def load_draft(path: str | Path, target: Target, dtype: torch.dtype | None = Non
     return draft.to(target.device).eval()
 
 
-def new_session(draft: EagleDraft, target: Target, capacity: int) -> DraftSession:
+def new_session(draft: Draft, target: Target, capacity: int) -> DraftSession:
     """The draft at work on one request of at most `capacity` tokens."""
+    if isinstance(draft, ModelDraft):
+        return ModelSession(draft, target, capacity)
     return EagleSession(draft, target, capacity)
 
 
-def check_draft(draft: EagleDraft, target: Target) -> None:
+def check_draft(draft: Draft, target: Target) -> None:
     """Raises ValueError, naming both sides, if the draft was made for another target."""
+    if isinstance(draft, ModelDraft):
+        check_pair(draft.model, target)
+        return
     _check_target(draft.config.target, target, draft.config._name_or_path or "the draft")
 
 
@@ -107,11 +117,17 @@ def _sizes(target: Target) -> dict[str, Any]:
 
 
 __all__ = [
+    "KEEP_ALL",
     "KINDS",
+    "Draft",
     "DraftSession",
     "EagleConfig",
     "EagleDraft",
     "EagleSession",
+    "ModelDraft",
+    "ModelSession",
+    "PruneMethod",
+    "Pruning",
     "check_draft",
     "load_draft",
     "new_draft",

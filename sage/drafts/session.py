@@ -44,6 +44,9 @@ class DraftSession(Protocol):
             [1, V], the distribution below the next root.
         """
 
+    def pretend(self, context: int, width: int) -> None:
+        """Sets up a made-up context and frontier, so that `expand` can be timed without a prompt."""
+
 
 class EagleSession:
     """An EAGLE head at work. Pair t = (feature of token t, embedding of token t + 1) sits at the position of token t.
@@ -70,7 +73,10 @@ class EagleSession:
         if self.draft.config.image_inputs == "token":
             embeds = torch.where(prompt.visual_mask[..., None], self.target.embed_tokens(prompt.input_ids), embeds)
         embeds = torch.cat((embeds[:, 1:], self.target.embed_tokens(root)[None]), 1)
-        hidden = self.draft(embeds, features.last, prompt.position_ids, cache=self.cache)
+        positions, last = prompt.position_ids, features.last
+        if prompt.kept is not None:  # pair t goes with token t; the root's pair is the last text token's and always stays
+            embeds, last, positions = embeds[:, prompt.kept], last[:, prompt.kept], positions[..., prompt.kept]
+        hidden = self.draft(embeds, last, positions, cache=self.cache)
         self.position = prompt.next_position
         return self._start_tree(hidden)
 
@@ -97,6 +103,14 @@ class EagleSession:
         hidden = self.draft(embeds, features.last, positions, mask, self.cache)
         self.position = start + len(tokens)
         return self._start_tree(hidden)
+
+    def pretend(self, context: int, width: int) -> None:
+        self.cache.storage[..., :context, :] = 0
+        self.cache.crop_to(context)
+        self.committed = context
+        device = self.cache.storage.device
+        self.hidden = torch.zeros(width, self.draft.config.hidden_size, dtype=self.draft.dtype, device=device)
+        self.ancestors = torch.zeros(width, 0, dtype=torch.bool, device=device)
 
     def _start_tree(self, hidden: Tensor) -> Tensor:
         """The last pair belongs to the root: its output starts the tree, its cache row is committed."""

@@ -2,6 +2,6 @@
 
 from sage.targets.family import Family, Prompt
 from sage.targets.processing import Processor
-from sage.targets.target import Features, Target, load_target
+from sage.targets.target import Features, Target, is_target_folder, load_target
 
-__all__ = ["Family", "Features", "Processor", "Prompt", "Target", "load_target"]
+__all__ = ["Family", "Features", "Processor", "Prompt", "Target", "is_target_folder", "load_target"]

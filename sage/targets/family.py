@@ -10,7 +10,7 @@ Shapes: B batch, T tokens, D hidden, N tree nodes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -30,6 +30,8 @@ class Prompt:
         next_position: LongTensor [B], rope position of the first token after the prompt.
         attention_mask: LongTensor [B, T], 1 = real token.
         visual_mask: BoolTensor [B, T], True at picture and video positions.
+        inputs: what it was made from.
+        kept: LongTensor [T'], the tokens a draft reads; None = all.
     """
 
     input_ids: Tensor
@@ -38,6 +40,20 @@ class Prompt:
     next_position: Tensor
     attention_mask: Tensor
     visual_mask: Tensor
+    inputs: Inputs = field(default_factory=dict)
+    kept: Tensor | None = None
+
+    def at(self, index: Tensor) -> Prompt:
+        """The prompt of some of its tokens, `index` LongTensor [T']; positions stay true."""
+        return replace(
+            self,
+            input_ids=self.input_ids[:, index],
+            embeds=self.embeds[:, index],
+            position_ids=self.position_ids[..., index],
+            attention_mask=self.attention_mask[:, index],
+            visual_mask=self.visual_mask[:, index],
+            kept=None,
+        )
 
 
 class Family(ABC):
@@ -104,4 +120,4 @@ class Family(ABC):
             embeds = embeds.masked_scatter(mask[..., None], features.to(embeds))
             visual_mask |= mask
         position_ids, next_position = self.positions(model, inputs, attention_mask)
-        return Prompt(input_ids, embeds, position_ids, next_position, attention_mask, visual_mask)
+        return Prompt(input_ids, embeds, position_ids, next_position, attention_mask, visual_mask, inputs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText, BatchFeature
 
-from sage.attention import tile_mask, use_tree_attention
+from sage.attention import AttentionRecorder, tile_mask, use_tree_attention
 from sage.cache import TreeCache
 from sage.targets.family import Family, Inputs, Prompt
 from sage.targets.llava_onevision import LlavaOnevision
@@ -34,10 +34,12 @@ class Features:
     Attributes:
         last: [B, T, D], what goes into lm_head.
         levels: the requested `hidden_states[k]`, each [B, T, D].
+        attention: [P], what the text's queries pay to each visual token, mean over layers and heads; only if asked for.
     """
 
     last: Tensor
     levels: tuple[Tensor, ...] = ()
+    attention: Tensor | None = None
 
     def at(self, index: Tensor) -> Features:
         """Those of some tokens, `index` LongTensor [M]."""
@@ -150,31 +152,38 @@ class Target:
         return self._run(prompt.embeds, prompt.position_ids, prompt.attention_mask, None, levels)
 
     @torch.no_grad()
-    def prefill(self, prompt: Prompt, cache: TreeCache, levels: Sequence[int] = ()) -> Features:
-        """Fills an empty cache with one prompt; features [1, T, D]."""
-        with use_tree_attention(self.text_model):
-            return self._run(prompt.embeds, prompt.position_ids, {"full_attention": None}, cache, levels)
+    def prefill(self, prompt: Prompt, cache: TreeCache, levels: Sequence[int] = (), wants_attention: bool = False) -> Features:
+        """Fills an empty cache with one prompt; features [1, T, D].
+
+        Args:
+            wants_attention: also report how much attention the text pays to each visual token.
+        """
+        recorder = AttentionRecorder(prompt.visual_mask[0]) if wants_attention else None
+        with use_tree_attention(self.text_model, recorder):
+            features = self._run(prompt.embeds, prompt.position_ids, {"full_attention": None}, cache, levels)
+        return replace(features, attention=recorder.mean()) if recorder else features
 
     @torch.no_grad()
     def tree_pass(
-        self, token_N: Tensor, position_N: Tensor, ancestors_NN: Tensor, cache: TreeCache, levels: Sequence[int] = ()
+        self, token_N: Tensor, position_N: Tensor, visible_NX: Tensor, cache: TreeCache, levels: Sequence[int] = ()
     ) -> Features:
         """One pass over a tree on top of the cache; appends N rows to it.
 
         Args:
             token_N: LongTensor [N] node tokens, parents before children.
             position_N: LongTensor [N] rope positions.
-            ancestors_NN: BoolTensor [N, N], row n True at n and its ancestors.
+            visible_NX: BoolTensor [N, X], X >= N: what each node sees of the last X - N cached tokens and of the N nodes; it
+                sees all tokens before those. The usual X = N is the tree's `ancestors`.
 
         Returns:
             Features [1, N, D]: those a sequential pass along each node's path would give.
         """
         embeds = self.embed_tokens(token_N)[None]
         mask = None
-        if len(token_N) > 1:
-            past = ancestors_NN.new_ones(len(token_N), cache.length)
+        if visible_NX.shape[1] > 1:
+            past = visible_NX.new_ones(len(token_N), cache.length + len(token_N) - visible_NX.shape[1])
             group = self.text_config.num_attention_heads // self.num_kv_heads
-            mask = tile_mask(torch.cat((past, ancestors_NN), 1), group, embeds.dtype)
+            mask = tile_mask(torch.cat((past, visible_NX), 1), group, embeds.dtype)
         with use_tree_attention(self.text_model):
             positions = self.family.decode_positions(position_N)
             return self._run(embeds, positions, {"full_attention": mask}, cache, levels)
@@ -218,6 +227,15 @@ def load_target(
         raise ValueError(f"target: {path}: cannot read its config.json ({first})") from error
     model = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype or "auto", **kwargs)
     return Target(model.to(device), Processor.from_pretrained(path, family))
+
+
+def is_target_folder(path: str | Path) -> bool:
+    """Whether a folder's config.json is that of a model of a known family."""
+    try:
+        kind = json.loads((Path(path) / "config.json").read_text()).get("model_type")
+    except (OSError, json.JSONDecodeError):
+        return False
+    return kind in {family.model_type for family in FAMILIES}
 
 
 def _family(config: Any) -> Family:

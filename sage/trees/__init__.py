@@ -9,12 +9,17 @@ from sage.trees import sage as sage
 from sage.trees.autoregressive import Autoregressive
 from sage.trees.chain import Chain
 from sage.trees.cost_aware import CostAware
+from sage.trees.ddd import Ddd
+from sage.trees.eagle2 import Eagle2
 from sage.trees.policy import Policy
 from sage.trees.sage import Sage
+from sage.trees.spec_llava import SpecLlava
 from sage.trees.static import Static
+from sage.trees.talon import Talon
 from sage.trees.tree import Frontier, Growth, Outcome, Tree
 
-_POLICIES: dict[str, type[Policy]] = {kind.name: kind for kind in (Autoregressive, Chain, Static, Sage, CostAware)}
+_KINDS: tuple[type[Policy], ...] = (Autoregressive, Chain, Static, Eagle2, SpecLlava, Talon, Ddd, Sage, CostAware)
+_POLICIES: dict[str, type[Policy]] = {kind.name: kind for kind in _KINDS}
 POLICIES: tuple[str, ...] = tuple(_POLICIES)
 
 

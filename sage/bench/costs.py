@@ -1,0 +1,203 @@
+"""What a pass costs, without weights: c_t(n, L) of verification and c_d(w, L) of a draft level, for a target's shape.
+
+The decoder's own passes run on random weights, whose values do not change what they cost. Where a target's layers do not
+all fit, a pass without any layer and one with those that fit are measured and the rest is extrapolated along the line
+through them, which is exact as long as every layer costs the same; the result says so.
+
+Both costs are taken as the decoder pays them: verification with lm_head and argmax over all nodes, a draft level with
+lm_head and the top k of every node.
+
+Legend: N tree nodes, L context tokens in the cache, D hidden.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from statistics import median
+from typing import Any
+
+import torch
+
+from sage.bench.report import SCHEMA, machine, versions
+from sage.bench.shapes import Shape, random_target
+from sage.cache import TreeCache
+from sage.drafts import EagleDraft, EagleSession, new_draft
+from sage.targets import Target
+
+logger = logging.getLogger(__name__)
+
+NODES = (1, 2, 4, 8, 16, 32, 64, 128)
+WIDTHS = (1, 2, 4, 8, 16, 32)
+CONTEXTS = (256, 1024, 4096)
+CANDIDATES = 10
+
+
+def measure_costs(
+    shape: Shape,
+    num_layers: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    nodes: Sequence[int] = NODES,
+    widths: Sequence[int] = WIDTHS,
+    contexts: Sequence[int] = CONTEXTS,
+    repeats: int = 5,
+) -> dict[str, Any]:
+    """Cost tables of a shape.
+
+    Args:
+        num_layers: text layers to build; fewer than the shape has means that verification is extrapolated.
+        nodes, widths, contexts: the grid, in nodes per verification, nodes per draft level and tokens in the cache.
+        repeats: timed passes per point, after one that is not; the median counts.
+
+    Returns:
+        {"kind": "costs", "verify": [{"nodes", "context", "seconds", "measured_s"}], "draft": [{"width", "context",
+        "seconds"}], "layers_measured", "layers", "is_extrapolated", ...}; seconds are for the whole target.
+
+    Raises:
+        ValueError: no layer, or more than the shape has.
+    """
+    if not 1 <= num_layers <= shape.num_layers:
+        raise ValueError(f"--layers {num_layers}: {shape.name} takes 1 to {shape.num_layers}")
+    capacity = max(contexts) + max(*nodes, *widths)
+    target = random_target(shape, num_layers, dtype, device, capacity)
+    logger.info("measuring %d of %d layers of %s", num_layers, shape.num_layers, shape.name)
+    return {
+        "schema": SCHEMA,
+        "kind": "costs",
+        "shape": asdict(shape),
+        "device": str(device),
+        "dtype": str(dtype).removeprefix("torch."),
+        "layers_measured": num_layers,
+        "layers": shape.num_layers,
+        "is_extrapolated": num_layers < shape.num_layers,
+        "repeats": repeats,
+        "verify": verify_costs(target, shape.num_layers, nodes, contexts, capacity, repeats),
+        "draft": draft_costs(target, widths, contexts, capacity, repeats),
+        "machine": machine(device),
+        "versions": versions(),
+    }
+
+
+def verify_costs(
+    target: Target, num_layers: int, nodes: Sequence[int], contexts: Sequence[int], capacity: int, repeats: int
+) -> list[dict[str, float]]:
+    """Seconds of one verification for every (nodes, context), extrapolated to `num_layers` where the target has fewer."""
+    cache = target.new_cache(capacity)
+    cache.storage.zero_()  # uninitialised memory may hold denormals, which are slow on a CPU
+    rows = []
+    for context in contexts:
+        for count in nodes:
+            seconds = measured_s = _verify_s(target, cache, count, context, repeats)
+            if target.num_layers < num_layers:
+                with without_layers(target):
+                    fixed_s = _verify_s(target, cache, count, context, repeats)
+                seconds = extrapolated(fixed_s, measured_s, target.num_layers, num_layers)
+            rows.append({"nodes": count, "context": context, "seconds": seconds, "measured_s": measured_s})
+    return rows
+
+
+def extrapolated(fixed_s: float, measured_s: float, measured_layers: int, num_layers: int) -> float:
+    """The time of `num_layers`, on the line through a pass without layers and the measured one; never less than that."""
+    per_layer_s = max(measured_s - fixed_s, 0.0) / measured_layers
+    return measured_s + per_layer_s * (num_layers - measured_layers)
+
+
+def draft_costs(
+    target: Target, widths: Sequence[int], contexts: Sequence[int], capacity: int, repeats: int
+) -> list[dict[str, float]]:
+    """Seconds of one draft level of an EAGLE head for every (width, context)."""
+    draft = new_draft(target, "eagle", seed=0).eval()
+    return [
+        {"width": width, "context": context, "seconds": _level_s(target, draft, width, context, capacity, repeats)}
+        for context in contexts
+        for width in widths
+    ]
+
+
+@torch.inference_mode()
+def _verify_s(target: Target, cache: TreeCache, count: int, context: int, repeats: int) -> float:
+    """A tree of `count` nodes in one chain: masks and rows cost the same for every tree of that size."""
+    tokens = torch.arange(count, device=target.device) % target.vocab_size
+    depths = torch.arange(count, device=target.device)
+    ancestors = torch.ones(count, count, dtype=torch.bool, device=target.device).tril()
+
+    def verify() -> None:
+        cache.crop_to(context)
+        features = target.tree_pass(tokens, context + depths, ancestors, cache)
+        target.lm_head(features.last[0]).argmax(-1).tolist()
+
+    return _median_s(verify, repeats, target.device)
+
+
+@torch.inference_mode()
+def _level_s(target: Target, draft: EagleDraft, width: int, context: int, capacity: int, repeats: int) -> float:
+    """A level of `width` nodes below as many parents, on top of `context` tokens as if the session had read them."""
+    session = EagleSession(draft, target, capacity)
+    session.cache.storage.zero_()  # as in `verify_costs`
+    rows = torch.arange(width, device=target.device)
+    tokens = rows % target.vocab_size
+
+    def level() -> None:
+        session.cache.crop_to(context)
+        session.committed = context
+        session.hidden = torch.zeros(width, target.hidden_size, dtype=draft.dtype, device=target.device)
+        session.ancestors = torch.zeros(width, 0, dtype=torch.bool, device=target.device)
+        session.expand(rows, tokens).float().softmax(-1).topk(CANDIDATES).values.tolist()
+
+    return _median_s(level, repeats, target.device)
+
+
+@contextmanager
+def without_layers(target: Target) -> Iterator[None]:
+    """Within the block the target is embedding, final norm and lm_head alone."""
+    text: Any = target.text_model
+    layers = text.layers
+    text.layers = layers[:0]
+    try:
+        yield
+    finally:
+        text.layers = layers
+
+
+def _median_s(call: Callable[[], object], repeats: int, device: torch.device) -> float:
+    call()
+    return median(_timed(call, device) for _ in range(repeats))
+
+
+def _timed(call: Callable[[], object], device: torch.device) -> float:
+    _synchronize(device)
+    start = time.perf_counter()
+    call()
+    _synchronize(device)
+    return time.perf_counter() - start
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def format_costs(costs: dict[str, Any]) -> str:
+    """Two small tables in milliseconds, a column per context length."""
+    note = (
+        f"{costs['layers_measured']} of {costs['layers']} layers measured, the rest extrapolated"
+        if costs["is_extrapolated"]
+        else f"all {costs['layers']} layers measured"
+    )
+    head = f"{costs['shape']['name']}, {costs['dtype']} on {costs['device']}, random weights; {note}"
+    verify = _grid("target pass, ms: nodes", costs["verify"], "nodes")
+    draft = _grid("draft level, ms: width", costs["draft"], "width")
+    return f"{head}\n\n{verify}\n\n{draft}"
+
+
+def _grid(corner: str, rows: Sequence[dict[str, float]], key: str) -> str:
+    contexts = sorted({int(row["context"]) for row in rows})
+    cells = {(row[key], row["context"]): f"{1e3 * row['seconds']:.2f}" for row in rows}
+    lines = [f"{corner:24}" + "".join(f"{f'L = {context}':>12}" for context in contexts)]
+    for size in sorted({int(row[key]) for row in rows}):
+        lines.append(f"{size:24}" + "".join(f"{cells[size, context]:>12}" for context in contexts))
+    return "\n".join(lines)

@@ -1,0 +1,55 @@
+"""Is the output the target's own? Compares ids, and says how close the target's call was where they first differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def first_difference(reference: Sequence[int], other: Sequence[int]) -> int | None:
+    """Index of the first token in which two generations differ, a missing token included; None where they are equal."""
+    for index, (left, right) in enumerate(zip(reference, other, strict=False)):
+        if left != right:
+            return index
+    return None if len(reference) == len(other) else min(len(reference), len(other))
+
+
+def earliest_difference(reference: Sequence[int], others: Sequence[Sequence[int]]) -> int | None:
+    """The earliest `first_difference` over several generations: one deviating repeat is a deviation."""
+    found = [index for other in others if (index := first_difference(reference, other)) is not None]
+    return min(found, default=None)
+
+
+@torch.no_grad()
+def top2_gap(target: Any, inputs: Mapping[str, Tensor], prefix: Sequence[int]) -> float:
+    """The target's logit gap between its best and second-best next token after the prompt and `prefix`.
+
+    One pass without a cache over the whole sequence. A gap near the rounding error of the dtype says that two correct
+    computations may disagree there; a large one says that something is broken.
+    """
+    prompt = target.embed(inputs)
+    extended = _extend(target, prompt, prefix) if prefix else prompt
+    last_D = target.features(extended).last[0, -1]
+    best = torch.topk(target.lm_head(last_D).float(), 2).values
+    return float(best[0] - best[1])
+
+
+def _extend(target: Any, prompt: Any, prefix: Sequence[int]) -> Any:
+    """The prompt followed by `prefix`, whose positions count on from the prompt's `next_position`."""
+    ids = torch.tensor([list(prefix)], dtype=torch.long, device=prompt.input_ids.device)
+    positions = prompt.next_position[:, None] + torch.arange(ids.shape[1], device=ids.device)
+    if prompt.position_ids.dim() == 3:
+        positions = positions.expand(prompt.position_ids.shape[0], *positions.shape)
+    return replace(
+        prompt,
+        input_ids=torch.cat([prompt.input_ids, ids], dim=1),
+        embeds=torch.cat([prompt.embeds, target.embed_tokens(ids)], dim=1),
+        position_ids=torch.cat([prompt.position_ids, positions], dim=-1),
+        next_position=prompt.next_position + ids.shape[1],
+        attention_mask=torch.cat([prompt.attention_mask, torch.ones_like(ids)], dim=1),
+        visual_mask=torch.cat([prompt.visual_mask, torch.zeros_like(ids, dtype=torch.bool)], dim=1),
+    )

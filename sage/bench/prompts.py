@@ -1,0 +1,90 @@
+"""Where the command line's prompts come from: a JSONL file of chat messages, a picture with a question, or a few texts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sage.bench.measure import BenchPrompt
+
+Messages = list[dict[str, Any]]
+
+TEXTS = (
+    "Explain in a few sentences how a lighthouse works.",
+    "Describe what a busy market street looks like on a rainy morning.",
+    "Write a short, friendly note that invites a neighbour to dinner.",
+    "What are the steps to change a bicycle tyre? Answer in detail.",
+)
+
+
+def load_prompts(
+    target: Any, file: str | None, images: Sequence[str], text: str | None, limit: int | None
+) -> list[BenchPrompt]:
+    """Model-ready prompts from the first source that is given: `file`, then `images` and `text`, then `TEXTS`.
+
+    Args:
+        target: prepares the messages.
+        file: JSONL; a line is a list of Hugging Face chat messages, or an object with "messages" and, optionally, "id"
+            and "family". A final assistant answer is left out.
+        images: paths or URLs, each asked `text` on its own.
+        limit: the most prompts to prepare; None for all.
+
+    Raises:
+        ValueError: names the file and line, or the picture, that cannot be used.
+    """
+    chats = _chats(file, images, text)
+    prompts = []
+    for name, family, messages in chats[:limit]:
+        try:
+            inputs = target.prepare(messages)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        prompts.append(BenchPrompt(name=name, inputs=inputs, family=family))
+    return prompts
+
+
+def _chats(file: str | None, images: Sequence[str], text: str | None) -> list[tuple[str, str, Messages]]:
+    if file is not None:
+        return read_jsonl(Path(file))
+    question = {"type": "text", "text": text or "Describe the image in detail."}
+    if images:
+        return [(Path(image).name, "", _user([{"type": "image", "image": image}, question])) for image in images]
+    texts = TEXTS if text is None else (text,)
+    return [(f"text-{index}", "", _user([{"type": "text", "text": one}])) for index, one in enumerate(texts)]
+
+
+def read_jsonl(file: Path) -> list[tuple[str, str, Messages]]:
+    """(name, family, messages up to the question) of every line.
+
+    Raises:
+        ValueError: no such file, no line, or a line that is neither messages nor an object with them.
+    """
+    if not file.is_file():
+        raise ValueError(f"--prompts {file}: no such file; give a JSONL file of chat messages")
+    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not lines:
+        raise ValueError(f"--prompts {file}: no line in it; give one list of chat messages per line")
+    return [_line(file, number, line) for number, line in enumerate(lines, start=1)]
+
+
+def _line(file: Path, number: int, line: str) -> tuple[str, str, Messages]:
+    where = f"--prompts {file}, line {number}"
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON ({error.msg}); write one object or list per line") from error
+    fields = entry if isinstance(entry, dict) else {"messages": entry}
+    messages = fields.get("messages")
+    if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
+        raise ValueError(f'{where}: no chat messages; write [{{"role": "user", "content": [...]}}] or {{"messages": [...]}}')
+    if messages and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    if not messages:
+        raise ValueError(f"{where}: no question is left to answer; end with a user message")
+    return str(fields.get("id", f"{file.stem}-{number}")), str(fields.get("family", "")), messages
+
+
+def _user(content: list[dict[str, Any]]) -> Messages:
+    return [{"role": "user", "content": content}]

@@ -1,0 +1,236 @@
+"""The things a bench can run: one of our policies, or what a user of Hugging Face would pick instead.
+
+Every runner takes the same model-ready inputs and answers with a `Run`: the ids it produced and two clocks. The clocks are
+read the same way for all:
+
+* `wall_s`, end to end: from model-ready tensors to the last token id, vision tower and prefill included, the processor
+  (picture decoding, tokenising) excluded.
+* `decode_s`: what comes after the target's own prefill. For a policy that is `wall_s` less the `vision` and
+  `target_prefill` of its statistics, so that everything unaccounted for, and the draft's prefill, which only speculation
+  has to pay, count against the policy. For Hugging Face `generate` a stopping criterion stamps the time at which the first
+  tokens exist; subtracting a separate `max_new_tokens=1` run would add that run's noise to every figure.
+
+Tokens that exist at the end of the prefill (`prefill_tokens`, the first one) are no decoding work and are left out of
+decode-only rates for everybody.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+
+import sage
+from sage.stats import PHASES
+
+AUTOREGRESSIVE = "autoregressive"
+HF_GENERATE = "hf_generate"
+HF_STATIC = "hf_static_cache"
+PROMPT_LOOKUP = "hf_prompt_lookup"
+HF_ASSISTED = "hf_assisted"
+BASELINES = (AUTOREGRESSIVE, HF_GENERATE, HF_STATIC, PROMPT_LOOKUP, HF_ASSISTED)
+
+PREFILL_STAGES = ("vision", "target_prefill")  # everything else on the clock is decoding
+PROMPT_LOOKUP_TOKENS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """What every runner of one measurement decodes with. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1.0 are off."""
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+@dataclass(kw_only=True)
+class Run:
+    """One generation. `tokens` are the ids after the prompt, up to and including EOS; times in seconds."""
+
+    tokens: list[int]
+    wall_s: float
+    decode_s: float
+    prefill_tokens: int = 1
+    stats: Any = None  # the decoder's own statistics; None for Hugging Face
+    time_s: dict[str, float] = field(default_factory=dict)  # by stage, sums to wall_s; empty for Hugging Face
+
+    @property
+    def decode_tokens(self) -> int:
+        """Tokens decoded after the prefill."""
+        return max(len(self.tokens) - self.prefill_tokens, 0)
+
+
+class Runner(Protocol):
+    """One contestant.
+
+    Attributes:
+        is_autoregressive: it may be the baseline that speedups are measured against.
+        may_fail: somebody else's decoder that does not work for every model and prompt; a failure takes it out of the
+            comparison, and the report says why, instead of ending the measurement.
+    """
+
+    name: str
+    is_autoregressive: bool
+    may_fail: bool
+
+    def run(self, inputs: Mapping[str, Tensor], sampling: Sampling) -> Run:
+        """Generate once from inputs of batch 1."""
+        ...
+
+
+class PolicyRunner:
+    """One of our policies through `sage.generate`; the name `autoregressive` needs no draft."""
+
+    may_fail = False
+
+    def __init__(self, target: Any, draft: Any, name: str, policy: Any = None) -> None:
+        self.target, self.name = target, name
+        self.policy = name if policy is None else policy
+        self.is_autoregressive = name == AUTOREGRESSIVE
+        self.draft = None if self.is_autoregressive else draft
+
+    def run(self, inputs: Mapping[str, Tensor], sampling: Sampling) -> Run:
+        """Generate once; the whole call is on the clock."""
+        start = _now(self.target.device)
+        out = sage.generate(
+            self.target,
+            self.draft,
+            inputs,
+            policy=self.policy,
+            max_new_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            seed=sampling.seed,
+        )
+        wall_s = _now(self.target.device) - start
+        time_s = complete_stages(out.stats.time_s, wall_s)
+        decode_s = wall_s - sum(time_s[stage] for stage in PREFILL_STAGES)
+        return Run(tokens=out.tokens.tolist(), wall_s=wall_s, decode_s=decode_s, stats=out.stats, time_s=time_s)
+
+
+class HFRunner:
+    """Hugging Face `generate` on the same model object, with the options of `generation` on top of plain decoding."""
+
+    def __init__(
+        self,
+        target: Any,
+        name: str = HF_GENERATE,
+        is_autoregressive: bool = True,
+        assistant: Any = None,
+        **generation: Any,
+    ) -> None:
+        self.target, self.name, self.is_autoregressive = target, name, is_autoregressive
+        self.may_fail = name != HF_GENERATE
+        self.generation = generation
+        self.call_options = {} if assistant is None else {"assistant_model": assistant}
+
+    def run(self, inputs: Mapping[str, Tensor], sampling: Sampling) -> Run:
+        """Generate once; the time of the first tokens is stamped from inside the loop."""
+        device = self.target.device
+        prompt_tokens = inputs["input_ids"].shape[1]
+        stamp = FirstTokens(prompt_tokens, device)
+        config = self._config(sampling)
+        if sampling.temperature > 0:
+            torch.manual_seed(sampling.seed)
+        start = _now(device)
+        with torch.no_grad():
+            ids = self.target.model.generate(
+                **inputs,
+                generation_config=config,
+                stopping_criteria=StoppingCriteriaList([stamp]),
+                synced_gpus=False,  # other ranks of a training run wait elsewhere
+                **self.call_options,
+            )
+        end = _now(device)
+        tokens = ids[0, prompt_tokens:].tolist()
+        return Run(tokens=tokens, wall_s=end - start, decode_s=end - stamp.time_s, prefill_tokens=stamp.tokens)
+
+    def _config(self, sampling: Sampling) -> GenerationConfig:
+        """Plain decoding. What a checkpoint's generation_config adds (repetition penalty, sampling) is switched off."""
+        options: dict[str, Any] = {"do_sample": False}
+        if sampling.temperature > 0:
+            options = {
+                "do_sample": True,
+                "temperature": sampling.temperature,
+                "top_k": sampling.top_k,
+                "top_p": sampling.top_p,
+            }
+        eos = list(self.target.eos_token_ids)
+        return GenerationConfig(
+            max_new_tokens=sampling.max_new_tokens,
+            num_beams=1,
+            repetition_penalty=1.0,
+            no_repeat_ngram_size=0,
+            eos_token_id=eos or None,
+            pad_token_id=eos[0] if eos else 0,
+            use_cache=True,
+            **options,
+            **self.generation,
+        )
+
+
+class FirstTokens(StoppingCriteria):
+    """Never stops anything: notes when the first new tokens exist, and how many there are."""
+
+    def __init__(self, prompt_tokens: int, device: torch.device) -> None:
+        self.prompt_tokens, self.device = prompt_tokens, device
+        self.time_s, self.tokens = 0.0, 0
+        self.never = torch.zeros(1, dtype=torch.bool, device=device)
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        if not self.tokens:
+            self.time_s, self.tokens = _now(self.device), input_ids.shape[1] - self.prompt_tokens
+        return self.never
+
+
+def complete_stages(time_s: Mapping[str, float], wall_s: float) -> dict[str, float]:
+    """The statistics' stage times, with what they did not account for added to `other`."""
+    unaccounted_s = max(wall_s - sum(time_s.values()), 0.0)
+    return {stage: time_s.get(stage, 0.0) + (unaccounted_s if stage == "other" else 0.0) for stage in PHASES}
+
+
+def baseline_runner(target: Any, name: str, assistant: Any = None) -> Runner:
+    """The baseline of that name; `hf_assisted` needs a smaller Hugging Face model of the same vocabulary.
+
+    Raises:
+        ValueError: the name is unknown, or `hf_assisted` has no assistant.
+    """
+    makers: dict[str, Callable[[], Runner]] = {
+        AUTOREGRESSIVE: lambda: PolicyRunner(target, None, AUTOREGRESSIVE),
+        HF_GENERATE: lambda: HFRunner(target),
+        HF_STATIC: lambda: HFRunner(target, HF_STATIC, cache_implementation="static"),
+        PROMPT_LOOKUP: lambda: HFRunner(target, PROMPT_LOOKUP, False, **_prompt_lookup(target)),
+        HF_ASSISTED: lambda: HFRunner(target, HF_ASSISTED, False, assistant),
+    }
+    if name not in makers:
+        raise ValueError(f"baselines: {name!r} is not a baseline; choose from {', '.join(BASELINES)}")
+    if name == HF_ASSISTED and assistant is None:
+        raise ValueError(f"baselines: {HF_ASSISTED} needs a smaller model of the same vocabulary (assistant=...)")
+    return makers[name]()
+
+
+def _prompt_lookup(target: Any) -> dict[str, Any]:
+    """Prompt lookup copies visual placeholders out of the prompt, for which the model then misses the pictures.
+
+    Suppressed tokens are no candidates. No trained target emits placeholders, so its text stays the same.
+    """
+    config = target.family.config
+    return {
+        "prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS,
+        "suppress_tokens": [config.image_token_id, config.video_token_id],
+    }
+
+
+def _now(device: torch.device) -> float:
+    """Seconds on the monotonic clock, once the device has finished what it was given."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

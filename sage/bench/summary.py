@@ -1,0 +1,235 @@
+"""From runs to the numbers of `report.json`: medians over repeats, totals over prompts, intervals over prompts.
+
+A speed is a ratio of totals, sum of tokens / sum of median seconds, so that long answers weigh what they cost. A speedup is
+a policy's speed over that of the *fastest* autoregressive runner of the same measurement.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from sage.bench.intervals import rate_interval, ratio_interval
+from sage.bench.losslessness import earliest_difference, top2_gap
+from sage.bench.measure import Measurement
+from sage.bench.runners import AUTOREGRESSIVE, HF_GENERATE, Run
+from sage.stats import PHASES
+
+logger = logging.getLogger(__name__)
+
+Runs = list[list[Run]]  # [prompt][repeat]
+
+
+def summarize(measurement: Measurement, target: Any, policies: Sequence[str]) -> dict[str, Any]:
+    """The sections `policies`, `baselines`, `fastest_baseline`, `failed_baselines` and `by_family` of the report.
+
+    Args:
+        target: computes the top-2 gaps; used only where a generation differs from the target's own.
+        policies: names of runners to report as policies, in this order; every other runner is a baseline, and
+            `autoregressive` is listed as a baseline in any case.
+    """
+    runs = measurement.runs
+    fastest = max(measurement.autoregressive, key=lambda name: decode_rate(runs[name]))
+    if decode_rate(runs[fastest]) == 0.0:
+        logger.warning("every answer ended with its first token: there is no decoding speed to compare")
+    baselines = [AUTOREGRESSIVE, *(name for name in runs if name not in policies and name != AUTOREGRESSIVE)]
+    return {
+        "fastest_baseline": fastest,
+        "policies": {name: _policy(measurement, target, name, fastest) for name in policies},
+        "baselines": {name: _baseline(measurement, name, fastest) for name in baselines if name in runs},
+        "failed_baselines": dict(measurement.failed),
+        "by_family": _by_family(measurement, policies, fastest),
+    }
+
+
+def decode_rate(runs: Runs) -> float:
+    """Tokens per second after the prefill."""
+    return _rate(*_decode(runs))
+
+
+def end_to_end_rate(runs: Runs) -> float:
+    """Tokens per second with vision and prefill."""
+    return _rate(*_end_to_end(runs))
+
+
+def pooled_counts(runs: Runs) -> dict[str, float]:
+    """Counts of all rounds of all prompts and repeats together.
+
+    `mean_accepted_draft` is the mean over rounds; `tokens_per_target_pass` weighs each generation by its target passes.
+    """
+    stats = [run.stats for repeats in runs for run in repeats]
+    accepted = [count for one in stats for count in one.accepted]
+    rounds = sum(one.rounds for one in stats)
+    passes = sum(one.target_passes for one in stats)
+    nodes = sum(entry.get("nodes", 0) for one in stats for entry in one.rounds_log)
+    tokens = sum(one.tokens_per_target_pass * one.target_passes for one in stats)
+    return {
+        "mean_accepted_draft": sum(accepted) / len(accepted) if accepted else 0.0,
+        "tokens_per_target_pass": tokens / passes if passes else 0.0,
+        "draft_steps_per_round": sum(one.draft_steps for one in stats) / rounds if rounds else 0.0,
+        "nodes_per_round": nodes / rounds if rounds else 0.0,
+        "nodes_per_accepted_token": nodes / sum(accepted) if sum(accepted) else 0.0,
+    }
+
+
+def acceptance_by_depth(runs: Runs) -> list[dict[str, int]]:
+    """Conditional acceptance: of the rounds that kept depth - 1 drafted tokens and drafted deeper, how many kept one more.
+
+    Returns:
+        [{"depth": 1, "tried": rounds, "kept": rounds}, ...] down to the deepest level that was ever tried.
+    """
+    log = [entry for repeats in runs for run in repeats for entry in run.stats.rounds_log]
+    deepest = max((entry["depth"] for entry in log), default=0)
+    levels = []
+    for depth in range(1, deepest + 1):
+        tried = [entry for entry in log if entry["accepted"] >= depth - 1 and entry["depth"] >= depth]
+        kept = sum(entry["accepted"] >= depth for entry in tried)
+        levels.append({"depth": depth, "tried": len(tried), "kept": kept})
+    return [level for level in levels if level["tried"]]
+
+
+def accepted_histogram(runs: Runs) -> list[int]:
+    """Rounds that accepted 0, 1, 2, ... drafted tokens."""
+    accepted = [count for repeats in runs for run in repeats for count in run.stats.accepted]
+    return [accepted.count(value) for value in range(max(accepted, default=-1) + 1)]
+
+
+def _policy(measurement: Measurement, target: Any, name: str, fastest: str) -> dict[str, Any]:
+    runs = measurement.runs[name]
+    section = {
+        **pooled_counts(runs),
+        **_speeds(runs, measurement.runs[fastest]),
+        **_losslessness(measurement, target, name),
+        "time_s": _breakdown(runs),
+        "rounds": sum(_typical(repeats).stats.rounds for repeats in runs),
+        "acceptance_by_depth": acceptance_by_depth(runs),
+        "accepted_histogram": accepted_histogram(runs),
+        "per_prompt": _per_prompt(measurement, name),
+        "example": _example(measurement, name),
+    }
+    return section
+
+
+def _baseline(measurement: Measurement, name: str, fastest: str) -> dict[str, Any]:
+    runs = measurement.runs[name]
+    reference = measurement.runs.get(AUTOREGRESSIVE, runs)
+    same = sum(
+        earliest_difference(ref[0].tokens, [r.tokens for r in own]) is None for ref, own in zip(reference, runs, strict=True)
+    )
+    section = {**_speeds(runs, measurement.runs[fastest]), "is_autoregressive": name in measurement.autoregressive}
+    return {**section, "match": same, "total": len(runs)} if measurement.sampling.temperature == 0 else section
+
+
+def _speeds(runs: Runs, base: Runs) -> dict[str, Any]:
+    """Speeds and speedups with their 95% intervals over prompts; no interval for a single prompt."""
+    decode, end_to_end = (_decode(runs), _decode(base)), (_end_to_end(runs), _end_to_end(base))
+    section: dict[str, Any] = {
+        "tokens_per_s": _rate(*decode[0]),
+        "speedup": _divided(_rate(*decode[0]), _rate(*decode[1])),
+        "tokens_per_s_end_to_end": _rate(*end_to_end[0]),
+        "speedup_end_to_end": _divided(_rate(*end_to_end[0]), _rate(*end_to_end[1])),
+        "tokens": sum(len(repeats[0].tokens) for repeats in runs),
+    }
+    intervals = {
+        "tokens_per_s_ci": rate_interval(*decode[0]),
+        "speedup_ci": ratio_interval(*decode[0], *decode[1]),
+        "speedup_end_to_end_ci": ratio_interval(*end_to_end[0], *end_to_end[1]),
+    }
+    return section | {key: list(value) for key, value in intervals.items() if value is not None}
+
+
+def _losslessness(measurement: Measurement, target: Any, name: str) -> dict[str, Any]:
+    """Against the target's own decoding: by our loop (same seed when sampling) and, greedy, by Hugging Face `generate`."""
+    own = measurement.runs[name]
+    differences = _differences(measurement.runs[AUTOREGRESSIVE], own)
+    gaps = [
+        top2_gap(target, prompt.inputs, repeats[0].tokens[:index])
+        for prompt, repeats, index in zip(measurement.prompts, measurement.runs[AUTOREGRESSIVE], differences, strict=True)
+        if index is not None
+    ]
+    section = {"match": differences.count(None), "total": len(own), "first_gaps": gaps}
+    if HF_GENERATE in measurement.runs and measurement.sampling.temperature == 0:
+        section["match_hf"] = _differences(measurement.runs[HF_GENERATE], own).count(None)
+    return section
+
+
+def _differences(reference: Runs, own: Runs) -> list[int | None]:
+    pairs = zip(reference, own, strict=True)
+    return [earliest_difference(left[0].tokens, [run.tokens for run in right]) for left, right in pairs]
+
+
+def _breakdown(runs: Runs) -> dict[str, float]:
+    """Seconds by stage, of each prompt's median run, summed over prompts."""
+    typical = [_typical(repeats) for repeats in runs]
+    return {stage: sum(run.time_s.get(stage, 0.0) for run in typical) for stage in PHASES}
+
+
+def _per_prompt(measurement: Measurement, name: str) -> list[dict[str, Any]]:
+    rows = []
+    for prompt, repeats in zip(measurement.prompts, measurement.runs[name], strict=True):
+        row = {
+            "name": prompt.name,
+            "family": prompt.family,
+            "tokens": len(repeats[0].tokens),
+            "decode_s": median(run.decode_s for run in repeats),
+            "end_to_end_s": median(run.wall_s for run in repeats),
+            "tokens_per_target_pass": pooled_counts([repeats])["tokens_per_target_pass"],
+        }
+        rows.append(row)
+    return rows
+
+
+def _example(measurement: Measurement, name: str) -> dict[str, Any]:
+    """The rounds of the longest generation, for the plot of the tree over one generation."""
+    runs = measurement.runs[name]
+    longest = max(range(len(runs)), key=lambda index: len(runs[index][0].tokens))
+    drafted = name not in measurement.autoregressive
+    log = [dict(entry) for entry in _typical(runs[longest]).stats.rounds_log] if drafted else []
+    return {"prompt": measurement.prompts[longest].name, "rounds_log": log}
+
+
+def _by_family(measurement: Measurement, policies: Sequence[str], fastest: str) -> dict[str, Any]:
+    """The main figures per task family; empty where the prompts name none."""
+    families = sorted({prompt.family for prompt in measurement.prompts if prompt.family})
+    return {family: {name: _family_figures(measurement, name, fastest, family) for name in policies} for family in families}
+
+
+def _family_figures(measurement: Measurement, name: str, fastest: str, family: str) -> dict[str, float]:
+    chosen = [index for index, prompt in enumerate(measurement.prompts) if prompt.family == family]
+    runs = [measurement.runs[name][index] for index in chosen]
+    base = [measurement.runs[fastest][index] for index in chosen]
+    counts = pooled_counts(runs)
+    return {
+        "prompts": len(chosen),
+        "mean_accepted_draft": counts["mean_accepted_draft"],
+        "tokens_per_target_pass": counts["tokens_per_target_pass"],
+        "tokens_per_s": decode_rate(runs),
+        "speedup": _divided(decode_rate(runs), decode_rate(base)),
+    }
+
+
+def _typical(repeats: Sequence[Run]) -> Run:
+    """The run with the (lower) median decode time."""
+    return sorted(repeats, key=lambda run: run.decode_s)[(len(repeats) - 1) // 2]
+
+
+def _decode(runs: Runs) -> tuple[list[float], list[float]]:
+    """Per prompt: tokens decoded after the prefill, and the median of their seconds."""
+    tokens = [float(median(run.decode_tokens for run in repeats)) for repeats in runs]
+    return tokens, [median(run.decode_s for run in repeats) for repeats in runs]
+
+
+def _end_to_end(runs: Runs) -> tuple[list[float], list[float]]:
+    tokens = [float(median(len(run.tokens) for run in repeats)) for repeats in runs]
+    return tokens, [median(run.wall_s for run in repeats) for repeats in runs]
+
+
+def _rate(tokens: Sequence[float], seconds: Sequence[float]) -> float:
+    return _divided(sum(tokens), sum(seconds))
+
+
+def _divided(value: float, by: float) -> float:
+    """0.0 where nothing was decoded: a report holds numbers only."""
+    return value / by if by > 0 else 0.0

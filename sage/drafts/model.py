@@ -1,0 +1,118 @@
+"""A smaller target as the draft: SAGE's and Spec-LLaVA's own setting.
+
+Any model of the same family and vocabulary drafts for a larger one. It reads the same inputs with its own vision tower,
+keeps its own KV cache, and sees as many of its visual tokens as `Prompt.kept` leaves it.
+
+Shapes: F frontier nodes of one level, E nodes drafted so far this round, M tokens committed, V the target's vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sage.targets import Features, Prompt, Target
+
+
+class ModelDraft:
+    """A target in the role of a draft.
+
+    Args:
+        model: the smaller target.
+        target: the one it drafts for.
+
+    Raises:
+        ValueError: another family, or a vocabulary that differs in more than padding.
+    """
+
+    def __init__(self, model: Target, target: Target) -> None:
+        check_pair(model, target)
+        self.model = model
+
+
+class ModelSession:
+    """A smaller target at work on one request.
+
+    Args:
+        draft: the smaller target.
+        target: the one it drafts for; its vocabulary size is that of the returned logits.
+        capacity: tokens that prompt, answer and one drafted tree can take.
+    """
+
+    def __init__(self, draft: ModelDraft, target: Target, capacity: int) -> None:
+        self.model, self.vocab_size = draft.model, target.vocab_size
+        self.cache = self.model.new_cache(capacity)
+        self.committed = 0
+        self.position = self._root_position = torch.zeros(1, dtype=torch.long, device=self.model.device)
+        self.ancestors = torch.zeros(1, 0, dtype=torch.bool, device=self.model.device)
+
+    @torch.no_grad()
+    def prefill(self, prompt: Prompt, features: Features, root: Tensor) -> Tensor:
+        own = self.model.embed(prompt.inputs)
+        if prompt.kept is not None:
+            own = own.at(prompt.kept)
+        self.model.prefill(own, self.cache)
+        self.position = own.next_position
+        return self._read(root)
+
+    @torch.no_grad()
+    def expand(self, rows: Tensor, tokens: Tensor) -> Tensor:
+        own = torch.eye(len(rows), dtype=torch.bool, device=rows.device)
+        self.ancestors = torch.cat((self.ancestors[rows], own), 1)
+        hidden = self.model.tree_pass(tokens, self.position.expand(len(rows)), self.ancestors, self.cache).last[0]
+        self.position = self.position + 1
+        return self._logits(hidden)
+
+    @torch.no_grad()
+    def commit(self, features: Features, tokens: Tensor) -> Tensor:
+        self.cache.crop_to(self.committed)
+        self.position = self._root_position + 1
+        return self._read(tokens)
+
+    def pretend(self, context: int, width: int) -> None:
+        """Sets up a made-up context and frontier, so that `expand` can be timed without a prompt."""
+        self.cache.storage[..., :context, :] = 0
+        self.cache.crop_to(context)
+        self.committed = context
+        self.position = torch.full((1,), context, device=self.model.device)
+        self.ancestors = torch.zeros(width, 0, dtype=torch.bool, device=self.model.device)
+
+    def _read(self, tokens: Tensor) -> Tensor:
+        """Appends accepted tokens [M], the next root last; returns the distribution below it and starts a tree there."""
+        steps = torch.arange(len(tokens), device=tokens.device)
+        causal = torch.ones(len(tokens), len(tokens), dtype=torch.bool, device=tokens.device).tril()
+        hidden = self.model.tree_pass(tokens, self.position + steps, causal, self.cache).last[0, -1:]
+        self._root_position = self.position + len(tokens) - 1
+        self.position = self._root_position + 1
+        self.committed = self.cache.length
+        self.ancestors = torch.zeros(1, 0, dtype=torch.bool, device=tokens.device)
+        return self._logits(hidden)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """[.., V]: rows that only pad one of the vocabularies are cut off, or never drafted."""
+        logits = self.model.lm_head(hidden)
+        missing = self.vocab_size - logits.shape[-1]
+        if missing > 0:
+            return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+        return logits[..., : self.vocab_size]
+
+
+def check_pair(model: Target, target: Target) -> None:
+    """Raises ValueError, naming both sides, if `model` cannot draft for `target`."""
+    if model.family.model_type != target.family.model_type:
+        raise ValueError(
+            f"draft: {model.name} is a {model.family.model_type}, the target a {target.family.model_type}; a model drafts for "
+            f"a larger one of its own family"
+        )
+    if model.processor and target.processor:
+        ours, theirs = (t.processor.tokenizer.get_vocab() for t in (model, target) if t.processor)
+        if ours != theirs:
+            raise ValueError(
+                f"draft: {model.name} and the target have different vocabularies ({len(ours)} and {len(theirs)} tokens); "
+                f"only padding may differ"
+            )
+    elif model.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"draft: {model.name} has {model.vocab_size} tokens, the target {target.vocab_size}, and without tokenizers "
+            f"nobody can tell padding from words; load both with sage.load_target"
+        )

@@ -1,0 +1,57 @@
+"""What policies that rank paths share: the best children of a frontier, the best nodes of a tree, and checks of options.
+
+One order everywhere: the probability of the path, largest first; among equals what stands first in the tree. A parent always
+comes before its children in it: it stands first, and its probability is at least theirs (a factor never exceeds 1, and rounding
+is monotone, so fl(x * p) <= x). Hence every leading part of the order is a tree, with or without ties. Nothing here waits for
+the device.
+
+Shapes: N tree nodes, F frontier nodes, K children per node, M chosen.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sage.trees.tree import Frontier, Tree
+
+
+def best_children(frontier: Frontier, branching: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The `count` most probable paths among the `branching` best children of every frontier node.
+
+    Returns:
+        rows and ranks, LongTensor [M] each, in the order in which the tree will hold them; `order`, LongTensor [M], indices
+        into both, most probable first. M = min(count, F * K).
+    """
+    path_FK = frontier.path_probs[:, None] * frontier.probs[:, :branching]
+    best = path_FK.flatten().sort(descending=True, stable=True).indices[:count]
+    chosen, place = best.sort()
+    width = path_FK.shape[1]
+    return chosen // width, chosen % width, place.argsort()
+
+
+def best_nodes(tree: Tree, count: int) -> Tensor:
+    """Indices [M], increasing, of the `count` most probable nodes; the root is the first of them."""
+    order = tree.path_probs.sort(descending=True, stable=True).indices
+    return order[:count].sort().values
+
+
+def check_count(key: str, value: int, least: int, remedy: str = "") -> None:
+    """Refuses anything but a whole number of at least `least`.
+
+    Raises:
+        ValueError: names the dotted key, the value and what is allowed.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{key}: {value!r} is not allowed; give a whole number of at least {least}{remedy}")
+
+
+def check_share(key: str, value: float, is_zero_allowed: bool = False) -> None:
+    """Refuses anything but a probability below 1, and 0 unless allowed.
+
+    Raises:
+        ValueError: names the dotted key, the value and what is allowed.
+    """
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not (0 < value < 1 or (is_zero_allowed and value == 0)):
+        least = "at least 0" if is_zero_allowed else "above 0"
+        raise ValueError(f"{key}: {value!r} is not allowed; give a number {least} and below 1")
