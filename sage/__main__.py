@@ -10,6 +10,7 @@ from typing import Any
 
 from sage import cli
 
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "min_new_tokens", "bad_words", "seed")
 DRAFTED, PLAIN, DIM = "\x1b[32m", "\x1b[0m", "\x1b[2m"
 
 
@@ -26,6 +27,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 = greedy")
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--min-p", type=float, default=0.0)
+    parser.add_argument("--repetition-penalty", type=float, default=1.0)
+    parser.add_argument("--min-new-tokens", type=int, default=0)
+    parser.add_argument("--stop", action="append", default=[], help="a text that ends the answer; repeat for several")
+    parser.add_argument("--bad-words", action="append", default=[], help="a text never to emit; repeat for several")
+    parser.add_argument("--prune", type=float, default=0.0, help="share of the visual tokens the draft does not read")
+    parser.add_argument("--prune-method", default="attention", help="attention, uniform or random")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
@@ -57,10 +65,9 @@ def _generate(args: argparse.Namespace) -> None:
         target.prepare(messages),
         policy=policy,
         max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        seed=args.seed,
+        pruning=sage.Pruning(args.prune, args.prune_method, args.seed),
+        stop=args.stop,
+        **{name: getattr(args, name) for name in SAMPLING},
     )
     for piece in pieces(generation):
         text = f"{DRAFTED}{piece.text}{PLAIN}" if args.show_drafted and piece.is_drafted else piece.text

@@ -14,10 +14,12 @@ from torch import Tensor
 from sage.cache import TreeCache
 from sage.drafts.pruning import KEEP_ALL, Pruning
 from sage.drafts.session import DraftSession
+from sage.ending import Ending
+from sage.sampling import Chooser
 from sage.stats import Clock, Stats
 from sage.targets import Features, Prompt, Target
 from sage.trees import Frontier, Outcome, Policy, Tree
-from sage.verify import Sampling, accept
+from sage.verify import accept
 
 
 @dataclass
@@ -41,22 +43,20 @@ class Request:
         target: the model that decides.
         session: the draft at work; None for a policy that never drafts.
         policy: shapes the trees.
-        sampling: how the target chooses.
+        chooser: how the target chooses.
+        ending: where the answer ends; holds what was emitted.
         prompt: the embedded inputs, batch 1.
         cache: the target's, empty, large enough.
-        max_new_tokens: length limit.
-        eos: token ids that end the answer.
         pruning: which visual tokens the draft reads.
     """
 
     target: Target
     session: DraftSession | None
     policy: Policy
-    sampling: Sampling
+    chooser: Chooser
+    ending: Ending
     prompt: Prompt
     cache: TreeCache
-    max_new_tokens: int
-    eos: frozenset[int]
     pruning: Pruning = KEEP_ALL
 
 
@@ -64,17 +64,19 @@ class Request:
 def decode(request: Request, clock: Clock, stats: Stats) -> Iterator[Round]:
     """Yields the answer round by round; the prefill's token is the first round."""
     target, session, policy, cache = request.target, request.session, request.policy, request.cache
-    features = target.prefill(request.prompt, cache, wants_attention=bool(session) and request.pruning.needs_attention)
-    root = request.sampling.choose(target.lm_head(features.last[:, -1]), features.last.new_zeros(1, dtype=torch.long))
+    chooser, ending = request.chooser, request.ending
+    levels = session.levels if session else ()
+    wants_attention = session is not None and request.pruning.needs_attention
+    features = target.prefill(request.prompt, cache, levels, wants_attention)
+    root = chooser.first(target.lm_head(features.last[:, -1]))
     clock.lap("target_prefill")
     policy.reset()
     logits = session.prefill(request.pruning(request.prompt, features), features, root) if session else None
     clock.lap("draft_prefill")
     unread: list[tuple[Features, Tensor]] = []
-    emitted = _cut([int(root)], request, stats)
-    yield Round(emitted, 0)
+    yield Round(_emit([int(root)], request, stats), 0)
 
-    while not _is_finished(emitted, request, stats):
+    while not ending.is_over:
         clock.start_round()
         plan = policy.begin()
         clock.lap("policy")
@@ -83,13 +85,13 @@ def decode(request: Request, clock: Clock, stats: Stats) -> Iterator[Round]:
         tree = draft_tree(root, None if unread else logits, request, clock, stats)
         start = cache.length
         position = request.prompt.next_position + stats.new_tokens - 1
-        features = target.tree_pass(tree.tokens, position + tree.depths, tree.ancestors, cache)
+        features = target.tree_pass(tree.tokens, position + tree.depths, tree.ancestors, cache, levels)
         target_logits = target.lm_head(features.last[0])
         clock.lap("verify", len(tree))
 
-        chosen = request.sampling.choose(target_logits, stats.new_tokens + tree.depths)
+        chosen = chooser(target_logits, tree)
         path, tokens = accept(tree, chosen)
-        emitted = _cut(tokens, request, stats)
+        emitted = _emit(tokens, request, stats)
         num_accepted = min(len(path) - 1, len(emitted))
         clock.lap("accept")
 
@@ -99,7 +101,7 @@ def decode(request: Request, clock: Clock, stats: Stats) -> Iterator[Round]:
         unread.append((features.at(path_P), token_P))
         root = token_P[-1:]
         clock.lap("commit")
-        policy.observe(_outcome(tree, path_P, num_accepted, target_logits, chosen, start, request, clock))
+        policy.observe(_outcome(tree, path_P, num_accepted, chosen, start, request, clock))
         stats.note_round(tree.depth, len(tree) - 1, num_accepted, plan)
         clock.lap("policy")
         yield Round(emitted, num_accepted)
@@ -110,10 +112,11 @@ def draft_tree(root: Tensor, logits: Tensor | None, request: Request, clock: Clo
     policy, session = request.policy, request.session
     tree = Tree.of_root(root)
     frontier = tree.parents + 1  # the root alone
-    for level in range(1, request.max_new_tokens - stats.new_tokens):
+    for level in range(1, request.ending.room):
         if logits is None or session is None:
             break
         probs, tokens = logits.float().softmax(-1).topk(policy.candidates)
+        tokens = tokens if session.token_map is None else session.token_map[tokens]
         tree.note_candidates(frontier, probs, tokens)
         growth = policy.grow(Frontier(level, probs, tree.path_probs[frontier]))
         if growth is None:
@@ -143,24 +146,18 @@ def catch_up(session: DraftSession, unread: list[tuple[Features, Tensor]], clock
     return logits
 
 
-def _outcome(
-    tree: Tree, path: Tensor, accepted: int, logits: Tensor, chosen: Tensor, context: int, request: Request, clock: Clock
-) -> Outcome:
+def _outcome(tree: Tree, path: Tensor, accepted: int, chosen: Tensor, context: int, request: Request, clock: Clock) -> Outcome:
     if not request.policy.learns:
         return Outcome(accepted, tree, path, context)
     asked = tree.drafted >= 0
     tokens = tree.candidate_tokens[tree.drafted[asked]]
-    labels = request.sampling.labels(logits[asked], chosen[asked], tokens) if len(tokens) else None
+    labels = request.chooser.labels(chosen, asked, tokens) if len(tokens) else None
     return Outcome(accepted, tree, path, context, labels, clock.round_times())
 
 
-def _cut(tokens: list[int], request: Request, stats: Stats) -> list[int]:
-    """The tokens that belong to the answer: up to and including EOS, within the length limit; counts them."""
-    tokens = tokens[: request.max_new_tokens - stats.new_tokens]
-    end = next((i + 1 for i, token in enumerate(tokens) if token in request.eos), len(tokens))
-    stats.new_tokens += end
-    return tokens[:end]
-
-
-def _is_finished(emitted: list[int], request: Request, stats: Stats) -> bool:
-    return stats.new_tokens >= request.max_new_tokens or emitted[-1] in request.eos
+def _emit(tokens: list[int], request: Request, stats: Stats) -> list[int]:
+    """The tokens that belong to the answer; counts them and makes them history."""
+    emitted = request.ending.cut(tokens)
+    request.chooser.extend(emitted)
+    stats.new_tokens += len(emitted)
+    return emitted

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -11,12 +11,13 @@ from torch import Tensor
 
 from sage.decoder import Request, Round, decode
 from sage.drafts import KEEP_ALL, Draft, Pruning, check_draft, new_session
+from sage.ending import Ending
 from sage.probe import measure_costs
+from sage.sampling import Chooser, Sampling
 from sage.stats import Clock, Stats
 from sage.targets import Target
 from sage.trees import Policy
 from sage.trees import policy as new_policy
-from sage.verify import Sampling
 
 
 @dataclass
@@ -77,11 +78,9 @@ def start(
     inputs: Any,
     policy: str | Policy = "sage",
     max_new_tokens: int = 256,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
     pruning: Pruning = KEEP_ALL,
+    stop: Sequence[str] = (),
+    **sampling: Any,
 ) -> Generation:
     """Checks one request and embeds its inputs; see `generate`."""
     policy = new_policy(policy) if isinstance(policy, str) else policy
@@ -89,13 +88,13 @@ def start(
         raise ValueError(f"draft: the policy {policy.name!r} needs one; load it with sage.load_draft(path, target)")
     if draft is not None:
         check_draft(draft, target)
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens: {max_new_tokens} is not allowed; ask for at least 1")
-    sampling = Sampling(temperature, top_k, top_p, seed)
-    length = inputs["input_ids"].shape[-1]
-    capacity = _capacity(target, inputs["input_ids"], max_new_tokens, policy)
+    prompt_ids = inputs["input_ids"]
+    tokenizer = target.processor.tokenizer if target.processor else None
+    ending = Ending(max_new_tokens, target.eos_token_ids, stop, tokenizer)
+    chooser = Chooser(_sampling(sampling), prompt_ids[0].to(target.device), target.eos_token_ids, tokenizer)
+    capacity = _capacity(target, prompt_ids, max_new_tokens, policy)
     if draft is not None and policy.learns and policy.costs is None:
-        policy.costs = measure_costs(target, draft, length, length + max_new_tokens)
+        policy.costs = measure_costs(target, draft, len(chooser.history), len(chooser.history) + max_new_tokens)
     clock = Clock(target.device)
     prompt = target.embed(inputs)
     clock.lap("vision")
@@ -104,14 +103,21 @@ def start(
         target=target,
         session=session,
         policy=policy,
-        sampling=sampling,
+        chooser=chooser,
+        ending=ending,
         prompt=prompt,
         cache=target.new_cache(capacity),
-        max_new_tokens=max_new_tokens,
-        eos=frozenset(target.eos_token_ids),
         pruning=pruning,
     )
     return Generation(target, request, clock, Stats())
+
+
+def _sampling(options: dict[str, Any]) -> Sampling:
+    known = [option.name for option in fields(Sampling)]
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise ValueError(f"{unknown[0]}: unknown option; choose from policy, max_new_tokens, pruning, stop, {', '.join(known)}")
+    return Sampling(**options)
 
 
 def generate(target: Target, draft: Draft | None, inputs: Any, **options: Any) -> Output:
@@ -124,9 +130,9 @@ def generate(target: Target, draft: Draft | None, inputs: Any, **options: Any) -
         options:
             policy: a name of `sage.POLICIES` or `sage.policy(...)`; default "sage".
             max_new_tokens: default 256.
-            temperature: 0 = greedy (default).
-            top_k, top_p: sampling filters; 0 and 1 = off.
-            seed: the same seed gives the same text under every policy.
+            stop: texts that end the answer.
+            temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens, bad_words, logits_processor, seed: see
+                `sage.sampling.Sampling`; the same seed gives the same text under every policy.
             pruning: `sage.Pruning(ratio, method)`, which visual tokens the draft reads; the target sees them all.
 
     Raises:

@@ -148,6 +148,9 @@ class OracleSession:
     the answer gets arbitrary candidates.
     """
 
+    levels: tuple[int, ...] = ()
+    token_map = None
+
     def __init__(self, answer: list[int], vocabulary: int, seed: int) -> None:
         self.answer, self.vocabulary, self.seed = answer, vocabulary, seed
 

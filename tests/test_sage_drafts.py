@@ -10,7 +10,8 @@ import torch
 from conftest import in_float64, make_inputs, make_qwen
 
 import sage
-from sage.drafts import new_session
+from sage.drafts import Eagle3Draft, new_session
+from sage.drafts.eagle3 import default_levels
 from sage.drafts.layer import Rope
 
 
@@ -110,6 +111,71 @@ def test_seed_fixes_the_weights(tiny_qwen: sage.Target) -> None:
     assert not torch.equal(first, third)
 
 
+class TestEagle3:
+    @pytest.fixture
+    def vocabulary(self) -> torch.Tensor:
+        return torch.arange(0, 330, 3)
+
+    def draft(self, target: sage.Target, vocabulary: torch.Tensor | None = None) -> Eagle3Draft:
+        return sage.new_draft(target, "eagle3", seed=0, vocabulary=vocabulary, feature_levels=[1, 2, 3])
+
+    def test_decodes_losslessly_with_whole_and_reduced_vocabulary(
+        self, tiny_target: sage.Target, vocabulary: torch.Tensor
+    ) -> None:
+        inputs = in_float64(tiny_target, make_inputs(tiny_target))
+        expected = sage.generate(tiny_target, None, inputs, policy="autoregressive", max_new_tokens=16).tokens
+        for ids in (None, vocabulary):
+            out = sage.generate(tiny_target, self.draft(tiny_target, ids), inputs, policy="static", max_new_tokens=16)
+            assert torch.equal(out.tokens, expected)
+
+    def test_drafts_only_words_of_its_vocabulary(self, tiny_qwen: sage.Target, vocabulary: torch.Tensor) -> None:
+        draft = self.draft(tiny_qwen, vocabulary)
+        assert torch.equal(draft.token_map, vocabulary)
+        assert draft.t2d.nonzero()[:, 0].tolist() == vocabulary.tolist()
+        assert torch.equal(draft.d2t, vocabulary - torch.arange(len(vocabulary)))
+        assert self.draft(tiny_qwen).token_map is None
+
+    def test_unroll_equals_decoding(self, tiny_target: sage.Target) -> None:
+        """Two steps of training-time test by hand against a session that drafts a chain of two."""
+        inputs = in_float64(tiny_target, make_inputs(tiny_target))
+        draft = self.draft(tiny_target)
+        prompt = tiny_target.embed(inputs)
+        features = tiny_target.features(prompt, draft.levels)
+        session = new_session(draft, tiny_target, 64)
+        first = session.prefill(prompt, features, torch.tensor([5]))
+        second = session.expand(torch.tensor([0]), torch.tensor([9]))
+        with torch.no_grad():
+            words = tiny_target.embed_tokens(torch.tensor([[5, 9]]))
+            embeds = torch.cat((prompt.embeds[:, 1:], words), 1)
+            fused = draft.fuse(features)
+            position = tiny_target.family.decode_positions(prompt.next_position)
+            positions = torch.cat((prompt.position_ids, position), -1)
+            whole = draft(embeds[:, :-1], fused, positions[..., :-1])
+            torch.testing.assert_close(draft.logits(whole[0, -1:], tiny_target), first, atol=1e-10, rtol=0)
+            again = draft(embeds, torch.cat((fused, whole[:, -1:]), 1), positions)
+        torch.testing.assert_close(draft.logits(again[0, -1:], tiny_target), second, atol=1e-10, rtol=0)
+
+    def test_round_trip_is_bit_exact(self, tiny_target: sage.Target, vocabulary: torch.Tensor, tmp_path: Path) -> None:
+        draft = self.draft(tiny_target, vocabulary)
+        draft.save_pretrained(tmp_path)
+        loaded = sage.load_draft(tmp_path, tiny_target)
+        assert isinstance(loaded, Eagle3Draft)
+        for name, tensor in draft.state_dict().items():
+            assert torch.equal(tensor, loaded.state_dict()[name]), name
+
+    def test_default_levels(self) -> None:
+        assert default_levels(28) == [2, 14, 25]
+        with pytest.raises(ValueError, match="a target of 3 layers has no default"):
+            default_levels(3)
+
+    def test_vocabulary_mistakes(self, tiny_qwen: sage.Target) -> None:
+        for ids in (torch.tensor([3, 2]), torch.tensor([1, 400])):
+            with pytest.raises(ValueError, match="increasing order"):
+                sage.new_draft(tiny_qwen, "eagle3", vocabulary=ids, feature_levels=[1, 2, 3])
+        with pytest.raises(ValueError, match="belongs to eagle3"):
+            sage.new_draft(tiny_qwen, vocabulary=torch.tensor([1, 2]))
+
+
 class TestMistakes:
     def test_missing_folder(self, tiny_qwen: sage.Target, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"no draft there \(config.json is missing\)"):
@@ -136,7 +202,7 @@ class TestMistakes:
             sage.load_draft(tmp_path, tiny_qwen)
 
     def test_unknown_kind_and_key(self, tiny_qwen: sage.Target) -> None:
-        with pytest.raises(ValueError, match="'eagel' is unknown; choose one of eagle"):
+        with pytest.raises(ValueError, match="'eagel' is unknown; choose one of eagle, eagle3"):
             sage.new_draft(tiny_qwen, "eagel")
         with pytest.raises(ValueError, match=r"draft.widht: unknown"):
             sage.new_draft(tiny_qwen, widht=3)

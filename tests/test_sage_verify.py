@@ -6,10 +6,9 @@ import itertools
 
 import pytest
 import torch
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from sage.trees import Tree
-from sage.verify import Sampling, accept, gumbel, processed_log_probs
+from sage.verify import accept
 
 VOCABULARY, DEPTH = 4, 3
 
@@ -93,59 +92,3 @@ def test_accept_by_hand() -> None:
 
 def test_nothing_accepted_gives_the_bonus_token() -> None:
     assert accept(tree_of([(1,)]), torch.tensor([2, 0])) == ([0], [2])
-
-
-def test_greedy_is_argmax() -> None:
-    logits = torch.randn(5, 7)
-    assert torch.equal(Sampling().choose(logits, torch.arange(5)), logits.argmax(-1))
-
-
-def test_noise_depends_on_seed_and_position_alone() -> None:
-    assert torch.equal(gumbel(1, 5, 9), gumbel(1, 5, 9))
-    assert not torch.equal(gumbel(1, 5, 9), gumbel(1, 6, 9))
-    assert not torch.equal(gumbel(1, 5, 9), gumbel(2, 5, 9))
-
-
-def test_two_nodes_at_one_position_share_their_noise() -> None:
-    logits = torch.randn(1, 50).expand(3, -1)
-    chosen = Sampling(temperature=1.0, seed=3).choose(logits, torch.tensor([4, 4, 5]))
-    assert chosen[0] == chosen[1]
-
-
-@pytest.mark.slow
-def test_draws_follow_p() -> None:
-    """20,000 keyed draws; the standard error of a share is below .0036, so .015 is four of them."""
-    p = torch.tensor([0.5, 0.3, 0.15, 0.05])
-    sampling = Sampling(temperature=1.0, seed=0)
-    draws = sampling.choose(p.log().expand(20_000, -1), torch.arange(20_000))
-    torch.testing.assert_close(draws.bincount(minlength=4) / 20_000, p, atol=0.015, rtol=0)
-
-
-@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(0.7, 0, 1.0), (1.3, 5, 1.0), (1.0, 0, 0.8), (0.9, 7, 0.6)])
-def test_filters_are_hugging_faces(temperature: float, top_k: int, top_p: float) -> None:
-    logits = torch.randn(6, 20, dtype=torch.float64)
-    expected = TemperatureLogitsWarper(temperature)(None, logits)
-    if top_k:
-        expected = TopKLogitsWarper(top_k)(None, expected)
-    if top_p < 1:
-        expected = TopPLogitsWarper(top_p)(None, expected)
-    found = processed_log_probs(logits, temperature, top_k, top_p)
-    torch.testing.assert_close(found, expected.log_softmax(-1))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"temperature": -1.0}, "temperature: -1.0"),
-        ({"top_k": -2}, "top_k: -2"),
-        ({"top_p": 0.0}, r"top_p: 0.0 is not allowed"),
-    ],
-)
-def test_sampling_options_out_of_range(options: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Sampling(**options)  # type: ignore[arg-type]
-
-
-def test_nan_is_an_error_not_a_token() -> None:
-    with pytest.raises(ValueError, match="NaN"):
-        Sampling().choose(torch.tensor([[0.0, float("nan")]]), torch.zeros(1, dtype=torch.long))

@@ -47,8 +47,8 @@ def policy_row(name: str, section: Mapping[str, Any], report: Mapping[str, Any])
 
 
 def interval(bounds: Sequence[float] | None) -> str:
-    """`1.94-2.31`, or `-` where one prompt allows no interval."""
-    return "-" if bounds is None else f"{bounds[0]:.2f}-{bounds[1]:.2f}"
+    """`1.94-2.31`, or `-` where there is none: for a single prompt, and for the baseline against itself."""
+    return "-" if bounds is None or bounds[0] == bounds[1] else f"{bounds[0]:.2f}-{bounds[1]:.2f}"
 
 
 def _baseline_row(name: str, section: Mapping[str, Any], report: Mapping[str, Any]) -> tuple[str, ...]:

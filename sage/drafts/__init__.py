@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sage.drafts.eagle import EagleConfig, EagleDraft
+from sage.drafts.eagle3 import Eagle3Config, Eagle3Draft, default_levels
 from sage.drafts.model import ModelDraft, ModelSession, check_pair
 from sage.drafts.pruning import KEEP_ALL, PruneMethod, Pruning
 from sage.drafts.session import DraftSession, EagleSession
 from sage.targets import Target, is_target_folder, load_target
 
-KINDS = ("eagle",)
-Draft = EagleDraft | ModelDraft
+KINDS = ("eagle", "eagle3")
+Head = EagleDraft | Eagle3Draft
+Draft = Head | ModelDraft
 
 
-def new_draft(target: Target, kind: str = "eagle", *, seed: int | None = None, **config: Any) -> EagleDraft:
+def new_draft(
+    target: Target, kind: str = "eagle", *, seed: int | None = None, vocabulary: Tensor | None = None, **config: Any
+) -> Head:
     """A draft with fresh weights, sized after its target.
 
     Args:
         kind: one of `KINDS`.
         seed: of the weights; None draws from torch's global generator.
-        config: overrides of `EagleConfig`.
+        vocabulary: LongTensor [U], for `eagle3`: increasing target ids the draft may say; None = all.
+        config: overrides of `EagleConfig` or `Eagle3Config`.
 
     Raises:
         ValueError: unknown kind or config key.
@@ -31,15 +38,30 @@ def new_draft(target: Target, kind: str = "eagle", *, seed: int | None = None, *
     if kind not in KINDS:
         raise ValueError(f"draft: {kind!r} is unknown; choose one of {', '.join(KINDS)}")
     sizes = _sizes(target)
-    unknown = [key for key in config if key not in {*sizes, "input_norm", "image_inputs", "initializer_range"}]
+    known = {*sizes, "image_inputs", "initializer_range", "feature_levels" if kind == "eagle3" else "input_norm"}
+    unknown = [key for key in config if key not in known]
     if unknown:
-        raise ValueError(f"draft.{unknown[0]}: unknown; choose from {', '.join(sorted(sizes))}, input_norm, image_inputs")
+        raise ValueError(f"draft.{unknown[0]}: unknown; choose from {', '.join(sorted(known))}")
+    if vocabulary is not None and kind != "eagle3":
+        raise ValueError(f"draft: a reduced vocabulary belongs to eagle3, not to {kind}, which borrows the target's lm_head")
     with torch.random.fork_rng(enabled=seed is not None):
         if seed is not None:
             torch.manual_seed(seed)
-        draft = EagleDraft(EagleConfig(**{**sizes, **config}))
-        draft.reset_parameters()
+        draft = _build(target, kind, {**sizes, **config}, vocabulary)
     return draft.to(device=target.device, dtype=target.dtype)
+
+
+def _build(target: Target, kind: str, config: dict[str, Any], vocabulary: Tensor | None) -> Head:
+    if kind == "eagle":
+        head = EagleDraft(EagleConfig(**config))
+        head.reset_parameters(target)
+        return head
+    if "feature_levels" not in config:
+        config["feature_levels"] = default_levels(target.num_layers)
+    size = target.vocab_size if vocabulary is None else len(vocabulary)
+    head3 = Eagle3Draft(Eagle3Config(draft_vocab_size=size, **config))
+    head3.reset_parameters(target, vocabulary)
+    return head3
 
 
 def load_draft(path: str | Path, target: Target, dtype: torch.dtype | None = None) -> Draft:
@@ -57,11 +79,13 @@ def load_draft(path: str | Path, target: Target, dtype: torch.dtype | None = Non
         raise ValueError(f"draft: {folder}: no draft there (config.json is missing); give a run's draft/ folder")
     if is_target_folder(folder):
         return ModelDraft(load_target(folder, dtype or target.dtype, target.device), target)
-    config = EagleConfig.from_pretrained(folder)
-    if config.model_type != EagleConfig.model_type or not config.target:
-        raise ValueError(f"draft: {folder}: model_type {config.model_type!r} is not a draft of ours")
-    _check_target(config.target, target, folder)
-    draft, report = EagleDraft.from_pretrained(folder, config=config, dtype=dtype or target.dtype, output_loading_info=True)
+    stored = json.loads((folder / "config.json").read_text())
+    kinds: dict[str, Any] = {head.config_class.model_type: head for head in (EagleDraft, Eagle3Draft)}
+    kind = kinds.get(stored.get("model_type"))
+    if kind is None or not stored.get("target"):
+        raise ValueError(f"draft: {folder}: model_type {stored.get('model_type')!r} is not a draft of ours")
+    _check_target(stored["target"], target, folder)
+    draft, report = kind.from_pretrained(folder, dtype=dtype or target.dtype, output_loading_info=True)
     wrong = sorted(map(str, [*report["missing_keys"], *report["unexpected_keys"], *report["mismatched_keys"]]))
     if wrong:
         raise ValueError(f"draft: {folder}: its weights do not fit its config: {', '.join(wrong)}; save it again")
@@ -121,9 +145,12 @@ __all__ = [
     "KINDS",
     "Draft",
     "DraftSession",
+    "Eagle3Config",
+    "Eagle3Draft",
     "EagleConfig",
     "EagleDraft",
     "EagleSession",
+    "Head",
     "ModelDraft",
     "ModelSession",
     "PruneMethod",

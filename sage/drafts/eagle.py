@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from sage.drafts.layer import DraftLayer, Rope
+from sage.targets import Features, Target
 
 
 class EagleConfig(PreTrainedConfig):
@@ -97,11 +98,22 @@ class EagleDraft(PreTrainedModel):
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
 
+    levels: tuple[int, ...] = ()
+    token_map: Tensor | None = None
+
     @torch.no_grad()
-    def reset_parameters(self) -> None:
+    def reset_parameters(self, target: Target) -> None:
         """Fresh weights; fc starts as 'pass the feature on', so an untrained head already repeats the target's state."""
         self.apply(self._init_weights)
         self.fc.weight[:, self.config.hidden_size :] += torch.eye(self.config.hidden_size)
+
+    def fuse(self, features: Features) -> Tensor:
+        """The target's feature the head reads, [B, T, D]."""
+        return features.last
+
+    def logits(self, hidden: Tensor, target: Target) -> Tensor:
+        """[.., V] from predicted features [.., D], by the target's lm_head."""
+        return target.lm_head(hidden)
 
     def forward(
         self,

@@ -39,6 +39,9 @@ class ModelSession:
         capacity: tokens that prompt, answer and one drafted tree can take.
     """
 
+    levels: tuple[int, ...] = ()
+    token_map: Tensor | None = None
+
     def __init__(self, draft: ModelDraft, target: Target, capacity: int) -> None:
         self.model, self.vocab_size = draft.model, target.vocab_size
         self.cache = self.model.new_cache(capacity)

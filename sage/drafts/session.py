@@ -1,6 +1,6 @@
 """A draft at work on one request: its own KV cache, the growing tree, re-synchronisation with the target's features.
 
-Shapes: F frontier nodes of one tree level, E nodes drafted so far this round, M tokens committed, D hidden, V vocabulary.
+Shapes: F frontier nodes of one tree level, E nodes drafted so far this round, M tokens committed, D hidden, U draft vocabulary.
 """
 
 from __future__ import annotations
@@ -13,14 +13,23 @@ from torch import Tensor
 from sage.attention import tile_mask
 from sage.cache import TreeCache
 from sage.drafts.eagle import EagleDraft
+from sage.drafts.eagle3 import Eagle3Draft
 from sage.targets import Features, Prompt, Target
 
 
 class DraftSession(Protocol):
-    """What the decoder asks of any draft. Every method returns logits over the target's vocabulary."""
+    """What the decoder asks of any draft.
+
+    Attributes:
+        levels: indices k of the target's hidden_states[k] the draft reads beside the last.
+        token_map: LongTensor [U], draft id -> target id; None when the draft speaks the target's vocabulary (U = V).
+    """
+
+    levels: tuple[int, ...]
+    token_map: Tensor | None
 
     def prefill(self, prompt: Prompt, features: Features, root: Tensor) -> Tensor:
-        """Reads the prompt and the first token [1]; returns the distribution below it, [1, V]."""
+        """Reads the prompt and the first token [1]; returns the logits below it, [1, U]."""
 
     def expand(self, rows: Tensor, tokens: Tensor) -> Tensor:
         """Drafts one level deeper.
@@ -30,7 +39,7 @@ class DraftSession(Protocol):
             tokens: LongTensor [F], the nodes' tokens.
 
         Returns:
-            [F, V], the distribution below each node.
+            [F, U], the logits below each node.
         """
 
     def commit(self, features: Features, tokens: Tensor) -> Tensor:
@@ -41,7 +50,7 @@ class DraftSession(Protocol):
             tokens: LongTensor [M], the tokens after each of them, the next root last.
 
         Returns:
-            [1, V], the distribution below the next root.
+            [1, U], the logits below the next root.
         """
 
     def pretend(self, context: int, width: int) -> None:
@@ -49,7 +58,7 @@ class DraftSession(Protocol):
 
 
 class EagleSession:
-    """An EAGLE head at work. Pair t = (feature of token t, embedding of token t + 1) sits at the position of token t.
+    """An EAGLE or EAGLE-3 head at work: pair t = (feature of token t, embedding of token t + 1) at the position of token t.
 
     Args:
         draft: the head.
@@ -57,9 +66,10 @@ class EagleSession:
         capacity: tokens that prompt, answer and one drafted tree can take.
     """
 
-    def __init__(self, draft: EagleDraft, target: Target, capacity: int) -> None:
+    def __init__(self, draft: EagleDraft | Eagle3Draft, target: Target, capacity: int) -> None:
         config = draft.config
         self.draft, self.target = draft, target
+        self.levels, self.token_map = draft.levels, draft.token_map
         self.group = config.num_attention_heads // config.num_key_value_heads
         self.cache = TreeCache(1, config.num_key_value_heads, config.head_dim, capacity, draft.dtype, draft.device)
         self.committed = 0
@@ -73,10 +83,10 @@ class EagleSession:
         if self.draft.config.image_inputs == "token":
             embeds = torch.where(prompt.visual_mask[..., None], self.target.embed_tokens(prompt.input_ids), embeds)
         embeds = torch.cat((embeds[:, 1:], self.target.embed_tokens(root)[None]), 1)
-        positions, last = prompt.position_ids, features.last
+        positions, fused = prompt.position_ids, self.draft.fuse(features)
         if prompt.kept is not None:  # pair t goes with token t; the root's pair is the last text token's and always stays
-            embeds, last, positions = embeds[:, prompt.kept], last[:, prompt.kept], positions[..., prompt.kept]
-        hidden = self.draft(embeds, last, positions, cache=self.cache)
+            embeds, fused, positions = embeds[:, prompt.kept], fused[:, prompt.kept], positions[..., prompt.kept]
+        hidden = self.draft(embeds, fused, positions, cache=self.cache)
         self.position = prompt.next_position
         return self._start_tree(hidden)
 
@@ -90,7 +100,7 @@ class EagleSession:
         positions = self.target.family.decode_positions(self.position.expand(len(rows)))
         self.position = self.position + 1
         self.hidden = self.draft(embeds, self.hidden[rows][None], positions, mask, self.cache)[0]
-        return self.target.lm_head(self.hidden)
+        return self.draft.logits(self.hidden, self.target)
 
     @torch.no_grad()
     def commit(self, features: Features, tokens: Tensor) -> Tensor:
@@ -100,7 +110,7 @@ class EagleSession:
         positions = self.target.family.decode_positions(start + steps)
         embeds = self.target.embed_tokens(tokens)[None]
         mask = self._causal_mask(len(tokens)) if len(tokens) > 1 else None
-        hidden = self.draft(embeds, features.last, positions, mask, self.cache)
+        hidden = self.draft(embeds, self.draft.fuse(features), positions, mask, self.cache)
         self.position = start + len(tokens)
         return self._start_tree(hidden)
 
@@ -118,7 +128,7 @@ class EagleSession:
         self.committed = self.cache.length
         self.hidden = hidden[0, -1:]
         self.ancestors = torch.zeros(1, 0, dtype=torch.bool, device=hidden.device)
-        return self.target.lm_head(self.hidden)
+        return self.draft.logits(self.hidden, self.target)
 
     def _causal_mask(self, length: int) -> Tensor:
         visible = torch.ones(length, self.committed + length, dtype=torch.bool, device=self.cache.storage.device)

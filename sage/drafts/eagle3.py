@@ -1,0 +1,167 @@
+"""The EAGLE-3 draft head: three feature levels, its own norm and lm_head, a reduced vocabulary.
+
+Ref: EAGLE-3, arXiv 2503.01840, section 3. Residual stream without `norm_before_residual`, as serving engines share it.
+
+Index shift and positions are EAGLE's (see sage.drafts.eagle): pair t = (g_t, e_{t+1}), where g_t fuses the target's levels of
+token t; deeper in a tree the head's own output takes the place of g.
+
+Shapes: B batch, T tokens, D hidden, A feature levels, V target vocabulary, U draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from sage.drafts.eagle import EagleConfig
+from sage.drafts.layer import MLP, Attention, RMSNorm, Rope
+from sage.targets import Features, Target
+
+
+def default_levels(num_layers: int) -> list[int]:
+    """The shared default of serving engines: hidden_states[2], [n // 2] and [n - 3] of n layers.
+
+    Raises:
+        ValueError: fewer than seven layers, where they would not be three different levels in order.
+    """
+    levels = [2, num_layers // 2, num_layers - 3]
+    if not 2 < levels[1] < levels[2]:
+        raise ValueError(f"draft.feature_levels: a target of {num_layers} layers has no default; name three of 0..{num_layers}")
+    return levels
+
+
+class Eagle3Config(EagleConfig):
+    """Sizes of an EAGLE-3 head.
+
+    Args:
+        feature_levels: the A indices k of the target's hidden_states[k] that are fused.
+        draft_vocab_size: U; equal to `vocab_size` for the whole vocabulary.
+    """
+
+    model_type = "sage_eagle3"
+
+    def __init__(self, *, feature_levels: list[int] | None = None, draft_vocab_size: int | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.feature_levels = feature_levels or [2, 6, 9]
+        self.draft_vocab_size = draft_vocab_size or self.vocab_size
+
+
+class Eagle3Layer(nn.Module):
+    """EAGLE-3's decoder layer: attention over (normed embedding, normed feature), the feature is the residual stream."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, 2 * config.hidden_size)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(
+        self, embeds: Tensor, features: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None
+    ) -> Tensor:
+        """[B, T, D] each -> [B, T, D]; mask and cache as in `DraftLayer.forward`."""
+        pair = torch.cat((self.input_layernorm(embeds), self.hidden_norm(features)), -1)
+        hidden = features + self.self_attn(pair, rope, mask, cache)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Eagle3Draft(PreTrainedModel):
+    """fc over the target's levels, one layer, norm and lm_head; the embedding is the target's and is not saved.
+
+    Buffers `d2t` [U] int64 (target id = draft id + d2t[draft id], an offset) and `t2d` [V] bool are saved with the weights.
+
+    Args:
+        config: its sizes; `sage.new_draft` derives them from a target.
+    """
+
+    config_class = Eagle3Config
+    base_model_prefix = "draft"
+    _no_split_modules = ["Eagle3Layer"]
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__(config)
+        self.fc = nn.Linear(len(config.feature_levels) * config.hidden_size, config.hidden_size, bias=False)
+        self.midlayer = Eagle3Layer(config)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.rope = Rope(config.head_dim, config.rope_theta, config.mrope_section)
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+        self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
+        self.d2t: Tensor
+        self.t2d: Tensor
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=self.config.initializer_range)
+
+    @torch.no_grad()
+    def reset_parameters(self, target: Target, vocabulary: Tensor | None = None) -> None:
+        """Fresh weights; lm_head starts as the target's rows.
+
+        Args:
+            target: lends its lm_head's rows.
+            vocabulary: LongTensor [U], increasing target ids the draft may say; None = the first U.
+        """
+        self.apply(self._init_weights)
+        size = self.config.hidden_size
+        self.fc.weight[:, -size:] += torch.eye(size)
+        ids = torch.arange(self.config.draft_vocab_size) if vocabulary is None else vocabulary
+        self.set_vocabulary(ids)
+        self.lm_head.weight.copy_(target.lm_head.weight[ids.to(target.device)].to(self.lm_head.weight))
+
+    def set_vocabulary(self, ids: Tensor) -> None:
+        """Names the U target ids, increasing, that the draft may say.
+
+        Raises:
+            ValueError: not U different ids of the target, in order.
+        """
+        is_ordered = bool((ids[1:] > ids[:-1]).all()) and int(ids[0]) >= 0 and int(ids[-1]) < self.config.vocab_size
+        if len(ids) != self.config.draft_vocab_size or not is_ordered:
+            raise ValueError(
+                f"draft.draft_vocab_size: need {self.config.draft_vocab_size} different ids below {self.config.vocab_size} in "
+                f"increasing order, got {len(ids)}"
+            )
+        self.d2t.copy_(ids.to(self.d2t) - torch.arange(len(ids)).to(self.d2t))
+        self.t2d.zero_()
+        self.t2d[ids.to(self.t2d.device)] = True
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """Indices k of the target's hidden_states[k] it reads."""
+        return tuple(self.config.feature_levels)
+
+    @property
+    def token_map(self) -> Tensor | None:
+        """LongTensor [U], draft id -> target id; None when they are the same."""
+        if self.config.draft_vocab_size == self.config.vocab_size:
+            return None
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def fuse(self, features: Features) -> Tensor:
+        """g [B, T, D] from the target's levels."""
+        return self.fc(torch.cat(features.levels, -1).to(self.fc.weight.dtype))
+
+    def logits(self, hidden: Tensor, target: Target) -> Tensor:
+        """[.., U] from the head's output [.., D]."""
+        return self.lm_head(self.norm(hidden))
+
+    def forward(
+        self,
+        embeds_next: Tensor,
+        features: Tensor,
+        position_ids: Tensor,
+        tree_mask: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """Hidden states [B, T, D] for pairs (features[t], embeds_next[t]); arguments as in `EagleDraft.forward`.
+
+        `features` is `fuse(..)` for tokens the target has read, and this very output for drafted ones.
+        """
+        rope = self.rope(position_ids, embeds_next.dtype)
+        return self.midlayer(embeds_next, features, rope, tree_mask, cache)

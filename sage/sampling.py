@@ -1,0 +1,194 @@
+"""How the target chooses a token: Hugging Face's own processors on each node's own prefix, then argmax or a keyed draw.
+
+A draw is argmax(log p + g) with Gumbel noise g keyed by (seed, position in the answer), so one seed gives one text under
+every policy and without speculation.
+
+Shapes: N tree nodes, V vocabulary, T prompt tokens, M labelled nodes, K candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from sage.trees.tree import Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """What a request asks of the target's choices.
+
+    Attributes:
+        temperature: 0 = greedy.
+        top_k: keep the k most likely tokens; 0 = all.
+        top_p: keep the smallest set with at least this probability; 1 = all.
+        min_p: drop tokens less likely than this share of the likeliest; 0 = none.
+        repetition_penalty: above 1 makes tokens of prompt and answer less likely; 1 = off.
+        min_new_tokens: no EOS before so many tokens.
+        bad_words: texts never to emit.
+        logits_processor: Hugging Face processors, applied to each node with that node's own prefix.
+        seed: of the noise.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    min_new_tokens: int = 0
+    bad_words: Sequence[str] = ()
+    logits_processor: Any = field(default_factory=list)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, is_valid, allowed in (
+            ("temperature", self.temperature >= 0, ">= 0 (0 = greedy)"),
+            ("top_k", self.top_k >= 0, ">= 0 (0 = all)"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
+            ("repetition_penalty", self.repetition_penalty > 0, "> 0 (1 = off)"),
+            ("min_new_tokens", self.min_new_tokens >= 0, ">= 0"),
+        ):
+            if not is_valid:
+                raise ValueError(f"{name}: {getattr(self, name)} is not allowed; it must be {allowed}")
+
+
+class Chooser:
+    """The target's choices within one request.
+
+    Args:
+        sampling: what was asked.
+        prompt_ids: LongTensor [T].
+        eos: token ids that end the answer.
+        tokenizer: needed for `bad_words`.
+
+    Raises:
+        ValueError: bad words without a tokenizer.
+    """
+
+    def __init__(self, sampling: Sampling, prompt_ids: Tensor, eos: Sequence[int] = (), tokenizer: Any = None) -> None:
+        self.is_greedy, self.seed = sampling.temperature == 0, sampling.seed
+        self.num_prompt = len(prompt_ids)
+        self.history: list[int] = prompt_ids.tolist()
+        self.context = _context_processors(sampling, self.num_prompt, eos, tokenizer, prompt_ids.device)
+        self.warpers = LogitsProcessorList() if self.is_greedy else _warpers(sampling)
+        self._log_p = torch.empty(0)
+
+    def first(self, logits: Tensor) -> Tensor:
+        """The token after the prompt, LongTensor [1], from logits [1, V]."""
+        return self(logits, Tree.of_root(torch.tensor(self.history[-1:], device=logits.device)))
+
+    def __call__(self, logits: Tensor, tree: Tree) -> Tensor:
+        """The target's next token at every node.
+
+        Args:
+            logits: [N, V].
+            tree: N nodes; its root is the last token of the history.
+
+        Returns:
+            LongTensor [N].
+
+        Raises:
+            ValueError: a NaN among the logits.
+        """
+        if bool(logits.isnan().any()):
+            raise ValueError(
+                f"logits: the target's pass over {len(logits)} token(s) after {len(self.history)} gave NaN; check its weights "
+                f"and dtype (float16 overflows: use bfloat16)"
+            )
+        scores = self._in_context(logits, tree) if self.context else logits
+        if self.is_greedy:
+            return scores.argmax(-1)
+        self._log_p = self.warpers(None, scores.double()).log_softmax(-1)
+        positions = len(self.history) - self.num_prompt + tree.depths
+        return (self._log_p + self._noise(positions, logits.shape[-1])).argmax(-1)
+
+    def labels(self, chosen: Tensor, nodes: Tensor, tokens: Tensor) -> Tensor:
+        """The target's verdict on candidates in the tree last chosen for; for policies that learn.
+
+        Args:
+            chosen: LongTensor [N], the choices.
+            nodes: BoolTensor [N], the M nodes asked about.
+            tokens: LongTensor [M, K], candidates below each.
+
+        Returns:
+            [M, K]: greedy 1 where the candidate is the choice; sampling its target probability, which a draw only estimates.
+        """
+        if self.is_greedy:
+            return (tokens == chosen[nodes][:, None]).float()
+        return self._log_p[nodes].gather(1, tokens).exp().float()
+
+    def extend(self, tokens: list[int]) -> None:
+        """Accepted tokens become history."""
+        self.history += tokens
+
+    def _in_context(self, logits: Tensor, tree: Tree) -> Tensor:
+        """Processors see each node with its own prefix; nodes of one depth have prefixes of one length, so they go together."""
+        scores = torch.empty_like(logits)
+        past = torch.tensor(self.history[:-1], dtype=torch.long, device=logits.device)
+        for depth in range(tree.depth + 1):
+            nodes = (tree.depths == depth).nonzero()[:, 0]
+            paths = tree.tokens.expand(len(nodes), -1)[tree.ancestors[nodes]].view(len(nodes), depth + 1)
+            prefixes = torch.cat((past.expand(len(nodes), -1), paths), 1)
+            scores[nodes] = self.context(prefixes, logits[nodes].clone())
+        return scores
+
+    def _noise(self, positions: Tensor, vocabulary: int) -> Tensor:
+        """Gumbel noise [N, V] float64, equal wherever the position is equal."""
+        keys, row = positions.unique(return_inverse=True)
+        noise = torch.stack([gumbel(self.seed, key, vocabulary) for key in keys.tolist()])
+        return noise.to(positions.device)[row]
+
+
+def gumbel(seed: int, position: int, vocabulary: int) -> Tensor:
+    """Gumbel(0, 1) noise [V] float64, a function of (seed, position) alone; drawn on the CPU so devices agree."""
+    generator = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03) % 2**63)
+    uniform = torch.rand(vocabulary, generator=generator, dtype=torch.float64)
+    return -torch.log(-torch.log(uniform.clamp(min=torch.finfo(torch.float64).tiny)))
+
+
+def _context_processors(
+    sampling: Sampling, num_prompt: int, eos: Sequence[int], tokenizer: Any, device: torch.device
+) -> LogitsProcessorList:
+    """Those that look at the prefix, in the order of Hugging Face's `generate`."""
+    processors = LogitsProcessorList()
+    if sampling.repetition_penalty != 1:
+        processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    if sampling.bad_words:
+        if tokenizer is None:
+            raise ValueError("bad_words: the target has no tokenizer to spell them with; use sage.load_target(path)")
+        spellings = [prefix + word for word in sampling.bad_words for prefix in ("", " ")]
+        ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in spellings]
+        processors.append(NoBadWordsLogitsProcessor(ids, eos_token_id=list(eos)))
+    if sampling.min_new_tokens and eos:
+        processors.append(MinNewTokensLengthLogitsProcessor(num_prompt, sampling.min_new_tokens, list(eos), device=device))
+    processors.extend(sampling.logits_processor)
+    return processors
+
+
+def _warpers(sampling: Sampling) -> LogitsProcessorList:
+    """Those that reshape the distribution when sampling, in the order of Hugging Face's `generate`."""
+    warpers = LogitsProcessorList()
+    if sampling.temperature != 1:
+        warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))
+    if sampling.top_k:
+        warpers.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        warpers.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p:
+        warpers.append(MinPLogitsWarper(sampling.min_p))
+    return warpers
