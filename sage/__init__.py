@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sage import trees
+    from sage.chat import Chat
     from sage.drafts import Pruning, load_draft, new_draft
     from sage.generation import Output, generate, stream
     from sage.targets import Target, load_target
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "POLICIES": "sage.trees",
+    "Chat": "sage.chat",
     "Output": "sage.generation",
     "Pruning": "sage.drafts",
     "Target": "sage.targets",
@@ -39,6 +41,7 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "POLICIES",
+    "Chat",
     "Output",
     "Pruning",
     "Target",

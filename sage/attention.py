@@ -76,13 +76,14 @@ class AttentionRecorder:
         self.num_layers = 0
 
     def add(self, query: Tensor, key: Tensor, scaling: float) -> None:
-        """Books one layer. query: [1, H, T, d]; key: [1, KV, T, d]."""
+        """Books one layer. query: [1, H, T, d]; key: [1, KV, S, d], the last T of them the prompt's."""
         heads, size = query.shape[1], query.shape[-1]
+        past = key.shape[2] - query.shape[2]
         folded = query[0, :, self.text].view(key.shape[1], -1, size)
         scores = (folded @ key[0].transpose(1, 2)).view(heads, len(self.text), -1) * scaling
         columns = torch.arange(key.shape[2], device=key.device)
-        scores = scores.masked_fill(columns > self.text[:, None], -torch.inf)
-        self.total += scores.float().softmax(-1)[..., self.visual].sum(1).mean(0)
+        scores = scores.masked_fill(columns > past + self.text[:, None], -torch.inf)
+        self.total += scores.float().softmax(-1)[..., past + self.visual].sum(1).mean(0)
         self.num_layers += 1
 
     def mean(self) -> Tensor:

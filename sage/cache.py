@@ -74,6 +74,17 @@ class TreeCache(Cache):
         for layer in self.layers:
             layer.length = length
 
+    def grow_to(self, capacity: int) -> None:
+        """Makes room for `capacity` tokens, keeping what is filled."""
+        if capacity <= self.storage.shape[-2]:
+            return
+        length = self.length
+        grown = self.storage.new_empty(*self.storage.shape[:-2], capacity, self.storage.shape[-1])
+        grown[..., :length, :] = self.storage[..., :length, :]
+        self.storage = grown
+        for layer, buffer in zip(self.layers, grown, strict=True):
+            layer.keys, layer.values = buffer[0], buffer[1]
+
     def keep_path(self, start: int, path: Tensor) -> None:
         """Of the tree rows at `start`, keeps those named by `path`, moved together; forgets the rest.
 

@@ -6,7 +6,7 @@ Shapes: N tree nodes, F frontier nodes, K candidates, V vocabulary, T prompt tok
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ class Request:
         prompt: the embedded inputs, batch 1.
         cache: the target's, empty, large enough.
         pruning: which visual tokens the draft reads.
+        read: features of everything the target has read, in order; those of an earlier turn to begin with.
     """
 
     target: Target
@@ -58,6 +59,7 @@ class Request:
     prompt: Prompt
     cache: TreeCache
     pruning: Pruning = KEEP_ALL
+    read: list[Features] = field(default_factory=list)
 
 
 @torch.inference_mode()
@@ -66,12 +68,17 @@ def decode(request: Request, clock: Clock, stats: Stats) -> Iterator[Round]:
     target, session, policy, cache = request.target, request.session, request.policy, request.cache
     chooser, ending = request.chooser, request.ending
     levels = session.levels if session else ()
-    wants_attention = session is not None and request.pruning.needs_attention
-    features = target.prefill(request.prompt, cache, levels, wants_attention)
+    fresh = request.prompt.after(cache.length)
+    wants_attention = session is not None and request.pruning.needs_attention and bool(fresh.visual_mask.any())
+    features = target.prefill(fresh, cache, levels, wants_attention)
+    request.read.append(features)
     root = chooser.first(target.lm_head(features.last[:, -1]))
     clock.lap("target_prefill")
     policy.reset()
-    logits = session.prefill(request.pruning(request.prompt, features), features, root) if session else None
+    logits = None
+    if session:
+        known = Features.join(request.read)
+        logits = session.prefill(request.pruning(request.prompt, known), known, root)
     clock.lap("draft_prefill")
     unread: list[tuple[Features, Tensor]] = []
     yield Round(_emit([int(root)], request, stats), 0)
@@ -98,7 +105,8 @@ def decode(request: Request, clock: Clock, stats: Stats) -> Iterator[Round]:
         path_P = torch.tensor(path, device=root.device)
         token_P = torch.tensor(tokens, device=root.device)
         cache.keep_path(start, path_P)
-        unread.append((features.at(path_P), token_P))
+        request.read.append(features.at(path_P))
+        unread.append((request.read[-1], token_P))
         root = token_P[-1:]
         clock.lap("commit")
         policy.observe(_outcome(tree, path_P, num_accepted, chosen, start, request, clock))

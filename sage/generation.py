@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sage.cache import TreeCache
 from sage.decoder import Request, Round, decode
 from sage.drafts import KEEP_ALL, Draft, Pruning, check_draft, new_session
 from sage.ending import Ending
 from sage.probe import measure_costs
 from sage.sampling import Chooser, Sampling
 from sage.stats import Clock, Stats
-from sage.targets import Target
+from sage.targets import Features, Prompt, Target
 from sage.trees import Policy
 from sage.trees import policy as new_policy
 
@@ -46,6 +47,44 @@ class Piece:
 
 
 @dataclass
+class Past:
+    """What the target has read and answered so far in a conversation.
+
+    Attributes:
+        ids: LongTensor [S], the tokens in the cache.
+        cache: the target's, S tokens long.
+        features: of those tokens.
+        prompt: the turn's prompt.
+    """
+
+    ids: Tensor
+    cache: TreeCache
+    features: Features
+    prompt: Prompt
+
+    def reuse(self, prompt: Prompt, capacity: int) -> tuple[TreeCache, list[Features]]:
+        """The cache cut to what the new prompt begins with, with room for `capacity` tokens, and the features of that part.
+
+        At least the last token is left to be read. Pictures are shared only as long as none has come since: their
+        embeddings, and in LLaVA-OneVision their very number of tokens, may change with the others.
+        """
+        shared = _common_prefix(self.ids, prompt.input_ids[0, :-1])
+        if prompt.visual is not self.prompt.visual:
+            pictures = prompt.visual_mask[0].nonzero()[:, 0]
+            shared = min(shared, int(pictures[0])) if len(pictures) else shared
+        self.cache.crop_to(shared)
+        self.cache.grow_to(capacity)
+        kept = torch.arange(shared, device=self.ids.device)
+        return self.cache, [self.features.at(kept)] if shared else []
+
+
+def _common_prefix(first: Tensor, second: Tensor) -> int:
+    length = min(len(first), len(second))
+    differs = (first[:length] != second[:length]).nonzero()
+    return int(differs[0]) if len(differs) else length
+
+
+@dataclass
 class Generation:
     """One request in progress; iterate over its rounds, then read `output`."""
 
@@ -65,6 +104,15 @@ class Generation:
         self.clock.lap("other")
         self.stats.time_s = self.clock.seconds()
 
+    def past(self) -> Past:
+        """What a next turn can build on."""
+        request = self.request
+        ids = torch.cat((request.prompt.input_ids[0], torch.tensor(self.tokens, device=self.target.device)))
+        request.cache.crop_to(min(request.cache.length, len(ids)))
+        features = Features.join(request.read)
+        kept = torch.arange(request.cache.length, device=ids.device)
+        return Past(ids[: len(kept)], request.cache, features.at(kept), request.prompt)
+
     def output(self) -> Output:
         """The answer so far."""
         tokenizer = self.target.processor.tokenizer if self.target.processor else None
@@ -80,9 +128,15 @@ def start(
     max_new_tokens: int = 256,
     pruning: Pruning = KEEP_ALL,
     stop: Sequence[str] = (),
+    past: Past | None = None,
     **sampling: Any,
 ) -> Generation:
-    """Checks one request and embeds its inputs; see `generate`."""
+    """Checks one request and embeds its inputs; see `generate`.
+
+    Args:
+        past: an earlier turn of the same conversation; what the new prompt shares with it is not prefilled again. It is used
+            up by this call.
+    """
     policy = new_policy(policy) if isinstance(policy, str) else policy
     if policy.candidates and draft is None:
         raise ValueError(f"draft: the policy {policy.name!r} needs one; load it with sage.load_draft(path, target)")
@@ -96,8 +150,9 @@ def start(
     if draft is not None and policy.learns and policy.costs is None:
         policy.costs = measure_costs(target, draft, len(chooser.history), len(chooser.history) + max_new_tokens)
     clock = Clock(target.device)
-    prompt = target.embed(inputs)
+    prompt = target.embed(inputs, past.prompt if past else None)
     clock.lap("vision")
+    cache, read = past.reuse(prompt, capacity) if past else (target.new_cache(capacity), [])
     session = new_session(draft, target, capacity) if draft is not None and policy.candidates else None
     request = Request(
         target=target,
@@ -106,8 +161,9 @@ def start(
         chooser=chooser,
         ending=ending,
         prompt=prompt,
-        cache=target.new_cache(capacity),
+        cache=cache,
         pruning=pruning,
+        read=read,
     )
     return Generation(target, request, clock, Stats())
 

@@ -98,6 +98,7 @@ class PolicyRunner:
 
     def run(self, inputs: Mapping[str, Tensor], sampling: Sampling) -> Run:
         """Generate once; the whole call is on the clock."""
+        inputs = on_device(inputs, self.target.device)
         start = _now(self.target.device)
         out = sage.generate(
             self.target,
@@ -135,7 +136,7 @@ class HFRunner:
     def run(self, inputs: Mapping[str, Tensor], sampling: Sampling) -> Run:
         """Generate once; the time of the first tokens is stamped from inside the loop."""
         device = self.target.device
-        prompt_tokens = inputs["input_ids"].shape[1]
+        inputs, prompt_tokens = on_device(inputs, device), inputs["input_ids"].shape[1]
         stamp = FirstTokens(prompt_tokens, device)
         config = self._config(sampling)
         if sampling.temperature > 0:
@@ -189,6 +190,11 @@ class FirstTokens(StoppingCriteria):
         if not self.tokens:
             self.time_s, self.tokens = _now(self.device), input_ids.shape[1] - self.prompt_tokens
         return self.never
+
+
+def on_device(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """The same inputs where the model is; copying them there is on nobody's clock."""
+    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in inputs.items()}
 
 
 def complete_stages(time_s: Mapping[str, float], wall_s: float) -> dict[str, float]:

@@ -31,6 +31,7 @@ class Prompt:
         attention_mask: LongTensor [B, T], 1 = real token.
         visual_mask: BoolTensor [B, T], True at picture and video positions.
         inputs: what it was made from.
+        visual: placeholder id -> visual embeddings [tokens, D].
         kept: LongTensor [T'], the tokens a draft reads; None = all.
     """
 
@@ -41,7 +42,12 @@ class Prompt:
     attention_mask: Tensor
     visual_mask: Tensor
     inputs: Inputs = field(default_factory=dict)
+    visual: dict[int, Tensor] = field(default_factory=dict)
     kept: Tensor | None = None
+
+    def after(self, known: int) -> Prompt:
+        """The prompt without its first `known` tokens."""
+        return self.at(torch.arange(known, self.input_ids.shape[1], device=self.input_ids.device)) if known else self
 
     def at(self, index: Tensor) -> Prompt:
         """The prompt of some of its tokens, `index` LongTensor [T']; positions stay true."""
@@ -99,8 +105,11 @@ class Family(ABC):
     def decode_positions(self, position_N: Tensor) -> Tensor:
         """Positions [N] of generated tokens in the layout the text layers take, batch 1."""
 
-    def embed(self, model: nn.Module, inputs: Inputs) -> Prompt:
+    def embed(self, model: nn.Module, inputs: Inputs, past: Prompt | None = None) -> Prompt:
         """Runs embedding and vision tower once.
+
+        Args:
+            past: an earlier prompt of the same conversation; if no picture has come since, its visual embeddings are used.
 
         Raises:
             ValueError: the number of placeholders and of visual embeddings differ.
@@ -110,7 +119,8 @@ class Family(ABC):
         attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         embeds = model.get_input_embeddings()(input_ids)
         visual_mask = torch.zeros_like(input_ids, dtype=torch.bool)
-        for token_id, features in self.visual_features(model, inputs).items():
+        visual = past.visual if past and self._has_same_pictures(inputs, past.inputs) else self.visual_features(model, inputs)
+        for token_id, features in visual.items():
             mask = input_ids == token_id
             if int(mask.sum()) != len(features):
                 raise ValueError(
@@ -120,4 +130,8 @@ class Family(ABC):
             embeds = embeds.masked_scatter(mask[..., None], features.to(embeds))
             visual_mask |= mask
         position_ids, next_position = self.positions(model, inputs, attention_mask)
-        return Prompt(input_ids, embeds, position_ids, next_position, attention_mask, visual_mask, inputs)
+        return Prompt(input_ids, embeds, position_ids, next_position, attention_mask, visual_mask, inputs, visual)
+
+    def _has_same_pictures(self, inputs: Inputs, earlier: Inputs) -> bool:
+        ours, theirs = ([i.get(key) for key in self.pixel_keys] for i in (inputs, earlier))
+        return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in zip(ours, theirs, strict=True))

@@ -43,7 +43,7 @@ class Features:
 
     def at(self, index: Tensor) -> Features:
         """Those of some tokens, `index` LongTensor [M]."""
-        return Features(self.last[:, index], tuple(level[:, index] for level in self.levels))
+        return Features(self.last[:, index], tuple(level[:, index] for level in self.levels), self.attention)
 
     @staticmethod
     def join(parts: Sequence[Features]) -> Features:
@@ -51,7 +51,12 @@ class Features:
         if len(parts) == 1:
             return parts[0]
         levels = zip(*(part.levels for part in parts), strict=True)
-        return Features(torch.cat([part.last for part in parts], 1), tuple(torch.cat(level, 1) for level in levels))
+        attention = [part.attention for part in parts if part.attention is not None and len(part.attention)]
+        return Features(
+            torch.cat([part.last for part in parts], 1),
+            tuple(torch.cat(level, 1) for level in levels),
+            attention[-1] if attention else None,
+        )
 
 
 class Target:
@@ -97,6 +102,11 @@ class Target:
         return int(self.text_config.num_key_value_heads)
 
     @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return int(self.text_config.num_attention_heads) // self.num_kv_heads
+
+    @property
     def head_dim(self) -> int:
         config = self.text_config
         return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
@@ -135,10 +145,14 @@ class Target:
         return self.processor.prepare(messages)
 
     @torch.no_grad()
-    def embed(self, inputs: Inputs) -> Prompt:
-        """Runs embedding and vision tower on inputs with any batch size."""
+    def embed(self, inputs: Inputs, past: Prompt | None = None) -> Prompt:
+        """Runs embedding and vision tower on inputs with any batch size.
+
+        Args:
+            past: an earlier prompt of the same conversation, whose visual embeddings are used where no picture has come since.
+        """
         moved = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
-        return self.family.embed(self.model, moved)
+        return self.family.embed(self.model, moved, past)
 
     # -- text layers ----------------------------------------------------------------------------------------------------
 
@@ -153,14 +167,15 @@ class Target:
 
     @torch.no_grad()
     def prefill(self, prompt: Prompt, cache: TreeCache, levels: Sequence[int] = (), wants_attention: bool = False) -> Features:
-        """Fills an empty cache with one prompt; features [1, T, D].
+        """Appends a prompt, or what is new of it, to a cache; features [1, T, D].
 
         Args:
             wants_attention: also report how much attention the text pays to each visual token.
         """
         recorder = AttentionRecorder(prompt.visual_mask[0]) if wants_attention else None
+        mask = self._causal_mask(prompt.embeds.shape[1], cache.length) if cache.length else None
         with use_tree_attention(self.text_model, recorder):
-            features = self._run(prompt.embeds, prompt.position_ids, {"full_attention": None}, cache, levels)
+            features = self._run(prompt.embeds, prompt.position_ids, {"full_attention": mask}, cache, levels)
         return replace(features, attention=recorder.mean()) if recorder else features
 
     @torch.no_grad()
@@ -182,11 +197,14 @@ class Target:
         mask = None
         if visible_NX.shape[1] > 1:
             past = visible_NX.new_ones(len(token_N), cache.length + len(token_N) - visible_NX.shape[1])
-            group = self.text_config.num_attention_heads // self.num_kv_heads
-            mask = tile_mask(torch.cat((past, visible_NX), 1), group, embeds.dtype)
+            mask = tile_mask(torch.cat((past, visible_NX), 1), self.group, embeds.dtype)
         with use_tree_attention(self.text_model):
             positions = self.family.decode_positions(position_N)
             return self._run(embeds, positions, {"full_attention": mask}, cache, levels)
+
+    def _causal_mask(self, length: int, past: int) -> Tensor:
+        visible = torch.ones(length, past + length, dtype=torch.bool, device=self.device)
+        return tile_mask(visible.tril(past), self.group, self.dtype)
 
     def _run(self, embeds: Tensor, positions: Tensor, mask: Any, cache: Any, levels: Sequence[int]) -> Features:
         extra = {"output_hidden_states": True} if levels else {}
