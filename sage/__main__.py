@@ -37,6 +37,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--explain", action="store_true", help="say for every round why its tree was shaped as it was")
     parser.add_argument("--show-drafted", action="store_true", help="colour what the draft guessed and the target kept")
     return parser.parse_args(argv)
 
@@ -73,6 +74,8 @@ def _generate(args: argparse.Namespace) -> None:
         text = f"{DRAFTED}{piece.text}{PLAIN}" if args.show_drafted and piece.is_drafted else piece.text
         print(text, end="", flush=True)
     print()
+    if args.explain:
+        _explain(policy, generation.stats)
     _report(generation.stats, args.show_drafted)
 
 
@@ -93,6 +96,12 @@ def _target_path(args: argparse.Namespace) -> str:
     if not path:
         raise ValueError(f"--draft: {args.draft}: no draft there, or it does not say its target; give --target as well")
     return path
+
+
+def _explain(policy: Any, stats: Any) -> None:
+    for number, entry in enumerate(stats.rounds_log, start=1):
+        kept = f"{entry['accepted']} of depth {entry['depth']} kept, {entry['nodes']} nodes"
+        print(f"round {number:3}: {kept:32} {policy.explain(entry)}".rstrip(), file=sys.stderr)
 
 
 def _report(stats: Any, show_drafted: bool) -> None:

@@ -142,10 +142,7 @@ def _level_s(target: Target, draft: EagleDraft, width: int, context: int, capaci
     tokens = rows % target.vocab_size
 
     def level() -> None:
-        session.cache.crop_to(context)
-        session.committed = context
-        session.hidden = torch.zeros(width, target.hidden_size, dtype=draft.dtype, device=target.device)
-        session.ancestors = torch.zeros(width, 0, dtype=torch.bool, device=target.device)
+        session.pretend(context, width)
         session.expand(rows, tokens).float().softmax(-1).topk(CANDIDATES).values.tolist()
 
     return _median_s(level, repeats, target.device)

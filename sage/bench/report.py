@@ -62,6 +62,7 @@ def machine(device: torch.device | str) -> dict[str, Any]:
         "cpu": _cpu_name(),
         "cores": os.cpu_count() or 1,
         "torch_threads": torch.get_num_threads(),
+        "load_average": os.getloadavg()[0],
     }
     if torch.device(device).type == "cuda":
         facts["gpu"] = torch.cuda.get_device_name(device)

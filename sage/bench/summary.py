@@ -1,7 +1,8 @@
 """From runs to the numbers of `report.json`: medians over repeats, totals over prompts, intervals over prompts.
 
 A speed is a ratio of totals, sum of tokens / sum of median seconds, so that long answers weigh what they cost. A speedup is
-a policy's speed over that of the *fastest* autoregressive runner of the same measurement.
+a policy's speed over that of the *fastest* autoregressive runner of the same measurement. Counts, the time breakdown and the
+example are those of each prompt's median run.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def end_to_end_rate(runs: Runs) -> float:
 
 
 def pooled_counts(runs: Runs) -> dict[str, float]:
-    """Counts of all rounds of all prompts and repeats together.
+    """Counts of all rounds of all these runs together.
 
     `mean_accepted_draft` is the mean over rounds; `tokens_per_target_pass` weighs each generation by its target passes.
     """
@@ -98,18 +99,18 @@ def accepted_histogram(runs: Runs) -> list[int]:
 
 def _policy(measurement: Measurement, target: Any, name: str, fastest: str) -> dict[str, Any]:
     runs = measurement.runs[name]
-    section = {
-        **pooled_counts(runs),
+    chosen = [[_typical(repeats)] for repeats in runs]
+    return {
+        **pooled_counts(chosen),
         **_speeds(runs, measurement.runs[fastest]),
         **_losslessness(measurement, target, name),
-        "time_s": _breakdown(runs),
-        "rounds": sum(_typical(repeats).stats.rounds for repeats in runs),
-        "acceptance_by_depth": acceptance_by_depth(runs),
-        "accepted_histogram": accepted_histogram(runs),
+        "time_s": _breakdown(chosen),
+        "rounds": sum(run.stats.rounds for [run] in chosen),
+        "acceptance_by_depth": acceptance_by_depth(chosen),
+        "accepted_histogram": accepted_histogram(chosen),
         "per_prompt": _per_prompt(measurement, name),
         "example": _example(measurement, name),
     }
-    return section
 
 
 def _baseline(measurement: Measurement, name: str, fastest: str) -> dict[str, Any]:
@@ -161,9 +162,8 @@ def _differences(reference: Runs, own: Runs) -> list[int | None]:
 
 
 def _breakdown(runs: Runs) -> dict[str, float]:
-    """Seconds by stage, of each prompt's median run, summed over prompts."""
-    typical = [_typical(repeats) for repeats in runs]
-    return {stage: sum(run.time_s.get(stage, 0.0) for run in typical) for stage in PHASES}
+    """Seconds by stage, summed over all runs."""
+    return {stage: sum(run.time_s.get(stage, 0.0) for repeats in runs for run in repeats) for stage in PHASES}
 
 
 def _per_prompt(measurement: Measurement, name: str) -> list[dict[str, Any]]:
@@ -175,7 +175,7 @@ def _per_prompt(measurement: Measurement, name: str) -> list[dict[str, Any]]:
             "tokens": len(repeats[0].tokens),
             "decode_s": median(run.decode_s for run in repeats),
             "end_to_end_s": median(run.wall_s for run in repeats),
-            "tokens_per_target_pass": pooled_counts([repeats])["tokens_per_target_pass"],
+            "tokens_per_target_pass": pooled_counts([[_typical(repeats)]])["tokens_per_target_pass"],
         }
         rows.append(row)
     return rows
@@ -200,7 +200,7 @@ def _family_figures(measurement: Measurement, name: str, fastest: str, family: s
     chosen = [index for index, prompt in enumerate(measurement.prompts) if prompt.family == family]
     runs = [measurement.runs[name][index] for index in chosen]
     base = [measurement.runs[fastest][index] for index in chosen]
-    counts = pooled_counts(runs)
+    counts = pooled_counts([[_typical(repeats)] for repeats in runs])
     return {
         "prompts": len(chosen),
         "mean_accepted_draft": counts["mean_accepted_draft"],

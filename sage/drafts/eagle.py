@@ -122,6 +122,7 @@ class EagleDraft(PreTrainedModel):
         position_ids: Tensor,
         tree_mask: Tensor | None = None,
         cache: Cache | None = None,
+        rope: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Predicted features for pairs (features[t], embeds_next[t]).
 
@@ -132,9 +133,10 @@ class EagleDraft(PreTrainedModel):
             tree_mask: additive, tiled mask [1, 1, G * T, S] from `sage.attention.tile_mask`; None attends causally, which
                 is also right for right-padded batches: no real pair reaches the padding after it.
             cache: one-layer KV cache to extend when decoding.
+            rope: cos and sin of `position_ids`, where they are at hand.
 
         Returns:
             [B, T, D], the prediction of the target's feature of token t + 1.
         """
         hidden = self.fc(torch.cat((embeds_next, features), -1))
-        return self.layer(hidden, self.rope(position_ids, hidden.dtype), tree_mask, cache)
+        return self.layer(hidden, rope or self.rope(position_ids, hidden.dtype), tree_mask, cache)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from sage.drafts.eagle import EagleConfig
-from sage.drafts.layer import MLP, Attention, RMSNorm, Rope
+from sage.drafts.layer import MLP, Attention, Rope
 from sage.targets import Features, Target
 
 
@@ -55,10 +55,10 @@ class Eagle3Layer(nn.Module):
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, 2 * config.hidden_size)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
     def forward(
@@ -87,7 +87,7 @@ class Eagle3Draft(PreTrainedModel):
         super().__init__(config)
         self.fc = nn.Linear(len(config.feature_levels) * config.hidden_size, config.hidden_size, bias=False)
         self.midlayer = Eagle3Layer(config)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.rope = Rope(config.head_dim, config.rope_theta, config.mrope_section)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
@@ -158,10 +158,11 @@ class Eagle3Draft(PreTrainedModel):
         position_ids: Tensor,
         tree_mask: Tensor | None = None,
         cache: Cache | None = None,
+        rope: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Hidden states [B, T, D] for pairs (features[t], embeds_next[t]); arguments as in `EagleDraft.forward`.
 
         `features` is `fuse(..)` for tokens the target has read, and this very output for drafted ones.
         """
-        rope = self.rope(position_ids, embeds_next.dtype)
+        rope = rope or self.rope(position_ids, embeds_next.dtype)
         return self.midlayer(embeds_next, features, rope, tree_mask, cache)

@@ -15,20 +15,6 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 
 
-class RMSNorm(nn.Module):
-    """Root-mean-square norm, computed in float32 (float64 inputs stay float64)."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(hidden.dtype)
-
-
 class Rope(nn.Module):
     """Rotary positions; with `mrope_section` the frequencies are dealt out to the temporal, height and width positions.
 
@@ -126,9 +112,9 @@ class DraftLayer(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps) if config.input_norm else nn.Identity()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps) if config.input_norm else nn.Identity()
         self.self_attn = Attention(config, config.hidden_size)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
     def forward(self, hidden: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None) -> Tensor:

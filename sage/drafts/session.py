@@ -72,10 +72,23 @@ class EagleSession:
         self.levels, self.token_map = draft.levels, draft.token_map
         self.group = config.num_attention_heads // config.num_key_value_heads
         self.cache = TreeCache(1, config.num_key_value_heads, config.head_dim, capacity, draft.dtype, draft.device)
-        self.committed = 0
-        self.position = torch.zeros(1, dtype=torch.long, device=draft.device)
-        self.hidden = torch.empty(0)
-        self.ancestors = torch.empty(0)
+        self.capacity = capacity
+        self.dtype = draft.dtype
+        self.hidden = torch.zeros(1, config.hidden_size, dtype=draft.dtype, device=draft.device)
+        self.visible = self.hidden[:, :0]
+        self.committed = self.depth = self.offset = 0
+        self._set_origin(torch.zeros(1, dtype=torch.long, device=draft.device))
+        self._siblings: dict[int, Tensor] = {}
+
+    def _set_origin(self, position: Tensor) -> None:
+        """Rope of every position from `position` [1] on, so that a level costs a slice; the root sits at `offset` of it."""
+        steps = torch.arange(self.capacity, device=position.device)
+        positions = self.target.family.decode_positions(position + steps)
+        self.cos, self.sin = self.draft.rope(positions, self.dtype)
+        self.offset = 0
+
+    def _rope(self, start: int, length: int) -> tuple[Tensor, Tensor]:
+        return self.cos[:, :, start : start + length], self.sin[:, :, start : start + length]
 
     @torch.no_grad()
     def prefill(self, prompt: Prompt, features: Features, root: Tensor) -> Tensor:
@@ -87,49 +100,55 @@ class EagleSession:
         if prompt.kept is not None:  # pair t goes with token t; the root's pair is the last text token's and always stays
             embeds, fused, positions = embeds[:, prompt.kept], fused[:, prompt.kept], positions[..., prompt.kept]
         hidden = self.draft(embeds, fused, positions, cache=self.cache)
-        self.position = prompt.next_position
+        self._set_origin(prompt.next_position)
         return self._start_tree(hidden)
 
     @torch.no_grad()
     def expand(self, rows: Tensor, tokens: Tensor) -> Tensor:
-        own = torch.eye(len(rows), dtype=torch.bool, device=rows.device)
-        self.ancestors = torch.cat((self.ancestors[rows], own), 1)
-        past = own.new_ones(len(rows), self.committed)
-        mask = tile_mask(torch.cat((past, self.ancestors), 1), self.group, self.draft.dtype)
+        self.visible = torch.cat((self.visible[rows], self._only_itself(len(tokens))), 1)
+        mask = self.visible.repeat(self.group, 1)[None, None]
+        rope = self._rope(self.offset + self.depth, 1)
+        self.depth += 1
         embeds = self.target.embed_tokens(tokens)[None]
-        positions = self.target.family.decode_positions(self.position.expand(len(rows)))
-        self.position = self.position + 1
-        self.hidden = self.draft(embeds, self.hidden[rows][None], positions, mask, self.cache)[0]
+        self.hidden = self.draft(embeds, self.hidden[rows][None], tokens, mask, self.cache, rope)[0]
         return self.draft.logits(self.hidden, self.target)
 
     @torch.no_grad()
     def commit(self, features: Features, tokens: Tensor) -> Tensor:
         self.cache.crop_to(self.committed)
-        steps = torch.arange(len(tokens), device=tokens.device)
-        start = self._root_position
-        positions = self.target.family.decode_positions(start + steps)
+        length = len(tokens)
+        mask = None
+        if length > 1:
+            visible = torch.ones(length, self.committed + length, dtype=torch.bool, device=tokens.device)
+            mask = tile_mask(visible.tril(self.committed), self.group, self.dtype)
+        rope = self._rope(self.offset, length)
         embeds = self.target.embed_tokens(tokens)[None]
-        mask = self._causal_mask(len(tokens)) if len(tokens) > 1 else None
-        hidden = self.draft(embeds, self.draft.fuse(features), positions, mask, self.cache)
-        self.position = start + len(tokens)
+        hidden = self.draft(embeds, self.draft.fuse(features), tokens, mask, self.cache, rope)
+        self.offset += length
         return self._start_tree(hidden)
 
     def pretend(self, context: int, width: int) -> None:
         self.cache.storage[..., :context, :] = 0
         self.cache.crop_to(context)
-        self.committed = context
-        device = self.cache.storage.device
-        self.hidden = torch.zeros(width, self.draft.config.hidden_size, dtype=self.draft.dtype, device=device)
-        self.ancestors = torch.zeros(width, 0, dtype=torch.bool, device=device)
+        size = self.draft.config.hidden_size
+        self._start_tree(torch.zeros(1, width, size, dtype=self.dtype, device=self.cache.storage.device))
+        self.hidden = self.hidden.expand(width, -1)
+        self.visible = self.visible.expand(width, -1)
 
     def _start_tree(self, hidden: Tensor) -> Tensor:
-        """The last pair belongs to the root: its output starts the tree, its cache row is committed."""
-        self._root_position = self.position
+        """The last pair belongs to the root: its output starts the tree, its cache row is committed.
+
+        `visible` [F, S] is the additive mask of the frontier over all cached rows; a child inherits its parent's row.
+        """
         self.committed = self.cache.length
+        self.depth = 0
         self.hidden = hidden[0, -1:]
-        self.ancestors = torch.zeros(1, 0, dtype=torch.bool, device=hidden.device)
+        self.visible = hidden.new_zeros(1, self.committed)
         return self.draft.logits(self.hidden, self.target)
 
-    def _causal_mask(self, length: int) -> Tensor:
-        visible = torch.ones(length, self.committed + length, dtype=torch.bool, device=self.cache.storage.device)
-        return tile_mask(visible.tril(self.committed), self.group, self.draft.dtype)
+    def _only_itself(self, width: int) -> Tensor:
+        """Additive mask [F, F] among nodes of one level: siblings do not see each other."""
+        if width not in self._siblings:
+            eye = torch.eye(width, dtype=torch.bool, device=self.cache.storage.device)
+            self._siblings[width] = tile_mask(eye, 1, self.dtype)[0, 0]
+        return self._siblings[width]

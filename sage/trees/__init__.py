@@ -7,11 +7,11 @@ from typing import Any
 
 from sage.trees import sage as sage
 from sage.trees.autoregressive import Autoregressive
+from sage.trees.base import Policy
 from sage.trees.chain import Chain
 from sage.trees.cost_aware import CostAware
 from sage.trees.ddd import Ddd
 from sage.trees.eagle2 import Eagle2
-from sage.trees.policy import Policy
 from sage.trees.sage import Sage
 from sage.trees.spec_llava import SpecLlava
 from sage.trees.static import Static

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sage.trees.policy import Policy
+from sage.trees.base import Policy
 from sage.trees.tree import Frontier, Growth
 
 

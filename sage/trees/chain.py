@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sage.trees.policy import Policy
+from sage.trees.base import Policy
 from sage.trees.tree import Frontier, Growth
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from sage.calibration import Calibrator, Reliability
 from sage.costs import Costs
-from sage.trees.policy import Policy
+from sage.trees.base import Policy
 from sage.trees.tree import Frontier, Growth, Outcome, Tree
 
 CONFIDENCE_BINS = 4
@@ -215,6 +215,15 @@ class CostAware(Policy):
                 best_net, size = net, nodes
         keep = best.indices[:size].sort().values + 1
         return torch.cat((keep.new_zeros(1), keep))
+
+    def explain(self, entry: dict[str, float]) -> str:
+        if entry["depth"] == 0:
+            return f"drafting did not pay at {entry['price']:.0f} tokens/s"
+        verdict = "paid" if entry["gain"] > entry["level_cost"] else "would not pay, stopped"
+        return (
+            f"at {entry['price']:.0f} tokens/s the last level weighed gained {entry['gain']:.2f} tokens for time worth "
+            f"{entry['level_cost']:.2f}: {verdict}"
+        )
 
     # -- what it learns -----------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sage.trees.policy import Policy
+from sage.trees.base import Policy
 from sage.trees.ranking import best_children, best_nodes, check_count
 from sage.trees.tree import Frontier, Growth, Tree
 

@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from sage.trees.policy import Policy
+from sage.trees.base import Policy
 from sage.trees.static import STATIC_TREE, Static
 from sage.trees.tree import Frontier, Growth, Outcome
 
@@ -178,6 +178,9 @@ class Sage(Policy):
         if level >= last_level or self._nodes >= self.node_budget:
             is_open = torch.zeros_like(is_open)
         return Growth(rows, ranks, is_open.nonzero()[:, 0])
+
+    def explain(self, entry: dict[str, float]) -> str:
+        return f"alpha {entry['alpha']:.2f} planned depth {entry['planned_depth']:.1f}, width {entry['width']:.1f}"
 
     def observe(self, outcome: Outcome) -> None:
         if len(outcome.tree.candidates) == 0:  # one token was left to emit, so nothing was drafted

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sage.trees.policy import Policy
+from sage.trees.base import Policy
 from sage.trees.tree import Frontier, Growth
 
 Path = tuple[int, ...]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from sage.trees.policy import Policy
+from sage.trees.base import Policy
 from sage.trees.ranking import best_children, check_count, check_share
 from sage.trees.tree import Frontier, Growth
 

@@ -23,10 +23,10 @@ class Tree:
         depths: LongTensor [N]; 0 for the root.
         probs: [N], the draft's probability of the node given its parent; 1 for the root.
         path_probs: [N], the product of `probs` from the root down.
-        ancestors: BoolTensor [N, N], row n True at n and its ancestors.
         drafted: LongTensor [N], the node's row in `candidates`, -1 where the draft was not asked.
         candidates: [E, K], the draft's K largest probabilities below each drafted node, descending.
         candidate_tokens: LongTensor [E, K], their tokens.
+        num_levels: levels drafted; the tree is at most this deep.
     """
 
     tokens: Tensor
@@ -34,19 +34,18 @@ class Tree:
     depths: Tensor
     probs: Tensor
     path_probs: Tensor
-    ancestors: Tensor
     drafted: Tensor
     candidates: Tensor
     candidate_tokens: Tensor
+    num_levels: int = 0
 
     @classmethod
     def of_root(cls, token: Tensor) -> Tree:
         """The tree of one node. `token`: LongTensor [1]."""
         one = torch.ones(1, device=token.device)
         index = torch.zeros_like(token)
-        self_visible = torch.ones(1, 1, dtype=torch.bool, device=token.device)
         none = torch.empty(0, 0, device=token.device)
-        return cls(token, index - 1, index, one, one, self_visible, index - 1, none, none.long())
+        return cls(token, index - 1, index, one, one, index - 1, none, none.long())
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -55,6 +54,16 @@ class Tree:
     def depth(self) -> int:
         """Depth of the deepest node."""
         return int(self.depths[-1])
+
+    @property
+    def ancestors(self) -> Tensor:
+        """BoolTensor [N, N], row n True at n and its ancestors."""
+        seen = torch.eye(len(self), dtype=torch.bool, device=self.tokens.device)
+        at = up = self.parents.clamp(min=0)
+        for _ in range(self.num_levels):
+            seen.scatter_(1, at[:, None], True)
+            at = up[at]
+        return seen
 
     def note_candidates(self, nodes: Tensor, probs: Tensor, tokens: Tensor) -> None:
         """Remembers what the draft said below `nodes` [F]: probabilities and tokens [F, K]."""
@@ -67,13 +76,7 @@ class Tree:
         """Appends nodes [M] below existing ones; returns their indices [M]."""
         old, new = len(self.tokens), len(tokens)
         index = torch.arange(old, old + new, device=tokens.device)
-        inherited = self.ancestors[parents]
-        self.ancestors = torch.cat(
-            (
-                torch.cat((self.ancestors, self.ancestors.new_zeros(old, new)), 1),
-                torch.cat((inherited, torch.eye(new, dtype=torch.bool, device=tokens.device)), 1),
-            )
-        )
+        self.num_levels += 1
         self.tokens = torch.cat((self.tokens, tokens))
         self.depths = torch.cat((self.depths, self.depths[parents] + 1))
         self.path_probs = torch.cat((self.path_probs, self.path_probs[parents] * probs))
@@ -98,10 +101,10 @@ class Tree:
             depths=self.depths[keep],
             probs=self.probs[keep],
             path_probs=self.path_probs[keep],
-            ancestors=self.ancestors[keep][:, keep],
             drafted=self.drafted[keep],
             candidates=self.candidates,
             candidate_tokens=self.candidate_tokens,
+            num_levels=self.num_levels,
         )
 
 

@@ -51,6 +51,10 @@ class Policy(ABC):
         """Indices of the drafted nodes to verify (increasing, ancestors included); None = all."""
         return None
 
+    def explain(self, entry: dict[str, float]) -> str:
+        """Why a round was shaped as it was, in a few words; `entry` is that round's line of `Stats.rounds_log`."""
+        return ""
+
     def observe(self, outcome: Outcome) -> None:  # noqa: B027 (optional hook)
         """Learns from a verified round."""
 
