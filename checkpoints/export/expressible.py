@@ -1,0 +1,146 @@
+"""What a format cannot say: refused by name before anything is written, or exported without it on explicit demand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from checkpoints.export.facts import TargetFacts
+from checkpoints.export.layout import FEATURE_LEVELS, Flavour, Format
+from sage.drafts import Eagle3Config, EagleConfig
+
+SERVED_FAMILIES = ("qwen2_5_vl",)  # by vLLM 0.33 and SGLang 0.5.23; LLaVA-OneVision by neither
+CONFIGS: dict[Format, Any] = {Format.eagle3: Eagle3Config, Format.speculators: Eagle3Config, Format.eagle: EagleConfig}
+PREFILL_ONLY = ("compressor",)  # fields that change what the draft reads of the prompt, not what its weights compute
+
+
+@dataclass
+class Allowed:
+    """What the user accepts to lose.
+
+    Attributes:
+        unserved: no engine serves the target's family.
+        uncompressed: the draft's visual compressor stays behind; engines give it every visual token.
+        warnings: filled in by the checks: sentences for the card.
+    """
+
+    unserved: bool = False
+    uncompressed: bool = False
+    warnings: list[str] = field(default_factory=list)
+
+
+def check_expressible(draft: Any, facts: TargetFacts, format_: Format, flavour: Flavour | None, allowed: Allowed) -> None:
+    """Refuses a draft that the format, or every engine, would turn into something else.
+
+    Args:
+        draft: the trained head; only its config and tensor names are read.
+        allowed: collects warnings about what is exported although something is lost.
+
+    Raises:
+        ValueError: names the field and what to do.
+    """
+    config = draft.config
+    _check_kind(config, format_, flavour)
+    if config.target != facts.fingerprint:
+        raise ValueError(f"--target {facts.name}: is {facts.fingerprint}, the draft was made for {config.target}")
+    _check_rope(config, facts)
+    _check_family(facts, allowed)
+    if format_ == Format.eagle and config.input_norm:
+        raise ValueError(
+            "draft.input_norm: true, but the engines' `eagle` layer has no input_layernorm, so its attention would see other "
+            "numbers than in training; train with draft.input_norm=false, or train draft=eagle3"
+        )
+    if format_ != Format.eagle:
+        _check_levels(config.feature_levels, facts)
+    _check_other_fields(config, format_, allowed)
+    allowed.warnings += _position_warnings(config, facts, format_, flavour)
+
+
+def _check_kind(config: Any, format_: Format, flavour: Flavour | None) -> None:
+    if type(config) is not CONFIGS[format_]:
+        fitting = ", ".join(name for name, kind in CONFIGS.items() if type(config) is kind)
+        raise ValueError(f"--format {format_}: the draft is a {config.model_type}; formats for it: {fitting}")
+    if format_ == Format.eagle and flavour is None:
+        raise ValueError(f"--flavour: missing; no single `eagle` serves both engines: give one of {', '.join(Flavour)}")
+    if format_ != Format.eagle and flavour is not None:
+        raise ValueError(f"--flavour {flavour}: only the format `eagle` has flavours; {format_} has none")
+
+
+def _check_rope(config: Any, facts: TargetFacts) -> None:
+    for key in ("rope_theta", "mrope_section"):
+        own, targets = getattr(config, key), getattr(facts, key)
+        if own != targets:
+            raise ValueError(f"draft.{key}: {own}, the target's is {targets}: engines give a draft the target's positions")
+
+
+def _check_family(facts: TargetFacts, allowed: Allowed) -> None:
+    if facts.model_type in SERVED_FAMILIES:
+        return
+    what = f"no engine serves drafts for {facts.model_type} (vLLM 0.33 and SGLang 0.5.23 do not)"
+    if not allowed.unserved:
+        raise ValueError(
+            f"target: {what}: the included decoder (sage-generate, sage.generate) is the only one that does; "
+            f"--allow-unserved exports it all the same"
+        )
+    allowed.warnings.append(f"{what[0].upper()}{what[1:]}; the included decoder is its only home.")
+
+
+def _check_levels(levels: list[int], facts: TargetFacts) -> None:
+    rises = all(later > earlier for earlier, later in zip(levels, levels[1:], strict=False))
+    if len(levels) != FEATURE_LEVELS or not rises or levels[0] < 0 or levels[-1] >= facts.num_layers:
+        raise ValueError(
+            f"draft.feature_levels: {list(levels)} cannot be served: engines fuse exactly {FEATURE_LEVELS} rising levels "
+            f"among 0..{facts.num_layers - 1}; train with such ones"
+        )
+
+
+def _check_other_fields(config: Any, format_: Format, allowed: Allowed) -> None:
+    """Any field an exporter does not know of, with a value other than its default, is something a format cannot say."""
+    known = {*PreTrainedConfig().to_dict(), *_constructor_names(CONFIGS[format_])} - set(PREFILL_ONLY)
+    default = type(config)().to_dict()
+    for key, value in config.to_dict().items():
+        if key in known or key.startswith("_") or value in (None, {}, [], default.get(key)):
+            continue
+        if key in PREFILL_ONLY and value == "none":
+            continue
+        if key in PREFILL_ONLY and allowed.uncompressed:
+            allowed.warnings.append(
+                f"Trained with `draft.{key}` {value!r}, which no engine has: they show it every visual token."
+            )
+            continue
+        remedy = "--allow-uncompressed exports the rest" if key in PREFILL_ONLY else "train without it"
+        raise ValueError(f"draft.{key}: {value!r} cannot be expressed in the format {format_}; {remedy}")
+
+
+def _constructor_names(kind: type) -> set[str]:
+    """Field names of a config class and its parents, those this module was written against."""
+    return set(NEUTRAL) | ({"input_norm"} if kind is EagleConfig else {"input_norm", "feature_levels", "draft_vocab_size"})
+
+
+NEUTRAL = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
+    *("max_position_embeddings", "rms_norm_eps", "hidden_act", "rope_theta", "mrope_section", "initializer_range"),
+    *("image_inputs", "target", "target_path"),
+)
+
+
+def _position_warnings(config: Any, facts: TargetFacts, format_: Format, flavour: Flavour | None) -> list[str]:
+    """Where an engine shows the draft something else at picture positions than training did."""
+    if facts.model_type not in SERVED_FAMILIES:
+        return []
+    engines = {Format.eagle3: ["vLLM", "SGLang"], Format.speculators: ["vLLM"]}.get(format_, [str(flavour)])
+    sees = {"vLLM": "token", "vllm": "token", "SGLang": "embed", "sglang": "embed"}
+    what = {"token": "the placeholder token's embedding", "embed": "the visual embedding"}
+    found = [
+        f"At picture positions {engine} gives the draft {what[sees[engine]]}; it was trained with {what[config.image_inputs]}: "
+        f"expect lower acceptance there (train with draft.image_inputs={sees[engine]} for it)."
+        for engine in engines
+        if sees[engine] != config.image_inputs
+    ]
+    if flavour == Flavour.sglang and facts.mrope_section:
+        found.append(
+            "SGLang's EAGLE-1/2 layer takes plain text positions, not M-RoPE: behind pictures they differ from training."
+        )
+    return found

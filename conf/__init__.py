@@ -1,0 +1,1 @@
+"""Hydra YAML, shipped inside the wheel as `train._conf`. No code lives here."""

@@ -1,0 +1,158 @@
+"""Pictures and clips of any sort -> RGB pictures a vision tower can trust.
+
+Owns: opening and normalising; limits on size; sampling frames. Does not own: resizing and patches (the target's own
+image processor does that).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import re
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from data_prep.video import Segment, read_video, spaced, within
+
+MIN_SIDE = 2  # a picture of one pixel shows nothing, and a target cannot tell its channels from its rows
+MAX_ASPECT = 200  # Qwen2.5-VL's own limit; beyond it patches are slivers
+MAX_PIXELS = 100_000_000
+SIXTEEN_BIT = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
+
+
+def open_picture(source: Any) -> Image.Image:
+    """A path, bytes, data URI or PIL picture -> RGB picture.
+
+    EXIF rotation is applied, alpha is laid over white, CMYK and palettes are converted, 16-bit grey is scaled to 8
+    bits, an animation gives its first frame.
+
+    Raises:
+        ValueError: missing, unreadable, truncated, or of an extreme size; names the picture.
+    """
+    name = _name(source)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            if isinstance(source, Image.Image):
+                return _normalised(source)
+            with Image.open(_stream(source)) as picture:
+                return _normalised(picture)
+    except (OSError, SyntaxError, EOFError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise ValueError(f"image {name}: {_why(error)}") from error
+    except ValueError as error:
+        raise ValueError(f"image {name}: {error}") from error
+
+
+def check_picture(source: Any) -> None:
+    """Raises ValueError where a picture's file is absent; reads nothing."""
+    if isinstance(source, (str, Path)) and not str(source).startswith("data:"):
+        _check_path(source)
+
+
+def open_clip(source: Any, num_frames: int, segment: Segment = None, frames_per_s: float = 1.0) -> list[Image.Image]:
+    """Frames, a folder of frames, or a video file -> at most `num_frames` RGB frames, evenly spaced.
+
+    Args:
+        segment: (from, to) in seconds; None for the whole.
+        frames_per_s: of frames and folders of them; a video file knows its own.
+
+    Raises:
+        ValueError: nothing there, frames of different sizes, or no reader for video files.
+    """
+    frames = _frames(source, num_frames, segment, frames_per_s)
+    if not len(frames):
+        raise ValueError(f"video {_name(source)}: no frames")
+    pictures = [open_picture(frames[i]) for i in spaced(len(frames), num_frames)]
+    if len({picture.size for picture in pictures}) > 1:
+        raise ValueError(f"video {_name(source)}: frames of different sizes")
+    return pictures
+
+
+def _frames(source: Any, num_frames: int, segment: Segment, frames_per_s: float) -> Sequence[Any]:
+    if isinstance(source, (str, Path)):
+        _check_path(source, "video")
+        if not Path(source).is_dir():
+            return read_video(Path(source), num_frames, segment)
+        source = frame_files(Path(source))
+    return [source[i] for i in within(len(source), frames_per_s, segment)] if len(source) else []
+
+
+def frame_files(folder: Path) -> list[Path]:
+    """The picture files of a folder in natural order (frame2 before frame10)."""
+    known = Image.registered_extensions()
+    files = [path for path in folder.iterdir() if path.suffix.lower() in known]
+    return sorted(files, key=lambda path: [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", path.name)])
+
+
+def _stream(source: Any) -> Any:
+    if isinstance(source, bytes):
+        return io.BytesIO(source)
+    if str(source).startswith("data:"):
+        try:
+            return io.BytesIO(base64.b64decode(str(source).partition(",")[2], validate=True))
+        except binascii.Error as error:
+            raise ValueError("not valid base64") from error
+    _check_path(source)
+    return source
+
+
+def _check_path(source: Any, kind: str = "image") -> None:
+    if str(source).startswith(("http://", "https://")):
+        raise ValueError(f"{kind} {source}: a URL; download it and give the file (training must not depend on the web)")
+    if not Path(source).exists():
+        raise ValueError(f"{kind} {source}: no such file")
+
+
+def _check_size(size: tuple[int, int]) -> None:
+    width, height = size
+    if min(size) < MIN_SIDE:
+        raise ValueError(f"{width}x{height} pixels, allowed: at least {MIN_SIDE} a side")
+    if max(size) > MAX_ASPECT * min(size):
+        raise ValueError(f"{width}x{height} pixels, allowed: sides within a factor of {MAX_ASPECT}")
+    if width * height > MAX_PIXELS:
+        raise ValueError(f"{width}x{height} pixels, allowed: at most {MAX_PIXELS}")
+
+
+def _normalised(picture: Image.Image) -> Image.Image:
+    _check_size(picture.size)
+    return _to_rgb(ImageOps.exif_transpose(picture))
+
+
+def _to_rgb(picture: Image.Image) -> Image.Image:
+    if picture.mode in SIXTEEN_BIT:
+        return _from_wide_grey(picture)
+    if picture.has_transparency_data:
+        picture = picture.convert("RGBA")
+        paper = Image.new("RGBA", picture.size, "white")
+        return Image.alpha_composite(paper, picture).convert("RGB")
+    return picture.convert("RGB")
+
+
+def _from_wide_grey(picture: Image.Image) -> Image.Image:
+    """Grey of more than 8 bits: PIL's own conversion clips at 255, so a 16-bit photo would come out white."""
+    values = np.asarray(picture, dtype=np.float64)
+    low, high = (0.0, 65535.0) if values.min() >= 0 and 255 < values.max() <= 65535 else (values.min(), values.max())
+    if values.min() >= 0 and values.max() <= 255:
+        low, high = 0.0, 255.0
+    scaled = (values - low) * (255.0 / max(high - low, 1e-12))
+    return Image.fromarray(np.clip(scaled, 0, 255).round().astype(np.uint8)).convert("RGB")
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, UnidentifiedImageError):
+        return "not a picture in a known format"
+    if isinstance(error, (Image.DecompressionBombError, Image.DecompressionBombWarning)):
+        return f"too many pixels, allowed: at most {MAX_PIXELS}"
+    return f"broken or truncated ({error})"
+
+
+def _name(source: Any) -> str:
+    if isinstance(source, (str, Path)):
+        return str(source)[:200]
+    return f"({len(source)} bytes)" if isinstance(source, bytes) else f"({type(source).__name__})"

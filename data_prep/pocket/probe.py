@@ -1,0 +1,117 @@
+"""Teaches a vision tower to see before the language model learns to speak.
+
+A few learned queries look at the visual tokens and must name what is in each place of a scene, the colour and
+height of each bar, and the letters of a sign. Only the tower is kept; the queries are thrown away.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from data_prep.pocket.palette import (
+    COLOURS,
+    MAX_HEIGHT,
+    SHAPES,
+    SIGNS,
+    SIZES,
+    background,
+    draw_chart,
+    draw_scene,
+    draw_sign,
+)
+from data_prep.pocket.scenes import draw_things
+
+BARS = 5
+# name of a question -> (number of queries, number of answers); answer 0 means "nothing here"
+QUESTIONS = {
+    "colour": (9, 1 + len(COLOURS)),
+    "shape": (9, 1 + len(SHAPES)),
+    "size": (9, 1 + len(SIZES)),
+    "bar": (BARS, 1 + len(COLOURS)),
+    "height": (BARS, 1 + MAX_HEIGHT),
+    "word": (1, 1 + len(SIGNS)),
+    "digits": (2, 11),
+    "board": (1, 1 + len(COLOURS)),
+}
+
+
+def draw_labelled(rng: random.Random) -> tuple[Image.Image, dict[str, list[int]]]:
+    """A training picture and the right answers to all questions."""
+    labels = {name: [0] * count for name, (count, _) in QUESTIONS.items()}
+    ground, kind = background(rng, "train"), rng.random()
+    colours = list(COLOURS)
+    if kind < 0.5:
+        things = draw_things(rng, rng.randint(1, 6))
+        for thing in things:
+            labels["colour"][thing.cell] = 1 + colours.index(thing.colour)
+            labels["shape"][thing.cell] = 1 + SHAPES.index(thing.shape)
+            labels["size"][thing.cell] = 1 + list(SIZES).index(thing.size)
+        return draw_scene(things, ground, rng), labels
+    if kind < 0.75:
+        bars = [(rng.choice(colours), rng.randint(1, MAX_HEIGHT)) for _ in range(rng.randint(3, BARS))]
+        for place, (colour, height) in enumerate(bars):
+            labels["bar"][place], labels["height"][place] = 1 + colours.index(colour), height
+        return draw_chart(bars, ground), labels
+    word, number, board = rng.choice(("", *SIGNS)), rng.choice(("", str(rng.randint(10, 99)))), rng.choice(colours)
+    labels["word"] = [1 + SIGNS.index(word) if word else 0]
+    labels["digits"] = [1 + int(digit) for digit in number] or [0, 0]
+    labels["board"] = [1 + colours.index(board)]
+    return draw_sign(word, number, board, ground, rng), labels
+
+
+class Probe(nn.Module):
+    """Queries over visual tokens; one linear answer per question."""
+
+    def __init__(self, width: int, tokens: int, inner: int = 128) -> None:
+        super().__init__()
+        self.place = nn.Parameter(torch.randn(tokens, inner) * 0.1)
+        self.take = nn.Linear(width, inner)
+        self.norm = nn.LayerNorm(width)
+        self.queries = nn.ParameterDict(
+            {name: torch.randn(count, inner) * 0.1 for name, (count, _) in QUESTIONS.items()}
+        )
+        self.attend = nn.MultiheadAttention(inner, 4, batch_first=True)
+        self.answers = nn.ModuleDict({name: nn.Linear(inner, choices) for name, (_, choices) in QUESTIONS.items()})
+
+    def forward(self, tokens_BTD: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Logits [B, queries, answers] by question."""
+        keys = self.take(self.norm(tokens_BTD)) + self.place
+        asked = torch.cat(list(self.queries.values())).expand(len(keys), -1, -1)
+        seen, _ = self.attend(asked, keys, keys, need_weights=False)
+        parts = seen.split([count for count, _ in QUESTIONS.values()], dim=1)
+        return {name: self.answers[name](part) for name, part in zip(QUESTIONS, parts, strict=True)}
+
+
+def probe_loss(
+    logits: dict[str, torch.Tensor], labels: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Mean loss over the questions and, by question, the share of right answers where there is something."""
+    loss, right = torch.zeros(()), {}
+    for name, answer in logits.items():
+        truth = labels[name]
+        something = truth > 0
+        # An empty place is easy and common: it counts a fifth.
+        weight = torch.where(something, 1.0, 0.2)
+        each = cross_entropy(answer.float().flatten(0, 1), truth.flatten(), reduction="none")
+        loss = loss + (2.0 if name == "shape" else 1.0) * (each * weight.flatten()).sum() / weight.sum()
+        hits = (answer.argmax(-1) == truth) & something
+        right[name] = hits.sum().item() / max(1, something.sum().item())
+    return loss, right
+
+
+def visual_tokens(model: Any, family: str, pictures: torch.Tensor) -> torch.Tensor:
+    """What the language model will see of pictures [B, 3, 112, 112]: [B, 16, D]."""
+    from data_prep.pocket.batches import patches  # the probe alone needs no pixel inputs
+
+    if family == "qwen2_5_vl":
+        flat = torch.cat([torch.from_numpy(patches(p.expand(2, -1, -1, -1).numpy())) for p in pictures])
+        grid = torch.tensor([[1, 8, 8]] * len(pictures))
+        return torch.stack(list(model.model.get_image_features(flat, grid).pooler_output))
+    hidden = model.model.vision_tower(pictures, output_hidden_states=True).hidden_states[-1]
+    return model.model.multi_modal_projector(hidden)

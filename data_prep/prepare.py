@@ -1,0 +1,209 @@
+"""Prepared once, used by every rank and every later run: which items are good and, if asked, their ready-made examples.
+
+Owns: the cache keys, the pass over the sources, the lock. A prepared folder appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import multiprocessing
+import os
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from data_prep.chat import build_example
+from data_prep.config import DataConfig, OnBad, Split
+from data_prep.conversation import BadItem
+from data_prep.files import atomic_path, default_cache_dir, locked, prune
+from data_prep.pixels import PixelTable
+from data_prep.skipped import SkipList
+from data_prep.sources.base import Source
+from data_prep.store import ExampleStore, Packed, pack, write
+from sage.targets import processing
+from sage.targets.processing import Processor
+
+logger = logging.getLogger(__name__)
+Item = tuple[str, int, Packed]  # id, source number, fields
+SKIPPED, STORE = "skipped.jsonl", "store"
+KEPT = 8  # prepared sets of examples that stay in the cache folder; each may be hundreds of MB
+CHUNK = 64  # examples handed to a worker at once
+PARALLEL_FROM = 20_000  # below this, starting workers (seconds: each imports torch) costs more than they save
+
+
+class Index:
+    """The good items of all sources.
+
+    Attributes:
+        source: which source, int64 [N].
+        row: which item of it, int64 [N].
+        folder: where the index is kept; `skipped.jsonl` in it lists the rest.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.source, self.row = np.load(folder / "index.npy")
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+
+def prepare_index(config: DataConfig, sources: list[Source], split: Split) -> Index:
+    """Checks every item (all but its pixels) once and keeps which are good.
+
+    Raises:
+        BadItem: the first broken item, where `on_bad` is `error`.
+        ValueError: nothing is left.
+    """
+    settings = {"split": split, "holdout": _holdout(config), "on_bad": config.on_bad}
+    kept = [(source.fingerprint(), source.limit) for source in sources]
+    key = content_hash(settings, kept, code_fingerprint())
+    folder = default_cache_dir(config.cache_dir) / "index" / key
+    with locked(folder):
+        if not folder.exists():
+            with atomic_path(folder) as temporary:
+                _write_index(config, sources, split, temporary)
+    return Index(folder)
+
+
+def prepare_examples(config: DataConfig, sources: list[Source], index: Index, processor: Processor) -> ExampleStore:
+    """Encodes every item of an index once; broken pictures are found here.
+
+    Raises:
+        BadItem: the first broken item, where `on_bad` is `error`.
+    """
+    settings = {"max_length": config.max_length, "on_long": config.on_long, "num_frames": config.num_frames}
+    key = content_hash(index.folder.name, settings, processor_fingerprint(processor), code_fingerprint())
+    folder = default_cache_dir(config.cache_dir) / "examples" / key
+    with locked(folder):
+        if not folder.exists():
+            with atomic_path(folder) as temporary:
+                _write_examples(config, sources, index, processor, temporary)
+            prune(folder.parent, KEPT)
+        os.utime(folder)
+    return ExampleStore(folder / STORE)
+
+
+def content_hash(*parts: Any) -> str:
+    """32 hex digits of the parts' JSON."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def processor_fingerprint(processor: Processor) -> str:
+    """Changes with the tokenizer, the template, the image processor or the family."""
+    backend = getattr(processor.tokenizer, "backend_tokenizer", None)
+    vocabulary = backend.to_str() if backend is not None else sorted(processor.tokenizer.get_vocab().items())
+    image = processor.image_processor.to_dict() if processor.image_processor is not None else {}
+    return content_hash(vocabulary, processor.chat_template, image, processor.family.model_type)
+
+
+@cache
+def code_fingerprint() -> str:
+    """Changes with the code that turns data into examples, so that no cache outlives a repair."""
+    here = Path(__file__).parent
+    files = sorted(here.rglob("*.py")) + sorted(Path(processing.__file__).parent.glob("*.py"))
+    return content_hash([hashlib.sha256(path.read_bytes()).hexdigest() for path in files])
+
+
+def _holdout(config: DataConfig) -> float:
+    return 0.0 if config.validation else config.holdout
+
+
+def _write_index(config: DataConfig, sources: list[Source], split: Split, folder: Path) -> None:
+    folder.mkdir(parents=True)
+    skipped = SkipList(folder / SKIPPED, strict=config.on_bad is OnBad.error)
+    good: list[tuple[int, int]] = []
+    for number, source in enumerate(sources):
+        before = len(good)
+        for row in range(len(source)):
+            if source.limit and len(good) - before == source.limit:
+                break
+            try:
+                if source.is_trusted or source.belongs(source.example(row), split, _holdout(config)):
+                    good.append((number, row))
+            except BadItem as error:
+                skipped.add(error)
+        logger.info("%s: %d of %d items", source.name, len(good) - before, len(source))
+    if not good:
+        names = ", ".join(source.name for source in sources)
+        raise ValueError(f"data.sources: no usable item for {split} in {names}; see data.on_bad and data.holdout")
+    np.save(folder / "index.npy", np.array(good, dtype=np.int64).T)
+
+
+def _write_examples(config: DataConfig, sources: list[Source], index: Index, processor: Processor, folder: Path) -> None:
+    folder.mkdir(parents=True)
+    table = PixelTable.measure(processor)
+    skipped = SkipList(folder / SKIPPED, strict=config.on_bad is OnBad.error)
+
+    def good() -> Iterator[Item]:
+        for item in _encode_all(_Encoder(config, sources, index, processor, table), len(index)):
+            if isinstance(item, BadItem):
+                skipped.add(item)
+            else:
+                yield item
+
+    number = write(folder / STORE, good(), table)
+    if not number:
+        raise ValueError(f"data.sources: not one of {len(index)} items became an example; see data.max_length")
+    logger.info("prepared %d examples, skipped %d", number, len(index) - number)
+
+
+class _Encoder:
+    """Position in the index -> packed example, or why not; runs in worker processes."""
+
+    def __init__(
+        self, config: DataConfig, sources: list[Source], index: Index, processor: Processor, table: PixelTable
+    ) -> None:
+        self.config, self.sources, self.index, self.processor, self.table = config, sources, index, processor, table
+
+    def __call__(self, position: int) -> Item | BadItem:
+        number = int(self.index.source[position])
+        try:
+            conversation = self.sources[number].conversation(int(self.index.row[position]))
+            example = build_example(
+                conversation, self.processor, self.config.max_length, self.config.on_long, self.config.num_frames
+            )
+        except BadItem as error:
+            return error
+        return conversation.id, number, pack(example, self.table)
+
+
+def _encode_all(encoder: _Encoder, total: int) -> Iterator[Item | BadItem]:
+    """Results in order. Several processes where there is enough to do; the order does not depend on them."""
+    processes = num_processes()
+    if total < PARALLEL_FROM or processes < 2:
+        yield from map(encoder, range(total))
+        return
+    context = worker_context()
+    with context.Pool(processes, initializer=_start_worker, initargs=(encoder,)) as pool:
+        yield from pool.imap(_encode_one, range(total), chunksize=CHUNK)
+
+
+def num_processes() -> int:
+    """Worker processes that preparing may use."""
+    return min(len(os.sched_getaffinity(0)), 16)
+
+
+def worker_context() -> Any:
+    """Processes that inherit nothing (threads and CUDA do not survive a fork) and import torch once between them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["data_prep.chat"])
+    return context
+
+
+_worker: list[_Encoder] = []
+
+
+def _start_worker(encoder: _Encoder) -> None:
+    torch.set_num_threads(1)
+    _worker[:] = [encoder]
+
+
+def _encode_one(position: int) -> Item | BadItem:
+    return _worker[0](position)

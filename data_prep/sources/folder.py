@@ -1,0 +1,78 @@
+"""Pictures, frame folders and video files in a folder, each with its text beside it.
+
+    cat.jpg      cat.txt         a picture and what is to be said about it
+    clip_1/      clip_1.txt      a folder of frames, in the order of their names
+    clip_2.mp4   clip_2.txt      a video file, where a reader is installed
+
+The question is `prompt`. Without text there is nothing to train on: such a folder serves prompts and regeneration.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from PIL import Image
+
+from data_prep.config import SourceConfig, Split
+from data_prep.conversation import Message
+from data_prep.media import frame_files
+from data_prep.sources.base import Source
+from data_prep.sources.rows import Row, RowSource, need_path
+from data_prep.video import VIDEO_SUFFIXES
+
+PROMPT = "Describe it in detail."
+
+
+class FolderRows:
+    """The items of a folder in name order: {"id", "kind", "path", "text"}."""
+
+    def __init__(self, path: str) -> None:
+        self.name = path
+        folder = Path(path)
+        if not folder.is_dir():
+            raise ValueError(f"{path}: no such folder; set data.path to a folder of pictures, frame folders or videos")
+        known = Image.registered_extensions()
+        self.items = [(item, kind) for item in sorted(folder.iterdir()) if (kind := _kind(item, known))]
+        if not self.items:
+            raise ValueError(f"{path}: no picture, frame folder or video in it")
+
+    @property
+    def digest(self) -> str:
+        """Names, sizes and times of the files."""
+        files = [path for item, _ in self.items for path in (item, item.with_suffix(".txt")) if path.exists()]
+        return str([(file.name, (s := file.stat()).st_size, s.st_mtime_ns) for file in files])
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def row(self, index: int) -> Row:
+        """The item and the text beside it, if any."""
+        item, kind = self.items[index]
+        text = item.with_suffix(".txt")
+        said = text.read_text(encoding="utf-8").strip() if text.exists() else None
+        return {"id": item.name, "kind": kind, "path": str(item), "text": said}
+
+
+def _kind(item: Path, known: dict[str, str]) -> str:
+    if item.is_dir():
+        return "video" if frame_files(item) else ""
+    if item.suffix.lower() in VIDEO_SUFFIXES:
+        return "video"
+    return "image" if item.suffix.lower() in known else ""
+
+
+def folder_messages(row: Row, prompt: str) -> list[Message]:
+    """The picture or clip with the question, and the text as the answer where there is one."""
+    shown = {"type": row["kind"], row["kind"]: row["path"]}
+    messages = [{"role": "user", "content": [shown, {"type": "text", "text": prompt}]}]
+    if row["text"] is not None:
+        messages.append({"role": "assistant", "content": [{"type": "text", "text": row["text"]}]})
+    return messages
+
+
+def open_source(label: str, config: SourceConfig, split: Split, cache_dir: str) -> Source:
+    """One folder."""
+    path = need_path(label, config.path, "the folder")
+    prompt = config.prompt or PROMPT
+    return RowSource(FolderRows(path), partial(folder_messages, prompt=prompt), prompt)

@@ -1,0 +1,220 @@
+"""Tables with embedded pictures: hub data sets by name, local parquet files, folders written by `save_to_disk`.
+
+Columns are mapped by role: `columns: {question: q, answer: a, image: img}`. Roles: id, family, system, question,
+answer, image, images, video, messages (role/content or from/value turns). Columns that carry a role's own name need no
+mapping. LLaVA-OneVision-Data is the layout {id, image, conversations, data_source}.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from data_prep.config import SourceConfig, Split
+from data_prep.conversation import MEDIA, BadItem, Conversation, Message, Part
+from data_prep.sources.base import Source, Stream
+from data_prep.sources.llava_json import llava_messages, media_list, place_media, text_part
+from data_prep.sources.messages import chat_messages
+from data_prep.sources.rows import Row, RowSource, need_path
+
+ROLES = ("id", "family", "system", "question", "answer", "image", "images", "video", "messages")
+TURNS = ("messages", "conversations", "conversation")  # names a column of turns goes by where nothing is mapped
+
+
+class TableRows:
+    """Rows of a table by index, pictures undecoded.
+
+    Raises:
+        ValueError: no such data set, configuration or split.
+    """
+
+    def __init__(self, path: str, subset: str, split: str, cache_dir: str) -> None:
+        self.name = path
+        self.table = load_table(path, subset, split, cache_dir, streaming=False)
+
+    @property
+    def digest(self) -> str:
+        return str(self.table._fingerprint)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def row(self, index: int) -> Any:
+        """The row at `index`."""
+        return self.table[index]
+
+
+class HubStream(Stream):
+    """Rows of a hub data set in order, read on the fly."""
+
+    def __init__(self, source: RowSource, path: str, subset: str, split: str, limit: int) -> None:
+        self.name, self.source, self.subset, self.split, self.limit = path, source, subset, split, limit
+
+    def iterate(self, start: int) -> Iterator[Conversation | BadItem]:
+        """Items from `start` on; a broken row as its error."""
+        table = load_table(self.name, self.subset, self.split, "", streaming=True).skip(start)
+        if self.limit:
+            table = table.take(max(0, self.limit - start))
+        for index, row in enumerate(table, start):
+            try:
+                yield self.source.convert(row, index)
+            except BadItem as error:
+                yield error
+
+    def fingerprint(self) -> str:
+        return f"{self.name}:{self.subset}:{self.split}:{self.limit}:{self.source.settings}"
+
+
+def load_table(path: str, subset: str, split: str, cache_dir: str, streaming: bool) -> Any:
+    """A `datasets` table (or stream) with pictures and videos left as {"bytes", "path"}.
+
+    Raises:
+        ValueError: it cannot be found or read; names it and says why.
+    """
+    import datasets
+
+    cache = str(Path(cache_dir).expanduser() / "tables") if cache_dir else None
+    try:
+        if os.path.exists(os.path.join(path, "dataset_info.json")):
+            table = datasets.load_from_disk(path)
+        else:
+            name, files = _local_files(path)
+            table = datasets.load_dataset(
+                name, subset or None, data_files=files, split=split, streaming=streaming, cache_dir=cache
+            )
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise ValueError(f"data set {path}: {_one_line(error)}; check data.path, subset and split ({split})") from error
+    return _undecoded(table)
+
+
+def _local_files(path: str) -> tuple[str, Any]:
+    """(name, data files) that `load_dataset` takes for a hub name, a parquet file or a folder of them."""
+    if path.endswith(".parquet"):
+        return "parquet", {"train": path, "validation": path, "test": path}
+    if os.path.isdir(path):
+        files = sorted(str(file) for file in Path(path).rglob("*.parquet"))
+        return ("parquet", {"train": files, "validation": files, "test": files}) if files else (path, None)
+    return path, None
+
+
+def _undecoded(table: Any) -> Any:
+    import datasets
+
+    for name, feature in (table.features or {}).items():
+        inner = getattr(feature, "feature", None)
+        if isinstance(feature, (datasets.Image, datasets.Video)):
+            table = table.cast_column(name, type(feature)(decode=False))
+        elif isinstance(inner, datasets.Image):
+            table = table.cast_column(name, datasets.List(datasets.Image(decode=False)))
+    return table
+
+
+def table_messages(row: Row, columns: dict[str, str], media_root: str) -> list[Message]:
+    """A row's columns -> messages.
+
+    Raises:
+        ValueError: neither turns nor a question, or pictures and placeholders differ.
+        KeyError: a mapped column is missing.
+    """
+    turns = columns.get("messages") or next((name for name in TURNS if name in row), None)
+    found = {kind: _media_column(row, columns, kind) for kind in MEDIA}
+    if turns is not None and "question" not in columns:
+        return _turn_messages(row[turns], found, media_root)
+    media = {kind: media_list(values, media_root) for kind, values in found.items()}
+    question = str(_column(row, columns, "question"))
+    parts = place_media(question, media) if any(f"<{kind}>" in question for kind in MEDIA) else text_part(question)
+    shown: list[Part] = [{"type": kind, kind: value} for kind in MEDIA for value in media[kind]]
+    messages: list[Message] = [{"role": "user", "content": shown + parts}]
+    system, answer = (_column(row, columns, role, optional=True) for role in ("system", "answer"))
+    if system:
+        messages.insert(0, {"role": "system", "content": str(system)})
+    if isinstance(answer, list):
+        answer = answer[0] if answer else None
+    if answer is not None:
+        messages.append({"role": "assistant", "content": str(answer)})
+    return messages
+
+
+def _turn_messages(turns: Any, media: dict[str, list[Any]], media_root: str) -> list[Message]:
+    """Turns of either sort. Pictures that no placeholder asks for are shown with the first question, as LLaVA does."""
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
+        raise ValueError("no list of turns")
+    speaker, said = ("from", "value") if "from" in turns[0] else ("role", "content")
+    text = "".join(turn[said] for turn in turns if isinstance(turn.get(said), str))
+    marks = "".join(f"<{kind}>" * len(media[kind]) for kind in MEDIA if f"<{kind}>" not in text)
+    first = next((i for i, turn in enumerate(turns) if turn.get(speaker) in ("human", "user")), 0)
+    if marks and isinstance(turns[first].get(said), str):
+        turns = [*turns[:first], {**turns[first], said: marks + turns[first][said]}, *turns[first + 1 :]]
+    if speaker == "from":
+        return llava_messages({"conversations": turns, **media}, media_root)
+    return chat_messages({"messages": turns, **{f"{kind}s": media[kind] for kind in MEDIA}}, media_root)
+
+
+def _media_column(row: Row, columns: dict[str, str], kind: str) -> list[Any]:
+    names = [columns[role] for role in (kind, f"{kind}s") if role in columns]
+    names = names or [role for role in (kind, f"{kind}s") if row.get(role) is not None]
+    values = [value for name in names for value in (row[name] if isinstance(row[name], list) else [row[name]])]
+    return [found for value in values if (found := _content(value)) is not None]
+
+
+def _content(value: Any) -> Any:
+    """Embedded bytes, or the path, of a picture column's value."""
+    if isinstance(value, dict):
+        return value.get("bytes") or value.get("path")
+    return value
+
+
+def _column(row: Row, columns: dict[str, str], role: str, optional: bool = False) -> Any:
+    if role not in columns and optional:
+        return row.get(role)
+    name = columns.get(role, role)
+    if name not in row:
+        raise ValueError(f"no column {name!r}, it has {', '.join(row)}; set data.sources.NAME.columns.{role}")
+    return row[name]
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def _row_source(label: str, config: SourceConfig, rows: Any, media_root: str) -> RowSource:
+    unknown = sorted(set(config.columns) - set(ROLES))
+    if unknown:
+        raise ValueError(f"data.sources.{label}.columns: role {unknown[0]!r}; allowed: {', '.join(ROLES)}")
+    to_messages = partial(table_messages, columns=config.columns, media_root=media_root)
+    settings = (config.columns, media_root)
+    id_key, family_key = config.columns.get("id", "id"), config.columns.get("family", "data_source")
+    return RowSource(rows, to_messages, settings, id_key, "", family_key)
+
+
+def open_source(label: str, config: SourceConfig, split: Split, cache_dir: str) -> Source:
+    """A hub data set, a parquet file, a folder of parquet files, or one written by `save_to_disk`."""
+    path = need_path(label, config.path, "a hub name, a parquet file or a folder of them")
+    rows = TableRows(path, config.subset, config.split or "train", cache_dir)
+    return _row_source(label, config, rows, config.media_root or (path if os.path.isdir(path) else os.path.dirname(path)))
+
+
+def open_stream(label: str, config: SourceConfig, split: Split) -> Stream:
+    """The same, read in order without downloading it first."""
+    path = need_path(label, config.path, "a hub name, a parquet file or a folder of them")
+    source = _row_source(label, config, _Named(path), config.media_root)
+    return HubStream(source, path, config.subset, config.split or "train", config.num_examples)
+
+
+class _Named:
+    """Rows that only have a name: a stream's rows are handed over one by one."""
+
+    digest = ""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __len__(self) -> int:
+        return 0
+
+    def row(self, index: int) -> Any:
+        """Never asked for."""
+        raise BadItem(self.name, index, "a stream has no random access")

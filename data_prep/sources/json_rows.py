@@ -1,0 +1,123 @@
+"""Random access to the objects of a JSON array or a JSON-lines file, without holding them in memory.
+
+Owns: where each object begins and ends, decoding one, the errors of broken ones. The positions are found once and kept
+in the cache folder under the file's hash, so a file of a million rows opens at once the second time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_prep.conversation import BadItem
+from data_prep.files import atomic_path, default_cache_dir, locked
+
+CHUNK = 1 << 24
+
+
+class JsonRows:
+    """The objects of one file.
+
+    Args:
+        path: a JSON array (`.json`) or one object per line (`.jsonl`, `.ndjson`).
+
+    Raises:
+        ValueError: no such file, or a `.json` file that is not a whole array (a broken *line* is that item's error).
+    """
+
+    def __init__(self, path: str, cache_dir: str = "") -> None:
+        self.path = Path(path)
+        self.name = path
+        if not self.path.is_file():
+            raise ValueError(f"{path}: no such file; set data.path (or data.sources.NAME.path) to the data's file")
+        self.digest = file_digest(self.path)
+        self.spans = self._cached_spans(cache_dir)
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    def row(self, index: int) -> Any:
+        """The object at `index`.
+
+        Raises:
+            BadItem: not valid UTF-8 or not valid JSON.
+        """
+        begin, end = (int(bound) for bound in self.spans[index])
+        with self.path.open("rb") as file:
+            file.seek(begin)
+            data = file.read(end - begin)
+        try:
+            return json.loads(data)
+        except UnicodeDecodeError as error:
+            raise self.bad(index, f"not UTF-8 at byte {begin + error.start}") from error
+        except json.JSONDecodeError as error:
+            raise self.bad(index, f"not valid JSON ({error.msg} at character {error.pos} of the item)") from error
+
+    def bad(self, index: int, reason: str) -> BadItem:
+        """The error that names this file and item."""
+        return BadItem(str(self.path), index, reason)
+
+    def _cached_spans(self, cache_dir: str) -> np.ndarray:
+        kept = default_cache_dir(cache_dir) / "rows" / f"{self.digest[:24]}.npy"
+        with locked(kept):
+            if not kept.exists():
+                lines = self.path.suffix.lower() in (".jsonl", ".ndjson")
+                spans = _line_spans(self.path) if lines else _array_spans(self.path)
+                with atomic_path(kept) as path, path.open("wb") as file:
+                    np.save(file, np.asarray(spans, dtype=np.int64).reshape(-1, 2))
+        return np.load(kept, mmap_mode="r")
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file's content and suffix."""
+    digest = hashlib.sha256(path.suffix.encode())
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _line_spans(path: Path) -> list[tuple[int, int]]:
+    spans, begin = [], 0
+    with path.open("rb") as file:
+        for line in file:
+            end = begin + len(line)
+            if line.strip():
+                spans.append((begin, end))
+            begin = end
+    return spans
+
+
+def _array_spans(path: Path) -> list[tuple[int, int]]:
+    """Byte ranges of an array's elements. Latin-1 keeps bytes and characters in step; strings may hold anything."""
+    text = path.read_bytes().decode("latin-1")
+    decoder = json.JSONDecoder()
+    spans = []
+    position = _skip(text, 0)
+    try:
+        if text[position : position + 1] != "[":
+            raise json.JSONDecodeError("not an array", text, position)
+        position = _skip(text, position + 1)
+        while text[position : position + 1] != "]":
+            _, end = decoder.raw_decode(text, position)
+            spans.append((position, end))
+            position = _skip(text, end)
+            if text[position : position + 1] not in (",", "]"):
+                raise json.JSONDecodeError("expected ',' or ']'", text, position)
+            position = _skip(text, position + 1) if text[position] == "," else position
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{path}: not a JSON array ({error.msg} in line {error.lineno}, after {len(spans)} whole items); "
+            f"repair the file, or give one object per line as .jsonl"
+        ) from error
+    return spans
+
+
+def _skip(text: str, position: int) -> int:
+    while text[position : position + 1] in (" ", "\t", "\r", "\n") and position < len(text):
+        position += 1
+    return position

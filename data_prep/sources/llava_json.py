@@ -1,0 +1,104 @@
+"""LLaVA instruction JSON, the layout of `llava_v1_5_mix665k.json`, and ShareGPT, which is the same without pictures.
+
+An array (or lines) of {"id": ..., "image": "coco/train2017/000.jpg" (optional, or a list), "video": ... (optional),
+"conversations": [{"from": "human", "value": "<image>\\nWhat is this?"}, {"from": "gpt", "value": "..."}]}.
+Each <image> or <video> in a human turn stands for the next picture or video.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import partial
+from typing import Any
+
+from data_prep.config import SourceConfig, Split
+from data_prep.conversation import Message, Part
+from data_prep.sources.base import Source
+from data_prep.sources.json_rows import JsonRows
+from data_prep.sources.rows import Row, RowSource, need_path
+
+SPEAKERS = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bard": "assistant",
+    "bing": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+}
+PLACEHOLDER = re.compile(r"\n?<(image|video)>\n?")
+
+
+def llava_messages(row: Row, media_root: str) -> list[Message]:
+    """Turns with pictures in the places of their placeholders.
+
+    Raises:
+        ValueError: an unknown speaker, or placeholders and pictures differ in number.
+    """
+    turns = row.get("conversations")
+    if not isinstance(turns, list):
+        raise ValueError("no 'conversations' list")
+    media = {kind: media_list(row.get(kind), media_root) for kind in ("image", "video")}
+    messages = [_turn(turn, i, media) for i, turn in enumerate(turns)]
+    no_left_overs(media)
+    return messages
+
+
+def place_media(text: str, media: dict[str, list[Any]]) -> list[Part]:
+    """Text with <image> and <video> placeholders -> parts; takes the pictures off the lists.
+
+    Raises:
+        ValueError: a placeholder with no picture left.
+    """
+    parts: list[Part] = []
+    position = 0
+    for match in PLACEHOLDER.finditer(text):
+        kind = match.group(1)
+        if not media[kind]:
+            raise ValueError(f"a <{kind}> placeholder without {kind}")
+        parts += text_part(text[position : match.start()])
+        parts.append({"type": kind, kind: media[kind].pop(0)})
+        position = match.end()
+    return parts + text_part(text[position:])
+
+
+def media_list(value: Any, media_root: str) -> list[Any]:
+    """One or several pictures -> list; paths start from `media_root`."""
+    values = [] if value is None or value == "" else value if isinstance(value, list) else [value]
+    return [_rooted(item, media_root) for item in values]
+
+
+def no_left_overs(media: dict[str, list[Any]]) -> None:
+    """Raises ValueError where pictures are left that no placeholder took."""
+    for kind, left in media.items():
+        if left:
+            raise ValueError(f"{len(left)} {kind}(s) more than placeholders for them")
+
+
+def text_part(text: str) -> list[Part]:
+    """A text part, or none for no text."""
+    return [{"type": "text", "text": text}] if text else []
+
+
+def _rooted(item: Any, media_root: str) -> Any:
+    is_path = isinstance(item, str) and not item.startswith(("data:", "http://", "https://"))
+    return os.path.join(media_root, item) if is_path else item
+
+
+def _turn(turn: Any, index: int, media: dict[str, list[Any]]) -> Message:
+    if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
+        raise ValueError(f"turn {index}: not a {{from, value}} object")
+    role = SPEAKERS.get(turn.get("from", ""))
+    if role is None:
+        raise ValueError(f"turn {index}: from {turn.get('from')!r}; allowed: {', '.join(SPEAKERS)}")
+    content = place_media(turn["value"], media) if role == "user" else text_part(turn["value"])
+    return {"role": role, "content": content}
+
+
+def open_source(label: str, config: SourceConfig, split: Split, cache_dir: str) -> Source:
+    """One JSON or JSON-lines file."""
+    path = need_path(label, config.path, "the JSON file with the conversations")
+    root = config.media_root or os.path.dirname(path)
+    return RowSource(JsonRows(path, cache_dir), partial(llava_messages, media_root=root), root)

@@ -1,0 +1,78 @@
+"""Chat logs as Hugging Face and OpenAI write them: one {"messages": [{"role", "content"}, ...]} per line.
+
+`content` is text or a list of parts: {"type": "text"}, {"type": "image", "image" | "url" | "path" | "base64": ...},
+{"type": "image_url", "image_url": {"url": ...}}, {"type": "video", "video": folder | file | [frames]}. A part that
+names no picture, and an <image> or <video> in a user's text, takes the next one of the row's "images" or "videos".
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any
+
+from data_prep.config import SourceConfig, Split
+from data_prep.conversation import MEDIA, MEDIA_KEYS, Message, Part
+from data_prep.sources.base import Source
+from data_prep.sources.json_rows import JsonRows
+from data_prep.sources.llava_json import media_list, no_left_overs, place_media
+from data_prep.sources.rows import Row, RowSource, need_path
+
+URL_TYPES = {"image_url": "image", "video_url": "video"}
+
+
+def chat_messages(row: Row, media_root: str, key: str = "messages") -> list[Message]:
+    """The row's messages with every picture a path below `media_root` (or what the row holds itself).
+
+    Raises:
+        ValueError: no messages, an unknown part, or parts and pictures differ in number.
+    """
+    messages = row.get(key)
+    if not isinstance(messages, list):
+        raise ValueError(f"no {key!r} list")
+    media = {kind: media_list(row.get(f"{kind}s") or row.get(kind), media_root) for kind in MEDIA}
+    found = [_message(message, i, media, media_root) for i, message in enumerate(messages)]
+    no_left_overs(media)
+    return found
+
+
+def _message(message: Any, index: int, media: dict[str, list[Any]], media_root: str) -> Message:
+    if not isinstance(message, dict) or "role" not in message:
+        raise ValueError(f"message {index}: not a {{role, content}} object")
+    content = message.get("content")
+    has_media = any(media.values())
+    if isinstance(content, str) and message["role"] == "user" and has_media:
+        content = place_media(content, media)
+    elif isinstance(content, list):
+        content = [_part(part, index, media, media_root) for part in content]
+    return {"role": message["role"], "content": content}
+
+
+def _part(part: Any, index: int, media: dict[str, list[Any]], media_root: str) -> Part:
+    if not isinstance(part, dict):
+        raise ValueError(f"message {index}: a part that is {type(part).__name__}, not an object")
+    kind = URL_TYPES.get(part.get("type", ""), part.get("type"))
+    if kind not in MEDIA:
+        return part
+    value = next((part[k] for k in (kind, f"{kind}_url", *MEDIA_KEYS) if part.get(k) is not None), None)
+    if isinstance(value, dict):
+        value = value.get("url") or value.get("bytes") or value.get("path")
+    if value is None:
+        if not media[kind]:
+            raise ValueError(f"message {index}: {kind} part without {kind}")
+        value = media[kind].pop(0)
+    elif part.get("base64") is value:
+        value = f"data:;base64,{value}"
+    elif kind == "video" and isinstance(value, list):
+        value = media_list(value, media_root)
+    else:
+        value = media_list(value, media_root)[0]
+    kept = {name: float(part[name]) for name in ("fps", "start", "end") if name in part}
+    return {"type": kind, kind: value, **kept}
+
+
+def open_source(label: str, config: SourceConfig, split: Split, cache_dir: str) -> Source:
+    """One JSON-lines (or JSON array) file."""
+    path = need_path(label, config.path, "the .jsonl file with the messages")
+    root = config.media_root or os.path.dirname(path)
+    return RowSource(JsonRows(path, cache_dir), partial(chat_messages, media_root=root), root)

@@ -1,0 +1,265 @@
+"""Every YAML composes and passes the checks; every mistake is refused in one line, by name, with nothing written."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+from train_helpers import environment
+
+from data_prep.config import validate as validate_data
+from sage.bench.runners import AUTOREGRESSIVE, BASELINES, HF_ASSISTED
+from sage.trees import _POLICIES, POLICIES
+from train import hydra_app
+from train.checks import check
+from train.cli import train
+from train.config import Baseline, Config, ConfigError, PolicyName, Precision, ValidateConfig, config_dir
+from train.hydra_app import compose, run_app
+
+GROUPS = ("target", "draft", "data", "deepspeed", "objective", "optim", "train", "decode", "tracking", "launch", "experiment")
+NEEDS = {  # what a person has to give beside the choice itself
+    "data=llava_instruct": ["data.path=/data/llava.json"],
+    "experiment=specvlm": ["data.path=/data/llava.json"],
+}
+CHOICES = [f"{group}={path.stem}" for group in GROUPS for path in sorted((config_dir() / group).glob("*.yaml"))]
+PROMPT_FILES = sorted((config_dir() / "data" / "validation").glob("*.yaml"))
+POLICY_FILES = sorted((config_dir() / "decode" / "policy").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_every_choice_composes(choice: str) -> None:
+    config = compose("config", [choice, *NEEDS.get(choice, [])], Config)
+    assert isinstance(config, Config)
+
+
+def test_every_yaml_is_a_known_choice() -> None:
+    """A file that no test composes would rot."""
+    tested = {config_dir() / f"{choice.replace('=', '/')}.yaml" for choice in CHOICES} | set(POLICY_FILES)
+    roots = {config_dir() / name for name in ("config.yaml", "validate.yaml", "prepare.yaml")}
+    assert set(config_dir().rglob("*.yaml")) == tested | roots | set(PROMPT_FILES)
+
+
+@pytest.mark.parametrize("path", PROMPT_FILES, ids=lambda path: path.stem)
+def test_prompt_set_composes(path: Path) -> None:
+    config = compose("config", [f"data/validation={path.stem}"], Config)
+    assert config.data.validation.keys() == {path.stem}
+    validate_data(config.data)
+
+
+def test_validate_config_composes() -> None:
+    config = compose("validate", ["checkpoint=runs/x", "decode.policies=[sage]"], ValidateConfig)
+    assert config.checkpoint == "runs/x" and config.decode.policies == [PolicyName.sage]
+
+
+@pytest.mark.parametrize("path", POLICY_FILES, ids=lambda path: path.stem)
+def test_policy_yaml_says_what_the_code_does(path: Path) -> None:
+    """The numbers are written twice, so that a person finds them under conf/; here they are held together."""
+    policy: Any = _POLICIES[path.stem]
+    parameters = {} if policy.__init__ is object.__init__ else inspect.signature(policy.__init__).parameters
+    written = OmegaConf.load(path)[path.stem]
+    for name, value in written.items():
+        assert parameters[name].default == value, name
+    if path.stem not in ("static", "autoregressive"):  # a tree of 25 paths is no default to copy, and the other has none
+        assert {name for name in parameters if name != "self"} == set(written)
+
+
+def test_the_schema_knows_every_policy_and_baseline() -> None:
+    assert set(PolicyName) == set(POLICIES) == {path.stem for path in POLICY_FILES}
+    assert set(Baseline) == set(BASELINES) - {AUTOREGRESSIVE, HF_ASSISTED}  # always measured; needs a second model
+
+
+def test_policies_to_run_are_the_composed_ones_unless_said_otherwise() -> None:
+    assert compose("config", ["decode/policy=[sage,chain]"], Config).decode.policies == ["sage", "chain"]
+    config = compose("config", ["decode.policies=[static]", "decode.options.sage.max_depth=12"], Config)
+    assert config.decode.policies == ["static"] and config.decode.options["sage"]["max_depth"] == 12
+
+
+def test_precision_follows_the_target() -> None:
+    assert compose("config", ["target=qwen2_5_vl_7b"], Config).train.precision is Precision.bf16
+    assert compose("config", [], Config).train.precision is Precision.fp32
+
+
+def test_run_name_is_made_of_the_choices() -> None:
+    assert compose("config", [], Config).run.dir == "runs/pocket_qwen2_5_vl-eagle"
+    assert compose("config", ["experiment=demo"], Config).run.dir == "runs/demo"
+
+
+WRONG = {
+    "train.max_step=5": "train.max_step: unknown key (did you mean train.max_steps?)",
+    "trian.max_steps=5": "trian.max_steps: unknown key (did you mean train.max_steps?)",
+    "+train.foo=1": "train.foo: unknown key",
+    "+foo=1": "foo: unknown key",
+    "draft.window=1": "draft.window: unknown key",
+    "tracking.project=x": "tracking.project: not a key of the chosen tracking; it belongs to tracking=wandb",
+    "deepspeed.extra.wall_clock_breakdown=true": "it has to be added: +deepspeed.extra.wall_clock_breakdown=VALUE",
+    "optim.lr=fast": "optim.lr=fast: wrong type; allowed: a number",
+    "train.max_steps=1.5": "train.max_steps=1.5: wrong type; allowed: a whole number or null",
+    "optim.schedule=step": "optim.schedule=step: wrong type; allowed: one of constant, cosine",
+    "draft.input_norm=maybe": "draft.input_norm: wrong type; allowed: true or false",
+    "decode.policies=[sgae]": "decode.policies[0]=sgae: wrong type",
+    "decode.policies=sage": "decode.policies: wrong type; allowed: a list",
+    "target=foo": "target=foo: no such choice; allowed: llava_onevision_0_5b,",
+    "draft=eagel": "draft=eagel: no such choice (did you mean draft=eagle?)",
+    "decode/policy=[stat]": "decode/policy=stat: no such choice (did you mean decode/policy=static?)",
+    "train.max_steps": "train.max_steps: cannot be read as an override; write key=value",
+    "train.global_batch_size=???": "train.global_batch_size: missing; give train.global_batch_size=VALUE (a whole number)",
+    "run.name=a,b": "Ambiguous value for argument 'run.name=a,b'",
+    "seed=-1": "seed=-1: allowed: 0 or more",
+    "run.dir=": "run.dir=: allowed: a folder",
+    "target.path=/no/such/folder": "target.path=/no/such/folder: no such folder",
+    "draft.path=./nothing": "draft.path=./nothing: no such folder",
+    "data=llava_instruct": "data.path: missing; data source llava",
+    "data.max_length=1": "data.max_length: 1; allowed: 2 or more",
+    "train.epochs=null": "train.epochs, train.max_steps: both null",
+    "train.epochs=0": "train.epochs=0: allowed: 1 or more",
+    "train.save_every=-1": "train.save_every=-1: allowed: 0 or more",
+    "train.global_batch_size=6": "train.global_batch_size=6: not a multiple of train.micro_batch_size=4 x 1 rank(s)",
+    "launch.ranks=3": "not a multiple of train.micro_batch_size=4 x 3 rank(s) = 12",
+    "launch.gpus=0": "launch.gpus=0: allowed: 1 or more",
+    "optim.lr=0": "optim.lr=0.0: allowed: above 0",
+    "optim.beta2=1": "optim.beta2=1.0: allowed: from 0 to below 1",
+    "optim.min_lr_ratio=0.1": "optim.min_lr_ratio=0.1: allowed: 0 unless optim.schedule=cosine",
+    "objective.ce_weight=-1": "objective.ce_weight=-1.0: allowed: 0 or more",
+    "objective.chunk_tokens=0": "objective.chunk_tokens=0: allowed: 1 or more",
+    "deepspeed.stage=4": "deepspeed.stage=4: allowed: 0, 1, 2 or 3",
+    "+deepspeed.extra.train_batch_size=1": "deepspeed.extra.train_batch_size: derived from train.* and optim.*",
+    "decode.top_p=0": "decode.top_p=0.0: allowed: above 0, at most 1",
+    "decode.policies=[]": "decode.policies=: allowed: one or more different names",
+    "decode.policies=[sage,sage]": "decode.policies=sage,sage: allowed: one or more different names",
+    "decode.num_prompts=0": "decode.num_prompts=0: allowed: 1 or more",
+    "draft.num_attention_heads=6 draft.num_key_value_heads=4": "draft.num_key_value_heads=4: allowed: a divisor of",
+    "launch.gpus=2 launch.ranks=4": "launch.ranks=4: allowed: the same as launch.gpus=2",
+    "objective.ce_weight=0 objective.feature_weight=0": "nothing to train on",
+    "deepspeed=zero0 deepspeed.offload_optimizer=cpu": "deepspeed.offload_optimizer=cpu: allowed: none with stage 0",
+    "optim.warmup_steps=9 train.max_steps=5": "optim.warmup_steps=9: allowed: below train.max_steps=5",
+}
+
+
+@pytest.fixture
+def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("overrides", "message"), WRONG.items(), ids=WRONG.keys())
+def test_mistakes_are_refused_by_name_with_exit_code_2(
+    overrides: str, message: str, in_empty_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # a target folder that exists; what is in it is looked at only after every check here
+    monkeypatch.setattr(sys, "argv", ["sage-train", f"target.path={in_empty_folder}", *overrides.split()])
+    assert run_app("config", Config, train) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith("error: ") and shown.err.count("\n") == 1, shown.err
+    assert message in shown.err
+    assert shown.out == ""
+    assert list(in_empty_folder.iterdir()) == []
+
+
+def test_negative_control_a_good_configuration_passes(in_empty_folder: Path) -> None:
+    check(compose("config", [f"target.path={in_empty_folder}"], Config))
+
+
+def config_in(folder: Path, *overrides: str) -> Config:
+    config: Config = compose("config", [f"target.path={folder}", f"run.dir={folder}/run", *overrides], Config)
+    return config
+
+
+def test_a_run_folder_is_not_taken_over(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    check(config_in(tmp_path))  # empty: fine
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="is not empty and holds no run"):
+        check(config_in(tmp_path))
+    (tmp_path / "run" / "config.yaml").write_text("seed: 0")
+    with pytest.raises(ConfigError, match="already holds a run; give run.resume=true"):
+        check(config_in(tmp_path))
+
+
+def test_a_file_is_no_run_folder(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    with pytest.raises(ConfigError, match="that is a file"):
+        check(config_in(tmp_path))
+
+
+@pytest.mark.parametrize("change", ["seed=1", "train.global_batch_size=64", "draft.input_norm=false", "deepspeed=zero1"])
+def test_resuming_another_run_is_refused_by_key(tmp_path: Path, change: str) -> None:
+    first = config_in(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(first)))
+    check(config_in(tmp_path, "run.resume=true", "train.max_steps=7", "optim.lr=1", "launch.ranks=2"))  # these may change
+    key = change.partition("=")[0].replace("deepspeed", "deepspeed.stage")
+    with pytest.raises(ConfigError, match=rf"{key}=.*: the run in .* was started with"):
+        check(config_in(tmp_path, "run.resume=true", change))
+
+
+def test_a_broken_run_configuration_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("seed: [")
+    with pytest.raises(ConfigError, match="config.yaml: cannot be read"):
+        check(config_in(tmp_path, "run.resume=true"))
+
+
+def test_a_crash_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def broken(config: Config) -> int:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(sys, "argv", ["sage-train"])
+    assert run_app("config", Config, broken) == 1
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown and shown.endswith("error: RuntimeError: a bug\n")
+
+
+def test_debug_shows_where_a_mistake_was_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["sage-train", "--debug", "seed=-1", f"target.path={tmp_path}"])
+    assert run_app("config", Config, train) == 2
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown and "error: seed=-1" in shown
+
+
+def test_a_failed_job_does_not_end_a_sweep(
+    in_empty_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[tuple[int, str]] = []
+
+    def task(config: Config) -> int:
+        if config.seed == 1:
+            raise ConfigError("seed=1: not this one")
+        seen.append((config.seed, config.run.dir))
+        return 0
+
+    monkeypatch.setattr(sys, "argv", ["sage-train", "-m", "seed=0,1,2", "run.dir=sweep"])
+    assert run_app("config", Config, task) == 2
+    assert seen == [(0, "sweep/seed=0"), (2, "sweep/seed=2")]
+    assert "error: seed=1: not this one" in capsys.readouterr().err
+    assert [path.name for path in in_empty_folder.rglob("*")] == ["runs", ".sweep", "multirun.yaml"]  # Hydra's note
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(30)
+def test_help_answers_without_torch(tmp_path: Path) -> None:
+    """The promise is 3 s on an idle machine; here that nothing slow is imported, which holds on a busy one too."""
+    code = (
+        "import sys; from train.cli import main\n"
+        "try: main()\n"
+        "finally: print('HEAVY', [m for m in ('torch', 'transformers', 'deepspeed', 'wandb') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--help"], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "HEAVY []" in done.stdout
+    assert "sage-train experiment=demo" in done.stdout and "qwen2_5_vl_72b" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rank_0_alone_reports(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert hydra_app.report(ConfigError("seed=-1"), Config) == 2
+    assert capsys.readouterr().err == ""

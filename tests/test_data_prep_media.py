@@ -1,0 +1,162 @@
+"""Pictures and clips of every odd sort: what they become, or the words in which they are refused."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data_prep_helpers import picture, save_pictures
+from PIL import Image
+
+from data_prep import video
+from data_prep.media import MAX_PIXELS, check_picture, open_clip, open_picture
+from data_prep.video import spaced, within
+
+
+def as_bytes(image: Image.Image, kind: str, **options: object) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, kind, **options)
+    return stream.getvalue()
+
+
+def test_sources_of_a_picture(tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    picture().save(path)
+    data = path.read_bytes()
+    uri = "data:image/png;base64," + base64.b64encode(data).decode()
+    for source in (picture(), str(path), path, data, uri):
+        found = open_picture(source)
+        assert found.mode == "RGB"
+        assert found.getpixel((3, 3)) == (255, 0, 0)
+
+
+def test_rotation_in_exif_is_applied() -> None:
+    image = Image.new("RGB", (8, 4), "red")
+    image.putpixel((0, 0), (0, 0, 255))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned a quarter to the right
+    found = open_picture(as_bytes(image, "PNG", exif=exif))
+    assert found.size == (4, 8)
+    assert found.getpixel((3, 0)) == (0, 0, 255)
+
+
+def test_transparent_lies_on_white() -> None:
+    assert open_picture(Image.new("RGBA", (4, 4), (0, 0, 0, 0))).getpixel((0, 0)) == (255, 255, 255)
+    assert open_picture(Image.new("LA", (4, 4), (0, 128))).getpixel((0, 0)) == (127, 127, 127)
+    palette = Image.new("P", (4, 4))
+    palette.putpalette([10, 20, 30])
+    assert open_picture(as_bytes(palette, "PNG", transparency=0)).getpixel((0, 0)) == (255, 255, 255)
+    assert open_picture(as_bytes(palette, "PNG")).getpixel((0, 0)) == (10, 20, 30)
+
+
+def test_print_colours_become_screen_colours() -> None:
+    found = open_picture(as_bytes(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "JPEG"))
+    red, green, blue = found.getpixel((4, 4))  # type: ignore[misc]
+    assert red > 200
+    assert max(green, blue) < 60
+
+
+def test_sixteen_bits_are_scaled_not_clipped() -> None:
+    grey = Image.fromarray(np.array([[0, 32768], [65535, 257]], dtype=np.uint16))
+    found = open_picture(as_bytes(grey, "PNG"))
+    assert [found.getpixel((x, y))[0] for y in (0, 1) for x in (0, 1)] == [0, 128, 255, 1]  # type: ignore[index]
+
+
+def test_animation_gives_its_first_frame() -> None:
+    data = as_bytes(picture(8), "GIF", save_all=True, append_images=[picture(8, "blue")], duration=10)
+    assert open_picture(data).getpixel((0, 0)) == (255, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("size", "reason"),
+    [((1, 1), "1x1 pixels, allowed: at least 2 a side"), ((20000, 20), "20000x20 pixels, allowed: sides within")],
+)
+def test_extreme_sizes_are_refused(size: tuple[int, int], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        open_picture(as_bytes(Image.new("L", size), "PNG"))
+
+
+def test_bomb_is_refused_before_it_is_decoded() -> None:
+    side = int(MAX_PIXELS**0.5) + 100
+    with pytest.raises(ValueError, match=f"allowed: at most {MAX_PIXELS}"):
+        open_picture(as_bytes(Image.new("1", (side, side)), "PNG"))
+
+
+def test_broken_files_are_named(tmp_path: Path) -> None:
+    whole = as_bytes(Image.effect_noise((64, 64), 90).convert("RGB"), "JPEG")
+    (tmp_path / "cut.jpg").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "text.png").write_text("not a picture")
+    (tmp_path / "empty.png").write_bytes(b"")
+    with pytest.raises(ValueError, match="cut.jpg: broken or truncated"):
+        open_picture(tmp_path / "cut.jpg")
+    for name in ("text.png", "empty.png"):
+        with pytest.raises(ValueError, match=f"{name}: not a picture in a known format"):
+            open_picture(tmp_path / name)
+    with pytest.raises(ValueError, match="gone.png: no such file"):
+        open_picture(tmp_path / "gone.png")
+    with pytest.raises(ValueError, match="a URL; download it"):
+        check_picture("https://example.com/a.png")
+    with pytest.raises(ValueError, match="not valid base64"):
+        open_picture("data:image/png;base64,@@")
+
+
+def test_clip_of_a_folder_in_natural_order(tmp_path: Path) -> None:
+    for i in range(12):
+        Image.new("RGB", (8, 8), (i * 20, 0, 0)).save(tmp_path / f"frame{i}.png")
+    (tmp_path / "notes.txt").write_text("no frame")
+    assert [frame.getpixel((0, 0))[0] for frame in open_clip(tmp_path, 32)] == [i * 20 for i in range(12)]  # type: ignore[index]
+    assert [frame.getpixel((0, 0))[0] for frame in open_clip(str(tmp_path), 3)] == [40, 120, 200]  # type: ignore[index]
+    part = open_clip(tmp_path, 32, (2.0, 4.0), frames_per_s=2.0)
+    assert [frame.getpixel((0, 0))[0] for frame in part] == [80, 100, 120, 140]  # type: ignore[index]
+
+
+def test_clip_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no frames"):
+        open_clip(tmp_path, 4)
+    with pytest.raises(ValueError, match="video gone: no such file"):
+        open_clip("gone", 4)
+    save_pictures(tmp_path, "a.png")
+    picture(8).save(tmp_path / "b.png")
+    with pytest.raises(ValueError, match="frames of different sizes"):
+        open_clip(tmp_path, 4)
+
+
+def test_video_file_needs_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.mp4").write_bytes(b"no video")
+    monkeypatch.setattr(video, "READERS", ())
+    with pytest.raises(ValueError, match="a.mp4: no video reader is installed; pip install av"):
+        open_clip(tmp_path / "a.mp4", 4)
+
+
+@pytest.mark.parametrize("reader", ["av", "cv2"])
+def test_video_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str) -> None:
+    av = pytest.importorskip("av")
+    pytest.importorskip(reader)
+    path = tmp_path / "a.mp4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=4)
+        stream.width = stream.height = 32
+        for i in range(8):
+            frame = av.VideoFrame.from_image(Image.new("RGB", (32, 32), (i * 30, 0, 0)))
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    monkeypatch.setattr(video, "READERS", (reader,))
+    reds = [frame.getpixel((16, 16))[0] for frame in open_clip(path, 4)]  # type: ignore[index]
+    assert np.allclose(reds, [30, 90, 150, 210], atol=12)
+    assert len(open_clip(path, 4, (1.0, 1.5))) == 2
+
+
+def test_gif_file_is_a_clip_too(tmp_path: Path) -> None:
+    (tmp_path / "a.gif").write_bytes(as_bytes(picture(8), "GIF", save_all=True, append_images=[picture(8, "blue")]))
+    assert [frame.getpixel((0, 0)) for frame in open_clip(tmp_path / "a.gif", 4)] == [(255, 0, 0), (0, 0, 255)]
+
+
+def test_spacing() -> None:
+    assert spaced(10, 2) == [2, 7]
+    assert spaced(3, 5) == [0, 1, 2]
+    assert spaced(8, 8) == list(range(8))
+    assert list(within(10, 2.0, (1.0, 2.5))) == [2, 3, 4]
+    assert list(within(10, 2.0, (50.0, 60.0))) == [9]

@@ -1,0 +1,139 @@
+"""The pocket targets: tokenizer, template, and what is shipped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+
+import data_prep.pocket
+from data_prep.pocket import architecture, batches, folder, probe, training, world
+from sage.targets import load_target
+
+SHIPPED = Path(data_prep.pocket.__file__).parent / "targets"
+families = pytest.mark.parametrize("family", architecture.FAMILIES)
+
+
+@pytest.fixture(scope="module")
+def tokenizers():
+    texts = training.world_texts(60)
+    return {family: architecture.new_tokenizer(family, texts) for family in architecture.FAMILIES}
+
+
+def shipped(family):
+    return SHIPPED / f"pocket_{family}"
+
+
+@families
+@pytest.mark.parametrize("text", ["A red circle.", "Ünïcödé 日本語 \U0001f600", " two  spaces\n\n\tand 1234", "<|im_end|> x"])
+def test_any_text_survives_the_tokenizer(tokenizers, family, text):
+    tokenizer = tokenizers[family]
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(ids) == text
+    assert max(ids) < len(tokenizer)
+
+
+@families
+def test_the_template_takes_parts_and_plain_text(tokenizers, family):
+    picture = architecture.PICTURE_TEXT[family]["image"].replace("\\n", "\n")
+    parts = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Hi."}]}]
+    rendered = tokenizers[family].apply_chat_template(parts, tokenize=False, add_generation_prompt=True)
+    assert rendered == f"<|im_start|>user\n{picture}Hi.<|im_end|>\n<|im_start|>assistant\n"
+    plain = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Ho."}]
+    rendered = tokenizers[family].apply_chat_template(plain, tokenize=False)
+    assert rendered == "<|im_start|>user\nHi.<|im_end|>\n<|im_start|>assistant\nHo.<|im_end|>\n"
+
+
+@families
+def test_fast_pixels_equal_the_image_processors(family, tmp_path):
+    folder.write_json(tmp_path / "preprocessor_config.json", architecture.preprocessor_config(family))
+    processor = AutoImageProcessor.from_pretrained(tmp_path)
+    picture = world.sample("train", 0, ["caption"]).messages[0]["content"][0]["image"]
+    theirs = processor(images=[picture], return_tensors="pt")["pixel_values"]
+    ours = batches.pixels([picture])
+    twice = np.repeat(ours, 2, 0)
+    ours = batches.patches(twice) if family == "qwen2_5_vl" else twice[None]
+    assert torch.equal(theirs, torch.from_numpy(ours))
+
+
+@families
+def test_inserted_layers_change_nothing(tokenizers, family):
+    shallow = architecture.new_model(family, tokenizers[family], 1, 0).eval()
+    deep = architecture.deepen(shallow, family, tokenizers[family], 3, 0).eval()
+    ids = torch.arange(20, 30)[None]
+    with torch.no_grad():
+        before, after = shallow(input_ids=ids).logits, deep(input_ids=ids).logits
+    assert len(deep.model.language_model.layers) == 3
+    torch.testing.assert_close(before, after)
+
+
+@families
+def test_supervision_covers_the_answers_and_their_end(tokenizers, family):
+    talk = world.sample("train", 4, ["question"])
+    example = batches.Encoder(tokenizers[family], family)(talk)
+    kept = [token for token, on in zip(example["ids"], example["mask"], strict=True) if on]
+    answers = [message["content"][0]["text"] for message in talk.messages if message["role"] == "assistant"]
+    assert tokenizers[family].decode(kept) == "".join(f"{answer}<|im_end|>" for answer in answers)
+
+
+def test_the_probe_labels_what_it_draws():
+    import random
+
+    rng = random.Random(0)
+    for _ in range(30):
+        _, labels = probe.draw_labelled(rng)
+        assert {name: len(row) for name, row in labels.items()} == {name: n for name, (n, _) in probe.QUESTIONS.items()}
+        assert all(0 <= label < probe.QUESTIONS[name][1] for name, row in labels.items() for label in row)
+        assert any(label for row in labels.values() for label in row)
+
+
+def test_an_unknown_family_is_refused(tokenizers):
+    with pytest.raises(ValueError, match="family: 'phi' is not one of qwen2_5_vl"):
+        architecture.new_model("phi", tokenizers["qwen2_5_vl"], 1, 0)
+
+
+@families
+def test_shipped_score_belongs_to_the_shipped_weights(family):
+    weights = shipped(family) / folder.WEIGHTS
+    score = json.loads((shipped(family) / "score.json").read_text())
+    assert folder.sha256(weights) == score["sha256"]
+    assert weights.stat().st_size == score["bytes"] <= folder.SIZE_LIMIT
+
+
+@families
+def test_shipped_targets_see(family):
+    score = json.loads((shipped(family) / "score.json").read_text())
+    assert score["finished"] == 1.0
+    assert {kind: share for kind, share in score["right"].items() if share < 0.95} == {}
+    assert all(score["words"][kind] > 50 for kind in ("colour", "shape", "size", "position", "sign", "height"))
+
+
+@families
+def test_shipped_folders_load_with_the_auto_classes(family):
+    path = shipped(family)
+    config, tokenizer = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+    assert AutoImageProcessor.from_pretrained(path)
+    assert config.model_type == family == model.config.model_type
+    assert len(tokenizer) == config.get_text_config().vocab_size
+    assert tokenizer.chat_template == architecture.chat_template(family)
+    assert tokenizer.eos_token_id in model.generation_config.eos_token_id
+    assert tokenizer.decode(tokenizer("日本 42 é")["input_ids"]) == "日本 42 é"
+
+
+@pytest.mark.slow
+@families
+def test_shipped_targets_describe_a_held_out_picture(family):
+    from data_prep.pocket.grammar import score_answer
+    from data_prep.pocket.score import answers
+
+    target = load_target(shipped(family), dtype=torch.float32)
+    talk = world.sample("test", 1, ["caption"])
+    [(text, _, ended)] = answers(target, [talk.messages[:1]])
+    score = score_answer(text, talk.meta["truth"], [])
+    assert ended
+    assert sum(n for (_, right), n in score.items() if right) >= 8

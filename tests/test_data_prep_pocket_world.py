@@ -1,0 +1,114 @@
+"""The pocket world: deterministic, split-pure, and honest about what its pictures show."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from data_prep.pocket import grammar, palette, world
+from data_prep.pocket.phrases import Pen
+
+
+def pictures(conversation):
+    parts = [part for message in conversation.messages for part in message["content"]]
+    clips = [frame for part in parts if part["type"] == "video" for frame in part["video"]]
+    return [part["image"] for part in parts if part["type"] == "image"] + clips
+
+
+def texts(conversation):
+    return [part["text"] for m in conversation.messages for part in m["content"] if part["type"] == "text"]
+
+
+@pytest.mark.parametrize("family", world.FAMILIES)
+def test_each_family_draws_and_words_a_conversation(family):
+    talk = world.sample("train", 3, [family])
+    assert talk.family == family and talk.source == "pocket"
+    assert [message["role"] for message in talk.messages] == ["user", "assistant"] * (len(talk.messages) // 2)
+    assert all(text.strip() == text and text for text in texts(talk))
+    assert all(text[-1] in '."' for text in texts(talk)[1::2])
+    assert bool(pictures(talk)) == (family != "text")
+    assert all(picture.size == (palette.SIDE, palette.SIDE) for picture in pictures(talk))
+    assert len(talk.meta["expect"]) == len(talk.messages) // 2
+
+
+def test_the_same_index_gives_the_same_conversation():
+    first, again = (world.sample("validation", 11) for _ in range(2))
+    assert texts(first) == texts(again)
+    assert [p.tobytes() for p in pictures(first)] == [p.tobytes() for p in pictures(again)]
+    assert texts(first) != texts(world.sample("validation", 12))
+
+
+def test_splits_share_no_picture():
+    seen = {
+        split: {p.tobytes() for index in range(150) for p in pictures(world.sample(split, index))} for split in palette.SPLITS
+    }
+    assert all(seen.values())
+    assert not seen["train"] & seen["test"] and not seen["train"] & seen["validation"]
+    assert not seen["validation"] & seen["test"]
+
+
+def test_every_corner_pixel_names_its_split():
+    for split, residues in palette.SPLITS.items():
+        for index in range(60):
+            for picture in pictures(world.sample(split, index)):
+                red, green, blue = picture.getpixel((0, 0))
+                assert (red + 3 * green + 7 * blue) % 10 in residues
+
+
+def test_wording_varies_but_facts_do_not():
+    rng = random.Random(5)
+    thing = palette.Thing("small", "red", "circle", 0)
+    from data_prep.pocket.phrases import statement
+
+    said = {statement(Pen(rng), thing) for _ in range(60)}
+    assert len(said) > 40
+    assert all("red circle" in text for text in said)
+    for text in said:
+        score = grammar.score_answer(text, {"scenes": [[vars(thing)]]}, [])
+        assert {kind for kind, right in score if right} == {"colour", "shape", "size", "position"}
+        assert not any(count for (_, right), count in score.items() if not right)
+
+
+@pytest.mark.parametrize("family", [name for name in world.FAMILIES if name != "text"])
+def test_the_grammar_finds_no_fault_with_the_worlds_own_answers(family):
+    for index in range(40):
+        talk = world.sample("test", index, [family])
+        for turn, expected in enumerate(talk.meta["expect"]):
+            text = talk.messages[2 * turn + 1]["content"][0]["text"]
+            score = grammar.score_answer(text, talk.meta["truth"], expected)
+            assert score and not [kind for kind, right in score if not right], text
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("A tiny blue circle sits in the top left.", "colour"),
+        ("A tiny red star sits in the top left.", "shape"),
+        ("A huge red circle sits in the top left.", "size"),
+        ("In the lower right area sits a tiny red circle.", "position"),
+    ],
+)
+def test_the_grammar_finds_a_wrong_word(text, kind):
+    thing = vars(palette.Thing("small", "red", "circle", 0))
+    score = grammar.score_answer(text, {"scenes": [[thing]]}, [])
+    assert score[kind, False] == 1 and sum(n for (_, right), n in score.items() if not right) == 1
+
+
+def test_the_grammar_finds_a_wrong_sign_bar_and_answer():
+    assert grammar.score_answer('It says "STOP" over "12".', {"sign": ["STOP", "13"]}, []) == {
+        ("sign", True): 1,
+        ("sign", False): 1,
+    }
+    score = grammar.score_answer("The red bar reaches 3, while the blue one is at 5.", {"bars": {"red": 3, "blue": 4}}, [])
+    assert score == {("height", True): 1, ("height", False): 1}
+    assert grammar.score_answer("No, it is not.", {}, [("answer", "yes")]) == {("answer", False): 1}
+
+
+@pytest.mark.parametrize(
+    ("split", "families", "message"),
+    [("dev", None, "split: 'dev'"), ("train", ["poem"], "poem"), ("train", [], "families")],
+)
+def test_unknown_names_are_refused(split, families, message):
+    with pytest.raises(ValueError, match=message):
+        world.sample(split, 0, families)

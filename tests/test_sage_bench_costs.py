@@ -1,0 +1,133 @@
+"""Cost measurement on random weights: every shape is right, extrapolation is a line, tables hold the whole grid."""
+
+import json
+
+import pytest
+import torch
+
+from sage.bench.__main__ import main
+from sage.bench.costs import extrapolated, format_costs, measure_costs, without_layers
+from sage.bench.projection import format_projection, project
+from sage.bench.shapes import SHAPES, Shape, layers_that_fit, random_target, shape_named
+
+CPU = torch.device("cpu")
+TINY = Shape(name="tiny", hidden_size=32, intermediate_size=48, num_layers=4, num_heads=4, num_kv_heads=2, vocab_size=64)
+
+
+def costs(num_layers, **options):
+    return measure_costs(
+        TINY, num_layers, torch.float32, CPU, nodes=(1, 4), widths=(1, 3), contexts=(8, 32), repeats=1, **options
+    )
+
+
+def test_the_grid_is_whole_and_all_layers_need_no_extrapolation():
+    found = costs(4)
+    assert [(row["nodes"], row["context"]) for row in found["verify"]] == [(1, 8), (4, 8), (1, 32), (4, 32)]
+    assert [(row["width"], row["context"]) for row in found["draft"]] == [(1, 8), (3, 8), (1, 32), (3, 32)]
+    assert not found["is_extrapolated"] and all(row["seconds"] == row["measured_s"] > 0 for row in found["verify"])
+    assert "all 4 layers measured" in format_costs(found)
+
+
+def test_fewer_layers_are_extrapolated_and_said_so():
+    found = costs(1)
+    assert found["is_extrapolated"] and all(row["seconds"] >= row["measured_s"] for row in found["verify"])
+    assert "1 of 4 layers measured, the rest extrapolated" in format_costs(found)
+
+
+@pytest.mark.parametrize("num_layers", [0, 5])
+def test_a_layer_count_the_shape_does_not_have_is_refused(num_layers):
+    with pytest.raises(ValueError, match=f"--layers {num_layers}: tiny takes 1 to 4"):
+        costs(num_layers)
+
+
+def test_extrapolation_is_the_line_through_both_points():
+    """1 s without layers, 3 s with two: one second per layer, so ten layers take 11 s."""
+    assert extrapolated(1.0, 3.0, 2, 10) == pytest.approx(11.0)
+    assert extrapolated(3.1, 3.0, 2, 10) == 3.0  # noise must not make more layers cheaper
+
+
+def test_layers_come_back_after_a_pass_without_them():
+    target = random_target(TINY, 2, torch.float32, CPU, 64)
+    with pytest.raises(KeyError), without_layers(target):
+        assert len(target.text_model.layers) == 0
+        raise KeyError
+    assert len(target.text_model.layers) == 2
+
+
+def test_a_random_target_has_the_shapes_parameters_in_the_asked_dtype():
+    target = random_target(TINY, 3, torch.bfloat16, CPU, 64)
+    layer = target.text_model.layers[0]
+    matrices = sum(p.numel() for p in layer.parameters() if p.dim() == 2)
+    assert matrices == TINY.layer_parameters and target.dtype == torch.bfloat16
+    assert target.embed_tokens.weight.numel() + target.lm_head.weight.numel() == TINY.vocabulary_parameters
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_known_shapes_have_the_released_models_size():
+    """Text weights in billions, from the released checkpoints: 3.09 (tied), 7.62, 32.8, 72.7."""
+    sizes = {n: s.num_layers * s.layer_parameters + s.vocabulary_parameters for n, s in SHAPES.items()}
+    assert [round(size / 1e9, 1) for size in sizes.values()] == [3.1, 7.6, 32.8, 72.7]
+
+
+def test_layers_that_fit_never_exceed_the_shape_and_need_room():
+    assert layers_that_fit(TINY, torch.float32, CPU) == 4
+    huge = Shape(
+        name="huge", hidden_size=2**20, intermediate_size=2**22, num_layers=4, num_heads=1, num_kv_heads=1, vocab_size=2**20
+    )
+    with pytest.raises(ValueError, match="no room for one of its layers"):
+        layers_that_fit(huge, torch.float32, CPU)
+
+
+def test_an_unknown_shape_lists_the_known_ones():
+    with pytest.raises(ValueError, match="--shape 'qwen9' is unknown; choose one of qwen2_5_vl_3b"):
+        shape_named("qwen9")
+
+
+def test_the_command_writes_json_and_prints_both_tables(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(SHAPES, "tiny", TINY)
+    out = tmp_path / "costs.json"
+    grid = ["--nodes", "1,2", "--widths", "1", "--contexts", "8", "--repeats", "1", "--dtype", "fp32", "--device", "cpu"]
+    main(["costs", "--shape", "tiny", *grid, "--out", str(out)])
+    assert json.loads(out.read_text())["layers_measured"] == 2  # the default on a CPU
+    shown = capsys.readouterr().out
+    assert "target pass, ms: nodes" in shown and "draft level, ms: width" in shown
+
+
+def report_of(host_s, rounds=10, levels=4.0, nodes=8.0):
+    stages = dict.fromkeys(("accept", "commit", "policy", "other"), host_s / 4)
+    part = {"draft_steps_per_round": levels, "nodes_per_round": nodes, "rounds": rounds, "time_s": stages}
+    return {"policies": {"sage": part, "autoregressive": part | {"draft_steps_per_round": 0.0}}}
+
+
+def test_projection_by_hand():
+    """A round: a pass over 9 nodes, 90 ms on the line from 10 at 1 to 100 at 10, and 4 levels of width 2, 5 ms each."""
+    tables = {
+        "kind": "costs",
+        "verify": [{"nodes": n, "context": 8, "seconds": 0.01 * n} for n in (1, 10)],
+        "draft": [{"width": w, "context": 8, "seconds": 0.0025 * w} for w in (1, 4)],
+    }
+    [row] = project(report_of(host_s=0.1), tables)
+    assert row["compute_s"] == pytest.approx(0.09 + 4 * 0.005) and row["bookkeeping_s"] == pytest.approx(0.01)
+    assert row["share"] == pytest.approx(0.01 / 0.12)
+    assert "8.33%" in format_projection([row], "qwen")
+    with pytest.raises(ValueError, match="needs a report.json"):
+        project(tables, tables)
+
+
+def test_the_command_projects_a_report(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(SHAPES, "tiny", TINY)
+    file = tmp_path / "report.json"
+    file.write_text(json.dumps(report_of(host_s=0.1)))
+    grid = ["--nodes", "1,2", "--widths", "1,2", "--contexts", "8", "--repeats", "1", "--dtype", "fp32", "--device", "cpu"]
+    main(["costs", "--shape", "tiny", *grid, "--project", str(file)])
+    assert "bookkeeping projected to tiny" in capsys.readouterr().out
+    for content, message in ((None, "no such file"), ("{", "not JSON"), ("[]", "needs a report.json")):
+        file.unlink() if content is None else file.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            main(["costs", "--shape", "tiny", *grid, "--project", str(file)])
+
+
+@pytest.mark.parametrize("text", ["1,x", "0", ""])
+def test_a_grid_must_hold_counts(text):
+    with pytest.raises(ValueError, match="not a list of counts"):
+        main(["costs", "--shape", "qwen2_5_vl_3b", "--layers", "1", "--nodes", text])

@@ -1,0 +1,207 @@
+"""Several ranks through the real launcher: the same weights as one rank, whose error is shown, how a run is stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from train_helpers import command, environment, make_target
+
+from train.config import Config, ConfigError
+from train.hydra_app import compose
+from train.launch import RankFailed, Watch, check_devices, first_host, join_environment, launch
+from train.stopping import StopSignal
+
+TINY_REPORT = ["decode.policies=[autoregressive]", "decode.max_new_tokens=2"]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory, target: Path) -> Path:
+    """The run that the others are compared with."""
+    run = tmp_path_factory.mktemp("one") / "run"
+    done = subprocess.run(
+        [sys.executable, "-m", "train.cli", *command(target, run, *TINY_REPORT, "deepspeed=zero0")],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "report: " in done.stdout and "Warning" not in done.stderr, done.stderr
+    return run
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def two_ranks(target: Path, run: Path, *overrides: str) -> Config:
+    arguments = command(target, run, *TINY_REPORT, "launch.ranks=2", "train.micro_batch_size=1", "launch.device=cpu")
+    config: Config = compose("config", [*arguments, *overrides], Config)
+    return config
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_two_ranks_give_the_weights_of_one(target: Path, one_rank: Path, tmp_path: Path, stage: int) -> None:
+    """Same global batch, 1 rank x 2 x 2 against 2 ranks x 1 x 2. The mean is exact, its float32 sums run in another order:
+    see test_train_run for what that does to a step; a wrong factor would move every weight by whole steps (1e-3)."""
+    run = tmp_path / "run"
+    assert launch(two_ranks(target, run, f"deepspeed=zero{stage}")) == 0
+    one, two = (load_file(folder / "draft" / "model.safetensors") for folder in (one_rank, run))
+    assert one.keys() == two.keys()
+    for name in one:
+        assert (one[name] - two[name]).abs().max() <= 5e-6, name
+    for left, right in zip(metrics(one_rank), metrics(run), strict=True):
+        assert left["tokens"] == right["tokens"]
+        for name in ("loss", "loss_ce", "loss_feature", "grad_norm"):
+            assert left[name] == pytest.approx(right[name], rel=1e-4), name
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_the_error_of_the_rank_that_failed_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(RankFailed, match="'gpt2' is not a known family") as caught:
+        launch(two_ranks(tmp_path / "empty", tmp_path / "run"))
+    assert caught.value.exit_code == 2 and not caught.value.details
+    assert not (tmp_path / "run").exists()
+
+
+def start(target: Path, run: Path, *overrides: str) -> subprocess.Popen[str]:
+    """A long run of two ranks in the background, some steps in."""
+    arguments = command(target, run, *TINY_REPORT, "launch.ranks=2", "train.micro_batch_size=1", "train.max_steps=100000")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "train.cli", *arguments, *overrides], env=environment(), stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 120
+    while not (run / "metrics.jsonl").exists() or not metrics(run):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[1]
+        time.sleep(0.2)
+    return process
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[int]:
+    """Process ids of the spawned ranks."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+@pytest.mark.slow
+def test_sigterm_saves_at_the_step_boundary_and_exits_with_3(target: Path, tmp_path: Path) -> None:
+    process = start(target, tmp_path / "run")
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 3, errors
+    saved = (tmp_path / "run" / "state" / "latest").read_text().strip()
+    assert (tmp_path / "run" / "state" / saved / "rank_00001.pt").is_file()
+    trainer = json.loads((tmp_path / "run" / "state" / saved / "trainer.json").read_text())
+    assert trainer["step"] == metrics(tmp_path / "run")[-1]["step"]
+
+
+@pytest.mark.slow
+def test_a_killed_rank_takes_the_run_down_within_seconds(target: Path, tmp_path: Path) -> None:
+    process = start(target, tmp_path / "run", "train.save_every=1")
+    victim, *others = ranks_of(process)
+    begin = time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "was killed by SIGKILL (out of memory?)" in errors.splitlines()[-1]
+    assert errors.count("error: ") == 1 and "Connection" not in errors  # not the other rank's complaint
+    assert time.monotonic() - begin < 20
+    assert not any(Path(f"/proc/{pid}").exists() for pid in others)
+
+
+def test_the_first_report_counts_and_a_kill_counts_more(tmp_path: Path) -> None:
+    watch = Watch(tmp_path)
+    for rank, when, message in ((0, 2.0, "connection lost"), (1, 1.0, "disk full")):
+        facts = {"time": when, "exit_code": 1, "message": message, "details": "trace"}
+        (tmp_path / f"rank_{rank}.json").write_text(json.dumps(facts))
+        (tmp_path / f"rank_{rank}.pid").write_text(str(rank + 100))
+    assert str(watch.verdict()) == "disk full" and watch.verdict().details == "trace"
+    watch.first_dead = {101: -9, 100: 1}
+    assert str(watch.verdict()) == "rank 1 was killed by SIGKILL (out of memory?)"
+    watch.asked_to_stop = True
+    assert watch.verdict().exit_code == 3
+
+
+def test_a_silent_death_is_still_an_error(tmp_path: Path) -> None:
+    assert "before it could say why" in str(Watch(tmp_path).verdict())
+
+
+def test_srun_variables_become_torch_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = {"STEP_ID": "0", "STEP_NUM_TASKS": "8", "PROCID": "5", "LOCALID": "1", "JOB_ID": "77"}
+    slurm["STEP_NODELIST"] = "gpu[03-04]"
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "to be restored")
+        monkeypatch.delenv(name)
+    for name, value in slurm.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert join_environment() == 8
+    assert (os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["MASTER_ADDR"]) == ("5", "1", "gpu03")
+    assert 20_000 <= int(os.environ["MASTER_PORT"]) < 40_000
+
+
+@pytest.mark.parametrize(("nodes", "first"), [("a", "a"), ("a,b", "a"), ("gpu[003-007,9],big1", "gpu003"), ("n[1,5]", "n1")])
+def test_first_host(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+def test_half_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ConfigError, match="WORLD_SIZE, MASTER_ADDR, MASTER_PORT: missing"):
+        join_environment()
+
+
+def test_another_number_of_ranks_than_started_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"launch.ranks=2: 4 rank\(s\) were started from outside"):
+        launch(two_ranks(tmp_path, tmp_path / "run"))
+
+
+def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = two_ranks(tmp_path, tmp_path / "run", "launch.device=cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="launch.device=cuda: PyTorch sees no GPU"):
+        check_devices(config, 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match=r"launch.gpus=2: this machine has 1 GPU\(s\)"):
+        check_devices(config, 2)
+
+
+def test_signals_set_a_flag_once_there_is_a_loop() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with StopSignal() as stop:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        stop.is_gentle = True
+        signal.raise_signal(signal.SIGUSR1)
+        assert stop.is_set
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)  # Ctrl-C once more: at once
+    assert signal.getsignal(signal.SIGTERM) == before

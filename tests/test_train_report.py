@@ -1,0 +1,177 @@
+"""The report's plots and page, from a hand-made report in the contract's schema."""
+
+import copy
+
+import pytest
+from matplotlib.image import imread
+
+from train.report import render_page, write_plots
+from train.report.generation import choose_policy
+from train.report.page import best_policy, headline
+
+STAGES = ("vision", "target_prefill", "draft_prefill", "draft_steps", "verify", "accept", "commit", "policy", "other")
+ALPHAS = (0.5, 0.62, 0.81, 0.93, 0.88, 0.42, 0.31, 0.55, 0.77, 0.9, 0.97, 0.83, 0.64, 0.48, 0.36, 0.6, 0.85, 0.94)
+
+
+def _rounds():
+    log = []
+    for index, alpha in enumerate(ALPHAS):
+        planned = round(3 + 5 * alpha)
+        depth = planned - index % 2
+        log.append(
+            {
+                "depth": depth,
+                "nodes": 8 + round(40 * (1 - alpha)),
+                "accepted": min(depth, round(6 * alpha)),
+                "alpha": alpha,
+                "planned_depth": planned,
+                "width": 2 + 8 * (1 - alpha),
+            }
+        )
+    return log
+
+
+def _policy(speedup, accepted, seconds, log, bins):
+    decode_s = 2.4 / speedup
+    share = dict(zip(STAGES[3:], seconds, strict=True))
+    levels = [{"depth": d, "tried": 160 // d, "kept": round(160 // d * (0.5 + 0.1 * accepted - 0.04 * d))} for d in range(1, 9)]
+    return {
+        "mean_accepted_draft": accepted,
+        "tokens_per_target_pass": accepted + 1,
+        "tokens_per_s": 150 * speedup,
+        "speedup": speedup,
+        "speedup_end_to_end": 1 + 0.8 * (speedup - 1),
+        "speedup_ci": [speedup * 0.93, speedup * 1.06],
+        "match": 16,
+        "total": 16,
+        "match_hf": 16,
+        "first_gaps": [],
+        "tokens": 360,
+        "time_s": {"vision": 0.1, "target_prefill": 0.2, "draft_prefill": 0.02 * bool(log)}
+        | {stage: value * decode_s for stage, value in share.items()},
+        "acceptance_by_depth": levels if log else [],
+        "accepted_histogram": bins,
+        "per_prompt": [],
+        "example": {"prompt": "caption-12", "rounds_log": log},
+    }
+
+
+def example_report():
+    """A report as `sage.bench.report.build_report` makes it, with figures that look like the real ones."""
+    log = _rounds()
+    plain = [{key: entry[key] for key in ("depth", "nodes", "accepted")} for entry in log]
+    policies = {
+        "autoregressive": _policy(0.93, 0.0, (0, 0.97, 0, 0.01, 0, 0.02), [], [0]),
+        "chain": _policy(1.71, 2.61, (0.3, 0.64, 0.02, 0.01, 0.01, 0.02), plain, [20, 25, 22, 15, 9, 30]),
+        "static": _policy(1.86, 2.98, (0.27, 0.67, 0.02, 0.01, 0.01, 0.02), plain, [12, 22, 25, 20, 14, 33]),
+        "sage": _policy(2.24, 3.87, (0.33, 0.59, 0.02, 0.01, 0.03, 0.02), log, [9, 16, 18, 17, 14, 11, 8, 6, 10]),
+    }
+    baselines = {
+        "autoregressive": {"tokens_per_s": 139.5, "speedup": 0.93, "speedup_end_to_end": 0.94, "is_autoregressive": True},
+        "hf_generate": {"tokens_per_s": 150.0, "speedup": 1.0, "speedup_end_to_end": 1.0, "is_autoregressive": True},
+        "hf_prompt_lookup": {
+            "tokens_per_s": 163.0,
+            "speedup": 1.09,
+            "speedup_end_to_end": 1.05,
+            "is_autoregressive": False,
+            "speedup_ci": [0.98, 1.21],
+        },  # fmt: skip
+    }
+    return {
+        "schema": 1,
+        "target": "pocket_qwen2_5_vl",
+        "draft": "runs/demo/draft",
+        "device": "cpu",
+        "dtype": "float32",
+        "prompts": 16,
+        "max_new_tokens": 128,
+        "temperature": 0.0,
+        "seed": 0,
+        "repeats": 3,
+        "step": 400,
+        "fastest_baseline": "hf_generate",
+        "policies": policies,
+        "baselines": baselines,
+        "failed_baselines": {},
+        "by_family": {"caption": {"sage": {"prompts": 16, "tokens_per_target_pass": 4.9, "speedup": 2.3}}},
+        "machine": {"system": "Linux x86_64", "cpu": "AMD EPYC", "cores": 2, "torch_threads": 2, "load_average": 1.1},
+        "versions": {"python": "3.12.3", "torch": "2.13.0", "transformers": "5.23.0"},
+        "command": "sage-validate checkpoint=runs/demo",
+    }
+
+
+@pytest.mark.slow
+def test_every_plot_is_written_at_readme_width(tmp_path):
+    plots = write_plots(example_report(), tmp_path)
+    assert [plot.file for plot in plots] == ["speed.png", "acceptance.png", "time.png", "accepted.png", "generation.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(plot.file for plot in plots)
+    for plot in plots:
+        pixels = imread(tmp_path / plot.file)
+        assert pixels.shape[1] == 1292 and pixels.std() > 0.02  # not blank
+
+
+def test_plots_without_data_are_left_out(tmp_path):
+    report = example_report()
+    report["policies"] = {"autoregressive": report["policies"]["autoregressive"]}
+    assert [plot.file for plot in write_plots(report, tmp_path)] == ["speed.png", "time.png"]
+
+
+def test_page_embeds_pictures_by_relative_name_and_names_the_command(tmp_path):
+    report = example_report()
+    page = render_page(report, write_plots(report, tmp_path))
+    assert "](speed.png)" in page and str(tmp_path) not in page
+    assert "sage-validate checkpoint=runs/demo" in page and "transformers 5.23.0" in page
+    assert "| `sage` | 4.87 | 3.87 | 336.0 | 2.24x | 2.08-2.37 | 1.99x |" in page
+
+
+def test_headline_names_the_fastest_policy_and_identical_output():
+    text = headline(example_report())
+    assert "`sage` decodes **2.24x** faster than" in text and "`hf_generate`" in text
+    assert "All 48 outputs are identical to the target's own greedy decoding." in text
+
+
+def test_headline_says_when_output_differs_or_the_policy_is_slower():
+    report = example_report()
+    for part in report["policies"].values():
+        part["speedup"] = 0.5
+    report["policies"]["sage"]["match"] = 15
+    text = headline(report)
+    assert "**2.00x** **slower** than" in text and "47 of 48 outputs are identical" in text
+
+
+def test_headline_of_sampling_speaks_of_the_seed():
+    assert "sampling with the same seed" in headline(example_report() | {"temperature": 0.7})
+
+
+def test_a_baseline_that_failed_is_named_with_its_reason():
+    page = render_page(example_report() | {"failed_baselines": {"hf_assisted": "ValueError on prompt p3: no cache"}})
+    assert "`hf_assisted` was left out: ValueError on prompt p3: no cache." in page
+
+
+def test_differing_prompts_show_their_gaps():
+    report = example_report()
+    report["policies"]["sage"] |= {"match": 14, "first_gaps": [0.00012, 0.031]}
+    assert "| `sage` | 14 of 16 | 16 of 16 | 0.00012, 0.031 |" in render_page(report)
+
+
+def test_bookkeeping_share_adds_up():
+    """accept + commit + policy + other of 2.4 / 2.24 s, over that plus the 0.02 s of draft prefill."""
+    page = render_page(example_report())
+    decode_s = 2.4 / 2.24
+    expected = 0.08 * decode_s / (decode_s + 0.02)
+    row = next(line for line in page.splitlines() if line.startswith("| `sage`") and line.endswith("% |"))
+    assert row.endswith(f"| {expected:.1%} |")
+
+
+@pytest.mark.parametrize(("present", "shown"), [(("chain", "static"), "static"), (("autoregressive",), None)])
+def test_generation_plot_prefers_adaptive_policies(present, shown):
+    report = copy.deepcopy(example_report())
+    assert choose_policy(report) == "sage"
+    report["policies"] = {name: report["policies"][name] for name in present}
+    assert choose_policy(report) == shown
+
+
+def test_best_policy_ignores_autoregressive():
+    report = example_report()
+    report["policies"]["autoregressive"]["speedup"] = 9.0
+    assert best_policy(report) == "sage"

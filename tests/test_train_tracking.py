@@ -1,0 +1,222 @@
+"""What is written where, and that it survives resuming; the wandb run is real, offline."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from train.config import Config, ConfigError, OptimConfig, Schedule, TrackingKind, WandbConfig, WandbMode
+from train.handoff import flatten, score_of
+from train.hydra_app import compose
+from train.meter import Meter
+from train.progress import Lines, Silent, clock, describe, open_display
+from train.provenance import git_revision, write_provenance
+from train.ranks import Ranks
+from train.resume import TrainState
+from train.schedule import learning_rate, total_steps
+from train.tracking import Jsonl, Tracker, check_tracking, open_tracker, read_metrics
+
+LINES = [{"step": step, "loss": 1.0 / step} for step in (1, 2, 3)]
+
+
+def config_in(folder: Path, *overrides: str) -> Config:
+    config: Config = compose("config", [f"run.dir={folder}", *overrides], Config)
+    return config
+
+
+def test_metrics_are_one_object_per_line(tmp_path: Path) -> None:
+    tracker = open_tracker(config_in(tmp_path), {}, 0)
+    for line in LINES:
+        tracker.log(line, line["step"])  # type: ignore[arg-type]
+    tracker.log({"validation/sage/speedup": 2.0}, 3)  # a figure of a report, which has a file of its own
+    tracker.close()
+    assert [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()] == LINES
+
+
+def test_resuming_drops_what_was_logged_after_the_saved_step_and_a_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in LINES) + '{"step": 4, "lo')
+    sink = Jsonl(path, from_step=2)
+    sink.log({"step": 3, "loss": 9.0}, 3)
+    sink.close()
+    assert read_metrics(path) == [*LINES[:2], {"step": 3, "loss": 9.0}]
+
+
+def test_a_new_run_starts_an_empty_file(tmp_path: Path) -> None:
+    Jsonl(tmp_path / "metrics.jsonl", 0).close()
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+    assert read_metrics(tmp_path / "none.jsonl") == []
+
+
+def test_a_sink_that_fails_to_close_is_reported_and_the_others_are_closed(caplog: pytest.LogCaptureFixture) -> None:
+    closed = []
+
+    class Broken:
+        def log(self, metrics: object, step: int) -> None: ...
+
+        def close(self) -> None:
+            raise OSError("network is gone")
+
+    logging.getLogger("train").propagate = True
+    with caplog.at_level(logging.ERROR):
+        Tracker([Broken(), SimpleNamespace(log=None, close=lambda: closed.append(True))]).close()
+    assert closed == [True] and "network is gone" in caplog.text
+
+
+@pytest.mark.slow
+def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    tracker = open_tracker(config_in(tmp_path, "tracking=tensorboard"), {}, 0)
+    for line in LINES:
+        tracker.log(line, line["step"])  # type: ignore[arg-type]
+    tracker.close()
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [
+        (line["step"], pytest.approx(line["loss"])) for line in LINES
+    ]
+
+
+def test_a_missing_tensorboard_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_in(tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    check_tracking(config)
+    config.tracking.kind = TrackingKind.tensorboard
+    with pytest.raises(ConfigError, match=r"tracking=tensorboard: .* pip install 'sage-draft\[tensorboard\]'"):
+        check_tracking(config)
+
+
+@pytest.mark.slow
+def test_wandb_offline_is_a_real_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    config = config_in(tmp_path, "tracking=wandb", "tracking.mode=offline", "tracking.project=tests")
+    assert isinstance(config.tracking, WandbConfig) and config.tracking.mode is WandbMode.offline
+    tracker = open_tracker(config, {"seed": 0}, 0)
+    for line in LINES:
+        tracker.log(line, line["step"])  # type: ignore[arg-type]
+    tracker.close()
+    identity = (tmp_path / "wandb_id").read_text()
+    (log,) = (tmp_path / "wandb").glob(f"offline-run-*-{identity}/run-{identity}.wandb")
+    assert log.stat().st_size > 0
+    assert read_metrics(tmp_path / "metrics.jsonl") == LINES
+
+
+# -- provenance -----------------------------------------------------------------------------------------------------------
+
+
+def test_provenance_keeps_the_first_start_and_adds_later_ones(tmp_path: Path) -> None:
+    target = SimpleNamespace(name="tiny", fingerprint={"hidden_size": 32})
+    ranks = Ranks(0, 1, torch.device("cpu"))
+    write_provenance(tmp_path, ranks, target, "abc", 0)
+    write_provenance(tmp_path, ranks, target, "abc", 7)
+    found = json.loads((tmp_path / "provenance.json").read_text())
+    assert found["from_step"] == 0 and [entry["from_step"] for entry in found["resumed"]] == [7]
+    assert found["data_fingerprint"] == "abc" and found["target"] == {"name": "tiny", "hidden_size": 32}
+    assert found["versions"]["torch"] == torch.__version__ and found["command"]
+
+
+def test_git_revision_is_a_commit_or_nothing() -> None:
+    found = git_revision()
+    assert found is None or (isinstance(found["is_dirty"], bool) and len(found["commit"] or "0" * 40) == 40)
+
+
+# -- schedule -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "per_epoch", "steps"),
+    [
+        (["train.epochs=3"], 10.0, 30),
+        (["train.epochs=3", "train.max_steps=7"], 10.0, 7),
+        (["train.epochs=1", "train.max_steps=70"], 2.5, 3),  # the last step begins the next epoch
+        (["train.epochs=null", "train.max_steps=70"], 2.5, 70),
+        (["train.max_steps=5"], None, 5),
+        (["train.epochs=1"], 0.1, 1),
+    ],
+)
+def test_total_steps(tmp_path: Path, overrides: list[str], per_epoch: float | None, steps: int) -> None:
+    assert total_steps(config_in(tmp_path, *overrides), per_epoch) == steps
+
+
+def test_a_stream_needs_max_steps(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="train.max_steps: missing; streamed data"):
+        total_steps(config_in(tmp_path), None)
+
+
+def test_learning_rates() -> None:
+    constant = OptimConfig(lr=1.0, grad_clip=1.0)
+    assert [learning_rate(constant, step, 10) for step in (0, 5, 9)] == [1, 1, 1]
+    cosine = OptimConfig(lr=1.0, grad_clip=1.0, schedule=Schedule.cosine, warmup_steps=2, min_lr_ratio=0.1)
+    rates = [learning_rate(cosine, step, 10) for step in range(11)]
+    assert rates[:3] == [0.5, 1.0, 1.0]
+    assert rates[6] == pytest.approx(0.1 + 0.9 / 2)  # half-way down
+    assert rates[10] == pytest.approx(0.1)
+    assert all(one >= other for one, other in zip(rates[1:], rates[2:], strict=False))
+
+
+# -- meter, display, score ------------------------------------------------------------------------------------------------
+
+
+def test_the_meter_divides_sums_by_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ranks, "sum", lambda self, values: 2 * values)  # two ranks that saw the same
+    loader = SimpleNamespace(wait_s=1.0)
+    meter, state = Meter(loader), TrainState(step=3, tokens=100)
+    meter.add(torch.tensor([2.0, 4.0, 6.0, 1.0, 3.0, 10.0]))
+    meter.add(torch.tensor([4.0, 4.0, 2.0, 1.0, 3.0, 10.0]))
+    loader.wait_s = 1.5
+    line = meter.reduce(Ranks(0, 2, torch.device("cpu")), state, lr=0.1, grad_norm=2.0)
+    assert [line[key] for key in ("loss", "loss_ce", "loss_feature", "agreement")] == pytest.approx([0.3, 0.4, 0.4, 0.1])
+    assert line["step"] == 3 and line["tokens"] == 100 and line["lr"] == 0.1
+    assert line["data_wait"] == pytest.approx(0.5 / line["time_s"]) and state.time_s == line["time_s"]
+    assert meter.latest["loss"] == pytest.approx(0.3)
+    with pytest.raises(AssertionError, match="before any step"):
+        meter.reduce(Ranks(0, 2, torch.device("cpu")), state)
+
+
+def test_pauses_are_no_training_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(Ranks, "sum", lambda self, values: values)
+    meter, state = Meter(None), TrainState(step=1, tokens=10)
+    meter.add(torch.ones(6))
+    now[0] = 2.0
+    with meter.paused():
+        now[0] = 50.0
+    assert meter.reduce(Ranks(0, 1, torch.device("cpu")), state)["tokens_per_s"] == 5.0
+
+
+def test_lines_come_at_intervals_with_the_time_left(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    logging.getLogger("train").propagate = True
+    lines = Lines(total=100, first=0, interval_s=10)
+    with caplog.at_level(logging.INFO, logger="train.progress"):
+        for step in (1, 2, 10, 11, 100):
+            now[0] = float(step)
+            lines.update(step, {"loss": 0.5, "tokens_per_s": 1234.0, "agreement": 0.9})
+    assert [record.getMessage() for record in caplog.records] == [
+        "step 10/100  loss 0.5000  agreement 0.900  1,234 tokens/s  01:30 left",
+        "step 100/100  loss 0.5000  agreement 0.900  1,234 tokens/s  00:00 left",
+    ]
+
+
+def test_other_ranks_are_silent_and_clocks_read_well() -> None:
+    assert isinstance(open_display(10, 0, 1.0, is_main=False), Silent)
+    assert (clock(59.9), clock(3723)) == ("00:59", "1:02:03")
+    assert describe({}) == ""
+
+
+def test_the_score_is_sages_else_the_first_that_drafts() -> None:
+    def report(*names: str) -> dict[str, object]:
+        return {"policies": {name: {"tokens_per_target_pass": float(i), "first_gaps": []} for i, name in enumerate(names)}}
+
+    assert score_of(report("autoregressive", "static", "sage")) == 2.0
+    assert score_of(report("autoregressive", "static", "chain")) == 1.0
+    assert score_of(report("autoregressive")) is None
+    assert flatten(report("sage")) == {"validation/sage/tokens_per_target_pass": 0.0}
+    assert math.isclose(flatten(report("static", "sage"))["validation/sage/tokens_per_target_pass"], 1.0)

@@ -1,0 +1,62 @@
+"""A random pocket target on disk, and command lines that train on it in seconds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from data_prep.pocket import architecture, folder, training
+
+ROOT = Path(__file__).parent.parent
+SMALL = [
+    "data=pocket",
+    "data.num_examples=12",
+    "data.cache=rows",
+    "train.epochs=null",
+    "train.max_steps=2",
+    "train.global_batch_size=4",
+    "train.micro_batch_size=2",
+    "train.log_every=1",
+    "optim.lr=1e-3",
+    "decode.policies=[autoregressive,sage]",
+    "decode.num_prompts=1",
+    "decode.max_new_tokens=4",
+    "decode.warmup=0",
+]
+
+
+def make_target(where: Path, family: str = "qwen2_5_vl", layers: int = 2) -> Path:
+    """An untrained pocket target with its processor, as a folder."""
+    tokenizer = architecture.new_tokenizer(family, training.world_texts(50))
+    model = architecture.new_model(family, tokenizer, layers, seed=0)
+    folder.save(model, tokenizer, family, where / f"target_{family}")
+    return where / f"target_{family}"
+
+
+def command(target: Path, run: Path, *overrides: str) -> list[str]:
+    """The arguments of a short training run."""
+    where = [f"target.path={target}", "target.dtype=fp32", f"run.dir={run}", f"data.cache_dir={run.parent}/cache"]
+    return [*SMALL, *where, *overrides]
+
+
+def sage_train(
+    *arguments: str, cwd: Path, prefix: tuple[str, ...] = (), timeout_s: float = 120
+) -> subprocess.CompletedProcess[str]:
+    """`sage-train` in a process of its own, warnings shown."""
+    return subprocess.run(
+        [*(prefix or (sys.executable, "-m", "train.cli")), *arguments],
+        cwd=cwd,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def environment() -> dict[str, str]:
+    """One thread per process, our sources importable from anywhere, none of the launcher's variables."""
+    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "HYDRA_FULL_ERROR")}
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}

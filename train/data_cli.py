@@ -1,0 +1,150 @@
+"""sage-data: checks, shows, converts and regenerates data, with the same `data` and `target` choices as sage-train."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+
+from data_prep.config import RegenerateConfig, Split, validate
+from train.checks import check_path
+from train.config import ConfigError, DataConfig, LaunchConfig, TargetConfig
+from train.hydra_app import EXIT_DONE, configure_logging, run_app
+
+
+class Action(StrEnum):
+    check = "check"
+    convert = "convert"
+    regenerate = "regenerate"
+
+
+@dataclass(kw_only=True)
+class DataCommand:
+    """Everything `sage-data` needs.
+
+    Attributes:
+        action: `check` prepares, measures and writes a page; `convert` writes `messages` rows; `regenerate` lets the
+            target answer the prompts itself.
+        split: which part of the data.
+        out: the page (`check`; default `runs/data/NAME.html`) or the rows (`.jsonl`).
+        limit: examples to measure, 0 = all; `shown` of them are on the page.
+    """
+
+    action: Action = Action.check
+    split: Split = Split.train
+    out: str = ""
+    limit: int = 1000
+    shown: int = 24
+    debug: bool = False
+    data: DataConfig = field(default_factory=lambda: DataConfig(sources={}))
+    target: TargetConfig = field(default_factory=TargetConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
+
+
+def main() -> None:
+    """Entry point of the console script; exits with the code that the contract gives."""
+    ConfigStore.instance().store(name="prepare_schema", node=DataCommand)
+    sys.exit(run_app("prepare", DataCommand, run))
+
+
+def run(config: DataCommand) -> int:
+    """Checks the settings before torch is imported, then does what is asked.
+
+    Raises:
+        ConfigError: a setting is wrong.
+        ValueError: a file or an item is.
+    """
+    check(config)
+    rank = int(os.environ.get("RANK", 0))
+    configure_logging(config.debug, is_speaking=rank == 0)
+    if config.action is Action.regenerate:
+        return _regenerate_on_ranks(config)
+    from data_prep import cli
+
+    processor = cli.load_processor(config.target.path)
+    if config.action is Action.convert:
+        count = cli.convert(config.data, processor, str(config.split), Path(config.out))
+        print(f"{count} conversations: {config.out}")
+        return EXIT_DONE
+    statistics, dataset = cli.check_data(config.data, processor, str(config.split), config.limit)
+    page = Path(config.out or f"runs/data/{config.data.name}-{config.target.name}.html")
+    cli.write_page(page, config.data, statistics, dataset, config.shown)
+    print(statistics.as_text())
+    print(f"page: {page}")
+    return EXIT_DONE
+
+
+def check(config: DataCommand) -> None:
+    """Cross-field checks.
+
+    Raises:
+        ConfigError, ValueError: dotted key, value, what is allowed.
+    """
+    validate(config.data)
+    check_path("target.path", config.target.path)
+    if config.action is not Action.check and not config.out.endswith(".jsonl"):
+        raise ConfigError(f"out={config.out}: {config.action} writes rows; give out=FILE.jsonl")
+    if config.action is Action.check and config.out and not config.out.endswith(".html"):
+        raise ConfigError(f"out={config.out}: check writes a page; give out=FILE.html")
+    for name in ("limit", "shown"):
+        if getattr(config, name) < 0:
+            raise ConfigError(f"{name}={getattr(config, name)}; allowed: 0 or more")
+    if config.regenerate.draft:
+        check_path("regenerate.draft", config.regenerate.draft)
+
+
+def _regenerate_on_ranks(config: DataCommand) -> int:
+    """Ranks share nothing but the folder they write to, so they are plain processes; a failed one is resumed later."""
+    if "RANK" in os.environ:
+        return _regenerate(config, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    ranks = config.launch.gpus or config.launch.ranks or 1
+    if ranks == 1:
+        return _regenerate(config, 0, 1)
+    context = multiprocessing.get_context("spawn")
+    started = [context.Process(target=_rank, args=(config, rank, ranks)) for rank in range(ranks)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join()
+    return max((abs(process.exitcode or 0) for process in started), default=EXIT_DONE)
+
+
+def _rank(config: DataCommand, rank: int, world_size: int) -> None:
+    from sage.cli import run as run_command
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    configure_logging(config.debug, is_speaking=rank == 0)
+    sys.exit(run_command(lambda: _regenerate(config, rank, world_size)))
+
+
+def _regenerate(config: DataCommand, rank: int, world_size: int) -> int:
+    import torch
+
+    import sage
+    from data_prep import cli
+    from train.ranks import local_rank, pick_device
+    from train.validate import DTYPES
+
+    if config.launch.threads is not None:
+        torch.set_num_threads(config.launch.threads)
+    device = pick_device(str(config.launch.device), local_rank())
+    options: dict[str, Any] = {"revision": config.target.revision} if config.target.revision is not None else {}
+    target = sage.load_target(config.target.path, dtype=DTYPES[config.target.dtype], device=device, **options)
+    settings = config.regenerate
+    draft = sage.load_draft(settings.draft, target) if settings.draft else None
+    out = Path(config.out)
+    found = cli.regenerate_data(config.data, target, draft, settings, str(config.split), out, rank, world_size)
+    if found.merged:
+        print(f"{found.total} conversations answered ({found.done_now} now): {out}")
+    return EXIT_DONE
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""The training loop: one step, and the rhythm of logging, saving and validating around it.
+
+Owns: the order of things. Does not own: any of the things.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from checkpoints.store import StateStore
+from train.config import Config
+from train.engine import Engine
+from train.meter import Meter
+from train.objective import Objective, count_supervised, with_noise
+from train.progress import Display
+from train.ranks import Ranks
+from train.resume import TrainState, save_state
+from train.schedule import learning_rate
+from train.stopping import StopSignal
+from train.teacher import Teacher
+from train.tracking import Tracker
+
+logger = logging.getLogger(__name__)
+MicroBatches = list[dict[str, Any]]
+
+
+class Feed(Protocol):
+    """Yields the micro-batches of one optimizer step after the other, without end."""
+
+    def __iter__(self) -> Generator[MicroBatches, None, None]: ...
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on: the message says where and why; no traceback would add to it."""
+
+    exit_code = 1
+
+
+@dataclass(kw_only=True)
+class Run:
+    """Everything the loop works with, put together in train.build. `report` is the last validation's, on rank 0."""
+
+    config: Config
+    ranks: Ranks
+    engine: Engine
+    teacher: Teacher
+    objective: Objective
+    loader: Feed
+    store: StateStore
+    tracker: Tracker
+    display: Display
+    meter: Meter
+    state: TrainState
+    total_steps: int
+    validate: Callable[[Run], None]
+    stop: StopSignal = field(default_factory=StopSignal)
+    is_stopping: bool = False
+    report: dict[str, Any] | None = None
+
+
+def fit(run: Run) -> bool:
+    """Trains to the end, or to the step boundary after a signal.
+
+    Returns:
+        whether the end was reached; either way the state is saved and, at the end, the draft validated.
+    """
+    with closing(run.loader.__iter__()) as steps:
+        return _fit(run, steps)
+
+
+def _fit(run: Run, steps: Iterator[MicroBatches]) -> bool:
+    train, state, saved_at, validated_at = run.config.train, run.state, run.state.step, None
+    while state.step < run.total_steps and not run.is_stopping:
+        lr = learning_rate(run.config.optim, state.step, run.total_steps)
+        grad_norm = train_step(run, next(steps), lr)
+        state.step += 1
+        if _is_due(state.step, train.log_every) or state.step == run.total_steps or run.is_stopping:
+            metrics = run.meter.reduce(run.ranks, state, lr=lr, grad_norm=grad_norm)
+            run.tracker.log(metrics, state.step)
+        run.display.update(state.step, run.meter.latest)
+        if _is_due(state.step, train.validate_every) and not run.is_stopping:
+            with run.meter.paused():
+                run.validate(run)
+            validated_at = state.step
+        if _is_due(state.step, train.save_every) or run.is_stopping:
+            with run.meter.paused():
+                save_state(run.store, run.engine, run.ranks, state)
+            saved_at = state.step
+    if run.is_stopping and state.step < run.total_steps:
+        return False
+    if validated_at != state.step:
+        run.validate(run)
+    if saved_at != state.step:
+        save_state(run.store, run.engine, run.ranks, state)
+    return True
+
+
+def train_step(run: Run, micro_batches: MicroBatches, lr: float) -> float:
+    """One optimizer step: the gradient of the mean over all supervised tokens of all ranks and micro-batches.
+
+    Returns:
+        the norm of that gradient, before clipping.
+
+    Raises:
+        TrainingError: nothing is supervised, or loss or gradient is not finite on some rank; no weight was changed.
+    """
+    count = _agree_on_count(run, micro_batches)
+    device = run.ranks.device
+    flags: list[Tensor] = []
+    for batch in micro_batches:
+        pairs = run.teacher(batch)
+        noisy = with_noise(pairs.features, run.config.objective.feature_noise)
+        predicted = run.engine(pairs.embeds_next, noisy, pairs.position_ids)
+        sums = run.objective(predicted, pairs.wanted, pairs.mask, run.teacher.lm_head)
+        run.engine.backward(sums.loss / count)
+        run.meter.add(sums.detached())
+        flags.append(~sums.loss.detach().isfinite() | run.engine.take_bad_gradient())
+    is_bad = torch.stack(flags) if flags else torch.zeros(1, dtype=torch.bool, device=device)
+    if run.ranks.sum(is_bad.any()) > 0:
+        raise TrainingError(_blame(run, micro_batches, is_bad))
+    return run.engine.step(lr)
+
+
+def _agree_on_count(run: Run, micro_batches: MicroBatches) -> float:
+    """Supervised tokens of this step over all ranks; on the way every rank learns of tokens seen and of a wish to stop."""
+    supervised = sum(int(count_supervised(batch["loss_mask"])) for batch in micro_batches)
+    tokens = sum(int(batch["attention_mask"].sum()) for batch in micro_batches)
+    totals = run.ranks.sum(torch.tensor([supervised, tokens, run.stop.is_set], dtype=torch.float64))
+    run.is_stopping = bool(totals[2])
+    run.state.tokens += int(totals[1])
+    if not totals[0]:
+        names = ", ".join(_ids(micro_batches))
+        raise TrainingError(f"step {run.state.step + 1}: no supervised token in the whole batch ({names}); check the data")
+    return float(totals[0])
+
+
+def _blame(run: Run, micro_batches: MicroBatches, is_bad: Tensor) -> str:
+    own = [name for batch, bad in zip(micro_batches, is_bad.tolist(), strict=True) if bad for name in _ids([batch])]
+    names = [name for part in run.ranks.gather(own) for name in part]
+    return (
+        f"step {run.state.step + 1}: loss or gradient is not finite for the micro-batch with {', '.join(names)}; "
+        f"the weights are those of step {run.state.step}. Look at these examples, or lower optim.lr"
+    )
+
+
+def _ids(micro_batches: MicroBatches) -> list[str]:
+    return [str(name) for batch in micro_batches for name in batch.get("ids", ["unnamed"])]
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,112 @@
+"""One look for every plot: quiet axes, one colour per policy everywhere, text that survives a README's width."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+WIDTH_IN, HEADING_IN = 7.6, 0.66
+DPI = 170
+INK, FAINT, GRID, BAND = "#1f2933", "#6b7682", "#e3e7eb", "#c9d1d9"
+
+POLICY_COLOURS = {
+    "autoregressive": "#8b95a1",
+    "chain": "#b9a05a",
+    "static": "#c97b4a",
+    "eagle2": "#6f9e74",
+    "spec_llava": "#4f9aa8",
+    "talon": "#9a86b8",
+    "ddd": "#a3766a",
+    "sage": "#2f6fa7",
+    "cost_aware": "#b23a6b",
+}
+SPARE_COLOURS = ("#5c6ac4", "#7d8c2f", "#a35f9c", "#3d7d6f", "#946c2b")
+
+STAGE_COLOURS = {
+    "draft_prefill": "#f0c9a0",
+    "draft_steps": "#d98e4a",
+    "verify": "#2f6fa7",
+    "accept": "#7fb0d3",
+    "commit": "#a9c9a4",
+    "policy": "#b23a6b",
+    "other": "#c9d1d9",
+}
+STAGE_NAMES = {
+    "vision": "vision tower",
+    "target_prefill": "target prefill",
+    "draft_prefill": "draft prefill",
+    "draft_steps": "draft steps",
+    "verify": "target passes",
+    "accept": "acceptance",
+    "commit": "cache commit",
+    "policy": "policy",
+    "other": "other",
+}
+
+RC = {
+    "font.size": 10.5,
+    "font.family": "DejaVu Sans",
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": BAND,
+    "axes.linewidth": 0.9,
+    "axes.labelsize": 10,
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "xtick.labelsize": 9.5,
+    "ytick.labelsize": 9.5,
+    "legend.frameon": False,
+    "legend.fontsize": 9.5,
+}
+
+
+@contextmanager
+def look() -> Iterator[None]:
+    """The shared settings, for the plots drawn inside; the caller's own matplotlib settings stay as they are."""
+    with matplotlib.rc_context(RC):  # type: ignore[arg-type]
+        yield
+
+
+def colour(name: str, position: int = 0) -> str:
+    """The colour of a policy, or a spare one by its position."""
+    return POLICY_COLOURS.get(name, SPARE_COLOURS[position % len(SPARE_COLOURS)])
+
+
+def figure(height_in: float, heading: str, below: str) -> Figure:
+    """An empty figure of README width with a bold heading and a faint line under it.
+
+    Drawn off screen without pyplot's global state; the space under the heading is laid out automatically.
+    """
+    made = Figure(figsize=(WIDTH_IN, height_in), dpi=DPI, facecolor="white")
+    FigureCanvasAgg(made)
+    made.set_layout_engine("constrained", rect=(0.0, 0.0, 1.0, 1.0 - HEADING_IN / height_in))
+    left = 0.09 / WIDTH_IN
+    made.text(left, 1 - 0.10 / height_in, heading, ha="left", va="top", fontsize=12.5, fontweight="bold")
+    made.text(left, 1 - 0.37 / height_in, below, ha="left", va="top", fontsize=9.5, color=FAINT)
+    return made
+
+
+def quiet(axes: Axes, grid: str = "y") -> None:
+    """Only the axis that is read stays; light grid lines behind the data."""
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.spines["left" if grid == "x" else "bottom"].set_color(BAND)
+    axes.tick_params(length=0)
+    axes.grid(axis=grid, color=GRID, linewidth=0.9)  # type: ignore[arg-type]
+    axes.set_axisbelow(True)
+
+
+def save(made: Figure, path: Path) -> None:
+    """Write the PNG to a temporary name, then rename."""
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp.png")
+    made.savefig(temporary, format="png")
+    temporary.replace(path)
