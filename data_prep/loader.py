@@ -30,7 +30,7 @@ Batch = dict[str, Any]
 Collate = Callable[[list[dict[str, Any]]], Batch]
 
 logger = logging.getLogger(__name__)
-STEPS_AHEAD = 4
+BATCHES_AHEAD = 8  # micro-batches; of large pictures each holds tens of MB
 _POLL_S = 0.1
 
 
@@ -94,17 +94,15 @@ class StepLoader:
         return [int(orders[p // total][p % total]) for p in positions]
 
     def __iter__(self) -> Generator[list[Batch], None, None]:
-        steps = self._steps_from_workers() if self.num_workers else self._steps_from_thread()
+        batches = self._from_workers() if self.num_workers else self._from_thread()
         try:
             while True:
                 begin = time.perf_counter()
-                step = next(steps, None)
+                step = [next(batches) for _ in range(self.accumulation)]
                 self.wait_s += time.perf_counter() - begin
-                if step is None:
-                    return
                 yield step
         finally:
-            steps.close()
+            batches.close()
 
     def _keys(self) -> Iterator[list[Any]]:
         """This rank's micro-batches as lists of what the dataset takes: numbers, or a stream's items."""
@@ -132,10 +130,10 @@ class StepLoader:
             self._kept_epochs = kept
         return kept[epoch]
 
-    # -- a thread -----------------------------------------------------------------------------------------------------
+    # -- making micro-batches, endlessly --------------------------------------------------------------------------------
 
-    def _steps_from_thread(self) -> Generator[list[Batch], None, None]:
-        ready: queue.Queue[list[Batch] | BaseException] = queue.Queue(STEPS_AHEAD)
+    def _from_thread(self) -> Generator[Batch, None, None]:
+        ready: queue.Queue[Batch | BaseException] = queue.Queue(BATCHES_AHEAD)
         stop = threading.Event()
         thread = threading.Thread(target=self._fill, args=(ready, stop), name="step-loader", daemon=True)
         thread.start()
@@ -152,25 +150,23 @@ class StepLoader:
     def _fill(self, ready: queue.Queue[Any], stop: threading.Event) -> None:
         make = _Batcher(self.dataset, self.collate)
         try:
-            for step in _grouped(map(make, self._keys()), self.accumulation):
-                if not _put(ready, step, stop):
+            for keys in self._keys():
+                if not _put(ready, make(keys), stop):
                     return
-        except BaseException as error:  # whatever it is belongs to the consumer, who is waiting for a step
+        except BaseException as error:  # whatever it is belongs to the consumer, who is waiting for a batch
             _put(ready, error, stop)
 
-    # -- processes ----------------------------------------------------------------------------------------------------
-
-    def _steps_from_workers(self) -> Generator[list[Batch], None, None]:
+    def _from_workers(self) -> Generator[Batch, None, None]:
         loader: DataLoader[Any] = DataLoader(
             _Batches(_Batcher(self.dataset, self.collate)),
             sampler=_Keys(self._keys),
             batch_size=None,
             num_workers=self.num_workers,
-            prefetch_factor=max(2, STEPS_AHEAD * self.accumulation // self.num_workers),
+            prefetch_factor=max(2, BATCHES_AHEAD // self.num_workers),
             multiprocessing_context=worker_context(),
             worker_init_fn=_start_worker,
         )
-        yield from _grouped(iter(loader), self.accumulation)
+        yield from loader
 
 
 class _Batcher:
@@ -203,17 +199,6 @@ class _Keys(torch.utils.data.Sampler[list[Any]]):
 
 def _start_worker(worker: int) -> None:
     torch.set_num_threads(1)  # as many processes as workers already
-
-
-def _grouped(batches: Iterator[Batch], size: int) -> Iterator[list[Batch]]:
-    while True:
-        group = []
-        for _ in range(size):
-            batch = next(batches, None)
-            if batch is None:
-                return
-            group.append(batch)
-        yield group
 
 
 def _put(ready: queue.Queue[Any], item: Any, stop: threading.Event) -> bool:

@@ -10,6 +10,7 @@ from train_validate_helpers import save_target
 
 import sage
 from data_prep.conversation import Conversation
+from sage.drafts.model import ModelDraft
 from train.config import Baseline, DecodeConfig, PolicyName, Precision
 from train.validate import bench_prompt, step_folder, this_command, validate
 
@@ -111,6 +112,15 @@ def test_a_drafting_policy_needs_a_draft(models, tmp_path):
         validate(decode(), models[0], None, 1, tmp_path, [make_inputs(models[0])])
     report = validate(decode(policies=["autoregressive"]), models[0], None, 1, tmp_path, [make_inputs(models[0])])
     assert report["policies"]["autoregressive"]["speedup"] > 0
+
+
+def test_a_smaller_target_serves_as_the_draft(tmp_path):
+    target = make_qwen()
+    report = validate(
+        decode(dtype=Precision.bf16), target, ModelDraft(make_qwen(seed=0), target), 1, tmp_path, [make_inputs(target)]
+    )
+    part = report["policies"]["sage"]
+    assert part["mean_accepted_draft"] > 0 and part["total"] == 1  # the very same model guesses right
 
 
 def test_conversations_are_asked_without_their_answer(tmp_path):

@@ -172,13 +172,14 @@ def _measuring(target: Any, draft: Any, decode: DecodeConfig) -> Iterator[None]:
         if draft is None:
             yield
             return
-        was_training = draft.training
-        draft.eval()
+        module = draft if isinstance(draft, nn.Module) else draft.model.model  # a smaller target in the role of a draft
+        was_training = module.training
+        module.eval()
         try:
-            with _cast(draft, dtype):
+            with _cast(module, dtype):
                 yield
         finally:
-            draft.train(was_training)
+            module.train(was_training)
 
 
 @contextmanager

@@ -197,10 +197,9 @@ def _levels(case: Case) -> Iterator[Finding]:
     read_by = {"vLLM": head.levels_vllm or default}
     if head.format == Format.eagle3:
         read_by["SGLang"] = head.levels_sglang or default
-    for levels in read_by.values():
+    for engine, levels in read_by.items():
         if levels is not None and (problem := _bad_levels(levels, facts.num_layers if facts else None)):
-            yield Finding(LEVELS_KEY, f"hidden_states{levels}", problem)
-            return
+            yield Finding(LEVELS_KEY, f"{engine} reads hidden_states{levels}", problem)
     if len({str(levels) for levels in read_by.values()}) > 1:
         found = ", ".join(f"{engine} reads hidden_states{levels or ' default'}" for engine, levels in read_by.items())
         effect = "one of the engines feeds it other features than in training: acceptance near 1.00"

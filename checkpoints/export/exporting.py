@@ -16,7 +16,7 @@ from checkpoints.export.card import CardFacts, render_card
 from checkpoints.export.eagle import eagle_config, eagle_tensors
 from checkpoints.export.eagle3 import eagle3_config, eagle3_tensors
 from checkpoints.export.embedding import ENDING, target_embedding
-from checkpoints.export.expressible import Allowed, check_expressible
+from checkpoints.export.expressible import PREFILL_ONLY, Allowed, check_expressible
 from checkpoints.export.facts import TargetFacts
 from checkpoints.export.findings import BadExport, Check
 from checkpoints.export.folder import CONFIG, WEIGHTS
@@ -137,7 +137,8 @@ def _format(name: Format | str) -> Format:
 
 
 def _tensors(trained: Head, format_: Format, options: Options) -> dict[str, Tensor]:
-    state = {name: tensor.detach().cpu() for name, tensor in trained.state_dict().items()}
+    left_behind = tuple(f"{field}." for field in PREFILL_ONLY)  # check_expressible has asked the user
+    state = {name: tensor.detach().cpu() for name, tensor in trained.state_dict().items() if not name.startswith(left_behind)}
     if format_ == Format.eagle:
         assert options.flavour is not None
         found = eagle_tensors(state, options.dtype, options.flavour)

@@ -52,6 +52,10 @@ def check_expressible(draft: Any, facts: TargetFacts, format_: Format, flavour: 
             "draft.input_norm: true, but the engines' `eagle` layer has no input_layernorm, so its attention would see other "
             "numbers than in training; train with draft.input_norm=false, or train draft=eagle3"
         )
+    if format_ == Format.eagle3 and config.norm_before_residual:
+        raise ValueError(
+            "draft.norm_before_residual: true, which SGLang cannot compute; --format speculators serves it with vLLM"
+        )
     if format_ != Format.eagle:
         _check_levels(config.feature_levels, facts)
     _check_other_fields(config, format_, allowed)
@@ -98,7 +102,7 @@ def _check_levels(levels: list[int], facts: TargetFacts) -> None:
 
 def _check_other_fields(config: Any, format_: Format, allowed: Allowed) -> None:
     """Any field an exporter does not know of, with a value other than its default, is something a format cannot say."""
-    known = {*PreTrainedConfig().to_dict(), *_constructor_names(CONFIGS[format_])} - set(PREFILL_ONLY)
+    known = {*PreTrainedConfig().to_dict(), *KNOWN}
     default = type(config)().to_dict()
     for key, value in config.to_dict().items():
         if key in known or key.startswith("_") or value in (None, {}, [], default.get(key)):
@@ -114,15 +118,10 @@ def _check_other_fields(config: Any, format_: Format, allowed: Allowed) -> None:
         raise ValueError(f"draft.{key}: {value!r} cannot be expressed in the format {format_}; {remedy}")
 
 
-def _constructor_names(kind: type) -> set[str]:
-    """Field names of a config class and its parents, those this module was written against."""
-    return set(NEUTRAL) | ({"input_norm"} if kind is EagleConfig else {"input_norm", "feature_levels", "draft_vocab_size"})
-
-
-NEUTRAL = (
+KNOWN = (  # fields that the formats express, or that this module checks by name
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
     *("max_position_embeddings", "rms_norm_eps", "hidden_act", "rope_theta", "mrope_section", "initializer_range"),
-    *("image_inputs", "target", "target_path"),
+    *("image_inputs", "target", "target_path", "input_norm", "feature_levels", "draft_vocab_size", "norm_before_residual"),
 )
 
 
@@ -130,8 +129,9 @@ def _position_warnings(config: Any, facts: TargetFacts, format_: Format, flavour
     """Where an engine shows the draft something else at picture positions than training did."""
     if facts.model_type not in SERVED_FAMILIES:
         return []
-    engines = {Format.eagle3: ["vLLM", "SGLang"], Format.speculators: ["vLLM"]}.get(format_, [str(flavour)])
-    sees = {"vLLM": "token", "vllm": "token", "SGLang": "embed", "sglang": "embed"}
+    of_flavour = ["vLLM" if flavour == Flavour.vllm else "SGLang"]
+    engines = {Format.eagle3: ["vLLM", "SGLang"], Format.speculators: ["vLLM"]}.get(format_, of_flavour)
+    sees = {"vLLM": "token", "SGLang": "embed"}
     what = {"token": "the placeholder token's embedding", "embed": "the visual embedding"}
     found = [
         f"At picture positions {engine} gives the draft {what[sees[engine]]}; it was trained with {what[config.image_inputs]}: "

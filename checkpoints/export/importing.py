@@ -26,7 +26,7 @@ from sage.drafts import Eagle3Config, Eagle3Draft
 PREFIXES = ("model.", "draft_model.", "module.")
 HARMLESS = ("embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight")  # the target's own
 HARMLESS_ENDINGS = ("rotary_emb.inv_freq",)
-UNSUPPORTED = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "attention_bias", "mlp_bias", "bias")
+UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output", "attention_bias", "mlp_bias", "bias")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,11 +99,22 @@ def _config(folder: Path, head: Head, facts: TargetFacts, reading: Reading) -> E
         hidden_act=head.get("hidden_act", "silu"),
         rope_theta=theta,
         mrope_section=section,
+        norm_before_residual=_norm_before_residual(folder, head),
         feature_levels=_levels(folder, head, facts, reading),
         image_inputs=reading.image_inputs or _about(folder).get("image_inputs") or "embed",
         target=facts.fingerprint,
         target_path=facts.name,
     )
+
+
+def _norm_before_residual(folder: Path, head: Head) -> bool:
+    value = head.config.get("norm_before_residual", False)
+    if head.format == Format.speculators and "norm_before_residual" not in head.config:
+        raise ValueError(
+            f"{folder / CONFIG}: norm_before_residual is missing: engines assume true, others false; write down which it was "
+            f"trained with"
+        )
+    return bool(value)
 
 
 def _says_target_layers(head: Head, facts: TargetFacts) -> bool:

@@ -26,7 +26,7 @@ def speculators_config(draft: Any, facts: TargetFacts, dtype: torch.dtype) -> di
         "speculators_model_type": "eagle3",
         "speculators_version": VERSION,
         "draft_vocab_size": draft.draft_vocab_size,
-        "norm_before_residual": False,
+        "norm_before_residual": draft.norm_before_residual,
         "norm_before_fc": False,
         "fc_norm": False,
         "norm_output": False,

@@ -48,10 +48,11 @@ def writing(out: Path, step: int, overwrite: bool = False) -> Iterator[Path]:
     try:
         yield part
         write_manifest(part, step)
+        _replace(part, out)
     except Exception:
+        settle(out)
         shutil.rmtree(part, ignore_errors=True)
         raise
-    _replace(part, out)
 
 
 def settle(out: Path) -> None:

@@ -92,7 +92,7 @@ class PolicyRunner:
 
     def __init__(self, target: Any, draft: Any, name: str, policy: Any = None) -> None:
         self.target, self.name = target, name
-        self.policy = name if policy is None else policy
+        self.policy = sage.policy(name) if policy is None else policy  # one object for all prompts: what it learns, it keeps
         self.is_autoregressive = name == AUTOREGRESSIVE
         self.draft = None if self.is_autoregressive else draft
 

@@ -40,12 +40,21 @@ class Eagle3Config(EagleConfig):
     Args:
         feature_levels: the A indices k of the target's hidden_states[k] that are fused.
         draft_vocab_size: U; equal to `vocab_size` for the whole vocabulary.
+        norm_before_residual: the normed feature is the residual stream; only drafts imported from elsewhere have it.
     """
 
     model_type = "sage_eagle3"
 
-    def __init__(self, *, feature_levels: list[int] | None = None, draft_vocab_size: int | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *,
+        feature_levels: list[int] | None = None,
+        draft_vocab_size: int | None = None,
+        norm_before_residual: bool = False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(**kwargs)
+        self.norm_before_residual = norm_before_residual
         self.feature_levels = feature_levels or [2, 6, 9]
         self.draft_vocab_size = draft_vocab_size or self.vocab_size
 
@@ -60,13 +69,15 @@ class Eagle3Layer(nn.Module):
         self.self_attn = Attention(config, 2 * config.hidden_size)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
+        self.norm_before_residual = config.norm_before_residual
 
     def forward(
         self, embeds: Tensor, features: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None
     ) -> Tensor:
         """[B, T, D] each -> [B, T, D]; mask and cache as in `DraftLayer.forward`."""
-        pair = torch.cat((self.input_layernorm(embeds), self.hidden_norm(features)), -1)
-        hidden = features + self.self_attn(pair, rope, mask, cache)
+        normed = self.hidden_norm(features)
+        pair = torch.cat((self.input_layernorm(embeds), normed), -1)
+        hidden = (normed if self.norm_before_residual else features) + self.self_attn(pair, rope, mask, cache)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
