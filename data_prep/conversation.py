@@ -18,8 +18,9 @@ ROLES = ("system", "user", "assistant")
 MEDIA = ("image", "video")
 MEDIA_KEYS = ("url", "path", "base64")
 CLIP_KEYS = ("fps", "start", "end")  # frames per second, and the segment in seconds
-# What data files write where a picture belongs; no template expands them once the pictures are parts of their own.
-PLACEHOLDER = re.compile(r"<(?:image|video)>")
+# What data files write before or after a question whose picture belongs there. In the middle of a text it is a word like
+# any other ("how does the <video> tag work?") and is tokenised as such.
+PLACEHOLDER = re.compile(r"\A\s*<(?:image|video)>|<(?:image|video)>\s*\Z")
 
 Part = dict[str, Any]
 Message = dict[str, Any]
@@ -185,4 +186,4 @@ def _check_content(message: Message, index: int) -> None:
     if role != "assistant":
         stray = next((found for part in parts if (found := PLACEHOLDER.search(part.get("text", "")))), None)
         if stray:
-            raise ValueError(f"message {index}: placeholder {stray.group()} without a picture or video")
+            raise ValueError(f"message {index}: placeholder {stray.group().strip()} without a picture or video")

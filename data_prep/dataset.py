@@ -92,10 +92,15 @@ class ConversationDataset(Dataset[Example]):
 
 
 class StoredDataset(Dataset[Example]):
-    """Ready-made examples from the cache folder."""
+    """Ready-made examples from the cache folder.
+
+    Attributes:
+        lengths: tokens per example, int64 [N].
+    """
 
     def __init__(self, store: ExampleStore, weights: list[float] | None, fingerprint: str) -> None:
         self.store, self.fingerprint = store, fingerprint
+        self.lengths = store.lengths()
         self.mix = Mix(store.sources, weights)
 
     def __len__(self) -> int:

@@ -119,8 +119,14 @@ class StepLoader:
                 yield [next(items) for _ in range(self.global_batch_size)]
         step = self.start_step
         while True:
-            yield self.step_numbers(step)
+            yield self._by_length(self.step_numbers(step))
             step += 1
+
+    def _by_length(self, numbers: list[int]) -> list[int]:
+        """A step's examples, longest first, where their lengths are known: neighbours share a micro-batch, so little of it is
+        padding, and what does not fit into memory shows in the first pass. The step as a whole stays the same."""
+        lengths = getattr(self.dataset, "lengths", None)
+        return numbers if lengths is None else sorted(numbers, key=lambda number: -int(lengths[number]))
 
     def _epoch(self, epoch: int) -> np.ndarray:
         kept = getattr(self, "_kept_epochs", {})

@@ -120,11 +120,14 @@ def draft_tree(root: Tensor, logits: Tensor | None, request: Request, clock: Clo
     policy, session = request.policy, request.session
     tree = Tree.of_root(root)
     frontier = tree.parents + 1  # the root alone
-    for level in range(1, request.ending.room):
+    last_level = request.ending.room - 1
+    for level in range(1, last_level + 1):
         if logits is None or session is None:
             break
-        probs, tokens = logits.float().softmax(-1).topk(policy.candidates)
+        probs, tokens = logits.float().softmax(-1).topk(min(policy.candidates, logits.shape[-1]))
         tokens = tokens if session.token_map is None else session.token_map[tokens]
+        if level == 1 and bool(probs.isnan().any()):
+            raise ValueError(f"draft: its pass after {stats.new_tokens} tokens gave NaN; check the draft's weights and dtype")
         tree.note_candidates(frontier, probs, tokens)
         growth = policy.grow(Frontier(level, probs, tree.path_probs[frontier]))
         if growth is None:
@@ -132,7 +135,7 @@ def draft_tree(root: Tensor, logits: Tensor | None, request: Request, clock: Clo
         rows, ranks = growth.rows, growth.ranks
         nodes = tree.add_level(frontier[rows], tokens[rows, ranks], probs[rows, ranks])
         clock.lap("policy")
-        if len(growth.expand) == 0:
+        if len(growth.expand) == 0 or level == last_level:
             break
         frontier = nodes[growth.expand]
         logits = session.expand(rows[growth.expand], tree.tokens[frontier])

@@ -13,6 +13,7 @@ import sage
 from checkpoints.export import Allowed, Options, export
 from checkpoints.export.exporting import Exported
 from checkpoints.export.layout import Flavour
+from checkpoints.store import StateStore
 from sage.drafts import Head
 
 LEVELS = [0, 1, 2]  # the tiny targets have three layers, too few for the engines' default
@@ -45,12 +46,12 @@ def save_draft(folder: Path, target: sage.Target, kind: str = "eagle3", **config
     return folder
 
 
-def export_draft(draft: Path, out: Path, format_: str = "eagle3", **options: Any) -> Exported:
+def export_draft(folder: Path, out: Path, format_: str = "eagle3", **options: Any) -> Exported:
     """An export with everything allowed that a tiny target needs."""
     given = {"allowed": Allowed(unserved=True), **options}
     if format_ == "eagle":
         given.setdefault("flavour", Flavour.vllm)
-    return export(draft, out, format_, Options(**given))
+    return export(folder, out, format_, Options(**given))
 
 
 def edit_json(path: Path, change: Any) -> None:
@@ -58,3 +59,54 @@ def edit_json(path: Path, change: Any) -> None:
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def policy_figures(tokens_per_target_pass: float) -> dict[str, Any]:
+    """A policy's part of report.json."""
+    return {
+        "mean_accepted_draft": tokens_per_target_pass - 1,
+        "tokens_per_target_pass": tokens_per_target_pass,
+        "tokens_per_s": 50.0,
+        "speedup": 1.75,
+        "speedup_end_to_end": 1.5,
+        "match": 4,
+        "total": 4,
+        "first_gaps": [],
+        "time_s": {},
+    }
+
+
+def save_run(folder: Path, target: sage.Target, scores: dict[int, float], **draft: Any) -> Path:
+    """A run as training leaves it: validated at some steps, the best draft kept, one state saved."""
+    names = {"draft": 1, "draft_best": 2}
+    for name in names:
+        save_draft(folder / name, target, **draft)
+    (folder / "config.yaml").write_text(RECIPE)
+    git = {"commit": "0123abc", "is_dirty": True}
+    known = {
+        "started": "2026-11-20T00:00:00",
+        "data_fingerprint": "f00d",
+        "git": git,
+        "versions": {"torch": "2.13", "wandb": None},
+    }
+    known["target"] = {"name": target.name, **target.fingerprint}
+    (folder / "provenance.json").write_text(json.dumps(known))
+    for step, score in scores.items():
+        at = folder / "validation" / f"step_{step:08d}"
+        at.mkdir(parents=True)
+        policies = {"autoregressive": policy_figures(1.0), "sage": policy_figures(score)}
+        settings = {"prompts": 4, "max_new_tokens": 64, "temperature": 0.0, "seed": 0, "device": "cpu", "dtype": "float32"}
+        (at / "report.json").write_text(json.dumps({"schema": 1, "target": "tiny", **settings, "policies": policies}))
+    store = StateStore(folder / "state")
+    (store.begin(max(scores, default=1)) / "trainer.json").write_text("{}")
+    store.commit(max(scores, default=1))
+    return folder
+
+
+RECIPE = """
+draft: {kind: eagle3, path: /home/me/other, feature_levels: [0, 1, 2]}
+optim: {lr: 0.001, grad_clip: 1.0}
+train: {max_steps: 300, epochs: null}
+objective: {ce_weight: 0.1}
+data: {sources: {llava: {path: /home/me/data}}}
+"""

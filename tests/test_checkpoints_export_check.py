@@ -340,6 +340,11 @@ def test_more_than_a_handful_of_extra_tensors_is_summed_up(exports: Path, tmp_pa
     assert "5 more unexpected tensors" in found[-1]
 
 
+def test_our_own_format_is_told_apart(exports: Path) -> None:
+    for name in ("three", "one"):
+        assert "as sage saves it; no engine knows it: export it first" in str(check_folder(exports / name).errors[0])
+
+
 def test_no_such_folder() -> None:
     with pytest.raises(ValueError, match="/gone: no such folder"):
         check_folder(Path("/gone"))
@@ -351,8 +356,11 @@ def test_facts_of_a_target(exports: Path, tmp_path: Path) -> None:
     assert TargetFacts.from_dict(facts.to_dict()) == facts
     with pytest.raises(ValueError, match="target facts: need architecture"):
         TargetFacts.from_dict({"model_type": "qwen2_5_vl"})
-    with pytest.raises(ValueError, match=r"--target .*gone.*: cannot read its config.json"):
+    with pytest.raises(ValueError, match=r"--target .*gone: no such folder"):
         TargetFacts.of_folder(tmp_path / "gone")
+    text("config.json", "{")(tmp_path)
+    with pytest.raises(ValueError, match=r"--target .*: cannot read its config\.json"):
+        TargetFacts.of_folder(tmp_path)
     text("config.json", '{"model_type": "llama"}')(tmp_path)
     with pytest.raises(ValueError, match="model_type 'llama' is not a known family"):
         TargetFacts.of_folder(tmp_path)

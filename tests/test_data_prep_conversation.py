@@ -19,6 +19,13 @@ def test_contents_become_lists_of_parts() -> None:
     assert check(Conversation("c", GOOD)).messages[1:] == GOOD[1:]
 
 
+def test_tags_in_the_middle_of_a_text_are_words() -> None:
+    assert check(Conversation("c", [user("How does the <video> tag work?"), says("<video>")]))
+    for text in ("<image>\nWhat?", "What? <image>", "<video>"):
+        with pytest.raises(BadItem, match="without a picture or video"):
+            check(Conversation("c", [user(text), says("a")]))
+
+
 def test_pieces_of_an_answer_are_one_answer() -> None:
     answer = {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
     assert check(Conversation("c", [user("Hi"), answer])).messages[1] == says("ab")

@@ -160,6 +160,18 @@ def test_llava_rows(tmp_path: Path) -> None:
     assert found[2].messages == [user("Only text?"), says("Yes.")]
 
 
+def test_sharegpt_talks_about_tags(tmp_path: Path) -> None:
+    path = tmp_path / "share.json"
+    path.write_text(json.dumps([{"id": "a", "conversations": turns("Is <video> or <image> a tag?", "Both.")}]))
+    for kind, is_fine in (("sharegpt", True), ("llava_json", False)):
+        source = SourceConfig(kind=kind, path=str(path))
+        if is_fine:
+            assert opened(source, tmp_path / "cache")[0].messages[0] == user("Is <video> or <image> a tag?")
+        else:
+            with pytest.raises(BadItem, match="a <video> placeholder without video"):
+                opened(source, tmp_path / "cache")
+
+
 def test_message_rows(tmp_path: Path) -> None:
     found = opened(messages(tmp_path), tmp_path / "cache")
     pictures = [item.messages[0]["content"][0] for item in found]

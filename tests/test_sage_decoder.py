@@ -6,16 +6,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import EOS, OracleSession, in_float64, make_inputs, make_llava, make_qwen
+from conftest import EOS, OracleSession, in_float64, make_inputs
 from transformers import DynamicCache
 
 import sage
 from sage import generation
 from sage.decoder import Round
+from sage.trees import Policy
 
 LENGTH = 32
-MAKERS: dict[str, Callable[..., sage.Target]] = {"qwen2_5_vl": make_qwen, "llava_onevision": make_llava}
-SPECULATIVE = [name for name in sage.POLICIES if name != "autoregressive"]
 
 
 def hugging_face(target: sage.Target, inputs: dict[str, torch.Tensor], length: int = LENGTH) -> list[int]:
@@ -36,43 +35,21 @@ def with_oracle(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return install
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", MAKERS)
-@pytest.mark.parametrize(("kv_heads", "tied"), [(2, False), (4, True), (1, True)])
-def test_greedy_equals_hugging_face(family: str, kv_heads: int, tied: bool, with_oracle: Callable[..., None]) -> None:
-    target = MAKERS[family](kv_heads=kv_heads, tied=tied)
-    draft = sage.new_draft(target, seed=0)
-    for seed in range(3):
-        inputs = in_float64(target, make_inputs(target, seed))
-        draft.double()
-        expected = hugging_face(target, inputs)
-        assert sage.generate(target, None, inputs, policy="autoregressive", max_new_tokens=LENGTH).tokens.tolist() == expected
-        for policy in SPECULATIVE:
-            out = sage.generate(target, draft, inputs, policy=policy, max_new_tokens=LENGTH)
-            assert out.tokens.tolist() == expected, (policy, seed)
-        with_oracle(expected, seed)
-        for policy in SPECULATIVE:
-            out = sage.generate(target, draft, inputs, policy=policy, max_new_tokens=LENGTH)
-            assert out.tokens.tolist() == expected, (policy, seed)
-            is_frugal = policy == "cost_aware"  # it may find that drafting does not pay on a model this small
-            assert out.stats.tokens_per_target_pass > 1.5 or len(expected) < 8 or is_frugal
-            assert sum(out.stats.accepted) == int(out.drafted.sum())
+def small(name: str) -> Policy:
+    """A policy at a size that suits a tiny model."""
+    return sage.policy(name, **({"budget": 24, "branch": 6, "steps": 4} if name == "spec_llava" else {}))
 
 
 @pytest.mark.slow
-def test_one_seed_gives_one_text_under_every_policy(tiny_target: sage.Target, with_oracle: Callable[..., None]) -> None:
+def test_a_real_draft_gives_hugging_faces_text_under_every_policy(tiny_target: sage.Target) -> None:
+    """Here the draft knows nothing; deep paths and seeds are in test_sage_losslessness.py."""
     inputs = in_float64(tiny_target, make_inputs(tiny_target))
     draft = sage.new_draft(tiny_target, seed=0)
-    options = {"max_new_tokens": LENGTH, "temperature": 0.8, "top_k": 20, "top_p": 0.9}
-    texts = []
-    for seed in range(3):
-        alone = sage.generate(tiny_target, None, inputs, policy="autoregressive", seed=seed, **options).tokens.tolist()
-        with_oracle(alone, seed)
-        for policy in SPECULATIVE:
-            out = sage.generate(tiny_target, draft, inputs, policy=policy, seed=seed, **options)
-            assert out.tokens.tolist() == alone, (policy, seed)
-        texts.append(tuple(alone))
-    assert len(set(texts)) > 1
+    expected = hugging_face(tiny_target, inputs)
+    for name in sage.POLICIES:
+        out = sage.generate(tiny_target, draft, inputs, policy=small(name), max_new_tokens=LENGTH)
+        assert out.tokens.tolist() == expected, name
+        assert sum(out.stats.accepted) == int(out.drafted.sum())
 
 
 def test_cache_equals_a_fresh_prefill_after_every_round(tiny_target: sage.Target, with_oracle: Callable[..., None]) -> None:
@@ -132,7 +109,7 @@ def test_length_limit_is_exact(policy: str, length: int, tiny_qwen: sage.Target,
     inputs = make_inputs(tiny_qwen)
     expected = hugging_face(tiny_qwen, inputs, LENGTH)
     with_oracle(expected)
-    out = sage.generate(tiny_qwen, sage.new_draft(tiny_qwen), inputs, policy=policy, max_new_tokens=length)
+    out = sage.generate(tiny_qwen, sage.new_draft(tiny_qwen), inputs, policy=small(policy), max_new_tokens=length)
     assert out.tokens.tolist() == expected[:length]
     assert out.stats.new_tokens == length
 
@@ -147,7 +124,7 @@ def test_eos_cuts_inside_an_accepted_path(
     tiny_llava.eos_token_ids = [answer[at]]
     first = answer.index(answer[at])
     with_oracle(answer)
-    out = sage.generate(tiny_llava, sage.new_draft(tiny_llava), inputs, policy=policy, max_new_tokens=LENGTH)
+    out = sage.generate(tiny_llava, sage.new_draft(tiny_llava), inputs, policy=small(policy), max_new_tokens=LENGTH)
     assert out.tokens.tolist() == answer[: first + 1]
 
 
@@ -217,6 +194,12 @@ class TestMistakes:
     def test_streaming_without_a_processor(self, tiny_qwen: sage.Target) -> None:
         with pytest.raises(ValueError, match="no processor"):
             next(sage.stream(tiny_qwen, None, make_inputs(tiny_qwen), policy="autoregressive"))
+
+    def test_nan_in_the_draft_names_its_pass(self, tiny_qwen: sage.Target) -> None:
+        draft = sage.new_draft(tiny_qwen)
+        draft.fc.weight.data[0] = float("nan")
+        with pytest.raises(ValueError, match="draft: its pass after 1 tokens gave NaN"):
+            sage.generate(tiny_qwen, draft, make_inputs(tiny_qwen))
 
     def test_nan_weights_stop_with_a_message(self, tiny_qwen: sage.Target) -> None:
         tiny_qwen.model.lm_head.weight.data[3] = float("nan")

@@ -188,6 +188,10 @@ class TestTree:
         with pytest.raises(AssertionError, match="parent was dropped"):
             tree.subtree(torch.tensor([0, 8]))
 
+    def test_subtree_without_the_root_fails(self) -> None:
+        with pytest.raises(AssertionError, match="root was dropped"):
+            grow_fully(sage.policy("static"), GEOMETRIC).subtree(torch.tensor([2, 3, 4]))
+
     def test_ancestors_match_a_walk(self) -> None:
         tree = grow_fully(sage.policy("sage", alpha_from="current"), GEOMETRIC)
         for node in range(len(tree)):

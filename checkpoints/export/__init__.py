@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from checkpoints.export.converting import convert
+    from checkpoints.export.converting import convert, load_any
     from checkpoints.export.exporting import Exported, Options, export
     from checkpoints.export.expressible import Allowed
     from checkpoints.export.facts import TargetFacts
@@ -33,6 +33,7 @@ _HOME = {
     "check_folder": "validator",
     "convert": "converting",
     "export": "exporting",
+    "load_any": "converting",
     "read_eagle3": "importing",
 }
 
@@ -57,5 +58,6 @@ __all__ = [
     "check_folder",
     "convert",
     "export",
+    "load_any",
     "read_eagle3",
 ]

@@ -1,16 +1,20 @@
-"""A foreign draft written down as one of ours, so that sage.load_draft, sage-generate and sage-validate take it."""
+"""A foreign draft as one of ours: in memory for a measurement, or written down so that sage.load_draft takes it."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
+import sage
 from checkpoints.export.embedding import ENDING, target_embedding
 from checkpoints.export.facts import TargetFacts, read_json
-from checkpoints.export.folder import Weights
+from checkpoints.export.folder import CONFIG, Weights, read_config
 from checkpoints.export.importing import PREFIXES, Reading, read_eagle3
+from checkpoints.export.layout import Head
 from checkpoints.export.writing import ABOUT, writing
 from checkpoints.store import write_text
 from sage.drafts import Eagle3Draft
@@ -36,7 +40,8 @@ def convert(folder: Path | str, target: str, out: Path | str, reading: Reading |
     folder, out = Path(folder), Path(out)
     facts = TargetFacts.of_folder(target)
     draft = read_eagle3(folder, facts, reading)
-    check_embedding(folder, facts)
+    if (Path(target) / CONFIG).is_file():
+        check_embedding(folder, target_embedding(facts))
     origin = read_json(folder / ABOUT) if (folder / ABOUT).is_file() else {}
     step = int(origin.get("step") or 0)
     with writing(out, step, overwrite) as part:
@@ -45,25 +50,40 @@ def convert(folder: Path | str, target: str, out: Path | str, reading: Reading |
     return out
 
 
-def check_embedding(folder: Path, facts: TargetFacts) -> None:
-    """Refuses a draft with an embedding of its own: our decoder lends it the target's.
-
-    Where the target's weights are not at hand nothing can be compared; training frameworks freeze the target's.
+def load_any(folder: Path | str, target: sage.Target, reading: Reading | None = None) -> Any:
+    """A draft in our format, or an EAGLE-3 draft made elsewhere; on the target's device, in its dtype.
 
     Raises:
-        ValueError: the embedding in the folder is not the target's.
+        ValueError: neither, or not for this target.
+    """
+    folder = Path(folder)
+    if not (folder / CONFIG).is_file() or Head(read_config(folder)).format is None:
+        return sage.load_draft(folder, target)
+    draft = read_eagle3(folder, TargetFacts.of_config(target.model.config, target.name), reading)
+    check_embedding(folder, target.embed_tokens.weight.detach().cpu())
+    return draft.to(device=target.device, dtype=target.dtype)
+
+
+def check_embedding(folder: Path, lent: Tensor) -> None:
+    """Refuses a draft with an embedding of its own: our decoder lends every draft the target's.
+
+    Args:
+        lent: the target's, [V, D].
+
+    Raises:
+        ValueError: the embedding in the folder is not the target's, up to rounding to bf16.
     """
     weights = Weights(folder)
-    names = [name for name in weights.infos if name in (ENDING, *(prefix + ENDING for prefix in PREFIXES))]
-    if not names or not (Path(facts.name or "") / "config.json").is_file():
-        return
-    own, lent = weights[names[0]].float(), target_embedding(facts).float()
-    gap = (own - lent).abs().max() if own.shape == lent.shape else torch.tensor(torch.inf)
-    if not bool(gap <= ROUNDING * lent.abs().max()):
-        raise ValueError(
-            f"{folder}: {names[0]} differs from the target's by up to {float(gap):.3g}: it was trained, and our decoder lends "
-            f"every draft the target's embedding; cannot import it"
-        )
+    for name in weights.infos:
+        if name not in (ENDING, *(prefix + ENDING for prefix in PREFIXES)):
+            continue
+        own = weights[name]
+        gap = (own.float() - lent.float()).abs().max() if own.shape == lent.shape else torch.tensor(torch.inf)
+        if not bool(gap <= ROUNDING * lent.abs().max()):
+            raise ValueError(
+                f"{folder}: {name} differs from the target's by up to {float(gap):.3g}: it was trained, and our decoder lends "
+                f"every draft the target's embedding; cannot import it"
+            )
 
 
 def _about(draft: Eagle3Draft, folder: Path, facts: TargetFacts, origin: dict[str, object], step: int) -> dict[str, object]:

@@ -76,8 +76,11 @@ class TargetFacts:
         """
         from transformers import AutoConfig
 
+        name = str(path_or_id)
+        if not Path(name).is_dir() and (name.count("/") != 1 or name.startswith((".", "/", "~"))):
+            raise ValueError(f"--target {name}: no such folder; give a target's folder or a hub id like owner/name")
         try:
-            config = AutoConfig.from_pretrained(str(path_or_id))
+            config = AutoConfig.from_pretrained(name)
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ValueError(
@@ -86,6 +89,11 @@ class TargetFacts:
         if config.model_type not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
             raise ValueError(f"--target {path_or_id}: model_type {config.model_type!r} is not a known family; known: {known}")
+        return TargetFacts.of_config(config, name)
+
+    @staticmethod
+    def of_config(config: Any, name: str | None) -> TargetFacts:
+        """From a known family's config in memory, `model.config` of a loaded target."""
         text = config.get_text_config()
         rope = text.rope_parameters
         return TargetFacts(
@@ -97,7 +105,7 @@ class TargetFacts:
             max_position_embeddings=text.max_position_embeddings,
             rope_theta=float(rope["rope_theta"]),
             mrope_section=rope.get("mrope_section"),
-            name=str(path_or_id),
+            name=name,
         )
 
 

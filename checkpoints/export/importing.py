@@ -146,9 +146,9 @@ def _levels(folder: Path, head: Head, facts: TargetFacts, reading: Reading) -> l
     else:
         levels = vllm or sglang or default_levels(facts.num_layers)
     rises = all(later > earlier for earlier, later in zip(levels, levels[1:], strict=False))
-    if len(levels) != FEATURE_LEVELS or not rises or levels[0] < 0 or levels[-1] > facts.num_layers:
+    if len(levels) != FEATURE_LEVELS or not rises or levels[0] < 0 or levels[-1] >= facts.num_layers:
         raise ValueError(
-            f"{folder}: feature levels {levels}: need three rising ones of 0..{facts.num_layers}; give --levels A,B,C"
+            f"{folder}: feature levels {levels}: need three rising ones of 0..{facts.num_layers - 1}; give --levels A,B,C"
         )
     return levels
 

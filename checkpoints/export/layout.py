@@ -111,8 +111,15 @@ class Head:
         return [k + 1 for k in value] if value else None
 
 
+def is_ours(config: Mapping[str, Any]) -> bool:
+    """Whether it is the config of a draft as `sage` saves it, which no engine knows."""
+    return str(config.get("model_type")).startswith("sage_")
+
+
 def _recognise(config: Mapping[str, Any]) -> tuple[Format | None, Flavour | None]:
     names = config.get("architectures") or []
+    if is_ours(config):
+        return None, None
     if "speculators_model_type" in config or SPECULATORS_CLASS in names:
         return Format.speculators, None
     for flavour, name in EAGLE_CLASSES.items():

@@ -56,6 +56,8 @@ def find_source(path: Path, name: str | None = None) -> Source:
     if not (path / RUN_MARK).is_file():
         if not (path / CONFIG).is_file():
             raise ValueError(f"{path}: neither a run ({RUN_MARK}) nor a draft ({CONFIG})")
+        if name:
+            raise ValueError(f"--draft {name}: {path} belongs to no run to choose from: it is a draft's own folder")
         parent = path.parent if (path.parent / RUN_MARK).is_file() else None
         return _of_run(path, parent) if parent else Source(draft=path)
     names = [name] if name else [BEST, LAST]

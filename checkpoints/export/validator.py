@@ -8,7 +8,7 @@ from checkpoints.export.config_checks import check_config
 from checkpoints.export.facts import TargetFacts, read_json
 from checkpoints.export.findings import Case, Check, Finding
 from checkpoints.export.folder import CONFIG, Weights, read_config
-from checkpoints.export.layout import EAGLE_CLASSES, Format, Head, eagle3_table, eagle_table
+from checkpoints.export.layout import EAGLE_CLASSES, Format, Head, eagle3_table, eagle_table, is_ours
 from checkpoints.export.tensor_checks import check_tensors
 from checkpoints.export.writing import ABOUT, Damaged, find_damage, is_sealed
 
@@ -47,6 +47,12 @@ def check_folder(folder: Path, facts: TargetFacts | None = None) -> Check:
 def _check_content(check: Check, config: dict[str, object], facts: TargetFacts | None) -> Check:
     head = Head(config)
     check.format, check.flavour = head.format, head.flavour
+    if is_ours(config):
+        found = f"{config['model_type']!r}, a draft as sage saves it"
+        check.findings.append(
+            Finding("model_type", found, "no engine knows it: export it first (sage-export DIR --format ...)")
+        )
+        return check
     if head.format is None:
         known = ", ".join(["LlamaForCausalLMEagle3", "Eagle3DraftModel", *EAGLE_CLASSES.values()])
         found = f"{config.get('architectures')}, model_type {config.get('model_type')!r}; known drafts: {known}"

@@ -68,9 +68,10 @@ def draw_labelled(rng: random.Random) -> tuple[Image.Image, dict[str, list[int]]
 class Probe(nn.Module):
     """Queries over visual tokens; one linear answer per question."""
 
-    def __init__(self, width: int, tokens: int, inner: int = 128) -> None:
+    def __init__(self, width: int, tokens: int, tells_places: bool, inner: int = 128) -> None:
         super().__init__()
-        self.place = nn.Parameter(torch.randn(tokens, inner) * 0.1)
+        self.place = nn.Parameter(torch.randn(tokens, inner) * 0.1, requires_grad=tells_places)
+        self.tells_places = tells_places
         self.take = nn.Linear(width, inner)
         self.norm = nn.LayerNorm(width)
         self.queries = nn.ParameterDict(
@@ -81,7 +82,7 @@ class Probe(nn.Module):
 
     def forward(self, tokens_BTD: torch.Tensor) -> dict[str, torch.Tensor]:
         """Logits [B, queries, answers] by question."""
-        keys = self.take(self.norm(tokens_BTD)) + self.place
+        keys = self.take(self.norm(tokens_BTD)) + self.tells_places * self.place
         asked = torch.cat(list(self.queries.values())).expand(len(keys), -1, -1)
         seen, _ = self.attend(asked, keys, keys, need_weights=False)
         parts = seen.split([count for count, _ in QUESTIONS.values()], dim=1)

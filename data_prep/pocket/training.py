@@ -11,7 +11,7 @@ import math
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -43,31 +43,46 @@ class Stage:
 EVERYTHING = {name: float(weight) for name, weight in world.WEIGHTS.items()}
 
 
+NAMES = {"bare": 4.0, "compare": 1.0, "sign": 1.0, "chart": 1.0, "question": 1.0}
+
+
 @dataclass(frozen=True)
 class Plan:
     """All numbers of a training run."""
 
+    probe_steps: int
+    stages: tuple[Stage, ...]
+    tells_places: bool  # whether the probe knows each token's place, or the tower must write it into the token
     texts: int = 4000  # conversations the tokenizer is trained on
-    probe_steps: int = 1500
     probe_batch: int = 48
     probe_lr: float = 2e-3
     batch: int = 32
     pool: int = 4  # batches drawn at a time and sorted by length
     weight_decay: float = 0.01
     log_every: int = 50
-    stages: tuple[Stage, ...] = field(
-        default=(
-            Stage("name", 4, 250, 2e-3, {"bare": 4, "compare": 1, "sign": 1, "chart": 1, "question": 1}, floor=0.6),
-            Stage("talk", 4, 2200, 2e-3, EVERYTHING, floor=0.1),
-            Stage("deep", 12, 900, 1e-3, EVERYTHING),
-        )
-    )
 
 
 PLANS = {
-    "qwen2_5_vl": Plan(),
+    "qwen2_5_vl": Plan(
+        probe_steps=1300,
+        tells_places=True,
+        stages=(
+            Stage("name", 4, 250, 2e-3, NAMES, floor=0.6),
+            Stage("talk", 4, 2000, 2e-3, EVERYTHING, floor=0.1),
+            Stage("deep", 12, 550, 1e-3, EVERYTHING, floor=0.02),
+        ),
+    ),
     # Its patches are four times as large: they need longer to tell shapes and digits apart, but a step is cheap.
-    "llava_onevision": Plan(probe_steps=3500),
+    # Its language model has no two-dimensional positions, so the tokens themselves must say where they are.
+    "llava_onevision": Plan(
+        probe_steps=3000,
+        tells_places=False,
+        stages=(
+            Stage("name", 4, 250, 2e-3, NAMES, floor=0.6),
+            Stage("talk", 4, 2000, 2e-3, EVERYTHING, floor=0.1),
+            Stage("deep", 12, 550, 1e-3, EVERYTHING, floor=0.02),
+        ),
+    ),
 }
 
 
@@ -102,7 +117,7 @@ def vision_parameters(model: PreTrainedModel) -> list[torch.nn.Parameter]:
 def teach_seeing(model: PreTrainedModel, family: str, plan: Plan, seed: int) -> None:
     """Train the vision tower against the probe's questions."""
     torch.manual_seed(seed)
-    probe = Probe(architecture.WIDTH, 16)
+    probe = Probe(architecture.WIDTH, 16, plan.tells_places)
     parameters = [*vision_parameters(model), *probe.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=plan.probe_lr, weight_decay=plan.weight_decay)
     start = time.monotonic()

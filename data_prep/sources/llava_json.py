@@ -31,8 +31,11 @@ SPEAKERS = {
 PLACEHOLDER = re.compile(r"\n?<(image|video)>\n?")
 
 
-def llava_messages(row: Row, media_root: str) -> list[Message]:
+def llava_messages(row: Row, media_root: str, is_text: bool = False) -> list[Message]:
     """Turns with pictures in the places of their placeholders.
+
+    Args:
+        is_text: the layout knows no pictures, so a placeholder is a word (ShareGPT talks about HTML tags).
 
     Raises:
         ValueError: an unknown speaker, or placeholders and pictures differ in number.
@@ -41,7 +44,7 @@ def llava_messages(row: Row, media_root: str) -> list[Message]:
     if not isinstance(turns, list):
         raise ValueError("no 'conversations' list")
     media = {kind: media_list(row.get(kind), media_root) for kind in ("image", "video")}
-    messages = [_turn(turn, i, media) for i, turn in enumerate(turns)]
+    messages = [_turn(turn, i, None if is_text else media) for i, turn in enumerate(turns)]
     no_left_overs(media)
     return messages
 
@@ -87,13 +90,13 @@ def _rooted(item: Any, media_root: str) -> Any:
     return os.path.join(media_root, item) if is_path else item
 
 
-def _turn(turn: Any, index: int, media: dict[str, list[Any]]) -> Message:
+def _turn(turn: Any, index: int, media: dict[str, list[Any]] | None) -> Message:
     if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
         raise ValueError(f"turn {index}: not a {{from, value}} object")
     role = SPEAKERS.get(turn.get("from", ""))
     if role is None:
         raise ValueError(f"turn {index}: from {turn.get('from')!r}; allowed: {', '.join(SPEAKERS)}")
-    content = place_media(turn["value"], media) if role == "user" else text_part(turn["value"])
+    content = place_media(turn["value"], media) if role == "user" and media else text_part(turn["value"])
     return {"role": role, "content": content}
 
 
@@ -101,4 +104,5 @@ def open_source(label: str, config: SourceConfig, split: Split, cache_dir: str) 
     """One JSON or JSON-lines file."""
     path = need_path(label, config.path, "the JSON file with the conversations")
     root = config.media_root or os.path.dirname(path)
-    return RowSource(JsonRows(path, cache_dir), partial(llava_messages, media_root=root), root)
+    is_text = config.kind == "sharegpt"
+    return RowSource(JsonRows(path, cache_dir), partial(llava_messages, media_root=root, is_text=is_text), (root, is_text))

@@ -89,8 +89,9 @@ class Tree:
         """The tree of the nodes `keep` [M]: increasing indices, the root and every ancestor among them.
 
         Raises:
-            AssertionError: an ancestor is missing.
+            AssertionError: the root or an ancestor is missing.
         """
+        assert int(keep[0]) == 0, "the root was dropped"
         renumber = torch.full((len(self.tokens) + 1,), -1, device=keep.device, dtype=torch.long)
         renumber[keep] = torch.arange(len(keep), device=keep.device)
         parents = renumber[self.parents[keep]]
