@@ -3,10 +3,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+INTEROP ?= .venv-interop
+INTEROP_ARGS ?=
 TARGET ?= pocket_qwen2_5_vl
 RUN ?= runs/demo_$(TARGET)
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint interop clean
 
 # torch comes first and pinned: any other way may fetch several GB of CUDA packages on a CPU machine.
 $(VENV)/installed: pyproject.toml
@@ -26,5 +28,16 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# speculators wants older transformers and datasets, and torchvision, which would replace torch: an own environment for it.
+$(INTEROP)/installed: tests/interop/requirements.txt
+	test -x $(INTEROP)/bin/python || $(PYTHON) -m venv $(INTEROP)
+	$(INTEROP)/bin/python -c "import torch" 2>/dev/null || $(INTEROP)/bin/pip install --quiet torch==2.13.0
+	$(INTEROP)/bin/pip install --quiet --requirement tests/interop/requirements.txt
+	$(INTEROP)/bin/pip install --quiet --no-deps speculators==0.9.0 hs-connectors==0.9.0
+	touch $@
+
+interop: $(INTEROP)/installed
+	PYTHONPATH=. TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 $(INTEROP)/bin/python tests/interop/check_speculators.py $(INTEROP_ARGS)
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(INTEROP) build dist *.egg-info

@@ -33,7 +33,7 @@ def prune(folder: Path, keep: int) -> None:
 def locked(path: Path) -> Iterator[None]:
     """Holds the lock beside `path` among all processes of this machine (and of a shared file system with locks)."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{path}.lock"):
+    with FileLock(path.parent / f".{path.name}.lock"):
         yield
 
 

@@ -208,7 +208,8 @@ def _merge(out: Path, provenance: dict[str, Any], total: int) -> bool:
         if _parts(out):
             ordered = [rows[position] for position in sorted(rows)]
             skipped = [row for row in ordered if not row["kept"]]
-            _write(skipped_path(out), skipped)
+            if skipped:
+                _write(skipped_path(out), skipped)
             _write(out, [row for row in ordered if row["kept"]])
             for part in _parts(out):
                 part.unlink()

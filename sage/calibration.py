@@ -11,6 +11,7 @@ Shapes: M labelled candidates, X features.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 NUM_FEATURES = 5
 CLIP = 1e-5
 BINS = 10
+MOST_DEPTH = 32
 
 
 class Calibrator:
@@ -34,6 +36,7 @@ class Calibrator:
         self.weights = torch.zeros(NUM_FEATURES, dtype=torch.float64)
         self.weights[0] = 1.0
         self.identity = self.weights.clone()
+        self._plain: list[float] = self.weights.tolist()
         self.curvature = torch.zeros(NUM_FEATURES, NUM_FEATURES, dtype=torch.float64)
 
     def __call__(self, probs: Tensor, ranks: Tensor, depth: int | Tensor) -> Tensor:
@@ -47,10 +50,17 @@ class Calibrator:
         Returns:
             as `probs`, in (0, 1).
         """
-        w = self.weights.tolist()
+        w = self._plain
         logit = torch.logit(probs.float(), eps=CLIP)
         bias = w[1] + w[4] * (depth - 1)
         return torch.sigmoid(w[0] * logit + (w[2] * (ranks > 0) + w[3] * (ranks > 1)) + bias)
+
+    def one(self, prob: float, rank: int, depth: int) -> float:
+        """The same for one candidate, without tensors: a level has tens of them, and they are wanted at once."""
+        w = self._plain
+        clipped = min(max(prob, CLIP), 1 - CLIP)
+        logit = math.log(clipped / (1 - clipped))
+        return 1 / (1 + math.exp(-(w[0] * logit + w[1] + w[2] * (rank > 0) + w[3] * (rank > 1) + w[4] * (depth - 1))))
 
     def learn(self, probs: Tensor, ranks: Tensor, depths: Tensor, labels: Tensor, weights: Tensor) -> None:
         """One Newton step of the decayed, weighted log-likelihood.
@@ -67,6 +77,7 @@ class Calibrator:
         gradient += (1 - self.memory) * self.prior * (self.identity - self.weights)
         ridge = self.prior * torch.eye(NUM_FEATURES, dtype=torch.float64)
         self.weights = self.weights + torch.linalg.solve(self.curvature + ridge, gradient)
+        self._plain = self.weights.tolist()
 
     @staticmethod
     def _features(probs: Tensor, ranks: Tensor, depths: Tensor) -> Tensor:
@@ -82,33 +93,33 @@ class Calibrator:
         """The reverse of `state`."""
         self.weights = torch.tensor(state["weights"], dtype=torch.float64)
         self.curvature = torch.tensor(state["curvature"], dtype=torch.float64)
+        self._plain = self.weights.tolist()
 
 
 class Reliability:
     """How far predictions are from outcomes, by depth: the expected calibration error over ten equal bins."""
 
     def __init__(self) -> None:
-        self._sums: dict[int, Tensor] = {}
+        self._sums = torch.zeros(3, MOST_DEPTH * BINS, dtype=torch.float64)  # count, predicted, outcome by depth and bin
 
     def add(self, depths: Tensor, predicted: Tensor, labels: Tensor) -> None:
         """Books predictions [M] in (0, 1) against labels [M]."""
         bins = (predicted * BINS).long().clamp(0, BINS - 1)
-        for depth in depths.unique().tolist():
-            here = depths == depth
-            sums = self._sums.setdefault(depth, torch.zeros(3, BINS, dtype=torch.float64))
-            for row, values in enumerate((torch.ones_like(predicted), predicted, labels)):
-                sums[row].index_add_(0, bins[here].cpu(), values[here].double().cpu())
+        cells = (depths.clamp(max=MOST_DEPTH - 1) * BINS + bins).cpu()
+        values = torch.stack((torch.ones_like(predicted), predicted, labels)).double().cpu()
+        self._sums.index_add_(1, cells, values)
 
     def curve(self, depth: int) -> list[tuple[float, float, int]]:
         """(mean prediction, mean outcome, count) of each filled bin at `depth`."""
-        count, predicted, labels = self._sums[depth]
-        filled = count > 0
-        means = torch.stack((predicted[filled] / count[filled], labels[filled] / count[filled]), 1)
-        return [(float(p), float(y), int(n)) for (p, y), n in zip(means.tolist(), count[filled].tolist(), strict=True)]
+        rows = self._sums[:, depth * BINS : (depth + 1) * BINS].T.tolist()
+        return [(predicted / count, outcome / count, int(count)) for count, predicted, outcome in rows if count]
 
     def error(self) -> dict[int, float]:
         """Expected calibration error by depth: sum over bins of count share times |mean prediction - mean outcome|."""
         errors = {}
-        for depth, (count, predicted, labels) in sorted(self._sums.items()):
-            errors[depth] = float((predicted - labels).abs().sum() / count.sum())
+        for depth in range(MOST_DEPTH):
+            cells = self.curve(depth)
+            total = sum(count for _, _, count in cells)
+            if total:
+                errors[depth] = sum(count * abs(predicted - outcome) for predicted, outcome, count in cells) / total
         return errors

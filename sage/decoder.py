@@ -118,8 +118,9 @@ def decode(request: Request, clock: Clock, stats: Stats) -> Iterator[Round]:
 def draft_tree(root: Tensor, logits: Tensor | None, request: Request, clock: Clock, stats: Stats) -> Tree:
     """Grows one round's tree level by level as the policy asks, at most as deep as the answer may still get."""
     policy, session = request.policy, request.session
-    tree = Tree.of_root(root)
-    frontier = tree.parents + 1  # the root alone
+    frontier, path_F, num_nodes = torch.zeros_like(root), torch.ones(1, device=root.device), 1  # the root alone
+    asked: list[tuple[Tensor, Tensor, Tensor]] = []
+    levels: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
     last_level = request.ending.room - 1
     for level in range(1, last_level + 1):
         if logits is None or session is None:
@@ -128,19 +129,22 @@ def draft_tree(root: Tensor, logits: Tensor | None, request: Request, clock: Clo
         tokens = tokens if session.token_map is None else session.token_map[tokens]
         if level == 1 and bool(probs.isnan().any()):
             raise ValueError(f"draft: its pass after {stats.new_tokens} tokens gave NaN; check the draft's weights and dtype")
-        tree.note_candidates(frontier, probs, tokens)
-        growth = policy.grow(Frontier(level, probs, tree.path_probs[frontier]))
+        asked.append((frontier, probs, tokens))
+        growth = policy.grow(Frontier(level, probs, path_F))
         if growth is None:
             break
-        rows, ranks = growth.rows, growth.ranks
-        nodes = tree.add_level(frontier[rows], tokens[rows, ranks], probs[rows, ranks])
+        rows, expand = growth.rows, growth.expand
+        token_M, prob_M = tokens[rows, growth.ranks], probs[rows, growth.ranks]
+        path_M = path_F[rows] * prob_M
+        levels.append((frontier[rows], token_M, prob_M, path_M))
         clock.lap("policy")
-        if len(growth.expand) == 0 or level == last_level:
+        if len(expand) == 0 or level == last_level:
             break
-        frontier = nodes[growth.expand]
-        logits = session.expand(rows[growth.expand], tree.tokens[frontier])
+        frontier, path_F, num_nodes = expand + num_nodes, path_M[expand], num_nodes + len(rows)
+        logits = session.expand(rows[expand], token_M[expand])
         stats.draft_steps += 1
-        clock.lap("draft_steps", len(frontier))
+        clock.lap("draft_steps", len(expand))
+    tree = Tree.of_levels(root, levels, asked)
     keep = policy.select(tree)
     tree = tree if keep is None else tree.subtree(keep)
     clock.lap("policy")

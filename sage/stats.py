@@ -28,7 +28,7 @@ class RoundTimes:
 
     Attributes:
         verify_s: seconds of the target pass.
-        draft: (width, seconds) of each draft pass.
+        draft: (width, seconds) of each draft pass, with the policy's own time before it: a level costs both.
         total_s: seconds of the whole round, the re-synchronisation of the draft included.
     """
 
@@ -66,11 +66,15 @@ class Clock:
     def round_times(self) -> RoundTimes:
         """Timings since `start_round`; waits for the device."""
         laps = self._resolve(self._round_start)
-        return RoundTimes(
-            verify_s=sum(seconds for phase, _, seconds in laps if phase == "verify"),
-            draft=[(count, seconds) for phase, count, seconds in laps if phase == "draft_steps"],
-            total_s=sum(seconds for _, _, seconds in laps),
-        )
+        times, waiting = RoundTimes(total_s=sum(seconds for _, _, seconds in laps)), 0.0
+        for phase, count, seconds in laps:
+            if phase == "verify":
+                times.verify_s += seconds
+            waiting = waiting + seconds if phase == "policy" else waiting
+            if phase == "draft_steps":
+                times.draft.append((count, waiting + seconds))
+                waiting = 0.0
+        return times
 
     def seconds(self) -> dict[str, float]:
         """Seconds per phase, every phase named."""

@@ -141,6 +141,15 @@ def in_float64(target: sage.Target, inputs: dict[str, torch.Tensor]) -> dict[str
     return {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()}
 
 
+def random_draft(target: sage.Target, kind: str = "eagle", seed: int = 0, **options: Any) -> Any:
+    """A draft whose every weight matters; a fresh one starts with silent blocks, which would hide what they read."""
+    draft = sage.new_draft(target, kind, seed=seed, **options)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in draft.parameters():
+        parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return draft
+
+
 class OracleSession:
     """A stand-in draft that knows the answer and errs on purpose, so that deep paths, forks and misses all occur.
 

@@ -85,10 +85,28 @@ class TestEagle3:
         _, tensors = written(tmp_path / "out")
         assert torch.equal(tensors["embed_tokens.weight"], target.embed_tokens.weight.bfloat16())
 
+    def test_embedding_of_a_target_in_the_hubs_cache(
+        self, targets: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[tuple[str, bool]] = []
+
+        def snapshot(name: str, local_files_only: bool) -> str:
+            asked.append((name, local_files_only))
+            return targets["qwen2_5_vl"].name
+
+        monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+        draft = save_draft(tmp_path / "draft", targets["qwen2_5_vl"])
+        edit_json(draft / "config.json", lambda config: config.update(target_path="Qwen/Tiny"))
+        export_draft(draft, tmp_path / "out", "speculators")
+        assert asked == [("Qwen/Tiny", True)]
+        assert "embed_tokens.weight" in written(tmp_path / "out")[1]
+
     def test_an_embedding_that_is_not_at_hand_is_asked_for(self, targets: Any, tmp_path: Path) -> None:
         draft = save_draft(tmp_path / "draft", targets["qwen2_5_vl"])
         edit_json(draft / "config.json", lambda config: config.update(target_path="/gone/target"))
-        with pytest.raises(ValueError, match=r"embedding: the target /gone/target is no local folder; give --target DIR"):
+        with pytest.raises(
+            ValueError, match=r"embedding: the target /gone/target is neither a folder here nor .*; give --target DIR"
+        ):
             export_draft(draft, tmp_path / "out", embedding=True)
         export_draft(draft, tmp_path / "out")  # everything else is remembered by the draft
 
@@ -224,6 +242,18 @@ class TestRefusals:
 
 
 class TestReload:
+    def test_an_export_that_engines_would_misread_is_never_put_in_place(
+        self, targets: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The validator runs on what was written, not on what was meant."""
+        monkeypatch.setattr(
+            "checkpoints.export.exporting.eagle3_tensors", lambda state, dtype: {"fc.weight": state["fc.weight"]}
+        )
+        draft = save_draft(tmp_path / "draft", targets["qwen2_5_vl"])
+        with pytest.raises(BadExport, match=r"lm_head\.weight: missing; .*acceptance 1\.00"):
+            export_draft(draft, tmp_path / "out")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["draft"]
+
     def test_an_export_that_computes_something_else_is_never_put_in_place(
         self, targets: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from checkpoints_export_helpers import REDUCED, edit_json, export_draft, save_draft, save_target
 from safetensors.torch import load_file, save_file
 
-from checkpoints.export import Flavour, TargetFacts, check_folder
+from checkpoints.export import Flavour, TargetFacts, check_folder, read_eagle3
 from checkpoints.export.findings import BadExport
 
 KINDS = ("eagle3", "speculators", "vllm", "sglang")
@@ -224,6 +225,13 @@ DAMAGES: dict[str, tuple[str, Damage, str, str]] = {
     "config that is no JSON": ("eagle3", text("config.json", '{"architectures": ['), "config.json", "not JSON"),
     "config that is a list": ("eagle3", text("config.json", "[]"), "config.json", "holds a list"),
     "no config": ("eagle3", lambda folder: (folder / "config.json").unlink(), "config.json", "missing or unreadable"),
+    "no description": ("eagle3", text("sage_export.json", "{}"), "sage_export.json", "target facts: need architecture"),
+    "facts of another type": (
+        "eagle3",
+        lambda folder: edit_json(folder / "sage_export.json", lambda content: content["target"].update(num_layers="x")),
+        "sage_export.json",
+        "num_layers is 'x', expected int",
+    ),
     "no weights": ("eagle3", lambda folder: (folder / "model.safetensors").unlink(), "weights", "no weights there"),
     "half a file": ("eagle3", truncated, "weights", "model.safetensors: damaged or not a safetensors file"),
     "a pickle that runs code": ("eagle3", pickled, "weights", "pytorch_model.bin: not a plain file of tensors"),
@@ -338,6 +346,31 @@ def test_more_than_a_handful_of_extra_tensors_is_summed_up(exports: Path, tmp_pa
     found = [str(finding) for finding in check_folder(folder).errors]
     assert len(found) == 5
     assert "5 more unexpected tensors" in found[-1]
+
+
+ODD = (None, "x", -1, 10**9, True, ["x"], [0, 1, 2], {"x": 1}, {AUX: "x"}, {"rope_theta": "x", "mrope_section": 3})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle3", "speculators"])
+def test_no_config_however_odd_stops_the_check(exports: Path, tmp_path: Path, kind: str) -> None:
+    """Any value in any field ends in findings, or in an import that works or says in one ValueError why not."""
+    folder = opened(exports, kind, tmp_path / "odd")
+    facts = TargetFacts.of_folder(exports / "target")
+    path = folder / "config.json"
+    whole = json.loads(path.read_text())
+    sections = [whole, *(part for part in whole.values() if isinstance(part, dict))]
+    keys = [(section, key) for section in sections for key in section] + [(whole, "rope_parameters"), (whole, "eagle_config")]
+    for section, key in keys:
+        before = dict(section)
+        for value in ODD:
+            section[key] = value
+            path.write_text(json.dumps(whole))
+            check_folder(folder, facts)
+            with suppress(ValueError):
+                read_eagle3(folder, facts)
+            section.clear()
+            section.update(before)
 
 
 def test_our_own_format_is_told_apart(exports: Path) -> None:

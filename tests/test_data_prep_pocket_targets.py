@@ -32,9 +32,7 @@ def shipped(family):
 
 
 @families
-@pytest.mark.parametrize(
-    "text", ["A red circle.", "Ünïcödé 日本語 \U0001f600", " two  spaces\n\n\tand 1234", "<|im_end|> x"]
-)
+@pytest.mark.parametrize("text", ["A red circle.", "Ünïcödé 日本語 \U0001f600", " two  spaces\n\n\tand 1234", "<|im_end|> x"])
 def test_any_text_survives_the_tokenizer(tokenizers, family, text):
     tokenizer = tokenizers[family]
     ids = tokenizer(text)["input_ids"]

@@ -41,8 +41,7 @@ def test_the_same_index_gives_the_same_conversation():
 
 def test_splits_share_no_picture():
     seen = {
-        split: {p.tobytes() for index in range(150) for p in pictures(world.sample(split, index))}
-        for split in palette.SPLITS
+        split: {p.tobytes() for index in range(150) for p in pictures(world.sample(split, index))} for split in palette.SPLITS
     }
     assert all(seen.values())
     assert not seen["train"] & seen["test"] and not seen["train"] & seen["validation"]
@@ -101,9 +100,7 @@ def test_the_grammar_finds_a_wrong_sign_bar_and_answer():
         ("sign", True): 1,
         ("sign", False): 1,
     }
-    score = grammar.score_answer(
-        "The red bar reaches 3, while the blue one is at 5.", {"bars": {"red": 3, "blue": 4}}, []
-    )
+    score = grammar.score_answer("The red bar reaches 3, while the blue one is at 5.", {"bars": {"red": 3, "blue": 4}}, [])
     assert score == {("height", True): 1, ("height", False): 1}
     assert grammar.score_answer("No, it is not.", {}, [("answer", "yes")]) == {("answer", False): 1}
 

@@ -49,11 +49,11 @@ def run(out: Path, answer: Any = echo, **options: Any) -> Any:
 
 
 def content(out: Path) -> dict[str, bytes]:
-    return {path.name.removeprefix(out.name): path.read_bytes() for path in (out, skipped_path(out))}
+    return {path.name.removeprefix(out.name): path.read_bytes() for path in (out, skipped_path(out)) if path.exists()}
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_llava, make_qwen
+from conftest import make_llava, make_qwen, random_draft
 from test_sage_targets import make_processor, picture
 
 import sage
@@ -42,7 +42,7 @@ def in_double(target: sage.Target) -> sage.Target:
 def test_turns_equal_asking_from_scratch(ready: sage.Target, kind: str, second_picture: bool) -> None:
     target = in_double(ready)
     options = {"feature_levels": [1, 2, 3]} if kind == "eagle3" else {}
-    draft = sage.new_draft(target, kind, seed=0, **options)
+    draft = random_draft(target, kind, seed=0, **options)
     chat = sage.Chat(target, draft, policy="static", max_new_tokens=LENGTH)
     chat.ask("one", images=[picture(16, 8)])
     messages = [*chat.messages]
@@ -67,7 +67,7 @@ def test_turns_equal_asking_from_scratch(ready: sage.Target, kind: str, second_p
 @pytest.mark.slow
 def test_pruning_keeps_the_same_visual_tokens_in_a_later_turn(ready: sage.Target) -> None:
     target = in_double(ready)
-    draft = sage.new_draft(target, seed=0)
+    draft = random_draft(target, seed=0)
     options = {"policy": "static", "max_new_tokens": LENGTH, "pruning": sage.Pruning(0.5)}
     chat = sage.Chat(target, draft, **options)
     first = chat.start("one", [picture(16, 8)])

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import EOS, OracleSession, in_float64, make_inputs
+from conftest import EOS, OracleSession, in_float64, make_inputs, random_draft
 from transformers import DynamicCache
 
 import sage
@@ -44,7 +44,7 @@ def small(name: str) -> Policy:
 def test_a_real_draft_gives_hugging_faces_text_under_every_policy(tiny_target: sage.Target) -> None:
     """Here the draft knows nothing; deep paths and seeds are in test_sage_losslessness.py."""
     inputs = in_float64(tiny_target, make_inputs(tiny_target))
-    draft = sage.new_draft(tiny_target, seed=0)
+    draft = random_draft(tiny_target, seed=0)
     expected = hugging_face(tiny_target, inputs)
     for name in sage.POLICIES:
         out = sage.generate(tiny_target, draft, inputs, policy=small(name), max_new_tokens=LENGTH)
@@ -85,7 +85,7 @@ def test_negative_control_a_cache_that_keeps_the_wrong_rows_is_noticed(
 def test_draft_after_commit_equals_a_draft_that_read_everything_at_once(tiny_target: sage.Target) -> None:
     """The head's own cache, re-synchronised round by round, against one prefill over prompt and answer."""
     inputs = in_float64(tiny_target, make_inputs(tiny_target))
-    draft = sage.new_draft(tiny_target, seed=1)
+    draft = random_draft(tiny_target, seed=1)
     run = generation.start(tiny_target, draft, inputs, policy="static", max_new_tokens=LENGTH)
     for _ in run.rounds():
         pass

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import in_float64, make_inputs, make_qwen
+from conftest import in_float64, make_inputs, make_qwen, random_draft
 
 import sage
 from sage.drafts import Eagle3Draft, new_session
@@ -18,7 +18,7 @@ from sage.drafts.layer import Rope
 def test_unroll_equals_step_by_step(tiny_target: sage.Target) -> None:
     """A whole sequence at once (training) gives what prefill plus single steps through the cache give (decoding)."""
     inputs = in_float64(tiny_target, make_inputs(tiny_target))
-    draft = sage.new_draft(tiny_target, seed=3)
+    draft = random_draft(tiny_target, seed=3)
     prompt = tiny_target.embed(inputs)
     features = tiny_target.features(prompt)
     with torch.no_grad():
@@ -37,7 +37,7 @@ def test_unroll_equals_step_by_step(tiny_target: sage.Target) -> None:
 def test_tree_levels_equal_chains(tiny_target: sage.Target) -> None:
     """Drafting two branches beside each other gives each branch what it gets alone."""
     inputs = in_float64(tiny_target, make_inputs(tiny_target))
-    draft = sage.new_draft(tiny_target, seed=3)
+    draft = random_draft(tiny_target, seed=3)
     prompt = tiny_target.embed(inputs)
     features = tiny_target.features(prompt)
     root = torch.tensor([7])
@@ -83,7 +83,7 @@ def test_three_axes_without_sections_are_refused() -> None:
 
 
 def test_round_trip_is_bit_exact_and_holds_nothing_of_the_target(tiny_target: sage.Target, tmp_path: Path) -> None:
-    draft = sage.new_draft(tiny_target, seed=5)
+    draft = random_draft(tiny_target, seed=5)
     draft.save_pretrained(tmp_path)
     loaded = sage.load_draft(tmp_path, tiny_target)
     state = draft.state_dict()
@@ -100,7 +100,7 @@ def test_image_inputs_token_hides_the_picture(tiny_qwen: sage.Target) -> None:
     features = tiny_qwen.features(prompt)
     outs = []
     for choice in ("embed", "token"):
-        draft = sage.new_draft(tiny_qwen, seed=0, image_inputs=choice)
+        draft = random_draft(tiny_qwen, seed=0, image_inputs=choice)
         outs.append(new_session(draft, tiny_qwen, 64).prefill(prompt, features, torch.tensor([5])))
     assert not torch.equal(*outs)
 
@@ -117,7 +117,7 @@ class TestEagle3:
         return torch.arange(0, 330, 3)
 
     def draft(self, target: sage.Target, vocabulary: torch.Tensor | None = None) -> Eagle3Draft:
-        return sage.new_draft(target, "eagle3", seed=0, vocabulary=vocabulary, feature_levels=[1, 2, 3])
+        return random_draft(target, "eagle3", seed=0, vocabulary=vocabulary, feature_levels=[1, 2, 3])
 
     def test_decodes_losslessly_with_whole_and_reduced_vocabulary(
         self, tiny_target: sage.Target, vocabulary: torch.Tensor

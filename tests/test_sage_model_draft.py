@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import in_float64, make_inputs, make_llava, make_qwen
+from conftest import in_float64, make_inputs, make_llava, make_qwen, random_draft
 from transformers import PreTrainedTokenizerFast
 
 import sage
@@ -59,7 +59,7 @@ def test_pruning_changes_the_draft_and_never_the_output(method: str, ratio: floa
     inputs = in_float64(tiny_target, make_inputs(tiny_target))
     expected = hugging_face(tiny_target, inputs)
     pruning = sage.Pruning(ratio, method)
-    for draft in (sage.new_draft(tiny_target, seed=0), ModelDraft(tiny_target, tiny_target)):
+    for draft in (random_draft(tiny_target, seed=0), ModelDraft(tiny_target, tiny_target)):
         out = sage.generate(tiny_target, draft, inputs, policy="sage", max_new_tokens=LENGTH, pruning=pruning)
         assert out.tokens.tolist() == expected
 

@@ -205,3 +205,22 @@ class TestTree:
 def test_growth_is_what_policies_return() -> None:
     growth = sage.policy("chain").grow(Frontier(1, torch.ones(1, 1), torch.ones(1)))
     assert isinstance(growth, Growth)
+
+
+def test_a_tree_of_levels_is_the_tree_grown_step_by_step() -> None:
+    """The decoder's fast construction against its slow twin."""
+    slow = grow_fully(sage.policy("static"), GEOMETRIC)
+    levels, asked, start = [], [], 1
+    for depth in range(1, slow.depth + 1):
+        size = int((slow.depths == depth).sum())
+        rows = slice(start, start + size)
+        levels.append((slow.parents[rows], slow.tokens[rows], slow.probs[rows], slow.path_probs[rows]))
+        start += size
+    for nodes in (slow.drafted >= 0).nonzero():
+        row = slow.drafted[nodes]
+        asked.append((nodes, slow.candidates[row], slow.candidate_tokens[row]))
+    asked.sort(key=lambda question: int(slow.drafted[question[0]]))
+    fast = Tree.of_levels(torch.tensor([99]), levels, asked)
+    for name in ("tokens", "parents", "depths", "probs", "path_probs", "drafted", "candidates", "candidate_tokens"):
+        assert torch.equal(getattr(fast, name), getattr(slow, name)), name
+    assert fast.num_levels == slow.num_levels

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from train.hydra_app import compose
 from train.launch import RankFailed, Watch, check_devices, first_host, join_environment, launch
 from train.stopping import StopSignal
 
+START_S = 200
 TINY_REPORT = ["decode.policies=[autoregressive]", "decode.max_new_tokens=2"]
 
 
@@ -89,15 +91,27 @@ def test_the_error_of_the_rank_that_failed_is_shown(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def start(target: Path, run: Path, *overrides: str) -> subprocess.Popen[str]:
+@pytest.fixture
+def started() -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that do not outlive their test."""
+    processes: list[subprocess.Popen[str]] = []
+    yield processes
+    for process in processes:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def start(started: list[subprocess.Popen[str]], target: Path, run: Path, *overrides: str) -> subprocess.Popen[str]:
     """A long run of two ranks in the background, some steps in."""
     arguments = command(target, run, *TINY_REPORT, "launch.ranks=2", "train.micro_batch_size=1", "train.max_steps=100000")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "train.cli", *arguments, *overrides], env=environment(), stderr=subprocess.PIPE, text=True
-    )
-    deadline = time.monotonic() + 120
+    whole = [sys.executable, "-m", "train.cli", *arguments, *overrides]
+    process = subprocess.Popen(whole, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True)
+    started.append(process)
+    deadline = time.monotonic() + START_S
     while not (run / "metrics.jsonl").exists() or not metrics(run):
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[1]
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline, f"no step within {START_S} s"
         time.sleep(0.2)
     return process
 
@@ -109,20 +123,33 @@ def ranks_of(process: subprocess.Popen[str]) -> list[int]:
 
 
 @pytest.mark.slow
-def test_sigterm_saves_at_the_step_boundary_and_exits_with_3(target: Path, tmp_path: Path) -> None:
-    process = start(target, tmp_path / "run")
+def test_sigterm_saves_exits_with_3_and_torchrun_goes_on(
+    target: Path, tmp_path: Path, started: list[subprocess.Popen[str]]
+) -> None:
+    run = tmp_path / "run"
+    process = start(started, target, run)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 3, errors
-    saved = (tmp_path / "run" / "state" / "latest").read_text().strip()
-    assert (tmp_path / "run" / "state" / saved / "rank_00001.pt").is_file()
-    trainer = json.loads((tmp_path / "run" / "state" / saved / "trainer.json").read_text())
-    assert trainer["step"] == metrics(tmp_path / "run")[-1]["step"]
+    saved = (run / "state" / "latest").read_text().strip()
+    assert (run / "state" / saved / "rank_00001.pt").is_file()
+    step = json.loads((run / "state" / saved / "trainer.json").read_text())["step"]
+    assert step == metrics(run)[-1]["step"]
+    goes_on = [f"train.max_steps={step + 1}", "run.resume=true", "train.micro_batch_size=1", *TINY_REPORT]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "train.cli"]
+    done = subprocess.run(
+        [*torchrun, *command(target, run, *goes_on)], env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line["step"] for line in metrics(run)] == list(range(1, step + 2))
+    assert done.stdout.count("report: ") == 1  # rank 0 alone speaks
 
 
 @pytest.mark.slow
-def test_a_killed_rank_takes_the_run_down_within_seconds(target: Path, tmp_path: Path) -> None:
-    process = start(target, tmp_path / "run", "train.save_every=1")
+def test_a_killed_rank_takes_the_run_down_within_seconds(
+    target: Path, tmp_path: Path, started: list[subprocess.Popen[str]]
+) -> None:
+    process = start(started, target, tmp_path / "run", "train.save_every=1")
     victim, *others = ranks_of(process)
     begin = time.monotonic()
     os.kill(victim, signal.SIGKILL)

@@ -194,6 +194,20 @@ def test_a_stage_on_one_rank_equals_no_sharding(targets: dict[str, Path], cache:
     assert metrics(plain)[-1]["grad_norm"] == pytest.approx(metrics(sharded)[-1]["grad_norm"], rel=1e-5)
 
 
+def test_bf16_without_sharding_takes_the_same_first_step(targets: dict[str, Path], cache: Path, tmp_path: Path) -> None:
+    """The first step of Adam is lr in every weight, up to bf16 rounding; DeepSpeed alone would make it 0.73 lr here."""
+    run = tmp_path / "run"
+    one_step = ["target.dtype=bf16", "train.max_steps=1", "train.micro_batch_size=4", "decode.policies=[autoregressive]"]
+    config = configure(targets["qwen2_5_vl"], run, cache, *one_step)
+    assert run_rank(config) == 0
+    target = sage.load_target(targets["qwen2_5_vl"], dtype=torch.bfloat16)
+    fresh = sage.new_draft(target, "eagle", seed=config.seed).state_dict()
+    name = "layer.mlp.down_proj.weight"  # has a gradient from the first step on
+    moved = (weights(run)[name].float() - fresh[name].float()).abs()
+    assert weights(run)[name].dtype == torch.bfloat16
+    assert float(moved.mean()) == pytest.approx(config.optim.lr, rel=0.05)
+
+
 class Spoilt:
     """A feed whose second step holds one example with features that are not finite."""
 

@@ -37,12 +37,14 @@ class Engine:
         self.ranks, self.draft, self.accumulation = ranks, draft, accumulation
         self._bad_gradient = torch.zeros((), dtype=torch.bool, device=ranks.device)
         os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists on it
+        optimizer = make_optimizer(draft, config, ranks.device)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=draft,
-            optimizer=make_optimizer(draft, config, ranks.device),
+            optimizer=optimizer,
             config=deepspeed_config(config, ranks.world_size, accumulation),
             dist_init_required=False if deepspeed.comm.is_initialized() else None,
         )
+        _rewind(optimizer)
         self._gathered, self._comm = deepspeed.zero.GatheredParameters, deepspeed.comm
         self._micro = 0
         for parameter in draft.parameters():
@@ -124,6 +126,16 @@ class Engine:
         if self._engine.zero_optimization() or not grads:
             return float("nan")
         return torch.nn.utils.get_total_norm(grads)
+
+
+def _rewind(optimizer: torch.optim.Optimizer) -> None:
+    """Puts step counts back to zero.
+
+    DeepSpeed allocates optimizer state by a step with zero gradients; its bf16 wrapper without ZeRO leaves that step counted,
+    so that Adam's bias correction would make the first real step a quarter too small.
+    """
+    for state in optimizer.state.values():
+        state["step"] = torch.zeros_like(state["step"])
 
 
 def deepspeed_config(config: Config, world_size: int, accumulation: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -54,6 +54,9 @@ def run_app(config_name: str, schema: type, task: Task) -> int:
             return work()
         except KeyboardInterrupt:
             return _say("stopped before anything was saved", EXIT_STOPPED)
+        except BrokenPipeError:  # the reader of our output, `head` say, has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return EXIT_DONE
         except Exception as error:
             if before and not is_crash(error):
                 traceback.print_exc()
@@ -136,12 +139,23 @@ def register_resolvers() -> None:
 def configure_logging(debug: bool, is_speaking: bool = True) -> None:
     """Handlers once per process: messages to stderr, from rank 0 alone; other ranks only report errors."""
     level = (logging.DEBUG if debug else logging.INFO) if is_speaking else logging.ERROR
-    handler = logging.StreamHandler(sys.stderr)
+    handler = StderrHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
     for name in ("train", "data_prep", "checkpoints", "sage"):
         own = logging.getLogger(name)
         own.handlers, own.propagate = [handler], False
         own.setLevel(level)
+
+
+class StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to whatever stderr is at the time: a live progress bar puts itself in its place and draws around us."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
 
 
 def _package_dir(name: str) -> str:

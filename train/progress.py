@@ -11,7 +11,7 @@ import time
 from typing import Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 logger = logging.getLogger(__name__)
 
@@ -39,15 +39,12 @@ class Live:
 
     def __init__(self, total: int, first: int) -> None:
         self.bar = Progress(
-            TextColumn("[bold]training"),
-            BarColumn(),
+            BarColumn(bar_width=12),
             TextColumn("{task.completed}/{task.total}"),
             TextColumn("{task.fields[facts]}"),
-            TimeElapsedColumn(),
+            TimeRemainingColumn(compact=True),
             TextColumn("left"),
-            TimeRemainingColumn(),
             console=Console(stderr=True),
-            transient=False,
         )
         self.task = self.bar.add_task("training", total=total, completed=first, facts="")
         self.bar.start()

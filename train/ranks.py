@@ -43,13 +43,13 @@ class Ranks:
     def gather(self, item: Any) -> list[Any]:
         """Every rank's picklable `item`, in rank order, on every rank."""
         found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, item, group=_cpu_group())
+        dist.all_gather_object(found, item)
         return found
 
     def share(self, item: Any) -> Any:
         """Rank 0's picklable `item` on every rank."""
         box = [item]
-        dist.broadcast_object_list(box, src=0, group=_cpu_group(), device=torch.device("cpu"))
+        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
 
 
@@ -98,8 +98,3 @@ def pick_device(device: str, local_rank: int) -> torch.device:
     if local_rank >= count:
         raise ValueError(f"launch.gpus: rank {local_rank} of this machine finds only {count} GPU(s); start at most {count}")
     return torch.device("cuda", local_rank)
-
-
-def _cpu_group() -> Any:
-    """The default group; its gloo half carries CPU tensors."""
-    return dist.group.WORLD

@@ -61,8 +61,7 @@ def save_state(store: StateStore, engine: Engine, ranks: Ranks, state: TrainStat
     ranks.barrier()
     if ranks.is_main:
         write_text(part / TRAINER, json.dumps({**asdict(state), "world_size": ranks.world_size}, indent=1) + "\n")
-        store.commit(state.step)
-        logger.info("saved %s", store.folder / "latest")
+        logger.info("saved %s", store.commit(state.step))
     ranks.barrier()
 
 

@@ -182,6 +182,7 @@ def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     from transformers.utils import logging as transformers_logging
 
     import sage
+    from checkpoints.export import load_any
     from data_prep.build import prompts
     from sage.bench import format_table
     from train.ranks import pick_device
@@ -195,7 +196,7 @@ def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     device = pick_device(str(config.launch.device), 0)
     options = {"revision": config.target.revision} if config.target.revision is not None else {}
     target = sage.load_target(config.target.path, dtype=dtype, device=device, **options)
-    draft = sage.load_draft(checkpoint.draft, target)
+    draft = load_any(checkpoint.draft, target)
     held_out = prompts(config.data, "validation", config.decode.num_prompts)
     home = config.out or checkpoint.home
     report = validate(

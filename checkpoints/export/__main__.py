@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -85,6 +86,7 @@ def _run(args: argparse.Namespace) -> int:
     _check_modes(args)
     if args.inspect:
         return _inspect(args)
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # transformers touches DeepSpeed where it is installed; it would look around
     from transformers.utils import logging
 
     logging.disable_progress_bar()

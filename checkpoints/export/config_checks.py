@@ -38,14 +38,14 @@ def check_config(case: Case) -> Iterator[Finding]:
 
 
 def _classes(case: Case) -> Iterator[Finding]:
-    names = case.head.config.get("architectures") or []
+    names, written = case.head.classes, case.head.config.get("architectures")
     expected = {Format.speculators: SPECULATORS_CLASS, Format.eagle3: EAGLE3_CLASS}.get(case.head.format or Format.eagle)
     if case.head.format == Format.eagle:
         expected = next(name for name in EAGLE_CLASSES.values() if name in names)
-    if names != [expected]:
+    if written != [expected]:
         known = [name for name in names if name in EAGLE3_ELSEWHERE]
         what = "vLLM takes it, SGLang does not know it as a draft" if known else "no engine loads it as a draft"
-        yield Finding("architectures", f"{names}, expected ['{expected}']", what)
+        yield Finding("architectures", f"{written}, expected ['{expected}']", what)
     kind = case.head.layer.get("model_type")
     allowed = ("llama", "qwen3") if case.head.format == Format.speculators else ("llama",)
     if kind not in allowed:
@@ -180,8 +180,9 @@ def _proposal(written: Any) -> Iterator[Finding]:
     if not isinstance(written, dict):
         yield Finding("speculators_config", f"{written!r}", "vLLM cannot find the verifier and the number of tokens")
         return
-    methods = written.get("proposal_methods") or []
-    kinds = [method.get("proposal_type") for method in methods if isinstance(method, dict)]
+    methods = written.get("proposal_methods")
+    listed = methods if isinstance(methods, list) else []
+    kinds = [method.get("proposal_type") for method in listed if isinstance(method, dict)]
     if written.get("default_proposal_method") not in kinds:
         found = f"{written.get('default_proposal_method')!r} is not one of {kinds}"
         yield Finding("speculators_config.default_proposal_method", found, "speculators refuses the config")

@@ -42,16 +42,20 @@ class TargetFacts:
         return asdict(self)
 
     @staticmethod
-    def from_dict(stored: dict[str, Any]) -> TargetFacts:
+    def from_dict(stored: Any) -> TargetFacts:
         """The inverse of `to_dict`.
 
         Raises:
-            ValueError: a fact is missing or unknown.
+            ValueError: a fact is missing, unknown, or of another type.
         """
-        names = {field.name for field in fields(TargetFacts)}
-        needed = names - {"mrope_section", "name"}
-        if not needed <= stored.keys() or not stored.keys() <= names:
-            raise ValueError(f"target facts: need {', '.join(sorted(needed))}, found {', '.join(sorted(stored))}")
+        kinds = {field.name: str(field.type) for field in fields(TargetFacts)}
+        needed = kinds.keys() - {"mrope_section", "name"}
+        if not isinstance(stored, dict) or not needed <= stored.keys() or not stored.keys() <= kinds.keys():
+            raise ValueError(f"target facts: need {', '.join(sorted(needed))}, found {stored}")
+        for name in needed:
+            wanted: Any = {"int": int, "float": (int, float)}.get(kinds[name], str)
+            if not isinstance(stored[name], wanted):
+                raise ValueError(f"target facts: {name} is {stored[name]!r}, expected {kinds[name]}")
         return TargetFacts(**stored)
 
     @staticmethod

@@ -85,6 +85,9 @@ def _config(folder: Path, head: Head, facts: TargetFacts, reading: Reading) -> E
             )
     if eagle3_table(head) is None:
         raise ValueError(f"{folder / CONFIG}: layer sizes are missing; a draft's config needs heads and intermediate_size")
+    eps, activation = head.get("rms_norm_eps", 1e-6), head.get("hidden_act", "silu")
+    if not isinstance(eps, float) or not 0 < eps < 1 or activation not in ("silu", "gelu", "relu"):
+        raise ValueError(f"{folder / CONFIG}: rms_norm_eps {eps!r} or hidden_act {activation!r} is nothing a layer can have")
     theta, section = _rope(folder, head, facts, reading)
     return Eagle3Config(
         hidden_size=facts.hidden_size,
@@ -95,8 +98,8 @@ def _config(folder: Path, head: Head, facts: TargetFacts, reading: Reading) -> E
         vocab_size=facts.vocab_size,
         draft_vocab_size=head.size("draft_vocab_size") or facts.vocab_size,
         max_position_embeddings=facts.max_position_embeddings,
-        rms_norm_eps=head.get("rms_norm_eps", 1e-6),
-        hidden_act=head.get("hidden_act", "silu"),
+        rms_norm_eps=eps,
+        hidden_act=activation,
         rope_theta=theta,
         mrope_section=section,
         norm_before_residual=_norm_before_residual(folder, head),
@@ -126,6 +129,8 @@ def _rope(folder: Path, head: Head, facts: TargetFacts, reading: Reading) -> tup
     theta, section, kind = head.rope
     if reading.use_target_rope:
         return facts.rope_theta, facts.mrope_section
+    if not theta > 0:
+        raise ValueError(f"{folder}: {head.name('rope_theta')} is no positive number")
     if kind != "default" or section != facts.mrope_section:
         raise ValueError(
             f"{folder}: {head.name('rope_scaling')} is {kind!r} with mrope_section {section}, the target's is plain with "
@@ -145,7 +150,8 @@ def _levels(folder: Path, head: Head, facts: TargetFacts, reading: Reading) -> l
         )
     else:
         levels = vllm or sglang or default_levels(facts.num_layers)
-    rises = all(later > earlier for earlier, later in zip(levels, levels[1:], strict=False))
+    is_whole = all(isinstance(level, int) for level in levels)
+    rises = is_whole and all(later > earlier for earlier, later in zip(levels, levels[1:], strict=False))
     if len(levels) != FEATURE_LEVELS or not rises or levels[0] < 0 or levels[-1] >= facts.num_layers:
         raise ValueError(
             f"{folder}: feature levels {levels}: need three rising ones of 0..{facts.num_layers - 1}; give --levels A,B,C"

@@ -67,7 +67,7 @@ class Head:
         nested = config.get("transformer_layer_config")
         self.layer: Mapping[str, Any] = nested if isinstance(nested, Mapping) else config
         self.prefix = "transformer_layer_config." if self.layer is not config else ""
-        self.format, self.flavour = _recognise(config)
+        self.format, self.flavour = _recognise(self)
 
     def get(self, key: str, default: Any = None) -> Any:
         """A field of the decoder layer, wherever the format keeps it."""
@@ -88,27 +88,42 @@ class Head:
         return self.size("head_dim") or (hidden // heads if hidden and heads else None)
 
     @property
-    def rope(self) -> tuple[float, list[int] | None, str]:
-        """Base, M-RoPE sections and kind, from `rope_parameters` or from `rope_theta` with `rope_scaling`."""
-        written = self.get("rope_parameters") or {}
-        scaling = self.get("rope_scaling") or {}
+    def classes(self) -> list[str]:
+        """Its class names; empty where they are no list of names."""
+        names = self.config.get("architectures")
+        return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+    @property
+    def rope(self) -> tuple[float, list[Any] | None, str]:
+        """Base, M-RoPE sections and kind, from `rope_parameters` or from `rope_theta` with `rope_scaling`; NaN if no number."""
+        written, scaling = _mapping(self.get("rope_parameters")), _mapping(self.get("rope_scaling"))
         theta = written.get("rope_theta", self.get("rope_theta", DEFAULT_THETA))
-        section = written.get("mrope_section") or scaling.get("mrope_section")
+        section = _listed(written.get("mrope_section") or scaling.get("mrope_section"))
         kind = written.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default"
-        return float(theta), list(section) if section else None, "default" if kind == "mrope" else str(kind)
+        is_number = isinstance(theta, (int, float)) and not isinstance(theta, bool)
+        return float(theta) if is_number else float("nan"), section, "default" if kind == "mrope" else str(kind)
 
     @property
-    def levels_vllm(self) -> list[int] | None:
+    def levels_vllm(self) -> list[Any] | None:
         """k of the hidden_states[k] that vLLM feeds it; None = the engine's default."""
-        value = self.config.get(LEVELS_KEY)
-        return list(value) if value else None
+        return _listed(self.config.get(LEVELS_KEY))
 
     @property
-    def levels_sglang(self) -> list[int] | None:
+    def levels_sglang(self) -> list[Any] | None:
         """k of the hidden_states[k] that SGLang feeds it: it adds one to what is written; None = the engine's default."""
-        eagle = self.config.get("eagle_config")
-        value = eagle.get(LEVELS_KEY) if isinstance(eagle, Mapping) else None
-        return [k + 1 for k in value] if value else None
+        value = _listed(_mapping(self.config.get("eagle_config")).get(LEVELS_KEY))
+        return [k + 1 if isinstance(k, int) else k for k in value] if value else None
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _listed(value: Any) -> list[Any] | None:
+    """A list as it is, nothing as None, and what should have been a list as a list of it."""
+    if not value:
+        return None
+    return list(value) if isinstance(value, list) else [value]
 
 
 def is_ours(config: Mapping[str, Any]) -> bool:
@@ -116,16 +131,16 @@ def is_ours(config: Mapping[str, Any]) -> bool:
     return str(config.get("model_type")).startswith("sage_")
 
 
-def _recognise(config: Mapping[str, Any]) -> tuple[Format | None, Flavour | None]:
-    names = config.get("architectures") or []
-    if is_ours(config):
+def _recognise(head: Head) -> tuple[Format | None, Flavour | None]:
+    names = head.classes
+    if is_ours(head.config):
         return None, None
-    if "speculators_model_type" in config or SPECULATORS_CLASS in names:
+    if "speculators_model_type" in head.config or SPECULATORS_CLASS in names:
         return Format.speculators, None
     for flavour, name in EAGLE_CLASSES.items():
         if name in names:
             return Format.eagle, flavour
-    is_eagle3 = "draft_vocab_size" in config or any("Eagle3" in str(name) for name in names)
+    is_eagle3 = "draft_vocab_size" in head.config or any("Eagle3" in name for name in names)
     return (Format.eagle3 if is_eagle3 else None), None
 
 

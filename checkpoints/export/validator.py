@@ -41,7 +41,12 @@ def check_folder(folder: Path, facts: TargetFacts | None = None) -> Check:
     except ValueError as error:
         check.findings.append(Finding(CONFIG, str(error), UNREADABLE))
         return check
-    return _check_content(check, config, facts or _own_facts(folder))
+    try:
+        facts = facts or _own_facts(folder)
+    except ValueError as error:
+        check.findings.append(Finding(ABOUT, str(error), "nothing can be held against its target"))
+        return check
+    return _check_content(check, config, facts)
 
 
 def _check_content(check: Check, config: dict[str, object], facts: TargetFacts | None) -> Check:
@@ -75,4 +80,4 @@ def _own_facts(folder: Path) -> TargetFacts | None:
     """The target's facts as an export of ours carries them."""
     if not (folder / ABOUT).is_file():
         return None
-    return TargetFacts.from_dict(read_json(folder / ABOUT).get("target") or {})
+    return TargetFacts.from_dict(read_json(folder / ABOUT).get("target"))

@@ -117,9 +117,7 @@ def video_preprocessor_config(family: str) -> dict[str, Any]:
     config = preprocessor_config(family)
     name = {"qwen2_5_vl": "Qwen2VLVideoProcessor", "llava_onevision": "LlavaOnevisionVideoProcessor"}[family]
     kept = {
-        key: value
-        for key, value in config.items()
-        if key not in ("image_processor_type", "image_grid_pinpoints", "do_pad")
+        key: value for key, value in config.items() if key not in ("image_processor_type", "image_grid_pinpoints", "do_pad")
     }
     return kept | {"video_processor_type": name}
 
@@ -182,9 +180,7 @@ def new_model(family: str, tokenizer: PreTrainedTokenizerBase, layers: int, seed
 
 
 @torch.no_grad()
-def deepen(
-    model: PreTrainedModel, family: str, tokenizer: PreTrainedTokenizerBase, layers: int, seed: int
-) -> PreTrainedModel:
+def deepen(model: PreTrainedModel, family: str, tokenizer: PreTrainedTokenizerBase, layers: int, seed: int) -> PreTrainedModel:
     """The same function with `layers` text layers: new ones go in evenly and add nothing yet.
 
     A new layer is fresh but for its two output projections, which are zero, so it passes its input on.

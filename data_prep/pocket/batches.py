@@ -99,9 +99,7 @@ def collate(
     return batch | (_qwen_pixels(examples, ids, tokenizer) if family == "qwen2_5_vl" else _llava_pixels(examples))
 
 
-def _qwen_pixels(
-    examples: list[Example], ids: torch.Tensor, tokenizer: PreTrainedTokenizerBase
-) -> dict[str, torch.Tensor]:
+def _qwen_pixels(examples: list[Example], ids: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> dict[str, torch.Tensor]:
     image, video = (tokenizer.convert_tokens_to_ids(name) for name in ("<|image_pad|>", "<|video_pad|>"))
     fields = {"mm_token_type_ids": (ids == image).int() + 2 * (ids == video).int()}
     stills = [picture for e in examples if e["kind"] == "image" for picture in e["pixels"]]

@@ -74,9 +74,7 @@ class Probe(nn.Module):
         self.tells_places = tells_places
         self.take = nn.Linear(width, inner)
         self.norm = nn.LayerNorm(width)
-        self.queries = nn.ParameterDict(
-            {name: torch.randn(count, inner) * 0.1 for name, (count, _) in QUESTIONS.items()}
-        )
+        self.queries = nn.ParameterDict({name: torch.randn(count, inner) * 0.1 for name, (count, _) in QUESTIONS.items()})
         self.attend = nn.MultiheadAttention(inner, 4, batch_first=True)
         self.answers = nn.ModuleDict({name: nn.Linear(inner, choices) for name, (_, choices) in QUESTIONS.items()})
 
@@ -89,9 +87,7 @@ class Probe(nn.Module):
         return {name: self.answers[name](part) for name, part in zip(QUESTIONS, parts, strict=True)}
 
 
-def probe_loss(
-    logits: dict[str, torch.Tensor], labels: dict[str, torch.Tensor]
-) -> tuple[torch.Tensor, dict[str, float]]:
+def probe_loss(logits: dict[str, torch.Tensor], labels: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
     """Mean loss over the questions and, by question, the share of right answers where there is something."""
     loss, right = torch.zeros(()), {}
     for name, answer in logits.items():

@@ -40,31 +40,21 @@ def _sign_turn(pen: Pen, kind: str, word: str, number: str, board: str) -> Turn:
     says = pen.pick(("says", "reads", "bears", "carries", "spells"), word[:1], number[:1])
     said = f'{says} "{word}"' if word else f'{says} "{number}"'
     if word and number:
-        under = pen.pick(
-            (" and below it ", ", with below ", " over ", ", and under that ", " above "), word, number[-1:]
-        )
+        under = pen.pick((" and below it ", ", with below ", " over ", ", and under that ", " above "), word, number[-1:])
         said += f'{under}"{number}"'
     if kind == "board":
         start = pen.pick(("it is", "the " + noun + " is", "its colour is", "that " + noun + " is"), board, word)
         tail = pen.pick(("", f" and it {said}", f", and it {said}", f"; it {said}"), word, board)
         return Turn("What colour is the sign?", f"{capital(start)} {board}{tail}.", [("colour", board)])
     if kind == "read":
-        question = pen.pick(
-            ("What does the sign say?", "Read the sign.", "What is written here?", "Which text do you see?")
-        )
+        question = pen.pick(("What does the sign say?", "Read the sign.", "What is written here?", "Which text do you see?"))
         colour = pen.pick(("", "", board + " "), word, number)
         return Turn(question, f"{capital(pen.pick(('the', 'this', 'that'), board))} {colour}{noun} {said}.", texts)
-    start = pen.pick(
-        ("this is a", "we see a", "there is a", "the picture shows a", "I see a", "here is a"), word, board
-    )
+    start = pen.pick(("this is a", "we see a", "there is a", "the picture shows a", "I see a", "here is a"), word, board)
     bridge = pen.pick((" that ", ", and it ", " which ", "; it "), board, number[:1])
-    letters = pen.pick(
-        ("dark", "deep", "dim") if board in ("yellow", "pink", "orange") else ("white", "pale", "light"), board
-    )
+    letters = pen.pick(("dark", "deep", "dim") if board in ("yellow", "pink", "orange") else ("white", "pale", "light"), board)
     style = pen.pick(("", f" in {letters} letters", f", in {letters} print", f", written in {letters}"), word, number)
-    return Turn(
-        pen.pick(DESCRIBE), f"{capital(start)} {board} {noun}{bridge}{said}{style}.", [("colour", board), *texts]
-    )
+    return Turn(pen.pick(DESCRIBE), f"{capital(start)} {board} {noun}{bridge}{said}{style}.", [("colour", board), *texts])
 
 
 def tell_chart(rng: random.Random, split: str) -> Story:
@@ -100,9 +90,7 @@ def _chart_turn(pen: Pen, kind: str, bars: Bars) -> Turn:
         )
     if kind == "value":
         question = pen.pick((f"How high is the {colour} bar?", f"What is the value of the {colour} bar?"))
-        return Turn(
-            question, f"{capital(_bar(pen, colour, height))} {_reach(pen, colour, height)}.", [("height", str(height))]
-        )
+        return Turn(question, f"{capital(_bar(pen, colour, height))} {_reach(pen, colour, height)}.", [("height", str(height))])
     if kind == "more":
         other, level = pen.rng.choice([bar for bar in bars if bar[0] != colour])
         verdict = "Yes" if height > level else "No"
@@ -119,9 +107,7 @@ def _chart_turn(pen: Pen, kind: str, bars: Bars) -> Turn:
 
 
 def _extreme(pen: Pen, kind: str, by_height: Bars) -> Turn:
-    (colour, height), (next_colour, next_height) = (
-        (by_height[-1], by_height[-2]) if kind == "highest" else by_height[:2]
-    )
+    (colour, height), (next_colour, next_height) = (by_height[-1], by_height[-2]) if kind == "highest" else by_height[:2]
     words = ("highest", "tallest") if kind == "highest" else ("lowest", "shortest")
     is_it = f"{_bar(pen, colour, height)} is the {pen.pick(words, colour, next_colour)}"
     lead = pen.pick((": it ", ", because it ", ", as it ", "; it ", ", since it "), next_colour, height)
@@ -180,20 +166,15 @@ def _clip_text(pen: Pen, mover: Thing, end: int, still: Thing | None) -> str:
     pace = pen.pick(("", "", " slowly", " steadily", " straight", " smoothly"), mover.colour, end)
     start, target = place(pen, mover), place(pen, goal)
     parts = [
-        f"{named(pen, mover)} {verb}{pace} from {start} "
-        f"{pen.pick(('to', 'over to', 'towards'), mover.size, end)} {target}"
+        f"{named(pen, mover)} {verb}{pace} from {start} {pen.pick(('to', 'over to', 'towards'), mover.size, end)} {target}"
     ]
     if still is not None:
-        verb = pen.pick(
-            ("stays", "remains", "rests", "keeps still", "waits", "does not move"), still.shape, still.colour
-        )
+        verb = pen.pick(("stays", "remains", "rests", "keeps still", "waits", "does not move"), still.shape, still.colour)
         told = f"{named(pen, still)} {verb} {pen.pick(('in', 'at', 'within'), still.cell)} {place(pen, still)}"
         parts.insert(int(pen.chance(0.6)), told)
     if pen.chance(0.4):
         parts.append(
-            pen.pick(
-                ("nothing else happens", "the rest is empty", "then the clip ends", "that is all"), mover.colour, end
-            )
+            pen.pick(("nothing else happens", "the rest is empty", "then the clip ends", "that is all"), mover.colour, end)
         )
     return join(pen, parts)
 
@@ -221,9 +202,7 @@ def _ask_sides(pen: Pen) -> Turn:
 
 def _ask_opposite(pen: Pen) -> Turn:
     word, other = pen.rng.choice(list(OPPOSITES.items()))
-    form = pen.pick(
-        ("The opposite of {} is {}.", "It is {1}, the reverse of {0}.", "{0} is the contrary of {1}."), word
-    )
+    form = pen.pick(("The opposite of {} is {}.", "It is {1}, the reverse of {0}.", "{0} is the contrary of {1}."), word)
     return Turn(f"What is the opposite of {word}?", capital(form.format(word, other)))
 
 

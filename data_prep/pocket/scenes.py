@@ -34,8 +34,7 @@ def draw_things(rng: random.Random, count: int) -> list[Thing]:
     """`count` things in different cells and of different colours."""
     cells, colours = rng.sample(range(9), count), rng.sample(list(COLOURS), count)
     return [
-        Thing(rng.choice(list(SIZES)), colour, rng.choice(SHAPES), cell)
-        for cell, colour in zip(cells, colours, strict=True)
+        Thing(rng.choice(list(SIZES)), colour, rng.choice(SHAPES), cell) for cell, colour in zip(cells, colours, strict=True)
     ]
 
 
@@ -59,9 +58,7 @@ def opening(pen: Pen, things: list[Thing]) -> str:
     ground = pen.pick(("", "", " on a pale background", " on a light ground", " and nothing else"), first.size)
     form = pen.pick(("this", "there", "we", "in"), first.colour, first.shape)
     if form == "there":
-        return (
-            f"there {'are' if len(things) > 1 else 'is'} {count} {kind} in {pen.pick(('this', 'the'))} {scene}{ground}"
-        )
+        return f"there {'are' if len(things) > 1 else 'is'} {count} {kind} in {pen.pick(('this', 'the'))} {scene}{ground}"
     if form == "we":
         who = pen.pick(("we", "you", "I"), first.cell)
         return f"{who} {pen.pick(('see', 'count', 'find'), first.size)} {count} {kind}{ground}"
@@ -118,9 +115,7 @@ def ask_relation(pen: Pen, one: Thing, other: Thing) -> Turn:
     true = relation(one, other, sideways)
     asked = pen.pick(("left", "right") if sideways else ("above", "below"))
     form = pen.pick(("Is the {} {} {}?", "Is there a {} {} {}?"))
-    question = form.format(
-        f"{one.colour} {one.shape}", RELATIONS[asked][1 if sideways else 0], named(pen, other, "the")
-    )
+    question = form.format(f"{one.colour} {one.shape}", RELATIONS[asked][1 if sideways else 0], named(pen, other, "the"))
     verdict = "Yes" if asked == true else "No"
     here = f"{named(pen, one, 'the')} {pen.pick(('is', 'sits', 'lies', 'stands'), one.cell, other.colour)} "
     here += f"{pen.pick(('in', 'at', 'within'), one.colour)} {place(pen, one)}"
@@ -145,18 +140,14 @@ def ask_missing(pen: Pen, things: list[Thing]) -> Turn:
         tail = f"the only {colour} {pen.pick(('thing', 'object', 'item'), shape)} is a {used[colour].shape}"
     lead = pen.pick(("No, there is no", "No, I see no", "No, the picture has no", "No, one finds no"), colour, shape)
     bridge = pen.pick((": ", ", ", "; ", ", because ", ", since "), colour, shape)
-    return Turn(
-        f"Is there a {colour} {shape}? {pen.pick(WHY)}", f"{lead} {colour} {shape}{bridge}{tail}.", [("answer", "no")]
-    )
+    return Turn(f"Is there a {colour} {shape}? {pen.pick(WHY)}", f"{lead} {colour} {shape}{bridge}{tail}.", [("answer", "no")])
 
 
 def ask_count(pen: Pen, things: list[Thing]) -> Turn:
     told = ordered(pen, things)
     names = [named(pen, thing, "the") for thing in told]
     count, kind = NUMBERS[len(things)], pen.pick(KINDS)
-    start = pen.pick(
-        (f"there are {count} {kind}", f"I count {count} {kind}", f"{count}", f"we see {count} {kind}"), count
-    )
+    start = pen.pick((f"there are {count} {kind}", f"I count {count} {kind}", f"{count}", f"we see {count} {kind}"), count)
     listed = f"{', '.join(names[:-1])} and {names[-1]}"
     return Turn(f"How many {kind} are there?", f"{capital(start)}: {listed}.", [("count", count)])
 
@@ -206,9 +197,7 @@ def tell_compare(rng: random.Random, split: str) -> Story:
             parts.append(
                 f"the {which} {noun} {verb} {named(pen, thing)} {pen.pick(('in', 'at', 'within'))} {place(pen, thing)}"
             )
-    question = pen.pick(
-        ("What differs between the two pictures?", "Compare the two images.", "How do the pictures differ?")
-    )
+    question = pen.pick(("What differs between the two pictures?", "Compare the two images.", "How do the pictures differ?"))
     answer = ". ".join(capital(part) for part in parts) + "."
     return Story(pictures, [Turn(question, answer)], {"scenes": [[vars(thing)] for thing in pair]})
 

@@ -192,6 +192,4 @@ def run_stage(
             mean_loss, mean_right = np.mean(recent, axis=0)
             recent.clear()
             spent = time.monotonic() - start
-            logger.info(
-                "%s %d/%d %.0f s loss %.3f right %.3f", stage.name, step + 1, stage.steps, spent, mean_loss, mean_right
-            )
+            logger.info("%s %d/%d %.0f s loss %.3f right %.3f", stage.name, step + 1, stage.steps, spent, mean_loss, mean_right)

@@ -103,9 +103,11 @@ class EagleDraft(PreTrainedModel):
 
     @torch.no_grad()
     def reset_parameters(self, target: Target) -> None:
-        """Fresh weights; fc starts as 'pass the feature on', so an untrained head already repeats the target's state."""
+        """Fresh weights: fc starts as feature + embedding and both blocks start silent, which learns fastest."""
         self.apply(self._init_weights)
-        self.fc.weight[:, self.config.hidden_size :] += torch.eye(self.config.hidden_size)
+        self.fc.weight += torch.eye(self.config.hidden_size).repeat(1, 2)
+        self.layer.self_attn.o_proj.weight.zero_()
+        self.layer.mlp.down_proj.weight.zero_()
 
     def fuse(self, features: Features) -> Tensor:
         """The target's feature the head reads, [B, T, D]."""

@@ -30,6 +30,8 @@ from sage.trees.tree import Frontier, Growth, Outcome, Tree
 CONFIDENCE_BINS = 4
 OFF_PATH_WEIGHT = 0.3
 LIVE_RATE = 0.05
+LABELLED_RANKS = 4
+LEARN_EVERY = 4  # rounds per step of the calibrator
 
 
 class ChildMass:
@@ -37,26 +39,22 @@ class ChildMass:
 
     def __init__(self, most_depth: int, start: float = 0.75, weight: float = 2.0, memory: float = 0.995) -> None:
         self.memory = memory
-        self.sums = torch.full((most_depth + 1, CONFIDENCE_BINS), start * weight)
-        self.counts = torch.full_like(self.sums, weight)
+        self.sums = [[start * weight] * CONFIDENCE_BINS for _ in range(most_depth + 1)]
+        self.counts = [[weight] * CONFIDENCE_BINS for _ in range(most_depth + 1)]
 
-    @staticmethod
-    def bins(acceptance: Tensor) -> Tensor:
-        """The confidence bin of a node by its own calibrated acceptance."""
-        return (acceptance * CONFIDENCE_BINS).long().clamp(0, CONFIDENCE_BINS - 1)
+    def _cell(self, depth: int, acceptance: float) -> tuple[int, int]:
+        return min(depth, len(self.sums) - 1), min(int(acceptance * CONFIDENCE_BINS), CONFIDENCE_BINS - 1)
 
-    def __call__(self, depth: int, acceptance: Tensor) -> Tensor:
-        """Expected mass below nodes of `depth` accepted with probability `acceptance` [..]."""
-        row = min(depth, len(self.sums) - 1)
-        return (self.sums[row] / self.counts[row]).to(acceptance)[self.bins(acceptance)]
+    def __call__(self, depth: int, acceptance: float) -> float:
+        """Expected mass below a node of `depth` that is itself accepted with probability `acceptance`."""
+        row, column = self._cell(depth, acceptance)
+        return self.sums[row][column] / self.counts[row][column]
 
-    def learn(self, depth: int, acceptance: Tensor, mass: Tensor) -> None:
-        """Books the mass [F] found below nodes [F] of one depth."""
-        row, bins = min(depth, len(self.sums) - 1), self.bins(acceptance).cpu()
-        self.sums[row] *= self.memory
-        self.counts[row] *= self.memory
-        self.sums[row].index_add_(0, bins, mass.float().cpu())
-        self.counts[row].index_add_(0, bins, torch.ones(len(bins)))
+    def learn(self, depth: int, acceptance: float, mass: float) -> None:
+        """Books the mass found below one node."""
+        row, column = self._cell(depth, acceptance)
+        self.sums[row][column] = self.memory * self.sums[row][column] + mass
+        self.counts[row][column] = self.memory * self.counts[row][column] + 1
 
 
 class CostAware(Policy):
@@ -101,6 +99,7 @@ class CostAware(Policy):
         self.before, self.after = Reliability(), Reliability()
         self.rounds = 0
         self._tokens = self._seconds = 0.0
+        self._labels: list[Tensor] = []
 
     # -- what it knows ------------------------------------------------------------------------------------------------
 
@@ -115,7 +114,7 @@ class CostAware(Policy):
         """Everything learned, as plain numbers; give it to the next request or process with `load_state`."""
         return {
             "calibrator": self.calibrator.state(),
-            "mass": {"sums": self.mass.sums.tolist(), "counts": self.mass.counts.tolist()},
+            "mass": {"sums": self.mass.sums, "counts": self.mass.counts},
             "costs": self.costs.state() if self.costs else None,
             "tokens": self._tokens,
             "seconds": self._seconds,
@@ -125,7 +124,7 @@ class CostAware(Policy):
     def load_state(self, state: dict[str, Any]) -> None:
         """The reverse of `state`."""
         self.calibrator.load_state(state["calibrator"])
-        self.mass.sums, self.mass.counts = (torch.tensor(state["mass"][key]) for key in ("sums", "counts"))
+        self.mass.sums, self.mass.counts = ([[*row] for row in state["mass"][key]] for key in ("sums", "counts"))
         self.costs = Costs.from_state(state["costs"]) if state["costs"] else None
         self._tokens, self._seconds, self.rounds = state["tokens"], state["seconds"], state["rounds"]
 
@@ -143,78 +142,72 @@ class CostAware(Policy):
 
     def begin(self) -> dict[str, float]:
         self._lambda = self.price
-        self._paths: list[Tensor] = []
-        self._frontier_path = torch.ones(1)
-        self._frontier_acceptance = torch.ones(1)
-        self._num_drafted = 0
+        self._node_price = self._lambda * self._cheapest_node()
+        self._paths: list[float] = []
+        self._frontier: list[tuple[float, float]] = [(1.0, 1.0)]  # (P, own acceptance) of each frontier node
         self._plan = {"price": self._lambda, "gain": 0.0, "level_cost": 0.0}
         return self._plan
 
-    def grow(self, frontier: Frontier) -> Growth | None:
-        ranks = torch.arange(frontier.probs.shape[1], device=frontier.probs.device)
-        acceptance_FK = self._acceptance(frontier.probs, ranks, frontier.level)
-        self.mass.learn(frontier.level - 1, self._frontier_acceptance, acceptance_FK.sum(1))
-        path_FK = self._frontier_path.to(acceptance_FK)[:, None] * acceptance_FK
-        best = path_FK.flatten().topk(min(self.node_budget, path_FK.numel()))
-        num_kept = int((best.values >= self._node_price()).sum())
-        if num_kept == 0:
-            return None
-        kept = best.indices[:num_kept]
-        rows, ranks = kept // path_FK.shape[1], kept % path_FK.shape[1]
-        paths, acceptance = best.values[:num_kept], acceptance_FK[rows, ranks]
-        self._paths.append(paths)
-        self._num_drafted += num_kept
-        expand = self._worth_expanding(frontier.level, paths, acceptance)
-        self._frontier_path, self._frontier_acceptance = paths[expand], acceptance[expand]
-        return Growth(rows, ranks, expand)
+    def _cheapest_node(self) -> float:
+        """dc_t: what one more node takes, at the flattest stretch of the cost curve still ahead."""
+        assert self.costs is not None
+        return min(self.costs.verify(n + 1) - self.costs.verify(n) for n in (1, 8, 16, 32))
 
-    def _acceptance(self, probs: Tensor, ranks: Tensor, depth: int) -> Tensor:
-        """Calibrated conditional acceptances [F, K]; siblings are exclusive, so they never sum to more than one."""
+    def grow(self, frontier: Frontier) -> Growth | None:
+        """Nodes that may be worth verifying, P(v) >= lambda * dc_t; one wait for the device per level."""
+        level = frontier.level
+        children = []
+        for row, ((path, own), probs) in enumerate(zip(self._frontier, frontier.probs.tolist(), strict=True)):
+            acceptance = self._acceptance(probs, level)
+            self.mass.learn(level - 1, own, sum(acceptance))
+            children += [(path * a, a, row, rank) for rank, a in enumerate(acceptance) if path * a >= self._node_price]
+        children = sorted(children, key=lambda child: -child[0])[: self.node_budget]
+        if not children:
+            return None
+        self._paths += [child[0] for child in children]
+        expand = self._worth_expanding(level, children)
+        self._frontier = [children[i][:2] for i in expand]
+        device = frontier.probs.device
+        rows, ranks = torch.tensor([child[2:] for child in children], device=device).unbind(1)
+        return Growth(rows, ranks, torch.tensor(expand, dtype=torch.long, device=device))
+
+    def _acceptance(self, probs: list[float], depth: int) -> list[float]:
+        """Calibrated conditional acceptances of one node's candidates; they are exclusive, so never sum to more than one."""
         if not self.calibrate:
             return probs
-        acceptance = self.calibrator(probs, ranks, depth)
-        return acceptance / acceptance.sum(-1, keepdim=True).clamp(min=1.0)
+        acceptance = [self.calibrator.one(prob, rank, depth) for rank, prob in enumerate(probs)]
+        excess = max(sum(acceptance), 1.0)
+        return [a / excess for a in acceptance]
 
-    def _node_price(self) -> float:
-        """lambda * dc_t: what one more node has to bring, at the flattest stretch of the cost curve still ahead."""
+    def _worth_expanding(self, level: int, children: list[tuple[float, float, int, int]]) -> list[int]:
+        """Indices of the new nodes to draft from: the width with the best gain less price; none if it does not pay."""
         assert self.costs is not None
-        room = [self.costs.verify(n + 1) - self.costs.verify(n) for n in (1, 8, 16, 32)]
-        return self._lambda * min(room)
-
-    def _worth_expanding(self, level: int, paths: Tensor, acceptance: Tensor) -> Tensor:
-        """Indices [X] of the new nodes to draft from: the width with the best gain less price; none if it does not pay."""
-        assert self.costs is not None
-        none = paths.new_zeros(0, dtype=torch.long)
         if level >= self.max_depth:
-            return none
-        gain = (paths * self.mass(level, acceptance)).sort(descending=True)
-        gains, order = gain.values[: self.max_width].tolist(), gain.indices[: self.max_width]
+            return []
+        gains = sorted(((-path * self.mass(level, own), i) for i, (path, own, _, _) in enumerate(children)))[: self.max_width]
         total, best_net, best_width = 0.0, 0.0, 0
-        for width, value in enumerate(gains, start=1):
-            total += value
-            net = total - self._lambda * (self.costs.draft(width) + width * self._node_price() / self._lambda)
+        for width, (loss, _) in enumerate(gains, start=1):
+            total -= loss
+            net = total - self._lambda * self.costs.draft(width) - width * self._node_price
             if net > best_net:
                 best_net, best_width = net, width
         self._plan |= {"gain": total, "level_cost": self._lambda * self.costs.draft(max(best_width, 1))}
-        if not self.stop:
-            best_width = max(best_width, min(len(gains), self.max_width))
-        return order[:best_width] if best_width else none
+        return [i for _, i in gains[: best_width if self.stop else len(gains)]]
 
     def select(self, tree: Tree) -> Tensor | None:
         """The top n by P, n the best by expected tokens less priced time; ancestors come along because P never grows."""
         if not self._paths:
             return None
         assert self.costs is not None
-        best = torch.cat(self._paths).sort(descending=True, stable=True)
+        order = sorted(range(len(self._paths)), key=lambda i: -self._paths[i])  # stable: equals keep parents before children
         total, best_net, size = 0.0, 0.0, 0
         floor = self.costs.verify_s(1, self._context)
-        for nodes, value in enumerate(best.values[: self.node_budget].tolist(), start=1):
-            total += value
+        for nodes, i in enumerate(order[: self.node_budget], start=1):
+            total += self._paths[i]
             net = total - self._lambda * (self.costs.verify_s(nodes + 1, self._context) - floor)
             if net > best_net:
                 best_net, size = net, nodes
-        keep = best.indices[:size].sort().values + 1
-        return torch.cat((keep.new_zeros(1), keep))
+        return torch.tensor([0, *(i + 1 for i in sorted(order[:size]))], device=tree.tokens.device)
 
     def explain(self, entry: dict[str, float]) -> str:
         if entry["depth"] == 0:
@@ -235,7 +228,7 @@ class CostAware(Policy):
         self._seconds = self.memory * self._seconds + outcome.times.total_s
         self._correct_costs(outcome)
         if outcome.labels is not None and len(outcome.labels) and self.calibrate:
-            self._learn(outcome)
+            self._note_labels(outcome)
 
     def _correct_costs(self, outcome: Outcome) -> None:
         assert self.costs is not None
@@ -246,19 +239,25 @@ class CostAware(Policy):
         explained = times.verify_s + sum(seconds for _, seconds in times.draft)
         self.costs.overhead += LIVE_RATE * (max(times.total_s - explained, 0.0) - self.costs.overhead)
 
-    def _learn(self, outcome: Outcome) -> None:
-        """Labels of every drafted candidate of every verified node."""
+    def _note_labels(self, outcome: Outcome) -> None:
+        """Collects the labels of the likeliest drafted candidates of every verified node; learns from a few rounds at once."""
         assert outcome.labels is not None
         tree = outcome.tree
         nodes = (tree.drafted >= 0).nonzero()[:, 0]
-        probs_MK = tree.candidates[tree.drafted[nodes]]
-        on_path = torch.zeros(len(tree), device=nodes.device)
-        on_path[outcome.path] = 1.0
-        weights = OFF_PATH_WEIGHT + (1 - OFF_PATH_WEIGHT) * on_path[nodes]
+        probs_MK = tree.candidates[tree.drafted[nodes], :LABELLED_RANKS]
+        weights = torch.full((len(tree),), OFF_PATH_WEIGHT, device=nodes.device)
+        weights[outcome.path] = 1.0
         ranks = torch.arange(probs_MK.shape[1], device=nodes.device).expand_as(probs_MK)
         depths = (tree.depths[nodes] + 1)[:, None].expand_as(probs_MK)
-        flat = [t.reshape(-1).cpu() for t in (probs_MK, ranks, depths, outcome.labels, weights[:, None].expand_as(probs_MK))]
-        probs, ranks, depths, labels, weights = flat
+        columns = (probs_MK, ranks, depths, outcome.labels[:, :LABELLED_RANKS], weights[nodes, None].expand_as(probs_MK))
+        self._labels.append(torch.stack([column.reshape(-1).double() for column in columns]))
+        if len(self._labels) >= LEARN_EVERY:
+            self._learn()
+
+    def _learn(self) -> None:
+        probs, ranks, depths, labels, weights = torch.cat(self._labels, 1).cpu()
+        self._labels.clear()
+        depths = depths.long()
         self.before.add(depths, probs, labels)
         self.after.add(depths, self.calibrator(probs, ranks, depths), labels)
         self.calibrator.learn(probs, ranks, depths, labels, weights)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from enum import StrEnum
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,8 +19,6 @@ from torch import Tensor
 from sage.trees.base import Policy
 from sage.trees.static import STATIC_TREE, Static
 from sage.trees.tree import Frontier, Growth, Outcome
-
-Number = TypeVar("Number", float, Tensor)
 
 
 def confidence(logits: Tensor, top_k: int) -> Tensor:
@@ -49,7 +46,7 @@ def width(alpha: float, min_width: int, max_width: int) -> float:
     return min_width + (1 - alpha) * (max_width - min_width)
 
 
-def level_width(width: float, level: int, parent_prob: Number) -> Number:
+def level_width(width: float, level: int, parent_prob: float) -> float:
     """W_l = W * (1 / l) * (0.5 + P_parent) (Eq. 12); l = 1 below the root."""
     return width * (1 / level) * (0.5 + parent_prob)
 
@@ -160,24 +157,27 @@ class Sage(Policy):
 
     def _grow_level(self, frontier: Frontier) -> Growth | None:
         """Algorithm 1's construction for one level: W_l candidates of each node, the unlikely ones left unexpanded."""
-        level, last_level = frontier.level, round_half_up(self.depth)
-        probs = frontier.probs[:, : self.top_k]
-        widths = (level_width(self.width, level, frontier.path_probs) + 0.5).floor().clamp(min=1)
-        ranks_K = torch.arange(probs.shape[1], device=probs.device)
-        path_FK = frontier.path_probs[:, None] * probs
-        rows, ranks = (ranks_K < widths[:, None]).nonzero(as_tuple=True)
+        level = frontier.level
+        probs_FK, paths_F = frontier.probs[:, : self.top_k].tolist(), frontier.path_probs.tolist()
+        children = [
+            (path * prob, prob, row, rank)
+            for row, (path, probs) in enumerate(zip(paths_F, probs_FK, strict=True))
+            for rank, prob in enumerate(probs[: round_half_up(level_width(self.width, level, path))])
+        ]
         left = self.node_budget - self._nodes
-        if len(rows) > left:
-            best = path_FK[rows, ranks].topk(left).indices.sort().values
-            rows, ranks = rows[best], ranks[best]
-        if len(rows) == 0:
+        if len(children) > left:
+            best = sorted(range(len(children)), key=lambda i: -children[i][0])[:left]
+            children = [children[i] for i in sorted(best)]
+        self._nodes += len(children)
+        if not children:
             return None
-        self._nodes += len(rows)
-        judged = (path_FK if self.threshold is Threshold.CUMULATIVE else probs)[rows, ranks]
-        is_open = judged > prune_threshold(level, self.depth)
-        if level >= last_level or self._nodes >= self.node_budget:
-            is_open = torch.zeros_like(is_open)
-        return Growth(rows, ranks, is_open.nonzero()[:, 0])
+        is_last = level >= round_half_up(self.depth) or self._nodes >= self.node_budget
+        least = math.inf if is_last else prune_threshold(level, self.depth)
+        judged = 0 if self.threshold is Threshold.CUMULATIVE else 1
+        expand = [i for i, child in enumerate(children) if child[judged] > least]
+        device = frontier.probs.device
+        rows, ranks = torch.tensor([child[2:] for child in children], device=device).unbind(1)
+        return Growth(rows, ranks, torch.tensor(expand, dtype=torch.long, device=device))
 
     def explain(self, entry: dict[str, float]) -> str:
         return f"alpha {entry['alpha']:.2f} planned depth {entry['planned_depth']:.1f}, width {entry['width']:.1f}"

@@ -47,6 +47,34 @@ class Tree:
         none = torch.empty(0, 0, device=token.device)
         return cls(token, index - 1, index, one, one, index - 1, none, none.long())
 
+    @classmethod
+    def of_levels(
+        cls, root: Tensor, levels: list[tuple[Tensor, Tensor, Tensor, Tensor]], asked: list[tuple[Tensor, Tensor, Tensor]]
+    ) -> Tree:
+        """A tree put together once all of its levels are known; the slow twin is `add_level` and `note_candidates`.
+
+        Args:
+            root: LongTensor [1].
+            levels: per level parents, tokens, probs and path_probs, [M] each.
+            asked: per question nodes [F], probs and tokens [F, K].
+        """
+        tree = cls.of_root(root)
+        if levels:
+            parents, tokens, probs, path_probs = zip(*levels, strict=True)
+            sizes = [len(level) for level in parents]
+            depths = [0, *(depth for depth, size in enumerate(sizes, start=1) for _ in range(size))]
+            tree.tokens = torch.cat((tree.tokens, *tokens))
+            tree.parents = torch.cat((tree.parents, *parents))
+            tree.probs = torch.cat((tree.probs, *probs))
+            tree.path_probs = torch.cat((tree.path_probs, *path_probs))
+            tree.depths = torch.tensor(depths, device=root.device)
+            tree.drafted = tree.drafted.expand(len(depths)).clone()
+            tree.num_levels = len(levels)
+        if asked:
+            nodes, candidates, candidate_tokens = (torch.cat(column) for column in zip(*asked, strict=True))
+            tree.note_candidates(nodes, candidates, candidate_tokens)
+        return tree
+
     def __len__(self) -> int:
         return len(self.tokens)
 

@@ -52,7 +52,7 @@ def main() -> int:
     default = [POCKET / "pocket_qwen2_5_vl", POCKET / "pocket_llava_onevision"]
     parser.add_argument("--targets", nargs="*", type=Path, default=default, help="target folders; default: both pocket targets")
     parser.add_argument(
-        "--shape-7b", action="store_true", help="also a draft of the exact shape of Qwen2.5-VL-7B (12 GB of memory)"
+        "--shape-7b", action="store_true", help="also a draft of the exact shape of Qwen2.5-VL-7B (15 GB of memory)"
     )
     args = parser.parse_args()
     package_logger.remove()
