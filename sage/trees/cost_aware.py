@@ -30,6 +30,7 @@ from sage.trees.tree import Frontier, Growth, Outcome, Tree
 CONFIDENCE_BINS = 4
 OFF_PATH_WEIGHT = 0.3
 LIVE_RATE = 0.05
+USUAL_NODES = 16
 LABELLED_RANKS = 4
 LEARN_EVERY = 4  # rounds per step of the calibrator
 
@@ -142,25 +143,25 @@ class CostAware(Policy):
 
     def begin(self) -> dict[str, float]:
         self._lambda = self.price
-        self._node_price = self._lambda * self._cheapest_node()
+        self._node_price = self._lambda * self._usual_node()
         self._paths: list[float] = []
         self._frontier: list[tuple[float, float]] = [(1.0, 1.0)]  # (P, own acceptance) of each frontier node
         self._plan = {"price": self._lambda, "gain": 0.0, "level_cost": 0.0}
         return self._plan
 
-    def _cheapest_node(self) -> float:
-        """dc_t: what one more node takes, at the flattest stretch of the cost curve still ahead."""
+    def _usual_node(self) -> float:
+        """dc_t while drafting: the mean slope of the cost curve up to a usual tree; `select` then uses the curve itself."""
         assert self.costs is not None
-        return min(self.costs.verify(n + 1) - self.costs.verify(n) for n in (1, 8, 16, 32))
+        return (self.costs.verify(USUAL_NODES) - self.costs.verify(1)) / (USUAL_NODES - 1)
 
     def grow(self, frontier: Frontier) -> Growth | None:
         """Nodes that may be worth verifying, P(v) >= lambda * dc_t; one wait for the device per level."""
         level = frontier.level
         children = []
         for row, ((path, own), probs) in enumerate(zip(self._frontier, frontier.probs.tolist(), strict=True)):
-            acceptance = self._acceptance(probs, level)
+            acceptance = self._acceptance(probs, level, self._node_price / path)
             self.mass.learn(level - 1, own, sum(acceptance))
-            children += [(path * a, a, row, rank) for rank, a in enumerate(acceptance) if path * a >= self._node_price]
+            children += [(path * a, a, row, rank) for rank, a in enumerate(acceptance)]
         children = sorted(children, key=lambda child: -child[0])[: self.node_budget]
         if not children:
             return None
@@ -171,13 +172,19 @@ class CostAware(Policy):
         rows, ranks = torch.tensor([child[2:] for child in children], device=device).unbind(1)
         return Growth(rows, ranks, torch.tensor(expand, dtype=torch.long, device=device))
 
-    def _acceptance(self, probs: list[float], depth: int) -> list[float]:
-        """Calibrated conditional acceptances of one node's candidates; they are exclusive, so never sum to more than one."""
-        if not self.calibrate:
-            return probs
-        acceptance = [self.calibrator.one(prob, rank, depth) for rank, prob in enumerate(probs)]
-        excess = max(sum(acceptance), 1.0)
-        return [a / excess for a in acceptance]
+    def _acceptance(self, probs: list[float], depth: int, least: float) -> list[float]:
+        """Calibrated conditional acceptances of one node's best candidates, down to the first below `least`.
+
+        Candidates come in descending order, and siblings are exclusive: their acceptances never sum to more than one.
+        """
+        acceptance, room = [], 1.0
+        for rank, prob in enumerate(probs):
+            accepted = min(self.calibrator.one(prob, rank, depth) if self.calibrate else prob, room)
+            if accepted < least:
+                break
+            acceptance.append(accepted)
+            room -= accepted
+        return acceptance
 
     def _worth_expanding(self, level: int, children: list[tuple[float, float, int, int]]) -> list[int]:
         """Indices of the new nodes to draft from: the width with the best gain less price; none if it does not pay."""
