@@ -17,7 +17,9 @@ $(VENV)/installed: pyproject.toml
 	$(BIN)/pip install --quiet --editable ".[dev]"
 	touch $@
 
+# The demo's own folder is made anew each time; any other run folder that exists is refused.
 demo: $(VENV)/installed
+	rm -rf $(RUN)
 	$(BIN)/sage-train experiment=demo target=$(TARGET) run.dir=$(RUN)
 
 test: $(VENV)/installed

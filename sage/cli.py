@@ -10,6 +10,14 @@ EXIT_MISTAKE = 2
 EXIT_STOPPED = 3
 
 
+def wants_debug() -> bool:
+    """Whether tracebacks are wanted: `--debug`, which is taken off the command line, or HYDRA_FULL_ERROR=1."""
+    if "--debug" in sys.argv:
+        sys.argv.remove("--debug")
+        return True
+    return os.environ.get("HYDRA_FULL_ERROR") == "1"
+
+
 def run(main: Callable[[], int | None]) -> int:
     """Runs a command and turns the user's mistakes into one line on stderr.
 
@@ -19,9 +27,7 @@ def run(main: Callable[[], int | None]) -> int:
     Returns:
         the exit code. With `--debug` or HYDRA_FULL_ERROR=1 the traceback is shown instead of the line.
     """
-    if "--debug" in sys.argv:
-        sys.argv.remove("--debug")
-        os.environ["HYDRA_FULL_ERROR"] = "1"
+    wants_traceback = wants_debug()
     try:
         return main() or 0
     except KeyboardInterrupt:
@@ -31,7 +37,7 @@ def run(main: Callable[[], int | None]) -> int:
         sys.stderr.close()
         return 0
     except (ValueError, OSError) as error:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+        if wants_traceback:
             raise
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_MISTAKE

@@ -20,6 +20,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from sage.cli import wants_debug
 from train.config import ConfigError, config_dir, register
 from train.config_errors import explain, is_config_mistake, refuse_unknown
 
@@ -40,10 +41,8 @@ def run_app(config_name: str, schema: type, task: Task) -> int:
     Returns:
         the exit code: the task's (the largest of a sweep), 2 after a user's mistake, 1 after anything unforeseen.
     """
-    if "--debug" in sys.argv:
-        sys.argv.remove("--debug")
-        os.environ[FULL_ERROR] = "1"
     before = os.environ.get(FULL_ERROR)
+    wants_traceback = wants_debug()
     os.environ[FULL_ERROR] = "1"  # so that Hydra hands errors on instead of printing them and exiting
     register()
     register_resolvers()
@@ -58,7 +57,7 @@ def run_app(config_name: str, schema: type, task: Task) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return EXIT_DONE
         except Exception as error:
-            if before and not is_crash(error):
+            if wants_traceback and not is_crash(error):
                 traceback.print_exc()
             return report(error, schema)
 
@@ -73,6 +72,8 @@ def run_app(config_name: str, schema: type, task: Task) -> int:
         return guarded(whole)
     finally:
         os.environ.pop(FULL_ERROR)
+        if before is not None:
+            os.environ[FULL_ERROR] = before
         if before is not None:
             os.environ[FULL_ERROR] = before
 

@@ -239,10 +239,11 @@ def load_target(
     if _looks_local(path) and not Path(path).is_dir():
         raise ValueError(f"target: {path}: no such folder; give a local folder or a hub id like Qwen/Qwen2.5-VL-7B-Instruct")
     try:
-        family = _family(AutoConfig.from_pretrained(path))
-    except (OSError, json.JSONDecodeError) as error:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise ValueError(f"target: {path}: cannot read its config.json ({first})") from error
+    family = _family(config)
     model = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype or "auto", **kwargs)
     return Target(model.to(device), Processor.from_pretrained(path, family))
 
