@@ -24,7 +24,7 @@ from torch import Tensor
 
 from data_prep.config import OnLong
 from data_prep.conversation import Conversation, Message, Part, TooLong, check, media_parts, text_of
-from data_prep.media import open_clip, open_picture
+from sage.media import open_clip, open_picture
 from sage.targets.processing import DEFAULT_FPS, Processor, Segment
 
 Example = dict[str, Any]

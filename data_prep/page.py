@@ -14,8 +14,8 @@ import numpy as np
 
 from data_prep.chat import Example, visual_mask
 from data_prep.conversation import Conversation, media_parts
-from data_prep.media import open_clip, open_picture
-from data_prep.stats import MEASURES, Statistics
+from data_prep.stats import MEASURES, Statistics, short
+from sage.media import open_clip, open_picture
 from sage.targets.processing import Processor
 
 THUMB = 224  # pixels
@@ -36,6 +36,7 @@ td:first-child, th:first-child { text-align: left; } th { color: var(--soft); fo
 .chart, .example { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 12px 14px; }
 .chart b { font-weight: 600; font-size: 13px; } .chart svg { width: 100%; height: 130px; display: block; }
 .chart rect { fill: var(--bar); } .chart text { fill: var(--soft); font-size: 11px; }
+.wide { overflow-x: auto; }
 .tables { display: flex; flex-wrap: wrap; gap: 0 56px; }
 .example { margin: 0 0 16px; } .head { display: flex; flex-wrap: wrap; gap: 4px 16px; color: var(--soft); font-size: 13px; }
 .head b { color: var(--ink); } .pictures { display: flex; flex-wrap: wrap; gap: 8px; margin: 10px 0; }
@@ -76,10 +77,10 @@ def page(title: str, statistics: Statistics, shown: list[tuple[Conversation, Exa
 def _numbers(statistics: Statistics) -> str:
     head = "".join(f"<th>{name}</th>" for name in ("", "min", "5%", "median", "95%", "max", "mean"))
     rows = "".join(
-        f"<tr><td>{label}</td>" + "".join(f"<td>{value:.4g}</td>" for value in statistics.quantiles(name)) + "</tr>"
+        f"<tr><td>{label}</td>" + "".join(f"<td>{short(value)}</td>" for value in statistics.quantiles(name)) + "</tr>"
         for name, label in MEASURES.items()
     )
-    return f"<table><tr>{head}</tr>{rows}</table>"
+    return f'<div class="wide"><table><tr>{head}</tr>{rows}</table></div>'
 
 
 def _counts(statistics: Statistics) -> str:

@@ -26,6 +26,7 @@ from data_prep.pixels import PixelTable
 from data_prep.skipped import SkipList
 from data_prep.sources.base import Source
 from data_prep.store import ExampleStore, Packed, pack, write
+from sage import media, video
 from sage.targets import processing
 from sage.targets.processing import Processor
 
@@ -108,6 +109,7 @@ def code_fingerprint() -> str:
     """Changes with the code that turns data into examples, so that no cache outlives a repair."""
     here = Path(__file__).parent
     files = sorted(here.rglob("*.py")) + sorted(Path(processing.__file__).parent.glob("*.py"))
+    files += [Path(str(module.__file__)) for module in (media, video)]
     return content_hash([hashlib.sha256(path.read_bytes()).hexdigest() for path in files])
 
 

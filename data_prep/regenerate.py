@@ -22,8 +22,8 @@ from typing import Any
 from data_prep.config import RegenerateConfig
 from data_prep.conversation import BadItem, Conversation, Message, check
 from data_prep.files import atomic_path, locked
-from data_prep.media import open_clip, open_picture
 from data_prep.rowfile import MediaFolder, as_line
+from sage.media import open_clip, open_picture
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]

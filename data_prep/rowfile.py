@@ -17,7 +17,7 @@ from PIL import Image
 
 from data_prep.conversation import CLIP_KEYS, Conversation, Message, Part
 from data_prep.files import atomic_path
-from data_prep.media import open_picture
+from sage.media import open_picture
 
 
 class MediaFolder:

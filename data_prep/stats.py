@@ -90,7 +90,7 @@ class Statistics:
             lines += [f"  {title} {name}: {count}" for name, count in counts.most_common()]
         lines += ["", f"{'':34}{'min':>9}{'5%':>9}{'median':>9}{'95%':>9}{'max':>9}{'mean':>9}"]
         for name, label in MEASURES.items():
-            lines.append(f"{label:34}" + "".join(f"{_short(value):>9}" for value in self.quantiles(name)))
+            lines.append(f"{label:34}" + "".join(f"{short(value):>9}" for value in self.quantiles(name)))
         lines += ["", f"{sum(self.skipped.values())} items skipped"]
         lines += [f"  {count} x {reason}" for reason, count in self.skipped.most_common()]
         return "\n".join(lines)
@@ -119,5 +119,6 @@ def measure(
     return statistics
 
 
-def _short(value: float) -> str:
+def short(value: float) -> str:
+    """A number in at most four significant digits, without an exponent."""
     return f"{value:.0f}" if value == int(value) else f"{value:.2f}" if value < 10 else f"{value:.1f}"

@@ -20,7 +20,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--target", help="target folder or hub id; default: the one the draft was trained for")
     parser.add_argument("--draft", help="draft folder, for example runs/demo/draft; not needed for autoregressive")
     parser.add_argument("--image", action="append", default=[], help="a picture (path or URL); repeat for several")
-    parser.add_argument("--video", action="append", default=[], help="a folder of frames; repeat for several")
+    parser.add_argument("--video", action="append", default=[], help="a folder of frames or a video file; repeat for several")
     parser.add_argument("--prompt", required=True, help="what to ask")
     parser.add_argument("--policy", default="sage", help="tree policy, see sage.POLICIES")
     parser.add_argument("--max-new-tokens", type=int, default=256)

@@ -13,8 +13,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlavaOnevisionImageProcessorPil, PreTrainedTokenizerFast, Qwen2VLImageProcessorPil
 
 import sage
+from sage.media import open_clip, open_picture
 from sage.targets import Processor
-from sage.targets.processing import open_clip, open_picture
 
 TEMPLATE = (
     "{% for m in messages %}<s>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
@@ -180,7 +180,7 @@ class TestMistakes:
     def test_not_a_picture(self, tmp_path: Path) -> None:
         file = tmp_path / "photo.jpg"
         file.write_bytes(b"not a picture")
-        with pytest.raises(ValueError, match=r"photo.jpg: not a readable picture"):
+        with pytest.raises(ValueError, match=r"photo.jpg: not a picture in a known format"):
             open_picture(file)
         with pytest.raises(ValueError, match=r"none.jpg: no such file"):
             open_picture(tmp_path / "none.jpg")
@@ -188,7 +188,7 @@ class TestMistakes:
     def test_empty_and_missing_clips(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="no frames"):
             open_clip(tmp_path)
-        with pytest.raises(ValueError, match="not a folder"):
+        with pytest.raises(ValueError, match="no such file"):
             open_clip(tmp_path / "none")
 
     def test_missing_folder_and_unknown_family(self, tmp_path: Path) -> None:

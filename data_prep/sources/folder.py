@@ -16,10 +16,10 @@ from PIL import Image
 
 from data_prep.config import SourceConfig, Split
 from data_prep.conversation import Message
-from data_prep.media import frame_files
 from data_prep.sources.base import Source
 from data_prep.sources.rows import Row, RowSource, need_path
-from data_prep.video import VIDEO_SUFFIXES
+from sage.media import frame_files
+from sage.video import VIDEO_SUFFIXES
 
 PROMPT = "Describe it in detail."
 

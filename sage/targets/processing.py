@@ -12,15 +12,14 @@ Shapes: B batch, T tokens.
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 from transformers import AutoImageProcessor, AutoTokenizer, BatchFeature
-from transformers.image_utils import load_image
 
+from sage.media import open_clip, open_picture
 from sage.targets.family import Family, Inputs
 
 Messages = list[dict[str, Any]]
@@ -175,36 +174,11 @@ def open_media(messages: Messages) -> tuple[list[Image.Image], list[list[Image.I
     for message in messages:
         for part in _parts(message, "image", "video"):
             if part["type"] == "image":
-                images.append(open_picture(_source(part, "image")))
+                images.append(open_picture(_source(part, "image"), allow_urls=True))
             else:
                 videos.append(open_clip(_source(part, "video")))
                 fps = float(part.get("fps", fps))
     return images, videos, fps
-
-
-def open_picture(source: Any) -> Image.Image:
-    """A path, URL, base64 string or PIL picture -> RGB picture."""
-    if isinstance(source, Path):
-        source = str(source)
-    if isinstance(source, str) and not source.startswith(("http://", "https://", "data:")) and not Path(source).is_file():
-        raise ValueError(f"image: {source}: no such file; give a picture's path, URL or a PIL image")
-    try:
-        return load_image(source)
-    except (UnidentifiedImageError, OSError, ValueError, TypeError, Image.DecompressionBombError) as error:
-        raise ValueError(f"image: {source}: not a readable picture ({type(error).__name__}); try PNG or JPEG") from error
-
-
-def open_clip(source: Any) -> list[Image.Image]:
-    """A list of frames or a folder of frame files (in name order) -> RGB frames."""
-    if isinstance(source, (str, Path)):
-        folder = Path(source)
-        if not folder.is_dir():
-            raise ValueError(f"video: {source}: not a folder of frames; give a folder of pictures or a list of frames")
-        source = sorted(path for path in folder.iterdir() if path.suffix.lower() in Image.registered_extensions())
-    frames = [open_picture(frame) for frame in source]
-    if not frames:
-        raise ValueError("video: no frames; give at least one picture")
-    return frames
 
 
 def _parts(message: dict[str, Any], *kinds: str) -> list[dict[str, Any]]:

@@ -11,9 +11,9 @@ import pytest
 from data_prep_helpers import picture, save_pictures
 from PIL import Image
 
-from data_prep import video
-from data_prep.media import MAX_PIXELS, check_picture, open_clip, open_picture
-from data_prep.video import spaced, within
+from sage import video
+from sage.media import MAX_PIXELS, check_picture, open_clip, open_picture
+from sage.video import spaced, within
 
 
 def as_bytes(image: Image.Image, kind: str, **options: object) -> bytes:

@@ -17,17 +17,19 @@ from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
+from transformers.image_utils import load_image
 
-from data_prep.video import Segment, read_video, spaced, within
+from sage.video import Segment, read_video, spaced, within
 
 MIN_SIDE = 2  # a picture of one pixel shows nothing, and a target cannot tell its channels from its rows
 MAX_ASPECT = 200  # Qwen2.5-VL's own limit; beyond it patches are slivers
 MAX_PIXELS = 100_000_000
+DEFAULT_FRAMES = 16
 SIXTEEN_BIT = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
 
 
-def open_picture(source: Any) -> Image.Image:
-    """A path, bytes, data URI or PIL picture -> RGB picture.
+def open_picture(source: Any, allow_urls: bool = False) -> Image.Image:
+    """A path, bytes, data URI or PIL picture, and a URL if allowed -> RGB picture.
 
     EXIF rotation is applied, alpha is laid over white, CMYK and palettes are converted, 16-bit grey is scaled to 8
     bits, an animation gives its first frame.
@@ -39,6 +41,8 @@ def open_picture(source: Any) -> Image.Image:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
+            if allow_urls and str(source).startswith(("http://", "https://")):
+                source = load_image(str(source))
             if isinstance(source, Image.Image):
                 return _normalised(source)
             with Image.open(_stream(source)) as picture:
@@ -55,16 +59,21 @@ def check_picture(source: Any) -> None:
         _check_path(source)
 
 
-def open_clip(source: Any, num_frames: int, segment: Segment = None, frames_per_s: float = 1.0) -> list[Image.Image]:
+def open_clip(
+    source: Any, num_frames: int | None = None, segment: Segment = None, frames_per_s: float = 1.0
+) -> list[Image.Image]:
     """Frames, a folder of frames, or a video file -> at most `num_frames` RGB frames, evenly spaced.
 
     Args:
+        num_frames: None takes every frame in hand, and `DEFAULT_FRAMES` of a folder or a file.
         segment: (from, to) in seconds; None for the whole.
         frames_per_s: of frames and folders of them; a video file knows its own.
 
     Raises:
         ValueError: nothing there, frames of different sizes, or no reader for video files.
     """
+    if num_frames is None:
+        num_frames = DEFAULT_FRAMES if isinstance(source, (str, Path)) else len(source)
     frames = _frames(source, num_frames, segment, frames_per_s)
     if not len(frames):
         raise ValueError(f"video {_name(source)}: no frames")
