@@ -158,6 +158,15 @@ def test_odd_frame_is_repeated_and_lengths_must_agree_for_llava() -> None:
         make_processor(llava).encode([(llava.family.video_token * 2, False)], videos=[[picture(8, 8)] * 2, [picture(8, 8)] * 3])
 
 
+def test_llava_batches_clips_of_one_length_only() -> None:
+    target = make_llava()
+    processor = make_processor(target)
+    clips = [processor.encode([(target.family.video_token, False)], videos=[[picture(8, 8)] * n]) for n in (2, 3)]
+    with pytest.raises(ValueError, match=r"clips of one batch have \[2, 3\] frames"):
+        processor.collate(clips)
+    assert processor.collate([clips[0], clips[0]])["pixel_values_videos"].shape[0] == 2
+
+
 def test_pieces_are_tokenised_on_their_own(ready: sage.Target) -> None:
     example = ready.processor.encode([("ab", False), ("cd", True), ("ef", False)])
     ids, mask = example["input_ids"], example["loss_mask"]

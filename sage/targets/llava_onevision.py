@@ -64,6 +64,12 @@ class LlavaOnevision(Family):
         if key == "pixel_values":
             most = max(value.shape[1] for value in values)
             values = [nn.functional.pad(v, (0, 0) * 3 + (0, most - v.shape[1])) for v in values]
+        lengths = sorted({value.shape[1] for value in values}) if key == "pixel_values_videos" else []
+        if len(lengths) > 1:
+            raise ValueError(
+                f"video: clips of one batch have {lengths} frames, and LLaVA-OneVision takes one length; use "
+                f"train.micro_batch_size=1, or sample the same number of frames from every clip"
+            )
         return torch.cat(values)
 
     def visual_features(self, model: nn.Module, inputs: Inputs) -> dict[int, Tensor]:
