@@ -98,6 +98,12 @@ def tile_mask(visible_NS: Tensor, group: int, dtype: torch.dtype) -> Tensor:
     return additive.repeat(group, 1)[None, None]
 
 
+def causal_mask(length: int, past: int, group: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The mask of `length` tokens in a row after `past` cached ones, [1, 1, group * length, past + length]."""
+    visible = torch.ones(length, past + length, dtype=torch.bool, device=device)
+    return tile_mask(visible.tril(past), group, dtype)
+
+
 @contextmanager
 def use_tree_attention(text_model: nn.Module, recorder: AttentionRecorder | None = None) -> Iterator[None]:
     """Within the block `text_model` attends with `tree_attention`; its own choice is restored afterwards.

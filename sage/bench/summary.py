@@ -50,11 +50,6 @@ def decode_rate(runs: Runs) -> float:
     return _rate(*_decode(runs))
 
 
-def end_to_end_rate(runs: Runs) -> float:
-    """Tokens per second with vision and prefill."""
-    return _rate(*_end_to_end(runs))
-
-
 def pooled_counts(runs: Runs) -> dict[str, float]:
     """Counts of all rounds of all these runs together.
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sage.attention import tile_mask
+from sage.attention import causal_mask, tile_mask
 from sage.cache import TreeCache
 from sage.drafts.eagle import EagleDraft
 from sage.drafts.eagle3 import Eagle3Draft
@@ -117,10 +117,7 @@ class EagleSession:
     def commit(self, features: Features, tokens: Tensor) -> Tensor:
         self.cache.crop_to(self.committed)
         length = len(tokens)
-        mask = None
-        if length > 1:
-            visible = torch.ones(length, self.committed + length, dtype=torch.bool, device=tokens.device)
-            mask = tile_mask(visible.tril(self.committed), self.group, self.dtype)
+        mask = causal_mask(length, self.committed, self.group, self.dtype, tokens.device) if length > 1 else None
         rope = self._rope(self.offset, length)
         embeds = self.target.embed_tokens(tokens)[None]
         hidden = self.draft(embeds, self.draft.fuse(features), tokens, mask, self.cache, rope)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText, BatchFeature
 
-from sage.attention import AttentionRecorder, tile_mask, use_tree_attention
+from sage.attention import AttentionRecorder, causal_mask, tile_mask, use_tree_attention
 from sage.cache import TreeCache
 from sage.targets.family import Family, Inputs, Prompt
 from sage.targets.llava_onevision import LlavaOnevision
@@ -173,7 +173,8 @@ class Target:
             wants_attention: also report how much attention the text pays to each visual token.
         """
         recorder = AttentionRecorder(prompt.visual_mask[0]) if wants_attention else None
-        mask = self._causal_mask(prompt.embeds.shape[1], cache.length) if cache.length else None
+        length = prompt.embeds.shape[1]
+        mask = causal_mask(length, cache.length, self.group, self.dtype, self.device) if cache.length else None
         with use_tree_attention(self.text_model, recorder):
             features = self._run(prompt.embeds, prompt.position_ids, {"full_attention": mask}, cache, levels)
         return replace(features, attention=recorder.mean()) if recorder else features
@@ -201,10 +202,6 @@ class Target:
         with use_tree_attention(self.text_model):
             positions = self.family.decode_positions(position_N)
             return self._run(embeds, positions, {"full_attention": mask}, cache, levels)
-
-    def _causal_mask(self, length: int, past: int) -> Tensor:
-        visible = torch.ones(length, past + length, dtype=torch.bool, device=self.device)
-        return tile_mask(visible.tril(past), self.group, self.dtype)
 
     def _run(self, embeds: Tensor, positions: Tensor, mask: Any, cache: Any, levels: Sequence[int]) -> Features:
         extra = {"output_hidden_states": True} if levels else {}

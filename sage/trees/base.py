@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from sage.costs import Costs
@@ -57,9 +56,3 @@ class Policy(ABC):
 
     def observe(self, outcome: Outcome) -> None:  # noqa: B027 (optional hook)
         """Learns from a verified round."""
-
-
-def first_ranks(rows: int, width: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """Every one of `rows` frontier nodes takes its `width` best: rows [R * W] and ranks [R * W]."""
-    row = torch.arange(rows, device=device).repeat_interleave(width)
-    return row, torch.arange(width, device=device).repeat(rows)
