@@ -10,6 +10,7 @@ import json
 import logging
 import multiprocessing
 import os
+import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -87,7 +88,7 @@ def prepare_examples(config: DataConfig, sources: list[Source], index: Index, pr
             with atomic_path(folder) as temporary:
                 _write_examples(config, sources, index, processor, temporary)
             prune(folder.parent, KEPT)
-        os.utime(folder)
+        os.utime(folder, ns=(time.time_ns(),) * 2)  # the kernel's own stamp is milliseconds coarse
     return ExampleStore(folder / STORE)
 
 

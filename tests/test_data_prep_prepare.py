@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -79,11 +80,18 @@ def test_second_time_is_instant_and_changes_are_noticed(tmp_path: Path, monkeypa
 def test_cache_keeps_what_was_used_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "KEPT", 2)
     processor = make_processor("qwen2_5_vl")
-    made = [build_dataset(replace(pocket(tmp_path), num_examples=1), processor)]
-    made.append(build_dataset(replace(pocket(tmp_path), num_examples=2), processor))
-    build_dataset(replace(pocket(tmp_path), num_examples=1), processor)  # used again
-    made.append(build_dataset(replace(pocket(tmp_path), num_examples=3), processor))
-    kept = {path.name for path in (tmp_path / "examples").iterdir() if path.is_dir()}
+    folder = tmp_path / "examples"
+
+    def use(num_examples: int) -> Any:
+        for path in folder.glob("*/") if folder.is_dir() else ():  # a minute passes: file systems keep time coarsely
+            stamp = path.stat().st_mtime - 60
+            os.utime(path, (stamp, stamp))
+        return build_dataset(replace(pocket(tmp_path), num_examples=num_examples), processor)
+
+    made = [use(1), use(2)]
+    use(1)
+    made.append(use(3))
+    kept = {path.name for path in folder.iterdir() if path.is_dir()}
     assert kept == {made[0].fingerprint, made[2].fingerprint}
     assert len(made[1][1]["input_ids"]) > 0  # whoever has it open still reads it
 
