@@ -79,8 +79,8 @@ PLANS = {
         tells_places=False,
         stages=(
             Stage("name", 4, 250, 2e-3, NAMES, floor=0.6),
-            Stage("talk", 4, 2000, 2e-3, EVERYTHING, floor=0.1),
-            Stage("deep", 12, 550, 1e-3, EVERYTHING, floor=0.02),
+            Stage("talk", 4, 3000, 2e-3, EVERYTHING, floor=0.1),
+            Stage("deep", 12, 900, 1e-3, EVERYTHING, floor=0.02),
         ),
     ),
 }
