@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from checkpoints.description import UNKNOWN, Description
 from checkpoints.export.facts import read_json
 from checkpoints.export.folder import CONFIG, Weights
 from checkpoints.export.layout import Head
@@ -17,47 +17,6 @@ from checkpoints.store import MANIFEST, STEP_NAME, BadState, StateStore, step_na
 from sage.targets import is_target_folder
 
 
-@dataclass
-class Description:
-    """What a folder is.
-
-    Attributes:
-        kind: run, state, draft, export, foreign draft, target or unknown.
-        facts: label -> value, in the order they are told; empty values are left out.
-        problems: what is damaged or missing.
-        table: the last validation, a row per policy.
-    """
-
-    folder: Path
-    kind: str
-    facts: dict[str, Any] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    table: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether nothing is damaged or missing."""
-        return not self.problems
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return {**asdict(self), "folder": str(self.folder), "is_whole": self.is_whole}
-
-    def text(self) -> str:
-        """A few lines for a terminal."""
-        state = "whole" if self.is_whole else "DAMAGED"
-        lines = [f"{self.folder}: {self.kind}, {state}"]
-        lines += [f"  {label}: {value}" for label, value in self.facts.items() if value not in (None, "", [], {})]
-        lines += [f"  problem: {problem}" for problem in self.problems]
-        for name, part in self.table.items():
-            figures = ", ".join(f"{part[key]:.2f} {label}" for key, label in FIGURES.items() if key in part)
-            lines.append(f"  {name}: {figures}, identical {part.get('match', '?')}/{part.get('total', '?')}")
-        return "\n".join(lines)
-
-
-FIGURES = {"tokens_per_target_pass": "tokens per target pass", "mean_accepted_draft": "accepted", "speedup": "x speed"}
-
-
 def describe(folder: Path) -> Description:
     """Looks at a folder without changing it (a replacement that a crash interrupted is settled first).
 
@@ -66,11 +25,25 @@ def describe(folder: Path) -> Description:
     """
     settle(folder)
     if not folder.is_dir():
-        raise ValueError(f"--inspect {folder}: no such folder")
-    for is_kind, look in _KINDS:
-        if is_kind(folder):
-            return look(folder)
-    return Description(folder, "unknown", problems=["neither a run, a state, a draft, an export nor a target"])
+        raise ValueError(f"--inspect {folder}: {'a file; give its folder' if folder.exists() else 'no such folder'}")
+    kind, look = _kind(folder)
+    found = Description(folder, kind)
+    try:
+        look(found)
+    except ValueError as error:
+        found.problems.append(str(error))
+    return found
+
+
+def _kind(folder: Path) -> tuple[str, Look]:
+    return next(((kind, look) for kind, is_kind, look in KINDS_OF_FOLDERS if is_kind(folder)), (UNKNOWN, _unknown))
+
+
+def _unknown(found: Description) -> None:
+    """What is in it helps to see where to look instead."""
+    inner = {path.name: _kind(path)[0] for path in sorted(found.folder.iterdir()) if path.is_dir()}
+    found.problems.append("neither a run, a state, a draft, an export nor a target")
+    found.facts = {name: kind for name, kind in inner.items() if kind != UNKNOWN}
 
 
 def _is_state(folder: Path) -> bool:
@@ -96,45 +69,50 @@ def _peek(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def _run(folder: Path) -> Description:
-    found = Description(folder, "run")
+def _run(found: Description) -> None:
+    folder = found.folder
     drafts = [name for name in (BEST, LAST) if (folder / name / CONFIG).is_file()]
-    known = read_json(folder / PROVENANCE) if (folder / PROVENANCE).is_file() else {}
-    if not known:
-        found.problems.append(f"{PROVENANCE}: missing")
+    known = _provenance(found, folder)
     steps = StateStore(folder / "state").steps()
-    found.facts = {"started": known.get("started"), "target": _target_line(known.get("target") or {}), "drafts": drafts}
-    found.facts |= {"saved at steps": steps, "data fingerprint": known.get("data_fingerprint")}
+    found.facts = {"started": known.get("started"), "target": _target_line(known.get("target") or {})}
+    found.facts |= {"drafts": drafts or "none yet", "saved at steps": steps, "data fingerprint": known.get("data_fingerprint")}
     for step in steps:
         try:
             verify(folder / "state" / step_name(step))
         except BadState as error:
             found.problems.append(str(error))
     for name in drafts:
-        inner = _ours(folder / name)
+        inner = Description(folder / name, "draft")
+        _ours(inner)
         found.problems += inner.problems
         found.facts[name] = f"{inner.facts.get('architecture')}, {inner.facts.get('parameters')} parameters"
-    if not drafts:
-        found.facts["drafts"] = "none yet"
-    else:
+    if drafts:
         source = find_source(folder, LAST if LAST in drafts else drafts[0])
         found.facts["steps trained"] = source.step
         found.table = (source.report or {}).get("policies", {})
-    return found
 
 
-def _state(folder: Path) -> Description:
-    found = Description(folder, "saved state of a run")
+def _provenance(found: Description, run: Path) -> dict[str, Any]:
+    """What a run's provenance.json says; nothing, and a problem, where it is missing or damaged."""
     try:
-        manifest = verify(folder)
-        found.facts = {"steps trained": manifest["step"], "files": len(manifest["files"])}
-    except BadState as error:
+        return read_json(run / PROVENANCE)
+    except ValueError as error:
         found.problems.append(str(error))
-    return found
+        return {}
 
 
-def _ours(folder: Path) -> Description:
-    found = Description(folder, "draft (ours, for sage.load_draft)")
+def _state(found: Description) -> None:
+    run = found.folder.parent.parent
+    if (run / RUN_MARK).is_file():
+        known = _provenance(found, run)
+        found.facts = {"target": _target_line(known.get("target") or {}), "data fingerprint": known.get("data_fingerprint")}
+    manifest = verify(found.folder)
+    sizes = [facts["bytes"] for facts in manifest["files"].values()]
+    found.facts |= {"steps trained": manifest["step"], "files": f"{len(sizes)}, {sum(sizes) / 2**20:.1f} MiB"}
+
+
+def _ours(found: Description) -> None:
+    folder = found.folder
     config = read_json(folder / CONFIG)
     target = config.get("target") or {}
     found.facts = {"target": _target_line(target), "loaded from": config.get("target_path")}
@@ -151,37 +129,32 @@ def _ours(folder: Path) -> Description:
         found.table = (source.report or {}).get("policies", {})
     if is_sealed(folder):
         _find_damage(found)
-    return found
 
 
-def _export(folder: Path) -> Description:
-    found = Description(folder, "export")
+def _export(found: Description) -> None:
+    folder = found.folder
     _find_damage(found)
     if found.problems:
-        return found
+        return
     if (folder / ABOUT).is_file():
         _add_about(found, folder)
     check = check_folder(folder)
     found.problems += [str(finding) for finding in check.errors]
     found.facts = {"format": f"{check.format}{f' for {check.flavour}' if check.flavour else ''}", **found.facts}
     found.facts |= _size(folder, found.problems)
-    return found
 
 
-def _foreign(folder: Path) -> Description:
-    check = check_folder(folder)
-    found = Description(folder, "foreign draft", problems=[str(finding) for finding in check.errors])
-    config = read_json(folder / CONFIG)
-    found.facts = {"format": str(check.format), "architecture": config.get("architectures"), **_size(folder, [])}
+def _foreign(found: Description) -> None:
+    check = check_folder(found.folder)
+    found.problems += [str(finding) for finding in check.errors]
+    config = read_json(found.folder / CONFIG)
+    found.facts = {"format": str(check.format), "architecture": config.get("architectures"), **_size(found.folder, [])}
     found.facts["vocabulary"] = config.get("vocab_size")
-    return found
 
 
-def _target(folder: Path) -> Description:
-    found = Description(folder, "target (a whole vision-language model)")
-    config = read_json(folder / CONFIG)
-    found.facts = {"architecture": config.get("architectures"), **_size(folder, found.problems)}
-    return found
+def _target(found: Description) -> None:
+    config = read_json(found.folder / CONFIG)
+    found.facts = {"architecture": config.get("architectures"), **_size(found.folder, found.problems)}
 
 
 def _size(folder: Path, problems: list[str]) -> dict[str, Any]:
@@ -237,11 +210,12 @@ def _target_line(target: dict[str, Any]) -> str:
     )
 
 
-_KINDS: tuple[tuple[Callable[[Path], bool], Callable[[Path], Description]], ...] = (
-    (lambda folder: (folder / RUN_MARK).is_file(), _run),
-    (_is_state, _state),
-    (_is_ours, _ours),
-    (_is_export, _export),
-    (_is_foreign, _foreign),
-    (is_target_folder, _target),
+Look = Callable[[Description], None]
+KINDS_OF_FOLDERS: tuple[tuple[str, Callable[[Path], bool], Look], ...] = (
+    ("run", lambda folder: (folder / RUN_MARK).is_file(), _run),
+    ("saved state of a run", _is_state, _state),
+    ("draft (ours, for sage.load_draft)", _is_ours, _ours),
+    ("export", _is_export, _export),
+    ("foreign draft", _is_foreign, _foreign),
+    ("target (a whole vision-language model)", is_target_folder, _target),
 )

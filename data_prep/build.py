@@ -37,8 +37,8 @@ def build_dataset(config: DataConfig, processor: Processor, split: str = "train"
     """
     validate(config)
     part = Split(split)
-    if part is Split.train and any(source.streaming for source in config.sources.values()):
-        return _build_stream(config, processor)
+    if any(source.streaming for source in config.resolved(part).values()):
+        return _build_stream(config, processor, part)
     sources = open_sources(config, part)
     index = prepare_index(config, sources, part)
     listings = [index.folder / SKIPPED]
@@ -87,8 +87,8 @@ def open_sources(config: DataConfig, split: Split) -> list[Source]:
     return [open_source(label, source, split, config.cache_dir) for label, source in config.resolved(split).items()]
 
 
-def _build_stream(config: DataConfig, processor: Processor) -> StreamDataset:
-    streams = [open_stream(label, source, Split.train) for label, source in config.resolved(Split.train).items()]
+def _build_stream(config: DataConfig, processor: Processor, split: Split) -> StreamDataset:
+    streams = [open_stream(label, source, split) for label, source in config.resolved(split).items()]
     listing = default_cache_dir(config.cache_dir) / "streams" / content_hash([s.fingerprint() for s in streams])
     return StreamDataset(config, streams, processor, Path(config.bad_list or listing / SKIPPED))
 
@@ -99,8 +99,21 @@ def _prompts_of(
     """A source's prompts of a split, opened at once (so that mistakes show) and read as they are asked for."""
     holdout = 0.0 if config.validation else config.holdout
     if source_config.streaming:
-        return _streamed(open_stream(label, source_config, split), split, holdout, skipped)
-    return _indexed(open_source(label, source_config, split, config.cache_dir), split, holdout, skipped)
+        stream = open_stream(label, source_config, split)
+        _refuse_leak(config, label, has_splits=False)
+        return _streamed(stream, split, holdout, skipped)
+    source = open_source(label, source_config, split, config.cache_dir)
+    _refuse_leak(config, label, source.has_splits)
+    return _indexed(source, split, holdout, skipped)
+
+
+def _refuse_leak(config: DataConfig, label: str, has_splits: bool) -> None:
+    """What is trained on is no prompt to measure with."""
+    if not (config.validation or config.holdout or has_splits):
+        raise ValueError(
+            f"data.holdout: 0.0; it keeps nothing of {label} out of training to measure on; allowed: above 0, or name prompts "
+            f"(+data/validation=NAME, data.validation)"
+        )
 
 
 def _indexed(source: Source, split: Split, holdout: float, skipped: SkipList) -> Iterator[Conversation]:

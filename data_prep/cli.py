@@ -7,30 +7,33 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from data_prep.build import build_dataset
 from data_prep.chat import Example
-from data_prep.config import Cache, DataConfig, RegenerateConfig
+from data_prep.config import Cache, DataConfig, RegenerateConfig, Split
 from data_prep.conversation import BadItem, Conversation, check
 from data_prep.dataset import ConversationDataset
 from data_prep.files import atomic_path
 from data_prep.page import page
+from data_prep.progress import Progress, with_progress
 from data_prep.regenerate import Outcome, answerer, regenerate
 from data_prep.rowfile import MediaFolder, as_line
 from data_prep.skipped import reasons
 from data_prep.stats import Statistics, measure, sample
+from data_prep.stream import StreamDataset
 from sage.targets.processing import Processor
 
+Data = ConversationDataset | StreamDataset
 
-def check_data(config: DataConfig, processor: Processor, split: str, limit: int) -> tuple[Statistics, Any]:
-    """Prepares a split and measures up to `limit` of its examples (0: all).
+
+def check_data(config: DataConfig, processor: Processor, split: str, limit: int) -> tuple[Statistics, Data]:
+    """Prepares a split and measures up to `limit` of its examples (0: all): a sample, of a stream the first ones.
 
     Returns:
         The statistics and the data set.
@@ -38,19 +41,21 @@ def check_data(config: DataConfig, processor: Processor, split: str, limit: int)
     Raises:
         ValueError: a setting, a file or an item is wrong.
     """
-    dataset = _rows(config, processor, split)
-    numbers = sample(len(dataset), limit)
-    items = _with_progress(_examples(dataset, numbers), len(numbers), "measuring")
-    statistics = measure(items, len(dataset), Counter(), processor)
+    dataset = _dataset(config, processor, split)
+    conversations, count = _conversations(dataset, split, limit)
+    items = _examples(dataset, with_progress(conversations, count, "measuring"))
+    total = None if isinstance(dataset, StreamDataset) else len(dataset)
+    statistics = measure(items, total, Counter(), processor)
     statistics.skipped = reasons(dataset.skipped_items())
     if not statistics.measured:
-        raise ValueError(f"data.sources: not one of {len(numbers)} items became an example; see {dataset.skipped.path}")
+        raise ValueError(f"data.sources: not one of {count or 'all'} items became an example; see {dataset.skipped.path}")
     return statistics, dataset
 
 
-def write_page(out: Path, config: DataConfig, statistics: Statistics, dataset: Any, num_shown: int) -> None:
-    """Writes `out` (HTML) with `num_shown` examples and `statistics.json` beside it."""
-    shown = list(_examples(dataset, sample(len(dataset), num_shown, seed=1)))
+def write_page(out: Path, config: DataConfig, statistics: Statistics, dataset: Data, split: str, num_shown: int) -> None:
+    """Writes `out` (HTML) with `num_shown` examples of a split and `statistics.json` beside it."""
+    conversations, _ = _conversations(dataset, split, num_shown, seed=1)
+    shown = list(_examples(dataset, conversations)) if num_shown else []
     title = f"{config.name} for {dataset.processor.family.model_type}"
     for path, text in (
         (out, page(title, statistics, shown, dataset.processor)),
@@ -61,19 +66,24 @@ def write_page(out: Path, config: DataConfig, statistics: Statistics, dataset: A
 
 
 def convert(config: DataConfig, processor: Processor, split: str, out: Path) -> int:
-    """Writes a split as `messages` rows with its embedded pictures beside them; returns how many.
+    """Writes a split as `messages` rows with its embedded pictures beside them (a stream: one pass); returns how many.
 
     Raises:
         ValueError: `out` exists, or an item is wrong.
     """
     if out.exists():
         raise ValueError(f"{out}: exists already; give another out, or delete it")
-    dataset = _rows(config, processor, split)
-    media = MediaFolder(out)
+    dataset = _dataset(config, processor, split)
+    conversations, count = _conversations(dataset, split, 0)
+    media, written = MediaFolder(out), 0
     with atomic_path(out) as temporary, temporary.open("w", encoding="utf-8") as file:
-        for number in _with_progress(iter(range(len(dataset))), len(dataset), "converting"):
-            file.write(as_line(check(dataset.conversation(number)), media) + "\n")
-    return len(dataset)
+        for conversation in with_progress(conversations, count, "converting"):
+            try:
+                file.write(as_line(check(conversation), media) + "\n")
+                written += 1
+            except BadItem as error:
+                dataset.skipped.add(error)
+    return written
 
 
 def regenerate_data(
@@ -91,7 +101,12 @@ def regenerate_data(
     Raises:
         ValueError: a setting or a file is wrong, or `out` holds rows that were made otherwise.
     """
-    dataset = _rows(config, target.processor, split)
+    if any(source.streaming for source in config.sources.values()):
+        raise ValueError(
+            "data.sources: a stream has no fixed items to answer and resume; write a part of it first (action=convert "
+            "data.num_examples=N out=PART.jsonl), then answer that (action=regenerate data=messages data.path=PART.jsonl)"
+        )
+    dataset = _dataset(config, target.processor, split)
     provenance = {
         "target": target.name,
         "target_fingerprint": target.fingerprint,
@@ -101,48 +116,34 @@ def regenerate_data(
         "num_frames": config.num_frames,
     }
     ask = answerer(target, draft, settings, config.num_frames)
-    progress = Progress("answering") if rank == 0 else None
-    return regenerate(dataset, ask, out, provenance, settings, rank, world_size, progress)
+    progress = Progress("answering")
+    try:
+        return regenerate(dataset, ask, out, provenance, settings, rank, world_size, progress if rank == 0 else None)
+    finally:
+        progress.end()
 
 
-class Progress:
-    """A line on the terminal that counts; silent where there is none."""
-
-    def __init__(self, what: str) -> None:
-        self.what, self.begin, self.shown = what, time.monotonic(), 0.0
-
-    def __call__(self, done: int, total: int) -> None:
-        now = time.monotonic()
-        if sys.stderr.isatty() and (done == total or now - self.shown > 0.2):
-            self.shown = now
-            left = (now - self.begin) / done * (total - done)
-            end = "\n" if done == total else ""
-            print(f"\r{self.what} {done}/{total}, {left:.0f} s left ", end=end, file=sys.stderr, flush=True)
-
-
-def _rows(config: DataConfig, processor: Processor, split: str) -> ConversationDataset:
+def _dataset(config: DataConfig, processor: Processor, split: str) -> Data:
     """The split with its conversations at hand; ready-made examples would have lost them."""
-    if any(source.streaming for source in config.sources.values()):
-        raise ValueError("data.sources: a streamed source cannot be looked at; set streaming=false and num_examples")
-    dataset = build_dataset(replace(config, cache=Cache.rows), processor, split)
-    assert isinstance(dataset, ConversationDataset)
+    dataset: Data = build_dataset(replace(config, cache=Cache.rows), processor, split)
     return dataset
 
 
-def _examples(dataset: ConversationDataset, numbers: Any) -> Iterator[tuple[Conversation, Example]]:
+def _conversations(dataset: Data, split: str, count: int, seed: int = 0) -> tuple[Iterator[Conversation], int | None]:
+    """Up to `count` (0: all) conversations and how many that will be: a sample in order, or the beginning of a stream."""
+    if isinstance(dataset, StreamDataset):
+        return islice(dataset.one_pass(Split(split)), count or None), count or None
+    numbers = sample(len(dataset), count, seed)
+    return (dataset.conversation(number) for number in numbers), len(numbers)
+
+
+def _examples(dataset: Data, conversations: Iterator[Conversation]) -> Iterator[tuple[Conversation, Example]]:
     """Conversations with their examples; broken ones are listed (or raised) by the data set's own rule."""
-    for number in numbers:
+    for conversation in conversations:
         try:
-            yield check(dataset.conversation(number)), dataset.example(number)
+            yield check(conversation), dataset.build(conversation)
         except BadItem as error:
             dataset.skipped.add(error)
-
-
-def _with_progress(items: Iterator[Any], total: int, what: str) -> Iterator[Any]:
-    progress = Progress(what)
-    for done, item in enumerate(items, 1):
-        yield item
-        progress(done, total)
 
 
 def _digest(folder: Path) -> str:

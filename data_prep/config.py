@@ -170,9 +170,10 @@ def validate(config: DataConfig) -> None:
     weights = [source.weight is None for source in config.sources.values()]
     if any(weights) and not all(weights):
         raise ValueError("data.sources: some have a weight and some do not; give a weight to each or to none")
-    streams = [source.streaming for source in config.sources.values()]
-    if any(streams) and (not all(streams) or config.cache is Cache.examples):
-        raise ValueError("data.sources: streaming and prepared sources in one mix; stream all, with data.cache=rows")
+    for group, sources in (("sources", config.sources), ("validation", config.validation)):
+        streams = [source.streaming for source in sources.values()]
+        if any(streams) and (not all(streams) or config.cache is Cache.examples):
+            raise ValueError(f"data.{group}: streaming and prepared sources in one mix; stream all, with data.cache=rows")
 
 
 def _takes(source: SourceConfig, name: str) -> bool:

@@ -39,6 +39,10 @@ class BadItem(ValueError):
         super().__init__(f"{source}: item {index}: {reason}")
         self.source, self.index, self.reason = source, index, reason
 
+    def row(self) -> dict[str, str]:
+        """As it stands in a list of what was skipped."""
+        return {"source": self.source, "index": str(self.index), "reason": self.reason}
+
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.source, self.index, self.reason)
 

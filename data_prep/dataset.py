@@ -77,8 +77,7 @@ class ConversationDataset(Dataset[Example]):
 
     def skipped_items(self) -> list[dict[str, str]]:
         """What was left out when the data was prepared, and by this process since."""
-        now = [{"source": item.source, "index": str(item.index), "reason": item.reason} for item in self.skipped.items]
-        rows = read_skipped(self.index.folder / SKIPPED) + now
+        rows = read_skipped(self.index.folder / SKIPPED) + [item.row() for item in self.skipped.items]
         return list({(row["source"], row["index"]): row for row in rows}.values())
 
     def example(self, position: int) -> Example:
@@ -87,8 +86,16 @@ class ConversationDataset(Dataset[Example]):
         Raises:
             BadItem: it is broken or too long.
         """
+        return self.build(self.conversation(position))
+
+    def build(self, conversation: Conversation) -> Example:
+        """A conversation's example, under the settings of this data set.
+
+        Raises:
+            BadItem: it is broken or too long.
+        """
         config = self.config
-        return build_example(self.conversation(position), self.processor, config.max_length, config.on_long, config.num_frames)
+        return build_example(conversation, self.processor, config.max_length, config.on_long, config.num_frames)
 
 
 class StoredDataset(Dataset[Example]):

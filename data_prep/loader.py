@@ -8,6 +8,10 @@ micro-batches holds the same examples:
 
     step s = [a b c d]    1 rank x 4: [abcd]    1 rank x 2 x 2: [ab] [cd]    2 ranks x 2: rank 0 [ab], rank 1 [cd]
 
+Neighbours in length share a micro-batch, so that little of it is padding, and the longest come first, so that what does not
+fit into memory shows at once. Where the data set knows its lengths, whole steps are made of like lengths (data_prep.buckets)
+and sorted before they are dealt out; where it does not, each rank sorts its share of a step once it is made.
+
 Shapes: B batch, T tokens.
 """
 
@@ -24,10 +28,12 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from data_prep.buckets import grouped
 from data_prep.prepare import worker_context
 
+Example = dict[str, Any]
 Batch = dict[str, Any]
-Collate = Callable[[list[dict[str, Any]]], Batch]
+Collate = Callable[[list[Example]], Batch]
 
 logger = logging.getLogger(__name__)
 BATCHES_AHEAD = 8  # micro-batches; of large pictures each holds tens of MB
@@ -47,9 +53,11 @@ class StepLoader:
         micro_batch_size: examples per rank and pass.
         start_step: the first step to yield, as if the ones before had been taken.
         num_workers: processes that make examples; 0: a thread (best where examples are ready-made).
+        length_window: steps whose examples are sorted by length together, where lengths are known; 1: none.
 
     Attributes:
         wait_s: seconds the consumer has waited so far.
+        tokens, slots: tokens handed out so far, without and with padding.
         accumulation: micro-batches per step and rank.
 
     Raises:
@@ -67,6 +75,7 @@ class StepLoader:
         seed: int = 0,
         start_step: int = 0,
         num_workers: int = 0,
+        length_window: int = 1,
     ) -> None:
         if min(global_batch_size, micro_batch_size) < 1 or global_batch_size % (micro_batch_size * world_size):
             raise ValueError(
@@ -76,9 +85,10 @@ class StepLoader:
         self.dataset, self.collate = dataset, collate
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self.rank, self.world_size, self.seed = rank, world_size, seed
-        self.start_step, self.num_workers = start_step, num_workers
+        self.start_step, self.num_workers, self.length_window = start_step, num_workers, length_window
+        self.lengths: np.ndarray | None = getattr(dataset, "lengths", None)
         self.accumulation = global_batch_size // (micro_batch_size * world_size)
-        self.wait_s = 0.0
+        self.wait_s, self.tokens, self.slots = 0.0, 0, 0
 
     @property
     def steps_per_epoch(self) -> float | None:
@@ -94,12 +104,14 @@ class StepLoader:
         return [int(orders[p // total][p % total]) for p in positions]
 
     def __iter__(self) -> Generator[list[Batch], None, None]:
-        batches = self._from_workers() if self.num_workers else self._from_thread()
+        batches = self._ahead()
         try:
             while True:
                 begin = time.perf_counter()
                 step = [next(batches) for _ in range(self.accumulation)]
                 self.wait_s += time.perf_counter() - begin
+                self.tokens += sum(int(batch["attention_mask"].sum()) for batch in step)
+                self.slots += sum(batch["attention_mask"].numel() for batch in step)
                 yield step
         finally:
             batches.close()
@@ -123,23 +135,30 @@ class StepLoader:
             step += 1
 
     def _by_length(self, numbers: list[int]) -> list[int]:
-        """A step's examples, longest first, where their lengths are known: neighbours share a micro-batch, so little of it is
-        padding, and what does not fit into memory shows in the first pass. The step as a whole stays the same."""
-        lengths = getattr(self.dataset, "lengths", None)
+        """A step's examples, longest first, where their lengths are known."""
+        lengths = self.lengths
         return numbers if lengths is None else sorted(numbers, key=lambda number: -int(lengths[number]))
 
     def _epoch(self, epoch: int) -> np.ndarray:
         kept = getattr(self, "_kept_epochs", {})
         if epoch not in kept:
             kept = {number: order for number, order in kept.items() if number == epoch - 1}
-            kept[epoch] = self.dataset.epoch(self.seed, epoch)
+            kept[epoch] = self._order(epoch)
             self._kept_epochs = kept
         return kept[epoch]
 
-    # -- making micro-batches, endlessly --------------------------------------------------------------------------------
+    def _order(self, epoch: int) -> np.ndarray:
+        drawn: np.ndarray = self.dataset.epoch(self.seed, epoch)
+        if self.lengths is None or self.length_window == 1:
+            return drawn
+        first = epoch * len(drawn)
+        return grouped(drawn, self.lengths, first, self.global_batch_size, self.length_window, self.seed)
 
-    def _from_thread(self) -> Generator[Batch, None, None]:
-        ready: queue.Queue[Batch | BaseException] = queue.Queue(BATCHES_AHEAD)
+    # -- making micro-batches, endlessly and ahead -----------------------------------------------------------------------
+
+    def _ahead(self) -> Generator[Batch, None, None]:
+        """Micro-batches from a thread that runs ahead of the consumer."""
+        ready: queue.Queue[Batch | BaseException] = queue.Queue(1 if self.num_workers else BATCHES_AHEAD)
         stop = threading.Event()
         thread = threading.Thread(target=self._fill, args=(ready, stop), name="step-loader", daemon=True)
         thread.start()
@@ -154,17 +173,29 @@ class StepLoader:
             thread.join()
 
     def _fill(self, ready: queue.Queue[Any], stop: threading.Event) -> None:
-        make = _Batcher(self.dataset, self.collate)
         try:
-            for keys in self._keys():
-                if not _put(ready, make(keys), stop):
+            for batch in self._micro_batches():
+                if not _put(ready, batch, stop):
                     return
         except BaseException as error:  # whatever it is belongs to the consumer, who is waiting for a batch
             _put(ready, error, stop)
 
-    def _from_workers(self) -> Generator[Batch, None, None]:
+    def _micro_batches(self) -> Iterator[Batch]:
+        needs_sorting = self.lengths is None and self.accumulation > 1
+        make = _Maker(self.dataset, None if needs_sorting else self.collate)
+        made = self._from_workers(make) if self.num_workers else map(make, self._keys())
+        return self._sorted(made) if needs_sorting else made
+
+    def _sorted(self, made: Iterator[list[Example]]) -> Iterator[Batch]:
+        """This rank's share of each step, as made, dealt out again longest first."""
+        while share := [example for _ in range(self.accumulation) for example in next(made)]:
+            share.sort(key=lambda example: -len(example["input_ids"]))
+            for first in range(0, len(share), self.micro_batch_size):
+                yield collated(share[first : first + self.micro_batch_size], self.collate)
+
+    def _from_workers(self, make: _Maker) -> Iterator[Any]:
         loader: DataLoader[Any] = DataLoader(
-            _Batches(_Batcher(self.dataset, self.collate)),
+            _Made(make),
             sampler=_Keys(self._keys),
             batch_size=None,
             num_workers=self.num_workers,
@@ -172,26 +203,35 @@ class StepLoader:
             multiprocessing_context=worker_context(),
             worker_init_fn=_start_worker,
         )
-        yield from loader
+        return iter(loader)
 
 
-class _Batcher:
-    """Keys -> one collated micro-batch."""
+def collated(examples: list[Example], collate: Collate) -> Batch:
+    """One micro-batch; consumes the examples."""
+    ids = [example.pop("id") for example in examples]
+    return {**collate(examples), "ids": ids}
 
-    def __init__(self, dataset: Any, collate: Collate) -> None:
+
+class _Maker:
+    """Keys -> their examples; with `collate` -> one micro-batch of them."""
+
+    def __init__(self, dataset: Any, collate: Collate | None) -> None:
         self.dataset, self.collate = dataset, collate
 
-    def __call__(self, keys: list[Any]) -> Batch:
-        examples = [dict(self.dataset[key]) for key in keys]
-        ids = [example.pop("id", str(key)) for example, key in zip(examples, keys, strict=True)]
-        return {**self.collate(examples), "ids": ids}
+    def __call__(self, keys: list[Any]) -> Any:
+        examples = [self._named(key) for key in keys]
+        return examples if self.collate is None else collated(examples, self.collate)
+
+    def _named(self, key: Any) -> Example:
+        example = dict(self.dataset[key])
+        return example if "id" in example else {**example, "id": str(key)}
 
 
-class _Batches(torch.utils.data.Dataset[Batch]):
-    def __init__(self, make: _Batcher) -> None:
+class _Made(torch.utils.data.Dataset[Any]):
+    def __init__(self, make: _Maker) -> None:
         self.make = make
 
-    def __getitem__(self, keys: list[Any]) -> Batch:
+    def __getitem__(self, keys: list[Any]) -> Any:
         return self.make(keys)
 
 

@@ -31,7 +31,7 @@ body { margin: 0 auto; max-width: 1100px; padding: 24px 16px 64px; background: v
 h1 { font-size: 22px; margin: 0 0 4px; } h2 { font-size: 17px; margin: 32px 0 12px; }
 p, small { color: var(--soft); margin: 0 0 12px; }
 table { border-collapse: collapse; } td, th { padding: 3px 14px 3px 0; text-align: right; font-variant-numeric: tabular-nums; }
-td:first-child, th:first-child { text-align: left; } th { color: var(--soft); font-weight: 500; }
+td:first-child, th:first-child { text-align: left; white-space: nowrap; } th { color: var(--soft); font-weight: 500; }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(320px, 1fr)); gap: 16px; }
 .chart, .example { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 12px 14px; }
 .chart b { font-weight: 600; font-size: 13px; } .chart svg { width: 100%; height: 130px; display: block; }
@@ -66,7 +66,7 @@ def page(title: str, statistics: Statistics, shown: list[tuple[Conversation, Exa
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head><body>'
-        f"<h1>{escape(title)}</h1><p>{statistics.total} examples, {statistics.measured} measured, "
+        f"<h1>{escape(title)}</h1><p>{statistics.headline}, "
         f"{sum(statistics.skipped.values())} items skipped</p>"
         f'<h2>Distributions</h2><div class="charts">{charts}</div>'
         f"<h2>Numbers</h2>{_numbers(statistics)}{_counts(statistics)}"

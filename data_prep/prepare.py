@@ -24,7 +24,8 @@ from data_prep.config import DataConfig, OnBad, Split
 from data_prep.conversation import BadItem
 from data_prep.files import atomic_path, default_cache_dir, locked, prune
 from data_prep.pixels import PixelTable
-from data_prep.skipped import SkipList
+from data_prep.progress import with_progress
+from data_prep.skipped import SkipList, reasons
 from data_prep.sources.base import Source
 from data_prep.store import ExampleStore, Packed, pack, write
 from sage import media, video
@@ -124,7 +125,7 @@ def _write_index(config: DataConfig, sources: list[Source], split: Split, folder
     good: list[tuple[int, int]] = []
     for number, source in enumerate(sources):
         before = len(good)
-        for row in range(len(source)):
+        for row in with_progress(range(len(source)), len(source), f"checking {source.name}:"):
             if source.limit and len(good) - before == source.limit:
                 break
             try:
@@ -135,7 +136,10 @@ def _write_index(config: DataConfig, sources: list[Source], split: Split, folder
         logger.info("%s: %d of %d items", source.name, len(good) - before, len(source))
     if not good:
         names = ", ".join(source.name for source in sources)
-        raise ValueError(f"data.sources: no usable item for {split} in {names}; see data.on_bad and data.holdout")
+        why = "".join(
+            f"; {count} x {reason}" for reason, count in reasons([item.row() for item in skipped.items]).most_common(1)
+        )
+        raise ValueError(f"data.sources: no usable item for {split} in {names}{why}; see data.on_bad and data.holdout")
     np.save(folder / "index.npy", np.array(good, dtype=np.int64).T)
 
 
@@ -145,7 +149,8 @@ def _write_examples(config: DataConfig, sources: list[Source], index: Index, pro
     skipped = SkipList(folder / SKIPPED, strict=config.on_bad is OnBad.error)
 
     def good() -> Iterator[Item]:
-        for item in _encode_all(_Encoder(config, sources, index, processor, table), len(index)):
+        encoded = _encode_all(_Encoder(config, sources, index, processor, table), len(index))
+        for item in with_progress(encoded, len(index), "preparing"):
             if isinstance(item, BadItem):
                 skipped.add(item)
             else:

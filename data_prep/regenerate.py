@@ -21,7 +21,7 @@ from typing import Any
 
 from data_prep.config import RegenerateConfig
 from data_prep.conversation import BadItem, Conversation, Message, check
-from data_prep.files import atomic_path, locked
+from data_prep.files import atomic_path, blaming, locked
 from data_prep.rowfile import MediaFolder, as_line
 from sage.media import open_clip, open_picture
 
@@ -43,12 +43,13 @@ Answerer = Callable[[list[Message], int], Answer]  # messages, seed
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call of `regenerate` found and did."""
+    """What a call of `regenerate` found and did; `skipped` conversations gave no row, once all are merged."""
 
     done_before: int
     done_now: int
     total: int
     merged: bool
+    skipped: int
 
 
 def regenerate(
@@ -81,11 +82,14 @@ def regenerate(
     _drop_unfinished_line(part)
     for number, position in enumerate(mine, 1):
         line = _line(dataset, position, answer, settings.seed, provenance, media)
-        with part.open("a", encoding="utf-8") as file:
+        with blaming(part), part.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
         if progress is not None:
             progress(len(done) + number, len(dataset))
-    return Outcome(len(done), len(mine), len(dataset), _merge(out, provenance, len(dataset)))
+    merged = _merge(out, provenance, len(dataset))
+    skipped = skipped_path(out)
+    lost = skipped.read_bytes().count(b"\n") if merged and skipped.exists() else 0
+    return Outcome(len(done), len(mine), len(dataset), merged, lost)
 
 
 def answerer(target: Any, draft: Any, settings: RegenerateConfig, num_frames: int) -> Answerer:

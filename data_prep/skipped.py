@@ -44,9 +44,8 @@ class SkipList:
             return
         self._seen.add(key)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        line = json.dumps({"source": item.source, "index": str(item.index), "reason": item.reason})
         with self.path.open("a") as file:  # one short write in append mode: lines of several processes do not mix
-            file.write(line + "\n")
+            file.write(json.dumps(item.row()) + "\n")
         logger.debug("skipped %s", item)
 
 
@@ -64,6 +63,6 @@ def reasons(rows: list[dict[str, str]]) -> Counter[str]:
 
 
 def _kind(reason: str) -> str:
-    for pattern, stands_in in ((r"'[^']*'", "'..'"), (r"\S*/\S*", "..."), (r"\d+", "N")):
+    for pattern, stands_in in ((r"'[^']*'", "'..'"), (r"\S*/\S*", "..."), (r"(?<!UTF-)\d+", "N")):
         reason = re.sub(pattern, stands_in, reason)
     return reason[:120]

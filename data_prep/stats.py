@@ -33,13 +33,13 @@ class Statistics:
     """Measures of some examples of a data set.
 
     Attributes:
-        total: examples in the data set; `measured` of them were looked at.
+        total: examples in the data set, None for a stream; `measured` of them were looked at.
         sources, families: examples by source and by task family.
         values: one value per measured example, by measure (see MEASURES).
         skipped: left-out items by kind of reason.
     """
 
-    total: int
+    total: int | None
     sources: Counter[str] = field(default_factory=Counter)
     families: Counter[str] = field(default_factory=Counter)
     values: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in MEASURES})
@@ -48,6 +48,13 @@ class Statistics:
     @property
     def measured(self) -> int:
         return len(self.values["tokens"])
+
+    @property
+    def headline(self) -> str:
+        """How many there are, and how many were looked at."""
+        if self.total is None:
+            return f"a stream, its first {self.measured} examples measured"
+        return f"{self.total} examples, {self.measured} measured"
 
     def add(self, conversation: Conversation, example: Example, processor: Processor) -> None:
         """Measures one example."""
@@ -85,7 +92,7 @@ class Statistics:
 
     def as_text(self) -> str:
         """A table for the terminal."""
-        lines = [f"{self.total} examples, {self.measured} measured"]
+        lines = [self.headline]
         for title, counts in (("source", self.sources), ("family", self.families)):
             lines += [f"  {title} {name}: {count}" for name, count in counts.most_common()]
         lines += ["", f"{'':34}{'min':>9}{'5%':>9}{'median':>9}{'95%':>9}{'max':>9}{'mean':>9}"]
@@ -104,13 +111,13 @@ def sample(total: int, count: int, seed: int = 0) -> Sequence[int]:
 
 
 def measure(
-    items: Iterable[tuple[Conversation, Example]], total: int, skipped: Counter[str], processor: Processor
+    items: Iterable[tuple[Conversation, Example]], total: int | None, skipped: Counter[str], processor: Processor
 ) -> Statistics:
     """Adds up the measures of some examples.
 
     Args:
         items: the examples with the conversations they were made from.
-        total: examples in the whole data set.
+        total: examples in the whole data set, None for a stream.
         skipped: left-out items by kind of reason.
     """
     statistics = Statistics(total, skipped=skipped)

@@ -103,6 +103,10 @@ class ExampleStore:
         packed = {key: array for key, field in self._fields.items() if (array := field.get(index)) is not None}
         return {"id": self.ids[index], **unpack(packed, self.table)}
 
+    def column(self, key: str) -> np.ndarray:
+        """All values of a per-token field, one example after the other."""
+        return self._fields[key].values
+
     def lengths(self) -> np.ndarray:
         """Tokens per example [N]."""
         return self._fields["input_ids"].shapes[:, 0]

@@ -18,7 +18,7 @@ from data_prep.conversation import BadItem, Conversation
 from data_prep.mixing import permutation, turn
 from data_prep.prepare import content_hash
 from data_prep.skipped import SkipList
-from data_prep.sources.base import Stream, group, in_split
+from data_prep.sources.base import Stream, as_example, group, in_split
 from sage.targets.processing import Processor
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class StreamDataset:
     """What `StepLoader` takes where the data has no length.
 
     Args:
-        streams: the training sources, in the order of the config.
+        streams: the sources of a split, in the order of the config.
         skip_path: file that lists what was left out.
 
     Attributes:
@@ -73,13 +73,47 @@ class StreamDataset:
         Raises:
             BadItem: the broken item, where broken items are errors.
         """
-        config = self.config
         for conversation in item:
             try:
-                return build_example(conversation, self.processor, config.max_length, config.on_long, config.num_frames)
+                return self.build(conversation)
             except BadItem as error:
                 self.skipped.add(error)
         raise ValueError(f"{self.skipped.path}: {len(item)} broken items in a row; is data.media_root right?")
+
+    def build(self, conversation: Conversation) -> Example:
+        """A conversation's example, under the settings of this data set.
+
+        Raises:
+            BadItem: it is broken or too long.
+        """
+        config = self.config
+        return build_example(conversation, self.processor, config.max_length, config.on_long, config.num_frames)
+
+    def one_pass(self, split: Split) -> Iterator[Conversation]:
+        """Every usable item of a split once, checked, in order; the sources take turns whatever their weights.
+
+        Raises:
+            BadItem: a broken item, where broken items are errors.
+        """
+        readers = [stream.iterate(0) for stream in self.streams]
+        while readers:
+            for reader in list(readers):
+                raw = next(reader, None)
+                if raw is None:
+                    readers.remove(reader)
+                elif (found := self._usable(raw, split)) is not None:
+                    yield from self._checked(found)
+
+    def _checked(self, conversation: Conversation) -> list[Conversation]:
+        try:
+            return [as_example(conversation)]
+        except BadItem as error:
+            self.skipped.add(error)
+            return []
+
+    def skipped_items(self) -> list[dict[str, str]]:
+        """What this process has left out so far."""
+        return [item.row() for item in self.skipped.items]
 
     def _mixed(self, position: int) -> Iterator[Raw]:
         """Raw items of all streams, each as often as its weight says, from a position of the mix on."""
@@ -92,12 +126,12 @@ class StreamDataset:
             taken[chosen] += 1
             yield next(readers[chosen])
 
-    def _usable(self, found: Raw) -> Conversation | None:
+    def _usable(self, found: Raw, split: Split = Split.train) -> Conversation | None:
         if isinstance(found, BadItem):
             self.skipped.add(found)
             return None
         holdout = 0.0 if self.config.validation else self.config.holdout
-        return found if in_split(group(found), Split.train, holdout) else None
+        return found if in_split(group(found), split, holdout) else None
 
 
 def _endless(stream: Stream, start: int) -> Iterator[Raw]:

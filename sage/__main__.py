@@ -100,8 +100,9 @@ def _target_path(args: argparse.Namespace) -> str:
 
 def _explain(policy: Any, stats: Any) -> None:
     for number, entry in enumerate(stats.rounds_log, start=1):
-        kept = f"{entry['accepted']} of depth {entry['depth']} kept, {entry['nodes']} nodes"
-        print(f"round {number:3}: {kept:32} {policy.explain(entry)}".rstrip(), file=sys.stderr)
+        tree = f"{entry['nodes']:2} nodes {entry['depth']:2} deep, {entry['accepted']} accepted"
+        line = f"round {number:3}: {tree}  {policy.explain(entry)}".rstrip()
+        print(f"{DIM}{line}{PLAIN}" if sys.stderr.isatty() else line, file=sys.stderr)
 
 
 def _report(stats: Any, show_drafted: bool) -> None:
@@ -111,6 +112,8 @@ def _report(stats: Any, show_drafted: bool) -> None:
         f"{stats.new_tokens} tokens in {stats.target_passes} target passes "
         f"({stats.tokens_per_target_pass:.2f} tokens per pass), {rate:.0f} tokens/s{legend}"
     )
+    if not stats.target_passes:
+        line = f"1 token, from the prefill{legend}"
     print(f"{DIM}{line}{PLAIN}" if sys.stderr.isatty() or show_drafted else line, file=sys.stderr)
 
 

@@ -10,6 +10,7 @@ Shapes: N verified nodes (the root included), S context tokens.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -29,17 +30,23 @@ class Curve:
     scale: float = 1.0
 
     def __post_init__(self) -> None:
+        self._known: dict[float, float] = {}
         for i in range(1, len(self.seconds)):
             self.seconds[i] = max(self.seconds[i], self.seconds[i - 1])
 
-    def __call__(self, count: int) -> float:
+    def __call__(self, count: float) -> float:
         """Seconds at `count`; beyond the table its last slope goes on."""
-        upper = next((i for i, known in enumerate(self.counts) if known >= count), len(self.counts) - 1)
+        if count not in self._known:
+            self._known[count] = self._interpolate(count)
+        return self.scale * self._known[count]
+
+    def _interpolate(self, count: float) -> float:
+        upper = min(bisect_left(self.counts, count), len(self.counts) - 1)
         lower = max(upper - 1, 0)
         if lower == upper:
-            return self.scale * self.seconds[upper]
+            return self.seconds[upper]
         share = (count - self.counts[lower]) / (self.counts[upper] - self.counts[lower])
-        return self.scale * (self.seconds[lower] + share * (self.seconds[upper] - self.seconds[lower]))
+        return self.seconds[lower] + share * (self.seconds[upper] - self.seconds[lower])
 
     def correct(self, count: int, seconds: float, rate: float) -> None:
         """Moves the correction towards one live timing; timings over three times off are interruptions, not costs."""

@@ -127,28 +127,39 @@ def draft_tree(root: Tensor, logits: Tensor | None, request: Request, clock: Clo
             break
         probs, tokens = logits.float().softmax(-1).topk(min(policy.candidates, logits.shape[-1]))
         tokens = tokens if session.token_map is None else session.token_map[tokens]
-        if level == 1 and bool(probs.isnan().any()):
-            raise ValueError(f"draft: its pass after {stats.new_tokens} tokens gave NaN; check the draft's weights and dtype")
-        asked.append((frontier, probs, tokens))
+        clock.lap("draft_steps", len(frontier))
+        if level == 1:
+            _refuse_nan(probs, level, stats)
+        if policy.looks_back:
+            asked.append((frontier, probs, tokens))
         growth = policy.grow(Frontier(level, probs, path_F))
         if growth is None:
             break
         rows, expand = growth.rows, growth.expand
-        token_M, prob_M = tokens[rows, growth.ranks], probs[rows, growth.ranks]
-        path_M = path_F[rows] * prob_M
-        levels.append((frontier[rows], token_M, prob_M, path_M))
+        flat = rows * probs.shape[1] + growth.ranks
+        token_M, prob_M, path_M = tokens.take(flat), probs.take(flat), path_F.take(rows)
+        path_M *= prob_M
+        levels.append((frontier.take(rows), token_M, prob_M, path_M))
         clock.lap("policy")
         if len(expand) == 0 or level == last_level:
             break
-        frontier, path_F, num_nodes = expand + num_nodes, path_M[expand], num_nodes + len(rows)
-        logits = session.expand(rows[expand], token_M[expand])
+        frontier, path_F, num_nodes = expand + num_nodes, path_M.take(expand), num_nodes + len(rows)
+        logits = session.expand(rows.take(expand), token_M.take(expand))
         stats.draft_steps += 1
-        clock.lap("draft_steps", len(expand))
+    if levels:  # the last level inherits what an earlier one got wrong
+        _refuse_nan(probs, level, stats)
     tree = Tree.of_levels(root, levels, asked)
     keep = policy.select(tree)
     tree = tree if keep is None else tree.subtree(keep)
     clock.lap("policy")
     return tree
+
+
+def _refuse_nan(probs: Tensor, level: int, stats: Stats) -> None:
+    if bool(probs.isnan().any()):
+        raise ValueError(
+            f"draft: its pass over level {level} after {stats.new_tokens} new tokens gave NaN; check its weights and dtype"
+        )
 
 
 def catch_up(session: DraftSession, unread: list[tuple[Features, Tensor]], clock: Clock, stats: Stats) -> Tensor:
@@ -157,7 +168,6 @@ def catch_up(session: DraftSession, unread: list[tuple[Features, Tensor]], clock
     unread.clear()
     logits = session.commit(Features.join(features), torch.cat(tokens))
     stats.draft_steps += 1
-    clock.lap("draft_steps", 1)
     return logits
 
 

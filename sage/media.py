@@ -10,6 +10,7 @@ import base64
 import binascii
 import io
 import re
+import struct
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,9 @@ MIN_SIDE = 2  # a picture of one pixel shows nothing, and a target cannot tell i
 MAX_ASPECT = 200  # Qwen2.5-VL's own limit; beyond it patches are slivers
 MAX_PIXELS = 100_000_000
 DEFAULT_FRAMES = 16
+# What PIL's decoders raise on damaged bytes; each format has its own ways (AVIF: RuntimeError, TIFF: TypeError, ...).
+BROKEN = (OSError, SyntaxError, EOFError, RuntimeError, TypeError, LookupError, ArithmeticError, struct.error)
+BOMB = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 SIXTEEN_BIT = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
 
 
@@ -47,10 +51,10 @@ def open_picture(source: Any, allow_urls: bool = False) -> Image.Image:
                 return _normalised(source)
             with Image.open(_stream(source)) as picture:
                 return _normalised(picture)
-    except (OSError, SyntaxError, EOFError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise ValueError(f"image {name}: {_why(error)}") from error
     except ValueError as error:
         raise ValueError(f"image {name}: {error}") from error
+    except (*BROKEN, *BOMB) as error:
+        raise ValueError(f"image {name}: {_why(error)}") from error
 
 
 def check_picture(source: Any) -> None:
@@ -156,7 +160,7 @@ def _from_wide_grey(picture: Image.Image) -> Image.Image:
 def _why(error: Exception) -> str:
     if isinstance(error, UnidentifiedImageError):
         return "not a picture in a known format"
-    if isinstance(error, (Image.DecompressionBombError, Image.DecompressionBombWarning)):
+    if isinstance(error, BOMB):
         return f"too many pixels, allowed: at most {MAX_PIXELS}"
     return f"broken or truncated ({error})"
 

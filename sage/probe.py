@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -16,8 +16,9 @@ from sage.drafts import Draft, DraftSession, new_session
 from sage.targets import Target
 
 VERIFY_NODES = (1, 2, 4, 8, 16, 32, 64)
-DRAFT_WIDTHS = (1, 4, 10, 32)
-REPEATS = 3
+DRAFT_WIDTHS = (1, 2, 4, 8, 16)
+LONGER_NODES = 16
+REPEATS = 8
 
 
 @torch.inference_mode()
@@ -32,7 +33,7 @@ def measure_costs(target: Target, draft: Draft, context: int, longer: int) -> Co
     cache = target.new_cache(longer + room)
     cache.storage.zero_()
 
-    def verify(nodes: int, length: int) -> float:
+    def verify(nodes: int, length: int) -> Callable[[], None]:
         tokens = torch.zeros(nodes, dtype=torch.long, device=target.device)
         visible = torch.ones(nodes, nodes, dtype=torch.bool, device=target.device).tril()
 
@@ -40,18 +41,22 @@ def measure_costs(target: Target, draft: Draft, context: int, longer: int) -> Co
             cache.crop_to(length)
             target.lm_head(target.tree_pass(tokens, tokens + length, visible, cache).last)
 
-        return _seconds(once, target.device)
+        return once
 
     session = new_session(draft, target, context + room)
+    levels = _seconds([_draft_level(session, width, context, target.device) for width in DRAFT_WIDTHS], target.device)
+    passes = [verify(nodes, context) for nodes in VERIFY_NODES]
+    *at_context, at_longer = _seconds([*passes, verify(LONGER_NODES, longer)], target.device)
+    grown = max(at_longer - at_context[VERIFY_NODES.index(LONGER_NODES)], 0.0)
     return Costs(
-        verify=Curve(list(VERIFY_NODES), [verify(nodes, context) for nodes in VERIFY_NODES]),
-        draft=Curve(list(DRAFT_WIDTHS), [_draft_level(session, width, context, target.device) for width in DRAFT_WIDTHS]),
+        verify=Curve(list(VERIFY_NODES), at_context),
+        draft=Curve(list(DRAFT_WIDTHS), levels),
         context=context,
-        verify_per_token=max(verify(16, longer) - verify(16, context), 0.0) / max(longer - context, 1),
+        verify_per_token=grown / max(longer - context, 1),
     )
 
 
-def _draft_level(session: DraftSession, width: int, context: int, device: torch.device) -> float:
+def _draft_level(session: DraftSession, width: int, context: int, device: torch.device) -> Callable[[], None]:
     rows = torch.arange(width, device=device)
 
     def once() -> None:
@@ -59,18 +64,22 @@ def _draft_level(session: DraftSession, width: int, context: int, device: torch.
         logits = session.expand(rows, torch.zeros_like(rows))
         logits.float().softmax(-1).topk(min(10, logits.shape[-1]))
 
-    return _seconds(once, device)
+    return once
 
 
-def _seconds(once: Callable[[], None], device: torch.device) -> float:
-    """Median wall time of a few runs after a warm-up."""
-    times = []
+def _seconds(work: Sequence[Callable[[], None]], device: torch.device) -> list[float]:
+    """The lower quartile of a few runs of each after a warm-up, taken in turns: a busy spell of the machine hits all alike."""
+    times: list[list[float]] = [[] for _ in work]
     for _ in range(REPEATS + 1):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        once()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+        for own, once in zip(times, work, strict=True):
+            _wait(device)
+            start = time.perf_counter()
+            once()
+            _wait(device)
+            own.append(time.perf_counter() - start)
+    return [statistics.quantiles(own[1:], n=4)[0] for own in times]
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -106,9 +106,10 @@ class Chooser:
             ValueError: a NaN among the logits.
         """
         if bool(logits.isnan().any()):
+            new = len(self.history) - self.num_prompt
+            which = f"pass over {len(logits)} node(s) after {new} new tokens" if new else f"prefill of {self.num_prompt} tokens"
             raise ValueError(
-                f"logits: the target's pass over {len(logits)} token(s) after {len(self.history)} gave NaN; check its weights "
-                f"and dtype (float16 overflows: use bfloat16)"
+                f"logits: the target's {which} gave NaN; check its weights and dtype (float16 overflows: use bfloat16)"
             )
         scores = self._in_context(logits, tree) if self.context else logits
         if self.is_greedy:

@@ -22,7 +22,10 @@ def read_video(path: Path, num_frames: int, segment: Segment = None) -> list[Ima
         ValueError: no reader is installed, or the file is not a video.
     """
     if path.suffix.lower() == ".gif":
-        return _read_gif(path, num_frames)
+        try:
+            return _read_gif(path, num_frames)
+        except (OSError, SyntaxError, EOFError) as error:
+            raise ValueError(f"video {path}: not a readable video ({error})") from error
     reader = next((name for name in READERS if importlib.util.find_spec(name)), None)
     if reader is None:
         raise ValueError(f"video {path}: no video reader is installed; pip install av, or give a folder of frames")

@@ -23,6 +23,7 @@ from sage.targets.llava_onevision import LlavaOnevision
 from sage.targets.processing import Processor
 from sage.targets.qwen2_5_vl import Qwen2_5_VL
 from train.objective import Objective
+from train.student import HeadStudent
 from train.teacher import Teacher
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -167,15 +168,15 @@ def make_target(family: str) -> Any:
 
 def train_step(target: Any, batch: dict[str, Any]) -> float:
     """One real distillation step of a fresh draft: teacher, draft, objective, gradient. Returns the mean loss."""
-    draft = sage.new_draft(target, "eagle")
-    pairs = Teacher(target, "embed")(batch)
-    predicted = draft(pairs.embeds_next, pairs.features, pairs.position_ids)
-    objective = Objective(ce_weight=0.1, feature_weight=1.0, smooth_l1_beta=1.0, chunk_tokens=64)
-    sums = objective(predicted, pairs.wanted, pairs.mask, target.lm_head.weight)
-    (sums.loss / sums.count).backward()
-    gradients = [parameter.grad for parameter in draft.parameters() if parameter.requires_grad]
+    student = HeadStudent(sage.new_draft(target, "eagle"), Objective(ce_weight=0.1, feature_weight=1.0, chunk_tokens=64))
+    teacher = Teacher(target)
+    pairs = teacher(batch)
+    loss, _ = student(pairs, teacher.lm_head)
+    mean = loss / pairs.mask.sum()
+    mean.backward()
+    gradients = [parameter.grad for parameter in student.parameters() if parameter.requires_grad]
     assert all(gradient is not None and bool(gradient.isfinite().all()) for gradient in gradients)
-    return float(sums.loss.detach() / sums.count)
+    return float(mean.detach())
 
 
 def save_target(family: str, folder: Path) -> Path:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from checkpoints_export_helpers import REDUCED, edit_json, export_draft, save_draft, save_run, save_target
+from safetensors import SafetensorError
 
 from checkpoints.export import Flavour, Format
 from checkpoints.export.__main__ import main
@@ -71,6 +72,29 @@ class TestCommand:
         assert (code, "export, whole" in out) == (0, True)
         assert command("--inspect", tmp_path / "bad")[0] == 2
 
+    def test_check_of_a_run_says_what_to_do(self, home: Path, command: Any) -> None:
+        code, out, _ = command("--check", home / "run")
+        assert (code, "a run's folder; no engine knows it: export its draft first" in out) == (2, True)
+
+    @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("I/O error: No space left")])
+    def test_a_full_disk_is_one_line_and_leaves_nothing(
+        self, home: Path, tmp_path: Path, command: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
+    ) -> None:
+        def full(*_: Any, **__: Any) -> None:
+            raise error
+
+        monkeypatch.setattr("checkpoints.export.exporting.save_file", full)
+        monkeypatch.setattr("sage.drafts.Eagle3Draft.save_pretrained", full)
+        for arguments in (
+            (home / "lone", "--format", "eagle3"),
+            ("--import", home / "export", "--target", home / "target", "--levels", "0,1,2"),
+        ):
+            code, _, err = command(*arguments, "--out", tmp_path / "o")
+            assert (code, err.count("\n")) == (2, 1)
+            assert f"--out {tmp_path / 'o'}: could not be written" in err
+            assert "No space left" in err
+            assert not list(tmp_path.iterdir())
+
     def test_answers_in_json(self, home: Path, command: Any) -> None:
         check = json.loads(command("--check", home / "export", "--json", "--target", home / "target")[1])
         assert (check["format"], check["errors"], check["notes"]) == ("eagle3", [], [])
@@ -94,6 +118,8 @@ class TestCommand:
             (("gone", "--format", "eagle3", "--out", "o"), "gone: no such folder"),
             (("lone", "--check", "export"), "give one folder only"),
             (("--check", "gone"), "gone: no such folder"),
+            (("--import", "lone", "--out", "o", "--target", "target"), "lone: a draft as sage saves it already"),
+            (("lone", "--format", "eagle3", "--out", "/proc/o/o"), "--out /proc/o/o: could not be written"),
             (("--inspect", "gone"), "--inspect .*gone: no such folder"),
             (("--check", "export", "--format", "eagle3"), "--format: is for exporting"),
             (("--check", "export", "--target", "gone"), "--target gone: no such folder"),

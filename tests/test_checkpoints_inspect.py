@@ -25,14 +25,15 @@ def test_run(home: Path) -> None:
     text = describe(home / "run").text()
     assert text.startswith(f"{home / 'run'}: run, whole")
     for line in (
-        "steps trained: 200",
-        "data fingerprint: f00d",
-        f"target: {home / 'target'}: qwen2_5_vl, 3 layers, 32 wide, 330 tokens",
-        "drafts: ['draft_best', 'draft']",
-        "draft: sage_eagle3, 16,416 parameters",
-        "sage: 2.25 tokens per target pass, 1.25 accepted, 1.75 x speed, identical 4/4",
+        "steps trained 200",
+        "data fingerprint f00d",
+        f"target {home / 'target'}: qwen2_5_vl, 3 layers, 32 wide, 330 tokens",
+        "drafts draft_best, draft",
+        "draft sage_eagle3, 16,416 parameters",
+        "validation tokens/pass accepted speedup identical",
+        "sage 2.25 1.25 1.75 4/4",
     ):
-        assert line in text
+        assert line in [" ".join(told.split()) for told in text.splitlines()]
 
 
 def test_draft(home: Path) -> None:
@@ -62,10 +63,16 @@ def test_state_target_and_nothing(home: Path, tmp_path: Path) -> None:
     state = describe(home / "run" / "state" / "step_00000200")
     assert (state.kind, state.facts["steps trained"], state.is_whole) == ("saved state of a run", 200, True)
     assert describe(home / "target").kind.startswith("target")
+    assert state.facts["target"].startswith(str(home / "target"))
     nothing = describe(tmp_path)
     assert (nothing.kind, nothing.is_whole) == ("unknown", False)
+    assert nothing.text().splitlines()[0] == f"{tmp_path}: unknown"
+    around = describe(home)
+    assert (around.kind, around.facts["run"], around.facts["export"]) == ("unknown", "run", "export")
     with pytest.raises(ValueError, match="gone: no such folder"):
         describe(tmp_path / "gone")
+    with pytest.raises(ValueError, match=r"provenance\.json: a file; give its folder"):
+        describe(home / "run" / "provenance.json")
 
 
 def test_foreign_draft(home: Path, tmp_path: Path) -> None:
@@ -95,6 +102,20 @@ def test_damage_is_told(tmp_path: Path) -> None:
     problems = "\n".join(describe(run).problems)
     for part in ("trainer.json has 3 bytes", "provenance.json: missing", "no weights there"):
         assert part in problems
+
+
+def test_damage_to_what_describes_a_run_is_told_too(tmp_path: Path) -> None:
+    """Files without a manifest: not JSON, not YAML, not UTF-8; each is named, and nothing stops the looking."""
+    run = save_run(tmp_path / "run", save_target(tmp_path / "target"), {100: 2.0})
+    names = ("provenance.json", "config.yaml", "draft/config.json", "validation/step_00000100/report.json")
+    for name in names:
+        whole = (run / name).read_bytes()
+        (run / name).write_bytes(b"{\xff")
+        found = describe(run)
+        assert found.kind == "run"
+        assert any(name in problem for problem in found.problems), name
+        (run / name).write_bytes(whole)
+    assert describe(run).is_whole
 
 
 def test_a_draft_without_a_run(tmp_path: Path) -> None:

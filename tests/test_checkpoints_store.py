@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from checkpoints.store import BadState, StateStore, replace_folder, verify, write_text
+from checkpoints.files import replace_folder, write_text
+from checkpoints.store import BadState, StateStore, verify
 
 
 def save(store: StateStore, step: int, content: str = "weights") -> Path:
@@ -17,6 +24,16 @@ def save(store: StateStore, step: int, content: str = "weights") -> Path:
     (part / "a.bin").write_text(content)
     (part / "deep" / "b.bin").write_text(content * 2)
     return store.commit(step)
+
+
+FACTS = {"bytes": 1, "sha256": "0"}
+
+
+def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes a manifest and writes it as the store would."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
 
 
 def test_a_committed_state_is_listed_hashed_and_named_latest(tmp_path: Path) -> None:
@@ -31,11 +48,25 @@ def test_a_committed_state_is_listed_hashed_and_named_latest(tmp_path: Path) -> 
     assert store.newest() == folder
 
 
-def test_only_the_last_states_are_kept(tmp_path: Path) -> None:
-    store = StateStore(tmp_path, keep_last=2)
-    for step in (1, 2, 30):
-        save(store, step)
-    assert store.steps() == [2, 30]
+def test_the_last_the_best_and_every_nth_state_are_kept(tmp_path: Path) -> None:
+    store = StateStore(tmp_path, keep_last=2, keep_every=10)
+    for step in range(1, 14):
+        part = store.begin(step)
+        (part / "a.bin").write_text("x")
+        store.commit(step, best_step=None if step < 4 else 4)
+        assert len(store.steps()) <= 4
+    assert store.steps() == [4, 10, 12, 13]
+    assert (tmp_path / "best").read_text() == "step_00000004\n"
+    assert (tmp_path / "latest").read_text() == "step_00000013\n"
+
+
+def test_a_damaged_future_goes_with_the_next_save(tmp_path: Path) -> None:
+    """Else the state that was just saved could be the one that is let go."""
+    store = StateStore(tmp_path, keep_last=1)
+    save(store, 3)
+    (save(store, 9) / "a.bin").write_text("?")
+    assert save(store, 4) == store.newest()
+    assert store.steps() == [4]
 
 
 def test_what_was_not_committed_does_not_exist(tmp_path: Path) -> None:
@@ -59,8 +90,12 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
         (lambda folder: (folder / "a.bin").unlink(), "a.bin is missing"),
         (lambda folder: (folder / "a.bin").write_text("shrt"), "a.bin has 4 bytes, its manifest says 7"),
         (lambda folder: (folder / "a.bin").write_text("WEIGHTS"), "a.bin is damaged"),
-        (lambda folder: (folder / "manifest.json").write_text("{"), "manifest.json is missing or unreadable"),
-        (lambda folder: (folder / "manifest.json").unlink(), "manifest.json is missing or unreadable"),
+        (lambda folder: (folder / "manifest.json").write_text("{"), "manifest.json: damaged, not a manifest any more"),
+        (lambda folder: (folder / "manifest.json").unlink(), "manifest.json is missing"),
+        (lambda folder: (folder / "manifest.json").write_text('{"step": 2, "files": {"a.bin": 7}}'), "not a manifest any more"),
+        (lambda folder: edit(folder, lambda manifest: manifest["files"].update({"../../x": FACTS})), "leads out of the folder"),
+        (lambda folder: edit(folder, lambda manifest: manifest["files"].update({"/etc/x": FACTS})), "leads out of the folder"),
+        (lambda folder: edit(folder, lambda manifest: manifest.update(step=3)), "step 3 in a folder of step 2"),
     ],
 )
 def test_damage_is_named_and_the_state_before_is_used(
@@ -86,17 +121,51 @@ def test_nothing_whole_is_an_error(tmp_path: Path) -> None:
         store.newest()
 
 
-def test_a_full_disk_leaves_the_last_state_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_flipped_byte_is_found_and_the_file_named(tmp_path: Path) -> None:
     store = StateStore(tmp_path)
-    good = save(store, 1)
+    folder = save(store, 3)
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        whole = path.read_bytes()
+        for position in range(len(whole)):
+            flipped = bytearray(whole)
+            flipped[position] ^= 1
+            path.write_bytes(flipped)
+            with pytest.raises(BadState) as caught:
+                verify(folder)
+            assert path.name in str(caught.value) or path.name == "manifest.json", (path.name, position)
+        path.write_bytes(whole)
+    verify(folder)
 
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("checkpoints.store.write_manifest", full)
-    with pytest.raises(OSError, match="No space left"):
-        save(store, 2)
-    assert store.newest() == good
+@pytest.fixture
+def memory_folder() -> Iterator[Path]:
+    """A folder where flushing costs nothing, if this machine has one: thousands of flushes to a disk take minutes."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
+        yield Path(folder)
+
+
+@pytest.mark.slow
+def test_a_fault_at_any_write_leaves_a_whole_state(memory_folder: Path) -> None:
+    """Before, in the middle and after each file, at each flush and each rename: killed, or the disk full (store_faults.py)."""
+    script = [sys.executable, Path(__file__).parent / "store_faults.py", memory_folder]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    counts = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
+    assert len(counts) == 7 and all(int(count) > 40 for count in counts.values()), counts
+
+
+def test_a_save_that_fails_is_told_in_one_line(tmp_path: Path) -> None:
+    store = StateStore(tmp_path)
+    store.begin(1)
+    failed = store.abandon(1, "No space left on device")
+    assert "step 1 could not be saved (No space left on device); make room" in str(failed)
+    assert str(failed).endswith("nothing was saved before")
+    save(store, 1)
+    store.begin(2)
+    failed = store.abandon(2, "No space left on device")
+    assert str(failed).endswith("step 1 is saved; then go on with run.resume=true") and failed.exit_code == 1
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
 def test_replacing_text_and_folders_leaves_no_parts(tmp_path: Path) -> None:

@@ -5,20 +5,24 @@ from __future__ import annotations
 import json
 import logging
 import re
+import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import pytest
 from data_prep_helpers import make_processor, picture, save_pictures, save_target, says, user
 
 from data_prep import cli
 from data_prep.build import build_dataset
 from data_prep.chat import build_example
-from data_prep.config import DataConfig, OnBad, SourceConfig
-from data_prep.conversation import Conversation
+from data_prep.config import DataConfig, OnBad, RegenerateConfig, SourceConfig, Split
+from data_prep.conversation import BadItem, Conversation
 from data_prep.page import page
 from data_prep.stats import measure, sample
 from train import data_cli
@@ -105,15 +109,62 @@ def test_check_counts_what_is_skipped(tmp_path: Path) -> None:
         found, dataset = cli.check_data(config, processor, "train", 0)
         assert (found.total, found.measured) == (2, 1)
         assert sorted(found.skipped.values()) == [1, 1]
-    cli.write_page(tmp_path / "page.html", config, found, dataset, 5)
+    cli.write_page(tmp_path / "page.html", config, found, dataset, "train", 5)
     assert "mine for qwen2_5_vl" in (tmp_path / "page.html").read_text()
     assert json.loads((tmp_path / "page.json").read_text())["measured"] == 1
 
 
-def test_streams_cannot_be_looked_at(tmp_path: Path) -> None:
-    config = DataConfig(sources={"it": SourceConfig(kind="hub", path="x", streaming=True)})
-    with pytest.raises(ValueError, match="a streamed source cannot be looked at"):
-        cli.check_data(config, make_processor("qwen2_5_vl"), "train", 0)
+@pytest.fixture
+def streamed(tmp_path: Path) -> DataConfig:
+    """Two streamed tables, of ten rows and of four, the third row of the second without its picture."""
+    save_pictures(tmp_path, "a.png")
+    for name, count in (("long", 10), ("short", 4)):
+        rows = {"id": [f"{name}{i}" for i in range(count)], "question": ["q"] * count, "answer": ["a"] * count}
+        rows["image"] = ["a.png" if (name, i) != ("short", 2) else "gone.png" for i in range(count)]
+        datasets.Dataset.from_dict(rows).to_parquet(tmp_path / f"{name}.parquet")
+    paths = {name: str(tmp_path / f"{name}.parquet") for name in ("long", "short")}
+    sources = {name: SourceConfig(kind="hub", path=path, streaming=True) for name, path in paths.items()}
+    return DataConfig(
+        name="s", sources=sources, media_root=str(tmp_path), holdout=0.0, on_bad=OnBad.skip, cache_dir=str(tmp_path / "c")
+    )
+
+
+def test_a_stream_is_looked_at_from_its_beginning(streamed: DataConfig, tmp_path: Path) -> None:
+    processor = make_processor("qwen2_5_vl")
+    found, dataset = cli.check_data(streamed, processor, "train", 5)
+    assert (found.total, found.measured) == (None, 5)
+    assert dict(found.sources) == {str(tmp_path / "long.parquet"): 3, str(tmp_path / "short.parquet"): 2}
+    assert "a stream, its first 5 examples measured" in found.as_text()
+    cli.write_page(tmp_path / "page.html", streamed, found, dataset, "train", 3)
+    assert (tmp_path / "page.html").read_text().count('<div class="example">') == 3
+    found, _ = cli.check_data(streamed, processor, "train", 0)  # all of it, once
+    assert found.measured == 13
+    assert list(found.skipped.values()) == [1]
+    streamed.on_bad = OnBad.error
+    with pytest.raises(BadItem, match=r"short\.parquet: item 2 .*gone\.png: no such file"):
+        cli.check_data(streamed, processor, "train", 0)
+
+
+def test_a_stream_is_held_out_by_hash(tmp_path: Path) -> None:
+    """No item is in two splits, and none is lost."""
+    datasets.Dataset.from_dict({"question": ["q"] * 20, "answer": ["a"] * 20}).to_parquet(tmp_path / "t.parquet")
+    source = SourceConfig(kind="hub", path=str(tmp_path / "t.parquet"), streaming=True)
+    config = DataConfig(sources={"it": source}, holdout=0.3, cache_dir=str(tmp_path / "c"))
+    dataset = build_dataset(config, make_processor("qwen2_5_vl"))
+    ids = [{found.id for found in dataset.one_pass(split)} for split in Split]
+    assert sum(map(len, ids)) == len(set.union(*ids)) == 20
+    assert all(ids)
+
+
+def test_a_stream_is_converted_in_one_pass_and_then_regenerated(streamed: DataConfig, tmp_path: Path) -> None:
+    processor = make_processor("qwen2_5_vl")
+    out = tmp_path / "rows.jsonl"
+    assert cli.convert(replace(streamed, num_examples=3), processor, "train", out) == 5  # the third of `short` is broken
+    source = SourceConfig(kind="messages", path=str(out))
+    back = build_dataset(DataConfig(sources={"it": source}, holdout=0.0, cache_dir=streamed.cache_dir), processor)
+    assert [back[i]["id"] for i in range(5)] == ["long0", "short0", "long1", "short1", "long2"]
+    with pytest.raises(ValueError, match=r"a stream has no fixed items .*action=convert data\.num_examples=N"):
+        cli.regenerate_data(streamed, SimpleNamespace(processor=processor), None, RegenerateConfig(), "train", out)
 
 
 # -- the command line -------------------------------------------------------------------------------------------------
@@ -171,6 +222,27 @@ def test_regenerate_from_the_command_line(
     assert "holds rows made otherwise (temperature: 0.0 there, 1.0 here)" in capsys.readouterr().err
 
 
+def test_interrupted_regeneration_says_how_to_go_on(
+    target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C and SIGTERM alike; the handlers of the process are as before."""
+    out = tmp_path / "own.jsonl"
+    words = [f"target.path={target_folder}", "data.num_examples=2", f"data.cache_dir={tmp_path}", "action=regenerate"]
+    words += [f"out={out}", "regenerate.max_new_tokens=4", "launch.device=cpu"]
+    before = signal.getsignal(signal.SIGTERM)
+    for number in (signal.SIGINT, signal.SIGTERM):
+
+        def interrupted(*_: Any, number: int = number, **__: Any) -> None:
+            signal.raise_signal(number)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(cli, "regenerate", interrupted)
+            assert command(patch, *words) == 3
+        assert f"stopped; what was answered is kept beside {out}, and the same command goes on" in capsys.readouterr().err
+        assert signal.getsignal(signal.SIGTERM) is before
+    assert command(monkeypatch, *words) == 0
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -184,6 +256,9 @@ def test_regenerate_from_the_command_line(
         (["action=regenerate", "out=a.jsonl", "regenerate.draft=/nowhere"], "regenerate.draft=/nowhere: no such"),
         (["data=llava_instruct"], "data.sources.llava.path: empty; set it (or data.path)"),
         (["data=llava_instruct", "data.path=/nowhere.json"], "/nowhere.json: no such file"),
+        (["out=/proc/nowhere/page.html"], "/proc/nowhere/page.html: could not be written"),
+        (["action=regenerate", "out=/proc/nowhere/a.jsonl"], "/proc/nowhere/a.jsonl: could not be written"),
+        (["data=messages", "data.path=FILE", "data.cache_dir=/proc/nowhere"], "could not be written"),
     ],
 )
 def test_mistakes_take_one_line(
@@ -195,6 +270,7 @@ def test_mistakes_take_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "FILE").write_text("{}\n")
     assert command(monkeypatch, f"target.path={target_folder}", *words) == 2
     said: Any = capsys.readouterr()
     assert message in said.err

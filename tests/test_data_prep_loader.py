@@ -16,10 +16,11 @@ from data_prep_helpers import make_processor, save_pictures
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_prep.buckets import grouped
 from data_prep.build import build_dataset
 from data_prep.config import Cache, DataConfig, SourceConfig
 from data_prep.conversation import BadItem, Conversation
-from data_prep.loader import BATCHES_AHEAD, StepLoader, _Batcher
+from data_prep.loader import BATCHES_AHEAD, StepLoader, _Maker
 from data_prep.mixing import Mix, permutation, turn
 from data_prep.sources.base import Stream
 from data_prep.stream import StreamDataset
@@ -43,7 +44,9 @@ class Numbers:
 
 
 def collate(examples: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"input_ids": torch.stack([example["input_ids"] for example in examples])}
+    rows = [example["input_ids"] for example in examples]
+    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
+    return {"input_ids": padded, "attention_mask": (padded >= 0).long()}
 
 
 def take(loader: StepLoader, count: int) -> list[list[list[str]]]:
@@ -86,6 +89,85 @@ def test_known_lengths_put_like_beside_like_within_a_step() -> None:
     for step in steps:
         lengths = [int(data.lengths[int(name[1:])]) for micro in step for name in micro]  # type: ignore[attr-defined]
         assert lengths == sorted(lengths, reverse=True)
+
+
+class Long(Numbers):
+    """Example i has lengths[i] tokens, which the data set may know beforehand."""
+
+    def __init__(self, lengths: np.ndarray, is_known: bool) -> None:
+        super().__init__(len(lengths))
+        self.sizes = lengths
+        if is_known:
+            self.lengths = lengths
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return {"id": f"n{number}", "input_ids": torch.full((int(self.sizes[number]),), number)}
+
+
+def tokens_of(steps: list[list[list[str]]], lengths: np.ndarray) -> list[list[int]]:
+    return [[int(lengths[int(name[1:])]) for micro in step for name in micro] for step in steps]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 50), st.integers(1, 6), st.integers(1, 5), st.integers(0, 3), st.integers(0, 9))
+def test_grouping_keeps_an_epoch_whole_and_sorts_only_within_windows(
+    size: int, step: int, window: int, epoch: int, seed: int
+) -> None:
+    generator = np.random.default_rng(seed)
+    order, lengths, first = generator.permutation(size), generator.integers(1, 9, size), epoch * size
+    found = grouped(order, lengths, first, step, window, seed)
+    assert sorted(found) == sorted(order)
+    for position in range(size):  # nothing leaves its window
+        window_of = (first + position) // (step * window)
+        members = [n for n in range(size) if (first + n) // (step * window) == window_of]
+        assert found[position] in order[members]
+    assert grouped(order, lengths, first, step, 1, seed).shape == order.shape
+
+
+def test_a_window_makes_steps_of_like_lengths_and_shuffles_them() -> None:
+    lengths = np.arange(1, 65)
+    order = np.random.default_rng(0).permutation(64)
+    found = lengths[grouped(order, lengths, 0, 4, 16, 0)].reshape(16, 4)
+    assert (found[:, 0] - found[:, -1] == 3).all()  # four neighbours in length
+    assert found[:, 0].tolist() != sorted(found[:, 0], reverse=True)  # but not a run from long to short
+    assert grouped(order, lengths, 0, 4, 16, 0).tolist() == grouped(order, lengths, 0, 4, 16, 0).tolist()
+    assert grouped(order, lengths, 0, 4, 16, 1).tolist() != grouped(order, lengths, 0, 4, 16, 0).tolist()
+
+
+def lengths_like_conversations(number: int) -> np.ndarray:
+    """Pictures of many sizes, a log-normal text behind them."""
+    generator = np.random.default_rng(0)
+    return (generator.integers(30, 130, number) + np.exp(generator.normal(3.2, 0.9, number))).astype(int)
+
+
+@pytest.mark.parametrize(("is_known", "window", "most"), [(True, 16, 0.02), (True, 1, 0.06), (False, 16, 0.10)])
+def test_little_of_a_batch_is_padding(is_known: bool, window: int, most: float) -> None:
+    """Shares of a layout with 2 ranks, 64 examples per step, 4 per micro-batch."""
+    lengths = lengths_like_conversations(64 * 16)
+    loaders = [StepLoader(Long(lengths, is_known), collate, 64, 4, rank, 2, length_window=window) for rank in range(2)]
+    steps = [take(loader, 16) for loader in loaders]
+    share = 1 - sum(loader.tokens for loader in loaders) / sum(loader.slots for loader in loaders)
+    assert 0 < share < most
+    names = [name for rank in steps for step in rank for micro in step for name in micro]
+    assert sorted(names) == sorted(f"n{i}" for i in range(len(lengths)))  # still everything once
+
+
+def test_unknown_lengths_are_sorted_within_a_ranks_share() -> None:
+    lengths = lengths_like_conversations(24)
+    steps = take(StepLoader(Long(lengths, False), collate, 12, 2, 1, 2), 4)
+    other = take(StepLoader(Long(lengths, False), collate, 12, 2, 0, 2), 4)
+    whole = take(StepLoader(Long(lengths, False), collate, 12, 12), 4)
+    assert [a | b for a, b in zip(as_sets(steps), as_sets(other), strict=True)] == as_sets(whole)
+    for row in tokens_of(steps, lengths):
+        assert row == sorted(row, reverse=True)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 9), st.booleans())
+def test_grouped_order_resumes_anywhere(start: int, is_known: bool) -> None:
+    data = Long(lengths_like_conversations(30), is_known)
+    whole = take(StepLoader(data, collate, 4, 2, length_window=3), 12)
+    assert take(StepLoader(data, collate, 4, 2, start_step=start, length_window=3), 12 - start) == whole[start:]
 
 
 def test_an_epoch_shows_everything_once_and_the_next_one_in_another_order() -> None:
@@ -170,7 +252,7 @@ def test_a_pocket_batch_costs_a_fraction_of_a_step(family: str, tmp_path: Path) 
     """A step of the pocket trainer takes 300 ms or more; its batch, made meanwhile, may take 60 ms of one core."""
     processor = make_processor(family)
     config = DataConfig(num_examples=64, cache=Cache.examples, cache_dir=str(tmp_path))
-    make = _Batcher(build_dataset(config, processor), processor.collate)
+    make = _Maker(build_dataset(config, processor), processor.collate)
     make(list(range(16)))
     begin = time.thread_time()
     for first in (0, 16, 32, 48):

@@ -14,9 +14,10 @@ from data_prep_helpers import make_processor, picture, save_pictures
 
 from data_prep.build import build_dataset, prompts
 from data_prep.config import DataConfig, OnBad, SourceConfig, Split
-from data_prep.conversation import BadItem
+from data_prep.conversation import BadItem, Message, text_of
 from data_prep.sources.base import in_split
 from data_prep.sources.prompt_sets import EXPLAIN, ONE_LETTER, ONE_WORD
+from data_prep.turns import asked_in_turn
 
 
 def textvqa(folder: Path) -> Path:
@@ -152,6 +153,24 @@ def test_file_of_another_layout_is_named(tmp_path: Path) -> None:
         prompts(config)
 
 
+def test_later_turns_are_asked_after_the_targets_own_answers(tmp_path: Path) -> None:
+    source = SourceConfig(kind="mmspec", path=str(mmspec(tmp_path)), media_root=str(tmp_path), long_answers=True)
+    (found,) = prompts(DataConfig(validation={"it": source}, cache_dir=str(tmp_path / "cache")))
+    heard: list[int] = []
+
+    def answer(messages: list[Message]) -> str:
+        heard.append(len(messages))
+        return "A dog."
+
+    first, second, other = asked_in_turn([found, "no conversation"], answer)
+    assert (first, other, heard) == (found, "no conversation", [1])
+    assert (second.id, second.family) == ("mmspec_001-turn-2", "general vqa")
+    assert [text_of(message) for message in second.messages] == [f"What is it?\n{EXPLAIN}", "A dog.", f"Why?\n{EXPLAIN}"]
+    assert second.messages[0]["content"][0]["type"] == "image"
+    assert list(asked_in_turn([second], answer)) == [second]
+    assert "input_ids" in make_processor("llava_onevision").prepare(second.messages)
+
+
 def test_prompts_take_turns_between_sources(tmp_path: Path) -> None:
     sources = {"a": SourceConfig(), "b": SourceConfig(families=["clip"])}
     found = prompts(DataConfig(sources=sources), "validation", 5)
@@ -183,6 +202,17 @@ def test_held_out_items_share_no_picture_with_training(tmp_path: Path) -> None:
     held_out = prompts(config, "validation", 100)
     assert {item.messages[0]["content"][0]["image"] for item in held_out} == shown[1]
     assert len(build_dataset(replace(config, holdout=0.0), processor)) == 80
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_training_items_are_no_prompts(tmp_path: Path, streaming: bool) -> None:
+    datasets.Dataset.from_dict({"question": ["q"], "answer": ["a"]}).to_parquet(tmp_path / "t.parquet")
+    source = SourceConfig(kind="hub", path=str(tmp_path / "t.parquet"), streaming=streaming)
+    config = DataConfig(sources={"it": source}, holdout=0.0, cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match=r"data\.holdout: 0\.0; it keeps nothing of it out of training"):
+        prompts(config)
+    assert len(prompts(replace(config, validation={"it": source}))) == 1
+    assert prompts(DataConfig(holdout=0.0))  # the pocket world has splits of its own
 
 
 def test_split_is_decided_by_the_picture_alone() -> None:

@@ -8,6 +8,7 @@ import torch
 from sage.bench.__main__ import main
 from sage.bench.costs import extrapolated, format_costs, measure_costs, without_layers
 from sage.bench.projection import format_projection, project
+from sage.bench.roofline import roofline_costs
 from sage.bench.shapes import SHAPES, Shape, layers_that_fit, random_target, shape_named
 
 CPU = torch.device("cpu")
@@ -93,10 +94,27 @@ def test_the_command_writes_json_and_prints_both_tables(tmp_path, monkeypatch, c
     assert "target pass, ms: nodes" in shown and "draft level, ms: width" in shown
 
 
+def test_times_that_follow_from_bandwidth_by_hand(monkeypatch, capsys):
+    """Weights and cached keys and values in bytes, over 1 GB/s."""
+    found = roofline_costs(TINY, torch.bfloat16, 1.0, nodes=[3], widths=[2], contexts=[8])
+    head = TINY.vocab_size * TINY.hidden_size
+    row = 2 * TINY.num_kv_heads * TINY.head_dim
+    layers = TINY.num_layers * (TINY.layer_parameters + 11 * row)
+    assert found["verify"] == [{"nodes": 3, "context": 8, "seconds": pytest.approx(2e-9 * (layers + head))}]
+    draft = TINY.layer_parameters + 10 * row + 2 * TINY.hidden_size**2 + head
+    assert found["draft"] == [{"width": 2, "context": 8, "seconds": pytest.approx(2e-9 * draft)}]
+    monkeypatch.setitem(SHAPES, "tiny", TINY)
+    main(["costs", "--shape", "tiny", "--bandwidth", "2000", "--contexts", "8"])
+    assert "2000 GB/s; not measured: the bytes read, over the memory bandwidth" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="--bandwidth 0.0: give the device's gigabytes per second"):
+        main(["costs", "--shape", "tiny", "--bandwidth", "0"])
+
+
 def report_of(host_s, rounds=10, levels=4.0, nodes=8.0):
-    stages = dict.fromkeys(("accept", "commit", "policy", "other"), host_s / 4)
+    stages = dict.fromkeys(("accept", "commit", "policy", "other"), host_s / 4) | {"verify": 3 * host_s}
+    stages |= {"draft_prefill": 0.0, "draft_steps": host_s, "vision": 9.0, "target_prefill": 9.0}
     part = {"draft_steps_per_round": levels, "nodes_per_round": nodes, "rounds": rounds, "time_s": stages}
-    return {"policies": {"sage": part, "autoregressive": part | {"draft_steps_per_round": 0.0}}}
+    return {"target": "small", "policies": {"sage": part, "autoregressive": part | {"draft_steps_per_round": 0.0}}}
 
 
 def test_projection_by_hand():
@@ -109,7 +127,8 @@ def test_projection_by_hand():
     [row] = project(report_of(host_s=0.1), tables)
     assert row["compute_s"] == pytest.approx(0.09 + 4 * 0.005) and row["bookkeeping_s"] == pytest.approx(0.01)
     assert row["share"] == pytest.approx(0.01 / 0.12)
-    assert "8.33%" in format_projection([row], "qwen")
+    assert row["measured_share"] == pytest.approx(1 / 5)
+    assert format_projection([row], "qwen", "small").splitlines()[-1].split() == ["sage", "10.000", "20.0%", "8.33%"]
     with pytest.raises(ValueError, match="needs a report.json"):
         project(tables, tables)
 
@@ -120,7 +139,7 @@ def test_the_command_projects_a_report(tmp_path, monkeypatch, capsys):
     file.write_text(json.dumps(report_of(host_s=0.1)))
     grid = ["--nodes", "1,2", "--widths", "1,2", "--contexts", "8", "--repeats", "1", "--dtype", "fp32", "--device", "cpu"]
     main(["costs", "--shape", "tiny", *grid, "--project", str(file)])
-    assert "bookkeeping projected to tiny" in capsys.readouterr().out
+    assert "measured, and projected to tiny" in capsys.readouterr().out
     for content, message in ((None, "no such file"), ("{", "not JSON"), ("[]", "needs a report.json")):
         file.unlink() if content is None else file.write_text(content)
         with pytest.raises(ValueError, match=message):

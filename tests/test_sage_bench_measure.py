@@ -148,6 +148,16 @@ def test_speedup_is_against_the_fastest_autoregressive_runner():
     assert found["baselines"][HF_GENERATE]["speedup"] == 1.0
 
 
+def test_margins_are_paired_and_against_every_other_runner():
+    """sage 2 / 1 s is twice Hugging Face's 2 / 2 s and four times our own loop's 2 / 4 s, on every prompt."""
+    margins = summary(fakes()[0])["margins"]
+    assert margins["policy"] == "sage" and set(margins["over"]) == {AUTOREGRESSIVE, HF_GENERATE}
+    assert margins["over"][HF_GENERATE] == {"ratio": pytest.approx(2.0), "ci": pytest.approx([2.0, 2.0])}
+    assert margins["over"][AUTOREGRESSIVE]["ratio"] == pytest.approx(4.0)
+    assert "ci" not in summary(fakes()[0], PROMPTS[:1])["margins"]["over"][HF_GENERATE]
+    assert summarize(measure(fakes()[0][:2], PROMPTS, SAMPLING), None, [AUTOREGRESSIVE])["margins"] == {}
+
+
 def test_a_fast_decoder_that_is_not_autoregressive_is_no_baseline_for_speedups():
     runners, _ = fakes()
     found = summary([*runners, FakeRunner(PROMPT_LOOKUP, 0.1)])
@@ -372,7 +382,7 @@ def test_unknown_baselines_and_a_missing_assistant_are_refused():
     target = SimpleNamespace()
     with pytest.raises(ValueError, match="'vllm' is not a baseline; choose from autoregressive, hf_generate"):
         baseline_runner(target, "vllm")
-    with pytest.raises(ValueError, match="hf_assisted needs a smaller model"):
+    with pytest.raises(ValueError, match="hf_assisted drafts with a smaller model"):
         baseline_runner(target, HF_ASSISTED)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import EOS, OracleSession, in_float64, make_inputs, random_draft
+from conftest import EOS, OracleSession, in_float64, make_inputs, make_llava, make_qwen, random_draft
+from sage_toy_helpers import make_policy
 from transformers import DynamicCache
 
 import sage
@@ -52,23 +54,33 @@ def test_a_real_draft_gives_hugging_faces_text_under_every_policy(tiny_target: s
         assert sum(out.stats.accepted) == int(out.drafted.sum())
 
 
-def test_cache_equals_a_fresh_prefill_after_every_round(tiny_target: sage.Target, with_oracle: Callable[..., None]) -> None:
-    inputs = in_float64(tiny_target, make_inputs(tiny_target))
-    with_oracle(hugging_face(tiny_target, inputs))
-    draft = sage.new_draft(tiny_target)
-    run = generation.start(tiny_target, draft, inputs, policy="static", max_new_tokens=LENGTH)
+# Grouped or plain heads (4 query heads), tied or not; trees verified whole, pruned after drafting, and pruned by price.
+AUDITED = list(itertools.product((make_qwen, make_llava), ((2, False), (4, True)), ("static", "eagle2", "sage", "cost_aware")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("make", "heads", "policy"), AUDITED)
+def test_cache_equals_a_fresh_prefill_after_every_round(
+    make: Callable[..., sage.Target], heads: tuple[int, bool], policy: str, with_oracle: Callable[..., None]
+) -> None:
+    target = make(*heads)
+    inputs = in_float64(target, make_inputs(target))
+    with_oracle(hugging_face(target, inputs))
+    draft = sage.new_draft(target)
+    run = generation.start(target, draft, inputs, policy=make_policy(policy, {}), max_new_tokens=LENGTH)
     for _ in run.rounds():
         new = torch.tensor([run.tokens[:-1]], dtype=torch.long)
         ids = torch.cat((inputs["input_ids"], new), 1)
-        fresh = DynamicCache(config=tiny_target.text_config)
-        again = {**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids), **tiny_target.family.token_inputs(ids)}
+        fresh = DynamicCache(config=target.text_config)
+        again = {**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids), **target.family.token_inputs(ids)}
         with torch.no_grad():
-            tiny_target.model(**again, past_key_values=fresh, use_cache=True)
+            target.model(**again, past_key_values=fresh, use_cache=True)
         length = run.request.cache.length
         assert length == ids.shape[1]
         for ours, theirs in zip(run.request.cache.layers, fresh.layers, strict=True):
             torch.testing.assert_close(ours.keys[:, :, :length], theirs.keys, atol=1e-10, rtol=0)
             torch.testing.assert_close(ours.values[:, :, :length], theirs.values, atol=1e-10, rtol=0)
+    assert max(run.stats.accepted) > 1
 
 
 def test_negative_control_a_cache_that_keeps_the_wrong_rows_is_noticed(
@@ -198,12 +210,26 @@ class TestMistakes:
     def test_nan_in_the_draft_names_its_pass(self, tiny_qwen: sage.Target) -> None:
         draft = sage.new_draft(tiny_qwen)
         draft.fc.weight.data[0] = float("nan")
-        with pytest.raises(ValueError, match="draft: its pass after 1 tokens gave NaN"):
+        with pytest.raises(ValueError, match="draft: its pass over level 1 after 1 new tokens gave NaN"):
             sage.generate(tiny_qwen, draft, make_inputs(tiny_qwen))
+
+    @pytest.mark.parametrize("policy", [name for name in sage.POLICIES if name != "autoregressive"])
+    def test_nan_deep_in_the_draft_names_its_pass(
+        self, policy: str, tiny_qwen: sage.Target, with_oracle: Callable[..., None]
+    ) -> None:
+        """Only the passes below the first level give NaN, as an overflow in float16 would."""
+        inputs = make_inputs(tiny_qwen)
+        with_oracle(hugging_face(tiny_qwen, inputs))
+        run = generation.start(tiny_qwen, sage.new_draft(tiny_qwen), inputs, make_policy(policy, {}), max_new_tokens=LENGTH)
+        assert run.request.session is not None
+        expand = run.request.session.expand
+        run.request.session.expand = lambda rows, tokens: expand(rows, tokens) * float("nan")  # type: ignore[method-assign]
+        with pytest.raises(ValueError, match=r"draft: its pass over level \d+ after 1 new tokens gave NaN"):
+            list(run.rounds())
 
     def test_nan_weights_stop_with_a_message(self, tiny_qwen: sage.Target) -> None:
         tiny_qwen.model.lm_head.weight.data[3] = float("nan")
-        with pytest.raises(ValueError, match="NaN"):
+        with pytest.raises(ValueError, match="the target's prefill of 16 tokens gave NaN"):
             sage.generate(tiny_qwen, None, make_inputs(tiny_qwen), policy="autoregressive")
 
 

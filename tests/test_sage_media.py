@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import base64
+import importlib.util
 import io
+import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from data_prep_helpers import picture, save_pictures
 from PIL import Image
 
-from sage import video
+from sage import media, video
 from sage.media import MAX_PIXELS, check_picture, open_clip, open_picture
 from sage.video import spaced, within
 
@@ -152,6 +155,26 @@ def test_video_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str
 def test_gif_file_is_a_clip_too(tmp_path: Path) -> None:
     (tmp_path / "a.gif").write_bytes(as_bytes(picture(8), "GIF", save_all=True, append_images=[picture(8, "blue")]))
     assert [frame.getpixel((0, 0)) for frame in open_clip(tmp_path / "a.gif", 4)] == [(255, 0, 0), (0, 0, 255)]
+
+
+def test_video_file_that_is_none(tmp_path: Path) -> None:
+    names = ["a.gif"] + (["a.mp4"] if importlib.util.find_spec("av") else [])
+    for name in names:
+        (tmp_path / name).write_bytes(b"GIF89a, no more")
+        with pytest.raises(ValueError, match=rf"video .*{name}: not a readable video"):
+            open_clip(tmp_path / name, 4)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no item"), TypeError("float"), KeyError(3), struct.error("short")])
+def test_whatever_a_decoder_raises_names_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    (tmp_path / "a.png").write_bytes(as_bytes(picture(8), "PNG"))
+
+    def broken(picture: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(media.ImageOps, "exif_transpose", broken)
+    with pytest.raises(ValueError, match=r"image .*a\.png: broken or truncated"):
+        open_picture(tmp_path / "a.png")
 
 
 def test_spacing() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from conftest import in_float64, make_inputs, make_llava, make_qwen
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sage_toy_helpers import probability, target_law
 
 import sage
 from sage.sampling import Chooser, Sampling
@@ -128,9 +131,26 @@ def test_one_seed_chooses_the_same_whatever_else_is_in_the_tree(tree: Tree, seed
         assert torch.equal(chooser(logits[path], tree.subtree(path)), together[path])
 
 
+@few
+@given(random_trees(vocabulary=4, most_levels=3, most_per_level=2))
+def test_any_tree_keeps_the_targets_law(tree: Tree) -> None:
+    """All draws of one round below any tree, and fresh draws for what it leaves open: the target's own law to 1e-12."""
+    contexts: list[Context] = token_paths(tree)
+    law: dict[Context, float] = {}
+    weights = [target_law(context).tolist() for context in contexts]
+    for draws in itertools.product(range(4), repeat=len(tree)):
+        _, emitted = accept(tree, torch.tensor(draws))
+        key = tuple(emitted)
+        law[key] = law.get(key, 0.0) + math.prod(weights[node][draw] for node, draw in enumerate(draws))
+    assert abs(sum(law.values()) - 1) < 1e-12
+    root = contexts[0]
+    for emitted, weight in law.items():
+        assert abs(weight - probability((*root, *emitted)) / probability(root)) < 1e-12
+
+
 @functools.cache
-def prompted(family: str) -> tuple[sage.Target, dict[str, torch.Tensor], Prompt]:
-    target = MAKERS[family]()
+def prompted(family: str, kv_heads: int, tied: bool) -> tuple[sage.Target, dict[str, torch.Tensor], Prompt]:
+    target = MAKERS[family](kv_heads=kv_heads, tied=tied)
     inputs = in_float64(target, make_inputs(target))
     return target, inputs, target.embed(inputs)
 
@@ -141,12 +161,12 @@ def leaves(tree: Tree) -> Iterator[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", MAKERS)
-@settings(max_examples=12, deadline=None)
+@pytest.mark.parametrize(("family", "kv_heads", "tied"), [(f, *heads) for f in MAKERS for heads in ((2, False), (4, True))])
+@settings(max_examples=8, deadline=None)
 @given(tree=random_trees(vocabulary=50, most_levels=3, most_per_level=3))
-def test_a_tree_pass_is_the_sequential_passes_of_its_paths(family: str, tree: Tree) -> None:
+def test_a_tree_pass_is_the_sequential_passes_of_its_paths(family: str, kv_heads: int, tied: bool, tree: Tree) -> None:
     """All nodes at once through the tree mask against one causal pass per leaf, float64, prompt with a picture."""
-    target, inputs, prompt = prompted(family)
+    target, inputs, prompt = prompted(family, kv_heads, tied)
     cache = target.new_cache(64)
     target.prefill(prompt, cache)
     found = target.tree_pass(tree.tokens, prompt.next_position + tree.depths, tree.ancestors, cache).last[0]

@@ -9,18 +9,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 from train_helpers import command, environment, make_target
 
+from checkpoints.store import SaveFailed
 from train.config import Config, ConfigError
+from train.failures import RankFailed, describe
 from train.hydra_app import compose
-from train.launch import RankFailed, Watch, check_devices, first_host, join_environment, launch
+from train.joining import first_host, join_environment
+from train.launch import check_devices, launch
 from train.stopping import StopSignal
+from train.watch import Watch
 
 START_S = 200
 TINY_REPORT = ["decode.policies=[autoregressive]", "decode.max_new_tokens=2"]
@@ -61,20 +67,13 @@ def two_ranks(target: Path, run: Path, *overrides: str) -> Config:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_two_ranks_give_the_weights_of_one(target: Path, one_rank: Path, tmp_path: Path, stage: int) -> None:
-    """Same global batch, 1 rank x 2 x 2 against 2 ranks x 1 x 2. The mean is exact, its float32 sums run in another order:
-    see test_train_run for what that does to a step; a wrong factor would move every weight by whole steps (1e-3)."""
+def test_two_started_ranks_give_the_weights_of_one(target: Path, one_rank: Path, tmp_path: Path) -> None:
+    """Same global batch, 1 rank x 2 x 2 against 2 ranks x 1 x 2; every stage and tolerances are in test_train_ranks."""
     run = tmp_path / "run"
-    assert launch(two_ranks(target, run, f"deepspeed=zero{stage}")) == 0
+    assert launch(two_ranks(target, run, "deepspeed=zero2")) == 0
     one, two = (load_file(folder / "draft" / "model.safetensors") for folder in (one_rank, run))
-    assert one.keys() == two.keys()
-    for name in one:
-        assert (one[name] - two[name]).abs().max() <= 5e-6, name
-    for left, right in zip(metrics(one_rank), metrics(run), strict=True):
-        assert left["tokens"] == right["tokens"]
-        for name in ("loss", "loss_ce", "loss_feature", "grad_norm"):
-            assert left[name] == pytest.approx(right[name], rel=1e-4), name
+    assert all((one[name] - two[name]).abs().max() <= 5e-6 for name in one)
+    assert [line["tokens"] for line in metrics(one_rank)] == [line["tokens"] for line in metrics(run)]
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
@@ -89,6 +88,50 @@ def test_the_error_of_the_rank_that_failed_is_shown(tmp_path: Path) -> None:
         launch(two_ranks(tmp_path / "empty", tmp_path / "run"))
     assert caught.value.exit_code == 2 and not caught.value.details
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_rank_that_others_started_shows_its_own_error(target: Path, tmp_path: Path) -> None:
+    """srun's variables, two processes. A picture breaks off; only the rank that has to open it can know, and only it speaks."""
+    Image.effect_noise((64, 64), 50).save(tmp_path / "whole.png")
+    content = (tmp_path / "whole.png").read_bytes()
+    (tmp_path / "broken.png").write_bytes(content[: len(content) // 2])
+    rows = [
+        {
+            "messages": [
+                user(["broken", "whole"][bool(number)]),
+                {"role": "assistant", "content": f"a grey square, number {number}"},
+            ]
+        }
+        for number in range(4)
+    ]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = ["data=messages", f"data.path={tmp_path}/chats.jsonl", f"data.media_root={tmp_path}", "data.holdout=0"]
+    prompts = ["data/validation=pocket"]
+    arguments = [*command(target, tmp_path / "run"), "train.micro_batch_size=1", "launch.device=cpu", *data, *prompts]
+    facts = {"STEP_ID": 0, "STEP_NUM_TASKS": 2, "JOB_ID": os.getpid(), "STEP_NODELIST": "localhost"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "train.cli", *(word for word in arguments if not word.startswith("data.num_examples"))],
+            env=environment() | {f"SLURM_{k}": str(v) for k, v in (facts | {"PROCID": rank, "LOCALID": rank}).items()},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    begin = time.monotonic()
+    errors = [process.communicate(timeout=START_S)[1] for process in processes]
+    lines = [line for text in errors for line in text.splitlines() if "error: " in line]
+    assert len(lines) == 1 and "broken.png" in lines[0], errors
+    assert "Traceback" not in "".join(errors) and "onnection" not in "".join(errors)
+    assert sorted(process.returncode for process in processes) in ([1, 2], [2, 2])
+    assert time.monotonic() - begin < START_S
+
+
+def user(picture: str) -> dict[str, Any]:
+    image = {"type": "image", "image": f"{picture}.png"}
+    return {"role": "user", "content": [image, {"type": "text", "text": "what is this?"}]}
 
 
 @pytest.fixture
@@ -132,7 +175,7 @@ def test_sigterm_saves_exits_with_3_and_torchrun_goes_on(
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 3, errors
     saved = (run / "state" / "latest").read_text().strip()
-    assert (run / "state" / saved / "rank_00001.pt").is_file()
+    assert (run / "state" / saved / "rank_00001.safetensors").is_file()
     step = json.loads((run / "state" / saved / "trainer.json").read_text())["step"]
     assert step == metrics(run)[-1]["step"]
     goes_on = [f"train.max_steps={step + 1}", "run.resume=true", "train.micro_batch_size=1", *TINY_REPORT]
@@ -161,13 +204,20 @@ def test_a_killed_rank_takes_the_run_down_within_seconds(
     assert not any(Path(f"/proc/{pid}").exists() for pid in others)
 
 
-def test_the_first_report_counts_and_a_kill_counts_more(tmp_path: Path) -> None:
+def test_the_first_report_counts_an_echo_less_and_a_kill_more(tmp_path: Path) -> None:
     watch = Watch(tmp_path)
-    for rank, when, message in ((0, 2.0, "connection lost"), (1, 1.0, "disk full")):
-        facts = {"time": when, "exit_code": 1, "message": message, "details": "trace"}
-        (tmp_path / f"rank_{rank}.json").write_text(json.dumps(facts))
+    lost = describe(RuntimeError("gloo: Connection closed by peer [127.0.0.1]:1"), 2)
+    assert lost.is_echo and lost.message.startswith("rank 2: lost another rank") and not lost.details
+    bug = describe(RuntimeError("a bug"), 0)
+    assert not bug.is_echo and bug.message == "rank 0: RuntimeError: a bug" and "RuntimeError: a bug" in bug.details
+    full = describe(SaveFailed("disk full"), 1)
+    assert (full.message, full.exit_code, full.details) == ("disk full", 1, "")
+    mistake = describe(ConfigError("seed=-1"), 1)
+    assert (mistake.message, mistake.exit_code) == ("seed=-1", 2)
+    for rank, when, failure in ((0, 3.0, bug), (1, 2.0, full), (2, 1.0, lost)):
+        (tmp_path / f"rank_{rank}.json").write_text(json.dumps(asdict(replace(failure, time=when))))
         (tmp_path / f"rank_{rank}.pid").write_text(str(rank + 100))
-    assert str(watch.verdict()) == "disk full" and watch.verdict().details == "trace"
+    assert str(watch.verdict()) == "disk full"
     watch.first_dead = {101: -9, 100: 1}
     assert str(watch.verdict()) == "rank 1 was killed by SIGKILL (out of memory?)"
     watch.asked_to_stop = True

@@ -6,6 +6,7 @@ import pytest
 from matplotlib.image import imread
 
 from train.report import render_page, write_plots
+from train.report.calibration import pooled
 from train.report.generation import choose_policy
 from train.report.page import best_policy, headline
 
@@ -93,6 +94,7 @@ def example_report():
         "policies": policies,
         "baselines": baselines,
         "failed_baselines": {},
+        "margins": {"policy": "sage", "over": {"static": {"ratio": 1.2, "ci": [1.1, 1.3]}}},
         "by_family": {"caption": {"sage": {"prompts": 16, "tokens_per_target_pass": 4.9, "speedup": 2.3}}},
         "machine": {"system": "Linux x86_64", "cpu": "AMD EPYC", "cores": 2, "torch_threads": 2, "load_average": 1.1},
         "versions": {"python": "3.12.3", "torch": "2.13.0", "transformers": "5.23.0"},
@@ -100,10 +102,65 @@ def example_report():
     }
 
 
+def with_cost_aware(report):
+    """The same with a policy that prices and calibrates, and a replay."""
+    log = [
+        entry
+        | {
+            "price": 400 + n,
+            "gain": 0.1 * (n % 5),
+            "level_cost": 0.2,
+            "asked": 6,
+            "levels": 5 + n % 2,
+            "drafted": 30,
+            "expected": 2.5,
+        }
+        for n, entry in enumerate(_rounds())
+    ]
+    report["policies"]["cost_aware"] = _policy(2.5, 4.0, (0.33, 0.59, 0.02, 0.01, 0.03, 0.02), log, [9, 16, 18, 17, 14])
+    curve = [[0.05, 0.1, 300], [0.45, 0.7, 100], [0.95, 0.99, 100]]
+    rows = [
+        {"depth": d, "labels": 500, "before": 0.1, "after": 0.01 * d, "curve_before": curve, "curve_after": curve}
+        for d in range(1, 10)
+    ]
+    figures = {"rounds": 250, "labels": 4500, "before": 0.1, "after": 0.05, "expected": 3.5, "accepted": 4.0}
+    report["calibration"] = {"cost_aware": figures | {"by_depth": rows}}
+    replayed = {"rounds": 200, "mean_accepted_draft": 3.0, "tokens_per_target_pass": 4.02, "nodes_per_round": 5.0, "depth": 5.0}
+    replayed |= {"draft_steps_per_round": 4.9, "coverage": 0.987, "cut": 0.012, "tokens_per_s": 612.3}
+    report["replay"] = {"recorder": {"policy": "eagle2", "total": 64}, "rounds": 200, "policies": {"chain": replayed}}
+    return report
+
+
+def test_calibration_by_depth_is_told_before_and_after():
+    """Depths 7, 8 and 9 have as many labels each, so their errors after calibration, .07, .08 and .09, average to .08."""
+    page = render_page(with_cost_aware(example_report()))
+    assert "| `cost_aware` | 1 | 500 | 0.100 | 0.010 |" in page
+    assert "| `cost_aware` | 7+ | 1500 | 0.100 | 0.080 |" in page
+    assert "| `cost_aware` | all | 4500 | 0.100 | 0.050 |" in page
+    assert "over 250 rounds of `cost_aware`" in page and "expected 3.50 drafted tokens" in page
+    assert "## Calibration" not in render_page(example_report())
+
+
+def test_replayed_policies_have_their_table():
+    page = render_page(with_cost_aware(example_report()))
+    assert "| `chain` | 4.02 | 5.0 | 5.0 | 4.90 | 612 | 98.7% | 1.2% |" in page
+    assert "starts of the same 200 recorded rounds (policy eagle2, total 64)" in page
+    assert "The same drafts" not in render_page(example_report())
+
+
+def test_curves_are_pooled_tenth_by_tenth():
+    """Two labels at .12 of which none came, two at .18 of which both came: four at .15 of which half came."""
+    assert pooled([[[0.12, 0.0, 2]], [[0.18, 1.0, 2]], [[1.0, 1.0, 1]]]) == [
+        (pytest.approx(0.15), pytest.approx(0.5), 4),
+        (1.0, 1.0, 1),
+    ]
+
+
 @pytest.mark.slow
 def test_every_plot_is_written_at_readme_width(tmp_path):
-    plots = write_plots(example_report(), tmp_path)
-    assert [plot.file for plot in plots] == ["speed.png", "acceptance.png", "time.png", "accepted.png", "generation.png"]
+    plots = write_plots(with_cost_aware(example_report()), tmp_path)
+    names = ("speed", "acceptance", "time", "accepted", "generation", "pricing", "calibration")
+    assert [plot.file for plot in plots] == [f"{name}.png" for name in names]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(plot.file for plot in plots)
     for plot in plots:
         pixels = imread(tmp_path / plot.file)
@@ -122,6 +179,7 @@ def test_page_embeds_pictures_by_relative_name_and_names_the_command(tmp_path):
     assert "](speed.png)" in page and str(tmp_path) not in page
     assert "sage-validate checkpoint=runs/demo" in page and "transformers 5.23.0" in page
     assert "| `sage` | 4.87 | 3.87 | 336.0 | 2.24x | 2.08-2.37 | 1.99x |" in page
+    assert "sage against each of the others, paired by prompt: static 1.20x (1.10-1.30)." in page
 
 
 def test_headline_names_the_fastest_policy_and_identical_output():

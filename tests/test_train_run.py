@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import random
 from collections.abc import Iterator
@@ -12,14 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
-from train_helpers import command, make_target
+from safetensors.torch import load_file, save_file
+from train_helpers import command, make_target, stopped_after
 
 import sage
+from checkpoints.store import write_manifest
 from train.config import Config
 from train.hydra_app import compose
 from train.launch import run_rank
 from train.loop import Run, TrainingError, fit
+from train.ranks import joined
 from train.resume import rng_state, seed_everything, set_rng_state
 
 pytestmark = pytest.mark.slow
@@ -55,6 +58,7 @@ def quick_judge(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         return
     report = {"policies": {"sage": {"tokens_per_target_pass": 1.0}}}
     monkeypatch.setattr("train.handoff.validate", lambda *_, **__: report)
+    monkeypatch.setattr("train.handoff.write_run_report", lambda *_: None)
     monkeypatch.setattr("train.launch._summary", lambda *_: None)
 
 
@@ -97,9 +101,10 @@ def test_a_run_writes_what_the_contract_says(
     assert all(math.isfinite(value) for line in lines for value in line.values())
     assert lines[0]["loss"] == pytest.approx(0.1 * lines[0]["loss_ce"] + lines[0]["loss_feature"])
     assert sorted(path.name for path in run.iterdir()) == [
-        *("config.yaml", "draft", "draft_best", "metrics.jsonl", "provenance.json", "state", "validation"),
+        *("config.yaml", "curves.png", "draft", "draft_best", "metrics.jsonl", "provenance.json", "report.md", "state"),
+        "validation",
     ]
-    assert sorted(path.name for path in (run / "state").iterdir()) == ["latest", "step_00000001", "step_00000002"]
+    assert sorted(path.name for path in (run / "state").iterdir()) == ["best", "latest", "step_00000001", "step_00000002"]
     report = json.loads((run / "validation" / "step_00000002" / "report.json").read_text())
     assert report["policies"]["sage"]["match"] == report["policies"]["sage"]["total"] == 1
     provenance = json.loads((run / "provenance.json").read_text())
@@ -116,7 +121,8 @@ def test_three_steps_and_three_resumed_are_six_bit_for_bit(targets: dict[str, Pa
     target = targets["qwen2_5_vl"]
     assert run_rank(configure(target, straight, cache, *same, "train.max_steps=6")) == 0
     stopping = configure(target, halved, cache, *same, "train.max_steps=6")
-    with_stop_after(stopping, 3)
+    with joined("cpu", 60) as ranks:
+        stopped_after(stopping, ranks, 3)
     assert (halved / "state" / "latest").read_text() == "step_00000003\n"
     assert not (halved / "draft").exists()
     seed_everything(99, 0)  # whatever the process did meanwhile
@@ -128,24 +134,6 @@ def test_three_steps_and_three_resumed_are_six_bit_for_bit(targets: dict[str, Pa
             assert one[name] == other[name], name
     provenance = json.loads((halved / "provenance.json").read_text())
     assert provenance["from_step"] == 0 and provenance["resumed"][0]["from_step"] == 3
-
-
-def with_stop_after(config: Config, step: int) -> None:
-    """Runs, with a signal arriving while step `step` is taken."""
-    from train.build import building
-    from train.ranks import joined
-
-    with joined("cpu", 60) as ranks, building(config, ranks) as run:
-        feed = run.loader
-
-        class Interrupted:
-            def __iter__(self) -> Any:
-                for number, batches in enumerate(feed, start=1):
-                    run.stop.is_set = number == step
-                    yield batches
-
-        run.loader = Interrupted()
-        assert fit(run) is False
 
 
 def test_how_a_batch_is_split_does_not_matter(targets: dict[str, Path], cache: Path, tmp_path: Path) -> None:
@@ -217,7 +205,7 @@ class Spoilt:
     def __iter__(self) -> Any:
         for number, batches in enumerate(self.feed, start=1):
             if number == 2:
-                batches[1]["pixel_values"] = batches[1]["pixel_values"] * self.value
+                batches[0]["pixel_values"] = batches[0]["pixel_values"] * self.value
             yield batches
 
 
@@ -225,7 +213,6 @@ def test_a_loss_that_is_not_finite_stops_before_the_step_and_names_the_batch(
     targets: dict[str, Path], cache: Path, tmp_path: Path
 ) -> None:
     from train.build import building
-    from train.ranks import joined
 
     config = configure(targets["qwen2_5_vl"], tmp_path / "run", cache, "train.max_steps=3")
     with joined("cpu", 60) as ranks, building(config, ranks) as run:
@@ -238,7 +225,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_step_and_names_the_batch(
             fit(run)
         message = str(caught.value)
         assert "step 2: loss or gradient is not finite" in message and "the weights are those of step 1" in message
-        assert all(name in message for name in ids[1]) and not any(name in message for name in ids[0])
+        assert all(name in message for name in ids[0]) and not any(name in message for name in ids[1])
         now = list(run.engine.draft.parameters())
         assert all(torch.equal(one, other) for one, other in zip(before, now, strict=True))
 
@@ -253,7 +240,6 @@ def iter_second_step(run: Run) -> list[dict[str, Any]]:
 
 def test_a_batch_without_answers_is_refused(targets: dict[str, Path], cache: Path, tmp_path: Path) -> None:
     from train.build import building
-    from train.ranks import joined
 
     with joined("cpu", 60) as ranks, building(configure(targets["qwen2_5_vl"], tmp_path / "run", cache), ranks) as run:
         steps = run.loader.__iter__()
@@ -282,24 +268,31 @@ def test_nothing_is_written_before_everything_fits(targets: dict[str, Path], cac
     assert not other.exists()
 
 
-def test_a_damaged_state_falls_back_and_another_number_of_ranks_is_refused(
-    targets: dict[str, Path], cache: Path, tmp_path: Path
+def test_a_damaged_state_falls_back_and_a_strangers_is_refused(
+    targets: dict[str, Path], cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run, target = tmp_path / "run", targets["qwen2_5_vl"]
     assert run_rank(configure(target, run, cache, "train.save_every=1")) == 0
-    (run / "state" / "step_00000002" / "rank_00000.pt").write_bytes(b"rubbish")
-    assert run_rank(configure(target, run, cache, "run.resume=true")) == 0
+    newest = run / "state" / "step_00000002"
+    (newest / "exp_avg.safetensors").write_bytes(b"rubbish")
+    logging.getLogger("checkpoints").propagate = True
+    with caplog.at_level(logging.WARNING):
+        assert run_rank(configure(target, run, cache, "run.resume=true")) == 0
+    assert "exp_avg.safetensors has 7 bytes" in caplog.text and "going back to the state before it" in caplog.text
     assert [line["step"] for line in metrics(run)] == [1, 2]  # step 2 was taken again, and is there once
-    trainer = run / "state" / "step_00000002" / "trainer.json"
-    facts = json.loads(trainer.read_text())
-    manifest = json.loads((trainer.parent / "manifest.json").read_text())
-    trainer.write_text(json.dumps(facts | {"world_size": 8}))
-    from checkpoints.store import sha256
-
-    manifest["files"]["trainer.json"] = {"bytes": trainer.stat().st_size, "sha256": sha256(trainer)}
-    (trainer.parent / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match=r"was saved by 8 rank\(s\), this run has 1; resume with launch.ranks=8"):
+    moments = load_file(newest / "exp_avg.safetensors")
+    save_file({"other": next(iter(moments.values()))}, newest / "exp_avg.safetensors", metadata={"step": "2"})
+    write_manifest(newest, 2)
+    with pytest.raises(ValueError, match="exp_avg.safetensors: was saved from another draft"):
         run_rank(configure(target, run, cache, "run.resume=true", "train.max_steps=3"))
+
+
+def test_a_state_holds_no_pickle(targets: dict[str, Path], cache: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert run_rank(configure(targets["qwen2_5_vl"], run, cache, "deepspeed=zero2", "train.max_steps=1")) == 0
+    files = {path.name for path in (run / "state" / "step_00000001").iterdir()}
+    tensors = {"weight.safetensors", "exp_avg.safetensors", "exp_avg_sq.safetensors", "rank_00000.safetensors"}
+    assert files == {*tensors, "trainer.json", "manifest.json"}
 
 
 def test_training_goes_on_from_a_saved_draft(targets: dict[str, Path], cache: Path, tmp_path: Path) -> None:

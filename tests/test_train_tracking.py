@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 
-from train.config import Config, ConfigError, OptimConfig, Schedule, TrackingKind, WandbConfig, WandbMode
-from train.handoff import flatten, score_of
+from train.config import (
+    Config,
+    ConfigError,
+    OptimConfig,
+    PolicyName,
+    Schedule,
+    ScoreConfig,
+    ScoreMetric,
+    TrackingKind,
+    WandbConfig,
+    WandbMode,
+)
+from train.handoff import flatten
 from train.hydra_app import compose
 from train.meter import Meter
-from train.progress import Lines, Silent, clock, describe, open_display
+from train.progress import Lines, Live, Silent, clock, describe, open_display
 from train.provenance import git_revision, write_provenance
 from train.ranks import Ranks
 from train.resume import TrainState
 from train.schedule import learning_rate, total_steps
+from train.score import score_of
 from train.tracking import Jsonl, Tracker, check_tracking, open_tracker, read_metrics
 
 LINES = [{"step": step, "loss": 1.0 / step} for step in (1, 2, 3)]
@@ -166,11 +181,15 @@ def test_the_meter_divides_sums_by_counts_once(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Ranks, "sum", lambda self, values: 2 * values)  # two ranks that saw the same
     loader = SimpleNamespace(wait_s=1.0)
     meter, state = Meter(loader), TrainState(step=3, tokens=100)
-    meter.add(torch.tensor([2.0, 4.0, 6.0, 1.0, 3.0, 10.0]))
-    meter.add(torch.tensor([4.0, 4.0, 2.0, 1.0, 3.0, 10.0]))
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    meter.add(torch.tensor([2.0, 4.0, 6.0, 1.0, 3.0, 2.0, 10.0]), torch.tensor([[True, True, True, True]]), mask)
+    meter.add(torch.tensor([4.0, 4.0, 2.0, 1.0, 3.0, 4.0, 10.0]), torch.tensor([[False, False, True, True]]), mask)
     loader.wait_s = 1.5
     line = meter.reduce(Ranks(0, 2, torch.device("cpu")), state, lr=0.1, grad_norm=2.0)
-    assert [line[key] for key in ("loss", "loss_ce", "loss_feature", "agreement")] == pytest.approx([0.3, 0.4, 0.4, 0.1])
+    names = ("loss", "loss_ce", "loss_feature", "agreement", "kl")
+    assert [line[key] for key in names] == pytest.approx([0.3, 0.4, 0.4, 0.1, 0.3])
+    assert line["estimated_tokens_per_pass"] == 8 / 4  # four tokens in one pass, four in three
+    assert line["memory_gib"] > 0
     assert line["step"] == 3 and line["tokens"] == 100 and line["lr"] == 0.1
     assert line["data_wait"] == pytest.approx(0.5 / line["time_s"]) and state.time_s == line["time_s"]
     assert meter.latest["loss"] == pytest.approx(0.3)
@@ -183,7 +202,7 @@ def test_pauses_are_no_training_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     monkeypatch.setattr(Ranks, "sum", lambda self, values: values)
     meter, state = Meter(None), TrainState(step=1, tokens=10)
-    meter.add(torch.ones(6))
+    meter.add(torch.ones(7), torch.ones(1, 1, dtype=torch.bool), torch.ones(1, 1, dtype=torch.bool))
     now[0] = 2.0
     with meter.paused():
         now[0] = 50.0
@@ -198,11 +217,20 @@ def test_lines_come_at_intervals_with_the_time_left(monkeypatch: pytest.MonkeyPa
     with caplog.at_level(logging.INFO, logger="train.progress"):
         for step in (1, 2, 10, 11, 100):
             now[0] = float(step)
-            lines.update(step, {"loss": 0.5, "tokens_per_s": 1234.0, "agreement": 0.9})
+            lines.update(step, {"loss": 0.5, "tokens_per_s": 1234.0, "estimated_tokens_per_pass": 3.141, "memory_gib": 1.25})
     assert [record.getMessage() for record in caplog.records] == [
-        "step 10/100  loss 0.5000  agreement 0.900  1,234 tokens/s  01:30 left",
-        "step 100/100  loss 0.5000  agreement 0.900  1,234 tokens/s  00:00 left",
+        "step 10/100  loss 0.5000  ~3.14 tokens/pass  1,234 tokens/s  1.2 GiB  01:30 left",
+        "step 100/100  loss 0.5000  ~3.14 tokens/pass  1,234 tokens/s  1.2 GiB  00:00 left",
     ]
+
+
+def test_the_live_line_shows_what_is_known_and_the_time_left() -> None:
+    screen = io.StringIO()
+    live = Live(total=10, first=2, console=Console(file=screen, force_terminal=True, width=120))
+    live.update(5, {"loss": 0.5, "agreement": 0.875, "tokens_per_s": 900.0})
+    live.close()
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
+    assert "5/10" in shown and "loss 0.5000  agree 0.875  900 tokens/s" in shown and "left" in shown
 
 
 def test_other_ranks_are_silent_and_clocks_read_well() -> None:
@@ -215,8 +243,13 @@ def test_the_score_is_sages_else_the_first_that_drafts() -> None:
     def report(*names: str) -> dict[str, object]:
         return {"policies": {name: {"tokens_per_target_pass": float(i), "first_gaps": []} for i, name in enumerate(names)}}
 
-    assert score_of(report("autoregressive", "static", "sage")) == 2.0
-    assert score_of(report("autoregressive", "static", "chain")) == 1.0
-    assert score_of(report("autoregressive")) is None
+    own = ScoreConfig()
+    assert score_of(report("autoregressive", "static", "sage"), own) == 2.0
+    assert score_of(report("autoregressive", "static", "chain"), own) == 1.0
+    assert score_of(report("autoregressive"), own) is None
+    assert score_of(report("sage", "static", "chain"), ScoreConfig(policy=PolicyName.chain)) == 2.0
+    assert score_of(report("sage", "static"), ScoreConfig(policy=PolicyName.chain)) == 0.0  # not measured: as if unsaid
+    fast = {"policies": {"sage": {"tokens_per_target_pass": 1.0, "speedup": 3.5}}}
+    assert score_of(fast, ScoreConfig(metric=ScoreMetric.speedup)) == 3.5
     assert flatten(report("sage")) == {"validation/sage/tokens_per_target_pass": 0.0}
     assert math.isclose(flatten(report("static", "sage"))["validation/sage/tokens_per_target_pass"], 1.0)

@@ -62,6 +62,15 @@ def test_the_report_has_the_promised_schema_and_stands_beside_page_and_plots(mod
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
 
 
+def test_later_turns_are_prompts_after_the_targets_own_answers(tmp_path):
+    target = sage.load_target(save_target(tmp_path / "target"))
+    ask = {"role": "user", "content": [{"type": "text", "text": "Hi?"}]}
+    talks = [Conversation(name, [ask], meta={"later": ["And?", "So?"]}) for name in "ab"]
+    draft = sage.new_draft(target, "eagle", seed=0)
+    report = validate(decode(num_prompts=4, baselines=[]), target, draft, 1, tmp_path, talks)
+    assert report["prompts"] == report["policies"]["sage"]["match"] == 4  # a's three turns and b's first
+
+
 def test_weights_mode_and_random_state_are_left_alone(models, tmp_path):
     target, draft = models
     draft.train()
@@ -93,12 +102,22 @@ def test_options_reach_the_policy_and_the_report(models, tmp_path):
     assert report["options"] == {"chain": {"depth": 1}}
 
 
+def test_replay_says_what_every_policy_would_have_achieved(models, tmp_path):
+    target, draft = models
+    config = decode(policies=[PolicyName.chain], baselines=[], replay=True, options={"chain": {"depth": 1}})
+    report = validate(config, target, draft, 1, tmp_path, [make_inputs(target)])
+    assert set(report["replay"]["policies"]) == set(sage.POLICIES) - {"autoregressive"}
+    assert report["replay"]["policies"]["chain"]["depth"] <= 1
+    assert "The same drafts under every policy" in (step_folder(tmp_path, 1) / "report.md").read_text()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"options": {"sage": {"colour": 1}}}, "policy.sage: unknown option 'colour'"),
         ({"policies": ["oracle"]}, "policy: 'oracle' is unknown; choose one of autoregressive"),
         ({"baselines": ["vllm"]}, "'vllm' is not a baseline"),
+        ({"baselines": [Baseline.hf_assisted]}, "hf_assisted drafts with a smaller model"),
     ],
 )
 def test_mistakes_are_named_before_anything_is_written(models, tmp_path, changes, message):
@@ -116,9 +135,9 @@ def test_a_drafting_policy_needs_a_draft(models, tmp_path):
 
 def test_a_smaller_target_serves_as_the_draft(tmp_path):
     target = make_qwen()
-    report = validate(
-        decode(dtype=Precision.bf16), target, ModelDraft(make_qwen(seed=0), target), 1, tmp_path, [make_inputs(target)]
-    )
+    config = decode(dtype=Precision.bf16, baselines=[Baseline.hf_assisted])
+    report = validate(config, target, ModelDraft(make_qwen(seed=0), target), 1, tmp_path, [make_inputs(target)])
+    assert "hf_assisted" in report["baselines"]  # the draft is its assistant too
     part = report["policies"]["sage"]
     assert part["mean_accepted_draft"] > 0 and part["total"] == 1  # the very same model guesses right
 

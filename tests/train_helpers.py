@@ -6,8 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from data_prep.pocket import architecture, folder, training
+
+if TYPE_CHECKING:
+    from train.config import Config
+    from train.ranks import Ranks
 
 ROOT = Path(__file__).parent.parent
 SMALL = [
@@ -39,6 +44,24 @@ def command(target: Path, run: Path, *overrides: str) -> list[str]:
     """The arguments of a short training run."""
     where = [f"target.path={target}", "target.dtype=fp32", f"run.dir={run}", f"data.cache_dir={run.parent}/cache"]
     return [*SMALL, *where, *overrides]
+
+
+def stopped_after(config: Config, ranks: Ranks, step: int) -> None:
+    """Runs, with a signal arriving while step `step` is taken."""
+    from train.build import building
+    from train.loop import fit
+
+    with building(config, ranks) as run:
+        feed = run.loader
+
+        class Interrupted:
+            def __iter__(self) -> Any:
+                for number, batches in enumerate(feed, start=1):
+                    run.stop.is_set = number == step
+                    yield batches
+
+        run.loader = Interrupted()
+        assert fit(run) is False
 
 
 def sage_train(

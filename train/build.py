@@ -9,7 +9,6 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,21 +18,26 @@ from omegaconf import OmegaConf
 from transformers.utils.logging import disable_progress_bar
 
 import sage
-from checkpoints.store import StateStore, write_text
+from checkpoints.files import tidy, write_text
+from checkpoints.store import StateStore
 from data_prep import StepLoader, build_dataset
 from data_prep import prompts as held_out_prompts
+from train.build_draft import build_student
 from train.checks import RUN_MARK, check_batch
-from train.config import Config, ConfigError, DraftConfig, EagleDraftConfig, ImageInputs
+from train.config import Config, ImageInputs
 from train.engine import Engine
-from train.handoff import validate_draft
+from train.estimate import chain_depth
+from train.handoff import all_ranks_decode, validate_draft
 from train.loop import Run
 from train.meter import Meter
-from train.objective import Objective
+from train.profiling import ProfileWindow
 from train.progress import open_display
 from train.provenance import write_provenance
 from train.ranks import Ranks
 from train.resume import TrainState, load_state, seed_everything, state_folder
 from train.schedule import total_steps
+from train.sharding import Shards, load_sharded
+from train.student import Student
 from train.teacher import Teacher
 from train.tracking import Tracker, check_tracking, open_tracker
 from train.validate import DTYPES, build_runners
@@ -53,84 +57,65 @@ def building(config: Config, ranks: Ranks) -> Iterator[Run]:
     seed_everything(config.seed, ranks.rank)
     check_tracking(config)
     accumulation = check_batch(config, ranks.world_size)
-    target = build_target(config, ranks)
-    draft = build_draft(config, target)
-    prompts = prepare_prompts(config, target, draft) if ranks.is_main else []
+    target, shards = build_target(config, ranks)
     assert target.processor is not None
     dataset = build_dataset(config.data, target.processor, "train")
+    student = build_student(config, target, dataset, ranks)
+    prompts = prepare_prompts(config, target, student.for_decoder, ranks)
     loader = partial(build_loader, config, ranks, dataset, target)
     steps = total_steps(config, loader(0).steps_per_epoch)
-    store = StateStore(state_folder(config.run.dir), config.train.keep_last)
-    _announce(config, ranks, draft, steps, accumulation, len(prompts))
-    engine = Engine(draft, config, ranks, accumulation)
+    store = StateStore(state_folder(config.run.dir), config.train.keep_last, config.train.keep_every)
+    _announce(config, ranks, student, steps, accumulation, len(prompts))
+    engine = Engine(student, config, ranks, accumulation)
+    is_well = False
     try:
         state = load_state(store, engine, ranks) if config.run.resume else TrainState()
         tracker = open_run_folder(config, ranks, target, dataset.fingerprint, state)
         display = open_display(steps, state.step, config.train.log_interval_s, ranks.is_main)
         feed = loader(state.step)
+        profiling = ProfileWindow(config.run.dir, config.train.profile, ranks.rank)
         try:
             yield Run(
                 config=config,
                 ranks=ranks,
                 engine=engine,
-                teacher=Teacher(target, str(getattr(config.draft, "image_inputs", ImageInputs.embed))),
-                objective=build_objective(config),
+                teacher=build_teacher(config, target, student),
+                shards=shards,
                 loader=feed,
                 store=store,
                 tracker=tracker,
                 display=display,
-                meter=Meter(feed, state.tokens),
+                meter=Meter(feed, state.tokens, chain_depth(config.decode)),
                 state=state,
                 total_steps=steps,
                 validate=partial(validate_draft, prompts=prompts),
+                profile=profiling,
             )
+            is_well = True
         finally:
+            profiling.close()
             display.close()
             tracker.close()
     finally:
-        engine.close()
+        if is_well or ranks.world_size == 1:  # else it could wait for ranks that are gone
+            engine.close()
 
 
-def build_target(config: Config, ranks: Ranks) -> sage.Target:
-    """The frozen target, whole on this rank's device."""
-    options = {"revision": config.target.revision} if config.target.revision is not None else {}
-    return sage.load_target(config.target.path, dtype=DTYPES[config.target.dtype], device=ranks.device, **options)
+def build_target(config: Config, ranks: Ranks) -> tuple[sage.Target, Shards | None]:
+    """The frozen target on this rank's device: whole, or in parts that take all ranks to run."""
+    chosen = config.target
+    options = {"revision": chosen.revision} if chosen.revision is not None else {}
+    load = partial(sage.load_target, chosen.path, dtype=DTYPES[chosen.dtype], device=ranks.device, **options)
+    if not config.deepspeed.shard_target:
+        return load(), None
+    shards = load_sharded(load, config, ranks)
+    return shards.target, shards
 
 
-def build_draft(config: Config, target: sage.Target) -> Any:
-    """A draft in float32: loaded from `draft.path`, or fresh from `seed`, the same on every rank.
-
-    Raises:
-        ValueError: `draft.path` holds no draft, one of another kind, or one made for another target.
-    """
-    chosen = config.draft
-    if chosen.path is None:
-        draft: Any = sage.new_draft(target, str(chosen.kind), seed=config.seed, **draft_options(chosen))
-    else:
-        draft = sage.load_draft(chosen.path, target, dtype=torch.float32)
-        if draft.config.model_type != f"sage_{chosen.kind}":
-            raise ConfigError(
-                f"draft.path={chosen.path}: holds a {draft.config.model_type}, but draft={chosen.kind} is asked for"
-            )
-    return draft.float().train().requires_grad_(True)
-
-
-def draft_options(chosen: DraftConfig) -> dict[str, Any]:
-    """What `sage.new_draft` takes: the kind's own fields that are set."""
-    assert isinstance(chosen, EagleDraftConfig), chosen
-    own = {key: value for key, value in asdict(chosen).items() if key not in ("kind", "path") and value is not None}
-    return {**own, "image_inputs": str(chosen.image_inputs)}
-
-
-def build_objective(config: Config) -> Objective:
-    """The loss."""
-    chosen = config.objective
-    return Objective(
-        ce_weight=chosen.ce_weight,
-        feature_weight=chosen.feature_weight,
-        smooth_l1_beta=chosen.smooth_l1_beta,
-        chunk_tokens=chosen.chunk_tokens,
-    )
+def build_teacher(config: Config, target: sage.Target, student: Student) -> Teacher:
+    """The target, handing out what this student reads."""
+    image_inputs = str(getattr(config.draft, "image_inputs", ImageInputs.embed))
+    return Teacher(target, image_inputs, student.levels, student.token_map)
 
 
 def build_loader(config: Config, ranks: Ranks, dataset: Any, target: sage.Target, start_step: int) -> StepLoader:
@@ -146,13 +131,20 @@ def build_loader(config: Config, ranks: Ranks, dataset: Any, target: sage.Target
         seed=config.seed,
         start_step=start_step,
         num_workers=config.data.num_workers,
+        length_window=config.train.length_window,
     )
 
 
-def prepare_prompts(config: Config, target: sage.Target, draft: Any) -> list[Any]:
-    """Held-out prompts; policies and their options are tried as well, so that a typo shows before training, not after."""
-    build_runners(config.decode, target, draft)
-    return held_out_prompts(config.data, "validation", config.decode.num_prompts)
+def prepare_prompts(config: Config, target: sage.Target, draft: Any, ranks: Ranks) -> list[Any]:
+    """Held-out prompts, on the ranks that decode; empty on the others.
+
+    Policies and their options are tried as well, so that a typo shows before training, not after.
+    """
+    prompts = []
+    if ranks.is_main:
+        build_runners(config.decode, target, draft)
+        prompts = held_out_prompts(config.data, "validation", config.decode.num_prompts)
+    return list(ranks.share(prompts)) if all_ranks_decode(config, ranks) else prompts
 
 
 def open_run_folder(config: Config, ranks: Ranks, target: sage.Target, data_fingerprint: str, state: TrainState) -> Tracker:
@@ -160,6 +152,7 @@ def open_run_folder(config: Config, ranks: Ranks, target: sage.Target, data_fing
     if not ranks.is_main:
         return Tracker()
     folder = Path(config.run.dir)
+    tidy(folder)
     text = OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
     resolved = OmegaConf.to_container(OmegaConf.create(text))
     write_text(folder / RUN_MARK, text)
@@ -177,9 +170,9 @@ def set_threads(config: Config, ranks: Ranks) -> None:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // here))
 
 
-def _announce(config: Config, ranks: Ranks, draft: Any, steps: int, accumulation: int, prompts: int) -> None:
-    millions = sum(p.numel() for p in draft.parameters()) / 1e6
+def _announce(config: Config, ranks: Ranks, student: Student, steps: int, accumulation: int, prompts: int) -> None:
+    size = f"{sum(p.numel() for p in student.draft.parameters() if p.requires_grad) / 1e6:.2f}M"
     split = f"{ranks.world_size} rank(s) x {config.train.micro_batch_size} x {accumulation}"
-    logger.info("%s: %s draft of %.2fM parameters for %s", config.run.dir, config.draft.kind, millions, config.target.name)
+    logger.info("%s: %s draft, %s parameters to train, for %s", config.run.dir, config.draft.kind, size, config.target.name)
     logger.info("%d steps of %d = %s, ZeRO %d", steps, config.train.global_batch_size, split, config.deepspeed.stage)
     logger.info("%s on %s, %d held-out prompts", config.train.precision, ranks.device.type, prompts)

@@ -15,14 +15,32 @@ from omegaconf import OmegaConf
 
 from data_prep.config import Split
 from data_prep.config import validate as check_data_fields
-from train.config import Config, ConfigError, DecodeConfig, Offload, PolicyName, Precision, Schedule
+from train.config import (
+    Baseline,
+    Config,
+    ConfigError,
+    DecodeConfig,
+    DraftKind,
+    Eagle3DraftConfig,
+    ModelDraftConfig,
+    Offload,
+    PolicyName,
+    Precision,
+    Schedule,
+    ValidateOn,
+)
 
 RUN_MARK = "config.yaml"  # the file that makes a folder a run
 MAX_STAGE = 3
+# What a saved draft brings along: sizes that may not be chosen again.
+SIZES = (
+    *("intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    *("feature_levels", "draft_vocab_size", "num_layers"),
+)
 # A resumed run goes on exactly; with one of these changed it would be another run. Prefixes of dotted keys.
 BINDING = (
-    *("seed", "target.path", "target.revision", "target.dtype", "draft.", "data."),
-    *("train.global_batch_size", "train.precision", "deepspeed.stage", "deepspeed.offload_optimizer"),
+    *("seed", "target.path", "target.revision", "target.dtype", "draft.", "data.", "score."),
+    *("train.global_batch_size", "train.precision", "train.length_window"),
 )
 FREE = ("data.num_workers", "data.cache", "data.bad_list")
 
@@ -34,8 +52,9 @@ def check(config: Config) -> None:
         ConfigError: the first mistake found: dotted key, value, what is allowed, the remedy.
         ValueError: likewise, from the data's own checks.
     """
-    check_run_folder(config)
-    check_same_run(config)
+    if not config.launch.plan:  # a plan writes nothing and opens no data
+        check_run_folder(config)
+        check_same_run(config)
     check_path("target.path", config.target.path)
     if config.draft.path is not None:
         check_path("draft.path", config.draft.path)
@@ -47,6 +66,7 @@ def check(config: Config) -> None:
     _check_deepspeed(config)
     _check_launch(config)
     check_decode(config.decode)
+    _check_score(config)
     _at_least("seed", config.seed, 0)
 
 
@@ -115,6 +135,10 @@ def check_decode(decode: DecodeConfig) -> None:
     _at_least("decode.temperature", decode.temperature, 0)
     if not 0 < decode.top_p <= 1:
         _refuse("decode.top_p", decode.top_p, "above 0, at most 1", "1.0 keeps the whole distribution")
+    if decode.assistant is not None:
+        if Baseline.hf_assisted not in decode.baselines:
+            raise ConfigError(f"decode.assistant={decode.assistant}: has no effect; add hf_assisted to decode.baselines")
+        check_path("decode.assistant", decode.assistant)
 
 
 def _check_draft(config: Config) -> None:
@@ -124,10 +148,30 @@ def _check_draft(config: Config) -> None:
     kv_heads = getattr(config.draft, "num_key_value_heads", None)
     if heads and kv_heads and heads % kv_heads:
         _refuse("draft.num_key_value_heads", kv_heads, f"a divisor of draft.num_attention_heads={heads}", "change one")
+    for name in SIZES:
+        if config.draft.path is not None and getattr(config.draft, name, None) is not None:
+            _refuse(f"draft.{name}", getattr(config.draft, name), "null with draft.path", "a saved draft brings its own")
+    if isinstance(config.draft, Eagle3DraftConfig):
+        _check_eagle3(config.draft)
+    if isinstance(config.draft, ModelDraftConfig):
+        _at_least("draft.num_layers", config.draft.num_layers, 1)
+        if config.draft.path is None and config.draft.num_layers is None:
+            raise ConfigError("draft=model: neither draft.path nor draft.num_layers is given; name a smaller model or a depth")
+
+
+def _check_eagle3(draft: Eagle3DraftConfig) -> None:
+    _at_least("draft.draft_vocab_size", draft.draft_vocab_size, 1)
+    levels = draft.feature_levels
+    if levels is not None and (not levels or min(levels) < 0 or len(set(levels)) < len(levels)):
+        _refuse(
+            "draft.feature_levels", levels, "different layers counted from 0 (the embeddings)", "drop it for low, middle, high"
+        )
 
 
 def _check_data(config: Config) -> None:
     check_data_fields(config.data)
+    if config.launch.plan:
+        return
     for label, source in config.data.resolved(Split.train).items():
         needs_path = source.kind != "pocket"
         if needs_path and not source.path:
@@ -142,10 +186,14 @@ def _check_train(config: Config) -> None:
     train = config.train
     if train.epochs is None and train.max_steps is None:
         raise ConfigError("train.epochs, train.max_steps: both null, so the run has no end; give one of them")
-    for name in ("epochs", "max_steps", "global_batch_size", "micro_batch_size", "keep_last", "log_every"):
+    for name in ("epochs", "max_steps", "global_batch_size", "micro_batch_size", "keep_last", "log_every", "length_window"):
         _at_least(f"train.{name}", getattr(train, name), 1)
-    for name in ("save_every", "validate_every"):
+    for name in ("save_every", "keep_every", "validate_every", "patience"):
         _at_least(f"train.{name}", getattr(train, name), 0)
+    if train.patience and not train.validate_every:
+        _refuse("train.patience", train.patience, "0 without train.validate_every", "give train.validate_every=STEPS")
+    if train.profile is not None and not (len(train.profile) == 2 and 1 <= train.profile[0] <= train.profile[1]):
+        _refuse("train.profile", train.profile, "null or [first,last] step, counted from 1", "for example [10,12]")
     _at_least("train.log_interval_s", train.log_interval_s, 0)
 
 
@@ -182,13 +230,35 @@ def _check_optim(config: Config) -> None:
 
 def _check_objective(config: Config) -> None:
     objective = config.objective
-    for name in ("ce_weight", "feature_weight", "feature_noise"):
+    weights = ("ce_weight", "feature_weight", "tv_weight", "lk_weight")
+    for name in (*weights, "feature_noise"):
         _at_least(f"objective.{name}", getattr(objective, name), 0)
-    if not (objective.ce_weight or objective.feature_weight):
-        raise ConfigError("objective.ce_weight=0, objective.feature_weight=0: nothing to train on; raise one of them")
-    if not objective.smooth_l1_beta > 0:
-        _refuse("objective.smooth_l1_beta", objective.smooth_l1_beta, "above 0", "1.0 is the usual value")
-    _at_least("objective.chunk_tokens", objective.chunk_tokens, 1)
+    if not any(getattr(objective, name) for name in weights):
+        shown = ", ".join(f"objective.{name}=0" for name in weights)
+        raise ConfigError(f"{shown}: nothing to train on; raise one of them")
+    for name, usual in (("smooth_l1_beta", "1.0"), ("temperature", "1.0"), ("step_decay", "0.8")):
+        if not 0 < getattr(objective, name) < float("inf"):
+            _refuse(f"objective.{name}", getattr(objective, name), "above 0", f"{usual} is the usual value")
+    for name in ("chunk_tokens", "steps"):
+        _at_least(f"objective.{name}", getattr(objective, name), 1)
+    if config.draft.kind is not DraftKind.eagle and objective.feature_weight:
+        remedy = f"it predicts no feature of the target; choose objective={config.draft.kind}"
+        _refuse("objective.feature_weight", objective.feature_weight, f"0 with draft={config.draft.kind}", remedy)
+    if config.draft.kind is DraftKind.model:
+        remedy = "a model reads tokens alone; choose objective=model"
+        if objective.steps != 1:
+            _refuse("objective.steps", objective.steps, "1 with draft=model", remedy)
+        if objective.feature_noise:
+            _refuse("objective.feature_noise", objective.feature_noise, "0 with draft=model", remedy)
+
+
+def _check_score(config: Config) -> None:
+    chosen = config.score.policy
+    drafting = [name for name in config.decode.policies if name != PolicyName.autoregressive]
+    if chosen is not None and chosen not in drafting:
+        _refuse("score.policy", chosen, f"one of decode.policies that drafts: {', '.join(drafting)}", "measure it, or drop it")
+    if config.train.patience and not drafting:
+        _refuse("train.patience", config.train.patience, "0 when no policy drafts", "add one to decode.policies")
 
 
 def _check_deepspeed(config: Config) -> None:
@@ -199,6 +269,10 @@ def _check_deepspeed(config: Config) -> None:
         _refuse("deepspeed.offload_optimizer", deepspeed.offload_optimizer, "none with stage 0", "choose deepspeed=zero2")
     _at_least("deepspeed.bucket_elements", deepspeed.bucket_elements, 1)
     derived = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"}
+    if deepspeed.shard_target and config.decode.dtype not in (None, config.target.dtype):
+        _refuse("decode.dtype", config.decode.dtype, "null with deepspeed.shard_target=true", "parts of weights are not cast")
+    if deepspeed.shard_target and config.train.validate_on is ValidateOn.all:
+        _refuse("train.validate_on", "all", "auto or main with deepspeed.shard_target=true", "every pass takes all ranks")
     for key in derived & set(deepspeed.extra):
         raise ConfigError(f"deepspeed.extra.{key}: derived from train.* and optim.*, so it may not be given here")
 
@@ -207,6 +281,9 @@ def _check_launch(config: Config) -> None:
     launch = config.launch
     for name in ("gpus", "ranks", "threads", "timeout_s"):
         _at_least(f"launch.{name}", getattr(launch, name), 1)
+    for name in ("gpu_memory_gb", "gpu_tflops"):
+        if not getattr(launch, name) > 0:
+            _refuse(f"launch.{name}", getattr(launch, name), "above 0", "it describes one GPU")
     if launch.gpus is not None and launch.ranks is not None and launch.gpus != launch.ranks:
         _refuse("launch.ranks", launch.ranks, f"the same as launch.gpus={launch.gpus}", "give one of them")
     if launch.device == "cpu" and config.train.precision is not Precision.fp32 and config.target.dtype is Precision.fp32:

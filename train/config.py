@@ -35,6 +35,16 @@ class Precision(StrEnum):
 
 class DraftKind(StrEnum):
     eagle = "eagle"
+    eagle3 = "eagle3"
+    model = "model"
+
+
+class TrainedPart(StrEnum):
+    """How much of a smaller target is trained: its decoder layers, also embedding and lm_head, or the vision tower as well."""
+
+    layers = "layers"
+    text = "text"
+    all = "all"
 
 
 class ImageInputs(StrEnum):
@@ -65,6 +75,21 @@ class WandbMode(StrEnum):
     offline = "offline"
 
 
+class ValidateOn(StrEnum):
+    """Who decodes during training: rank 0, every rank its share of the prompts, or (`auto`) every rank where each has a GPU."""
+
+    auto = "auto"
+    main = "main"
+    all = "all"
+
+
+class ScoreMetric(StrEnum):
+    """Which figure of a validation report is the score."""
+
+    tokens_per_target_pass = "tokens_per_target_pass"
+    speedup = "speedup"
+
+
 class PolicyName(StrEnum):
     """`sage.POLICIES`, spelt out here because asking `sage` would import torch (a test holds the two together)."""
 
@@ -85,6 +110,7 @@ class Baseline(StrEnum):
     hf_generate = "hf_generate"
     hf_static_cache = "hf_static_cache"
     hf_prompt_lookup = "hf_prompt_lookup"
+    hf_assisted = "hf_assisted"
 
 
 @dataclass(kw_only=True)
@@ -101,6 +127,8 @@ class LaunchConfig:
     """Ranks on this machine. `gpus` and `ranks` are the same number; inside torchrun, deepspeed or srun both may stay unset.
 
     `timeout_s` bounds how long a rank waits for another; rank 0 validates alone meanwhile, so it is generous.
+    With `plan` nothing is trained: what the run would need is printed, on GPUs of `gpu_memory_gb` (10^9 bytes) that sustain
+    `gpu_tflops`.
     """
 
     gpus: int | None = None
@@ -108,6 +136,9 @@ class LaunchConfig:
     device: Device = Device.auto
     timeout_s: int = 7200
     threads: int | None = None
+    plan: bool = False
+    gpu_memory_gb: float = 80.0
+    gpu_tflops: float = 400.0
 
 
 @dataclass(kw_only=True)
@@ -129,11 +160,9 @@ class DraftConfig:
 
 
 @dataclass(kw_only=True)
-class EagleDraftConfig(DraftConfig):
+class HeadDraftConfig(DraftConfig):
     """Sizes left unset follow the target (see `sage.new_draft`)."""
 
-    kind: DraftKind = DraftKind.eagle
-    input_norm: bool = True
     image_inputs: ImageInputs = ImageInputs.embed
     intermediate_size: int | None = None
     num_attention_heads: int | None = None
@@ -141,9 +170,37 @@ class EagleDraftConfig(DraftConfig):
 
 
 @dataclass(kw_only=True)
+class EagleDraftConfig(HeadDraftConfig):
+    kind: DraftKind = DraftKind.eagle
+    input_norm: bool = True
+
+
+@dataclass(kw_only=True)
+class Eagle3DraftConfig(HeadDraftConfig):
+    """`feature_levels` are indices of the target's hidden_states, unset = low, middle, high (see `sage.drafts.eagle3`).
+
+    `draft_vocab_size` keeps that many of the words the training answers are made of; unset = all.
+    """
+
+    kind: DraftKind = DraftKind.eagle3
+    feature_levels: list[int] | None = None
+    draft_vocab_size: int | None = None
+
+
+@dataclass(kw_only=True)
+class ModelDraftConfig(DraftConfig):
+    """A smaller target of the same family: `path` goes on from a folder, `num_layers` starts from that many of the target's."""
+
+    kind: DraftKind = DraftKind.model
+    num_layers: int | None = None
+    train_part: TrainedPart = TrainedPart.text
+
+
+@dataclass(kw_only=True)
 class DeepspeedConfig:
     """The part of DeepSpeed's configuration a run chooses; batch sizes, precision and clipping are derived.
 
+    `stage` shards the draft's training; `shard_target` spreads the frozen target's layers over the ranks (see train.sharding).
     `extra` goes into DeepSpeed's own dictionary as it is, for switches this schema does not name.
     """
 
@@ -151,18 +208,24 @@ class DeepspeedConfig:
     overlap_comm: bool = False
     bucket_elements: int = 500_000_000
     offload_optimizer: Offload = Offload.none
+    shard_target: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
 class ObjectiveConfig:
-    """L = ce_weight * CE(softmax(z_target), z_draft) + feature_weight * SmoothL1(f_draft, f_target).
+    """The mixture of terms and the steps a head is unrolled for (see `train.objective.Objective`).
 
     `chunk_tokens` positions see the vocabulary at once; `feature_noise` is the half-width of uniform noise on the input.
     """
 
     ce_weight: float = MISSING
     feature_weight: float = MISSING
+    tv_weight: float = 0.0
+    lk_weight: float = 0.0
+    steps: int = 1
+    step_decay: float = 1.0
+    temperature: float = 1.0
     smooth_l1_beta: float = 1.0
     feature_noise: float = 0.0
     chunk_tokens: int = 1024
@@ -185,7 +248,16 @@ class OptimConfig:
 
 @dataclass(kw_only=True)
 class TrainConfig:
-    """Length and rhythm of a run, in optimizer steps. With both `epochs` and `max_steps` the shorter one ends it."""
+    """Length and rhythm of a run, in optimizer steps. With both `epochs` and `max_steps` the shorter one ends it.
+
+    `patience` validations in a row without a better score end it early (0: never). The steps of `profile` = [first, last] are
+    traced.
+
+    Beside the `keep_last` newest states those of steps that are a multiple of `keep_every` stay (0: none), and that of the
+    best draft.
+    Within `length_window` optimizer steps examples are sorted by length, so that little of a batch is padding and ranks do not
+    wait for one another; the order of the steps is shuffled again, and 1 leaves every step the examples it was drawn with.
+    """
 
     epochs: int | None = None
     max_steps: int | None = None
@@ -194,14 +266,23 @@ class TrainConfig:
     precision: Precision = MISSING
     save_every: int = 0
     keep_last: int = 2
+    keep_every: int = 0
+    length_window: int = 16
     validate_every: int = 0
+    validate_on: ValidateOn = ValidateOn.auto
+    patience: int = 0
+    profile: list[int] | None = None
     log_every: int = 10
     log_interval_s: float = 15.0
 
 
 @dataclass(kw_only=True)
 class DecodeConfig:
-    """How a draft is measured. `options` holds what differs from a policy's own defaults, by policy name."""
+    """How a draft is measured. `options` holds what differs from a policy's own defaults, by policy name.
+
+    `assistant` is the smaller model of the baseline `hf_assisted`; a smaller model as the draft is its own. `replay` also
+    reports what every other policy would have achieved on the same drafts.
+    """
 
     policies: list[PolicyName] = MISSING
     options: dict[str, Any] = field(default_factory=dict)
@@ -215,6 +296,19 @@ class DecodeConfig:
     repeats: int = 1
     warmup: int = 1
     dtype: Precision | None = None
+    assistant: str | None = None
+    replay: bool = False
+
+
+@dataclass(kw_only=True)
+class ScoreConfig:
+    """What a draft is judged by: which one is kept as `draft_best/`, when to stop early, what a sweep maximises.
+
+    `policy` unset means `sage` where it is measured, else the first policy that drafts.
+    """
+
+    policy: PolicyName | None = None
+    metric: ScoreMetric = ScoreMetric.tokens_per_target_pass
 
 
 @dataclass(kw_only=True)
@@ -249,6 +343,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
+    score: ScoreConfig = field(default_factory=ScoreConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
 
@@ -279,6 +374,8 @@ class ValidateConfig:
 
 SUBSCHEMAS: dict[tuple[str, str], type] = {
     ("draft", "eagle"): EagleDraftConfig,
+    ("draft", "eagle3"): Eagle3DraftConfig,
+    ("draft", "model"): ModelDraftConfig,
     ("tracking", "jsonl"): TrackingConfig,
     ("tracking", "tensorboard"): TrackingConfig,
     ("tracking", "wandb"): WandbConfig,

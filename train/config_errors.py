@@ -17,6 +17,11 @@ from omegaconf import errors as oc
 from train.config import SUBSCHEMAS, ConfigError, config_dir
 
 MAX_LISTED = 30
+PLUGINS = {  # choices that Hydra has only where a package is installed
+    "hydra/sweeper/optuna": "hydra-optuna-sweeper",
+    "hydra/launcher/submitit_slurm": "hydra-submitit-launcher",
+    "hydra/launcher/submitit_local": "hydra-submitit-launcher",
+}
 
 
 def is_config_mistake(error: BaseException) -> bool:
@@ -49,6 +54,8 @@ def _omegaconf_cause(error: BaseException | None) -> oc.OmegaConfBaseException |
 def _missing_choice(error: MissingConfigException) -> str:
     name = error.missing_cfg_file or ""
     group, _, choice = name.rpartition("/")
+    if name in PLUGINS:
+        return f"{name}: its package is not installed; pip install 'sage-draft[sweep]' ({PLUGINS[name]})"
     options = sorted(path.stem for path in (config_dir() / group).glob("*.yaml"))
     if not group or not options:
         return f"{name}: no such configuration file"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -13,9 +14,10 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 
 from data_prep.config import RegenerateConfig, Split, validate
+from data_prep.files import check_writable
 from train.checks import check_path
 from train.config import ConfigError, DataConfig, LaunchConfig, TargetConfig
-from train.hydra_app import EXIT_DONE, configure_logging, run_app
+from train.hydra_app import EXIT_DONE, EXIT_STOPPED, configure_logging, run_app
 
 
 class Action(StrEnum):
@@ -33,7 +35,7 @@ class DataCommand:
             target answer the prompts itself.
         split: which part of the data.
         out: the page (`check`; default `runs/data/NAME.html`) or the rows (`.jsonl`).
-        limit: examples to measure, 0 = all; `shown` of them are on the page.
+        limit: examples to measure, 0 = all; of a stream the first ones. `shown` are on the page.
     """
 
     action: Action = Action.check
@@ -64,20 +66,21 @@ def run(config: DataCommand) -> int:
     check(config)
     rank = int(os.environ.get("RANK", 0))
     configure_logging(config.debug, is_speaking=rank == 0)
+    out = Path(config.out or f"runs/data/{config.data.name}-{config.target.name}.html")
+    check_writable(out)
     if config.action is Action.regenerate:
         return _regenerate_on_ranks(config)
     from data_prep import cli
 
     processor = cli.load_processor(config.target.path)
     if config.action is Action.convert:
-        count = cli.convert(config.data, processor, str(config.split), Path(config.out))
-        print(f"{count} conversations: {config.out}")
+        count = cli.convert(config.data, processor, str(config.split), out)
+        print(f"{count} conversations: {out}")
         return EXIT_DONE
     statistics, dataset = cli.check_data(config.data, processor, str(config.split), config.limit)
-    page = Path(config.out or f"runs/data/{config.data.name}-{config.target.name}.html")
-    cli.write_page(page, config.data, statistics, dataset, config.shown)
+    cli.write_page(out, config.data, statistics, dataset, str(config.split), config.shown)
     print(statistics.as_text())
-    print(f"page: {page}")
+    print(f"page: {out}")
     return EXIT_DONE
 
 
@@ -100,25 +103,55 @@ def check(config: DataCommand) -> None:
         check_path("regenerate.draft", config.regenerate.draft)
 
 
+class Stopped(Exception):
+    """Regeneration was interrupted; what is answered is on the disk."""
+
+    exit_code = EXIT_STOPPED
+
+
 def _regenerate_on_ranks(config: DataCommand) -> int:
-    """Ranks share nothing but the folder they write to, so they are plain processes; a failed one is resumed later."""
-    if "RANK" in os.environ:
-        return _regenerate(config, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    ranks = config.launch.gpus or config.launch.ranks or 1
-    if ranks == 1:
-        return _regenerate(config, 0, 1)
+    """Ranks share nothing but the folder they write to, so they are plain processes; a failed one is resumed later.
+
+    Raises:
+        Stopped: by Ctrl-C or SIGTERM.
+    """
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        if "RANK" in os.environ:
+            return _regenerate(config, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        ranks = config.launch.gpus or config.launch.ranks or 1
+        return _regenerate(config, 0, 1) if ranks == 1 else _start_ranks(config, ranks)
+    except KeyboardInterrupt as error:
+        raise Stopped(f"stopped; what was answered is kept beside {config.out}, and the same command goes on") from error
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _start_ranks(config: DataCommand, ranks: int) -> int:
     context = multiprocessing.get_context("spawn")
     started = [context.Process(target=_rank, args=(config, rank, ranks)) for rank in range(ranks)]
-    for process in started:
-        process.start()
-    for process in started:
-        process.join()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # ranks inherit that: Ctrl-C reaches every process of a terminal
+    try:
+        for process in started:
+            process.start()
+        signal.signal(signal.SIGINT, before)
+        for process in started:
+            process.join()
+    except KeyboardInterrupt:
+        for process in started:
+            process.terminate()  # at any point: a half-written row does not count
+        for process in started:
+            process.join()
+        raise
+    finally:
+        signal.signal(signal.SIGINT, before)
     return max((abs(process.exitcode or 0) for process in started), default=EXIT_DONE)
 
 
 def _rank(config: DataCommand, rank: int, world_size: int) -> None:
     from sage.cli import run as run_command
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_STOPPED))
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     configure_logging(config.debug, is_speaking=rank == 0)
     sys.exit(run_command(lambda: _regenerate(config, rank, world_size)))
@@ -126,12 +159,16 @@ def _rank(config: DataCommand, rank: int, world_size: int) -> None:
 
 def _regenerate(config: DataCommand, rank: int, world_size: int) -> int:
     import torch
+    from transformers.utils import logging as transformers_logging
 
     import sage
     from data_prep import cli
+    from data_prep.regenerate import skipped_path
     from train.ranks import local_rank, pick_device
     from train.validate import DTYPES
 
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
     if config.launch.threads is not None:
         torch.set_num_threads(config.launch.threads)
     device = pick_device(str(config.launch.device), local_rank())
@@ -142,7 +179,8 @@ def _regenerate(config: DataCommand, rank: int, world_size: int) -> int:
     out = Path(config.out)
     found = cli.regenerate_data(config.data, target, draft, settings, str(config.split), out, rank, world_size)
     if found.merged:
-        print(f"{found.total} conversations answered ({found.done_now} now): {out}")
+        lost = f"; {found.skipped} gave no row, see {skipped_path(out)}" if found.skipped else ""
+        print(f"{found.total} conversations answered ({found.done_now} now): {out}{lost}")
     return EXIT_DONE
 
 

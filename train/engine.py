@@ -13,12 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
+from checkpoints.tensors import write_tensors
 from train.config import Config, Offload, Precision
+from train.masters import KINDS, WEIGHT, Masters
+from train.pairs import Pairs
 from train.ranks import Ranks
+from train.student import Student
 
-TAG = "engine"  # DeepSpeed's folder inside a state
 DEPRECATED = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
 
 
@@ -26,39 +30,37 @@ class Engine:
     """A draft under DeepSpeed.
 
     Args:
-        draft: on the device, in float32; with `train.precision=bf16` the engine casts it and keeps float32 masters.
+        student: the draft and its objective, on the device, in float32; with `train.precision=bf16` the engine casts it and
+            keeps float32 masters.
         config: the run's.
         ranks: already joined.
         accumulation: micro-batches per rank and optimizer step.
     """
 
-    def __init__(self, draft: nn.Module, config: Config, ranks: Ranks, accumulation: int) -> None:
+    def __init__(self, student: Student, config: Config, ranks: Ranks, accumulation: int) -> None:
         deepspeed = import_deepspeed(ranks.device.type)
-        self.ranks, self.draft, self.accumulation = ranks, draft, accumulation
+        draft: Any = student.draft
+        self.ranks, self.student, self.draft, self.accumulation = ranks, student, draft, accumulation
         self._bad_gradient = torch.zeros((), dtype=torch.bool, device=ranks.device)
         os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists on it
         optimizer = make_optimizer(draft, config, ranks.device)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
-            model=draft,
+            model=student,
             optimizer=optimizer,
             config=deepspeed_config(config, ranks.world_size, accumulation),
             dist_init_required=False if deepspeed.comm.is_initialized() else None,
         )
         _rewind(optimizer)
+        self._masters = Masters(draft, self._optimizer, optimizer, deepspeed)
         self._gathered, self._comm = deepspeed.zero.GatheredParameters, deepspeed.comm
         self._micro = 0
         for parameter in draft.parameters():
             if parameter.requires_grad:
                 parameter.register_hook(self._watch)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """What the draft computes in."""
-        return next(self.draft.parameters()).dtype
-
-    def __call__(self, *inputs: Tensor) -> Tensor:
-        """The draft's forward; floating inputs in any dtype."""
-        output: Tensor = self._engine(*(x.to(self.dtype) if x.is_floating_point() else x for x in inputs))
+    def __call__(self, pairs: Pairs, lm_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The student's forward: the loss of a micro-batch and what is reported of it."""
+        output: tuple[Tensor, Tensor, Tensor] = self._engine(pairs, lm_head)
         return output
 
     def backward(self, loss: Tensor) -> None:
@@ -95,18 +97,51 @@ class Engine:
             return {name: value.detach().cpu().clone() for name, value in self.draft.state_dict().items()}
 
     def save(self, folder: Path) -> None:
-        """Writes weights, masters and optimizer state of all ranks below `folder`. Every rank has to call it."""
-        self._engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
+        """Writes float32 weights, AdamW's moments and the draft's buffers below `folder`, whole and by name.
 
-    def load(self, folder: Path) -> None:
-        """Restores what `save` wrote.
+        Any stage and number of ranks can load them. Every rank has to call it; rank 0 writes, a third of it at a time.
 
         Raises:
-            ValueError: nothing to restore there.
+            OSError: the files could not be written.
         """
-        path, _ = self._engine.load_checkpoint(str(folder), tag=TAG)
-        if path is None:
-            raise ValueError(f"{folder}: holds no engine state; resume from another state or start again")
+        problem = None
+        for kind in KINDS:
+            found = {name: value.to("cpu", copy=True) for name, value in self._masters.read(kind) if self.ranks.is_main}
+            buffers = self._buffers() if kind == WEIGHT else {}
+            try:
+                if self.ranks.is_main and problem is None:
+                    write_tensors(folder / f"{kind}.safetensors", found | buffers, {"step": str(self._masters.step)})
+            except OSError as error:  # told at the end: the other ranks are on their way into the next read
+                problem = error
+        if problem is not None:
+            raise problem
+
+    def load(self, folder: Path) -> None:
+        """Restores what `save` wrote. Every rank has to call it.
+
+        Raises:
+            ValueError: what is there was saved from another draft.
+        """
+        buffers = self._buffers()
+        for kind in KINDS:
+            path = folder / f"{kind}.safetensors"
+            with safe_open(path, framework="pt") as file:
+                names = {**self._masters.parameters, **(buffers if kind == WEIGHT else {})}
+                if names.keys() != set(file.keys()):
+                    other = sorted(names.keys() ^ set(file.keys()))
+                    raise ValueError(f"{path}: was saved from another draft; {other[0]} is on one side only")
+                for name in names:
+                    value = file.get_tensor(name)
+                    if name in buffers:
+                        buffers[name].copy_(value)
+                    else:
+                        self._masters.write(name, kind, value)
+                self._masters.step = int(file.metadata()["step"])
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """The draft's persistent buffers by name, a draft vocabulary's maps for instance."""
+        parameters = dict(self.draft.named_parameters(remove_duplicate=False))
+        return {name: value for name, value in self.draft.state_dict().items() if name not in parameters}
 
     def close(self) -> None:
         """Lets go of DeepSpeed's process groups, so that another engine can be made in this process."""
@@ -157,7 +192,6 @@ def deepspeed_config(config: Config, world_size: int, accumulation: int) -> dict
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": config.train.precision is Precision.bf16},
-        "checkpoint": {"tag_validation": "Ignore"},
         "steps_per_print": None,
         **chosen.extra,
     }

@@ -1,22 +1,34 @@
 """The hand-over of a draft in training: saved in Hugging Face format, judged by the decoder, the best one kept.
 
-Owns: `draft/` and `draft_best/` of a run folder, which figure is the score. Does not own: measuring (train.validate).
+Owns: `draft/` and `draft_best/` of a run folder, which ranks decode which prompts, when to stop early. Does not own: measuring
+(train.validate), which figure is the score (train.score).
 """
 
 from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import sage
-from checkpoints.store import replace_folder
-from train.config import PolicyName
+from checkpoints.files import part_of as part_folder
+from checkpoints.files import replace_folder
+from checkpoints.tensors import saving
+from data_prep.conversation import Conversation
+from data_prep.turns import LATER
+from sage.bench.measure import Measurement
+from train.config import Config, ValidateOn
+from train.curves import write_run_report
 from train.loop import Run
+from train.ranks import Ranks
 from train.resume import rng_state, set_rng_state
+from train.score import score_of
 from train.validate import validate
 
 logger = logging.getLogger(__name__)
@@ -28,50 +40,145 @@ def save_draft(run: Run) -> Path:
     folder = Path(run.config.run.dir) / DRAFT
     weights = run.engine.draft_state()
     if run.ranks.is_main:
-        part = folder.with_name(f".{DRAFT}.part")
-        shutil.rmtree(part, ignore_errors=True)
-        run.engine.draft.save_pretrained(part, state_dict=weights)
-        replace_folder(part, folder)
+        part = part_folder(folder)
+        with saving(folder):
+            shutil.rmtree(part, ignore_errors=True)
+            run.engine.student.save(part, weights)
+            replace_folder(part, folder)
+    run.ranks.barrier()  # others may be about to load it
     return folder
 
 
 def validate_draft(run: Run, prompts: list[Any]) -> None:
-    """Saves the draft, measures what was saved on rank 0, keeps it as `draft_best/` if none before was better.
+    """Saves the draft, measures what was saved, keeps it as `draft_best/` if none before was better.
 
-    The random generators are left as they were, so validating more or less often does not change a run.
+    The random generators are left as they were, so validating more or less often does not change a run. Every rank has to
+    call it.
+
+    Args:
+        prompts: all of them, on the ranks that decode.
     """
     folder, generators = save_draft(run), rng_state(run.ranks.device)
-    score = _measure(run, folder, prompts) if run.ranks.is_main else None
-    score = run.ranks.share(score)  # the other ranks wait here
+    report = _measure(run, folder, prompts)
     set_rng_state(generators, run.ranks.device)
-    if score is None or (run.state.best is not None and score <= run.state.best):
+    score = run.ranks.share(None if report is None else score_of(report, run.config.score))  # the other ranks wait here
+    if report is not None:
+        run.tracker.log(flatten(report), run.state.step)
+        run.report = report
+        if run.meter.latest:  # something is logged
+            write_run_report(Path(run.config.run.dir))
+    keep_best(run, folder, score)
+
+
+def keep_best(run: Run, folder: Path, score: float | None) -> None:
+    """Copies a draft with the best score so far to `draft_best/`, and counts the validations that brought none."""
+    if score is None:
         return
-    run.state.best, run.state.best_step = score, run.state.step
+    if run.state.best is not None and score <= run.state.best:
+        run.state.stale += 1
+        if run.has_stalled:
+            logger.info("stopping early: no better %s in %d validations", run.config.score.metric, run.state.stale)
+        return
+    run.state.best, run.state.best_step, run.state.stale = score, run.state.step, 0
     if run.ranks.is_main:
-        part = folder.with_name(f".{BEST}.part")
-        shutil.rmtree(part, ignore_errors=True)
-        shutil.copytree(folder, part)
-        replace_folder(part, folder.with_name(BEST))
+        best = folder.with_name(BEST)
+        with saving(best):
+            shutil.rmtree(part_folder(best), ignore_errors=True)
+            shutil.copytree(folder, part_folder(best))
+            replace_folder(part_folder(best), best)
+
+
+# -- who decodes -----------------------------------------------------------------------------------------------------------
+
+
+def all_ranks_decode(config: Config, ranks: Ranks) -> bool:
+    """Whether prompts are divided among the ranks: on request, or where each has a device of its own."""
+    if config.deepspeed.shard_target:
+        return False
+    if config.train.validate_on is ValidateOn.auto:
+        return ranks.world_size > 1 and ranks.device.type == "cuda"
+    return config.train.validate_on is ValidateOn.all
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What this rank decodes, and how the ranks' measurements become one; `merge` answers None except on rank 0."""
+
+    prompts: Sequence[Any]
+    merge: Callable[[Measurement | None], Measurement | None]
+
+
+def part_of(run: Run, prompts: Sequence[Any]) -> Part:
+    """Rank 0 decodes everything, or every rank each world_size-th prompt.
+
+    A target whose weights are spread over the ranks needs all of them for every pass: there rank 0 decodes and the others
+    follow (see train.sharding).
+    """
+    ranks = run.ranks
+    if all_ranks_decode(run.config, ranks):
+        chosen = first_turns(prompts, run.config.decode.num_prompts)
+        return Part(prompts=chosen[ranks.rank :: ranks.world_size], merge=lambda own: _merged(own, ranks))
+    return Part(prompts=prompts if ranks.is_main else (), merge=lambda own: own if ranks.is_main else None)
+
+
+def first_turns(prompts: Sequence[Any], limit: int) -> list[Any]:
+    """The conversations that hold the first `limit` turns to be asked, the last of them cut short."""
+    chosen: list[Any] = []
+    for prompt in prompts:
+        if limit < 1:
+            break
+        later = prompt.meta.get(LATER, []) if isinstance(prompt, Conversation) else []
+        chosen.append(replace(prompt, meta=prompt.meta | {LATER: later[: limit - 1]}) if later else prompt)
+        limit -= 1 + len(later)
+    return chosen
+
+
+def _merged(own: Measurement | None, ranks: Ranks) -> Measurement | None:
+    found = ranks.gather(own)
+    return interleave([part for part in found if part is not None]) if ranks.is_main else None
+
+
+def interleave(parts: Sequence[Measurement]) -> Measurement:
+    """One measurement from those of ranks that took every n-th prompt each: the runs themselves, prompts in order.
+
+    A baseline that failed on one rank is left out everywhere.
+    """
+    first, count = parts[0], sum(len(part.prompts) for part in parts)
+    failed = {name: reason for part in parts for name, reason in part.failed.items()}
+    order = [(part, place) for place in range(len(first.prompts)) for part in parts if place < len(part.prompts)]
+    assert len(order) == count
+    return replace(
+        first,
+        prompts=[part.prompts[place] for part, place in order],
+        runs={name: [part.runs[name][place] for part, place in order] for name in first.runs if name not in failed},
+        autoregressive=[name for name in first.autoregressive if name not in failed],
+        failed=failed,
+    )
 
 
 @torch.no_grad()
-def _measure(run: Run, folder: Path, prompts: list[Any]) -> float | None:
-    logger.info("validating at step %d on %d prompts", run.state.step, len(prompts))
+def _measure(run: Run, folder: Path, prompts: list[Any]) -> dict[str, Any] | None:
+    """The report, on rank 0; None elsewhere. Every rank has to call it."""
+    part = part_of(run, prompts)
+    if not part.prompts:
+        if run.shards is not None:
+            run.shards.follow()
+        part.merge(None)
+        return None
+    logger.info("validating at step %d on %d prompts", run.state.step, min(len(prompts), run.config.decode.num_prompts))
     target = run.teacher.target
     draft = sage.load_draft(folder, target)
-    report = validate(run.config, target, draft, run.state.step, run.config.run.dir, prompts, draft_name=str(folder))
-    run.tracker.log(flatten(report), run.state.step)
-    run.report = report
-    return score_of(report)
-
-
-def score_of(report: dict[str, Any]) -> float | None:
-    """tokens_per_target_pass of the policy that stands for the run: `sage`, else the first one that drafts."""
-    drafting = [name for name in report["policies"] if name != PolicyName.autoregressive]
-    if not drafting:
-        return None
-    name = "sage" if "sage" in drafting else drafting[0]
-    return float(report["policies"][name]["tokens_per_target_pass"])
+    with run.shards.leading() if run.shards is not None else nullcontext():
+        return validate(
+            run.config,
+            target,
+            draft,
+            run.state.step,
+            run.config.run.dir,
+            part.prompts,
+            draft_name=str(folder),
+            merge=part.merge,
+        )
 
 
 def flatten(report: dict[str, Any]) -> dict[str, float]:

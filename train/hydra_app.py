@@ -11,7 +11,8 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,8 +22,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from sage.cli import wants_debug
+from train import sweep
 from train.config import ConfigError, config_dir, register
 from train.config_errors import explain, is_config_mistake, refuse_unknown
+from train.sweep import Ending
 
 EXIT_DONE, EXIT_CRASH, EXIT_USER, EXIT_STOPPED = 0, 1, 2, 3
 FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -30,52 +33,124 @@ FULL_ERROR = "HYDRA_FULL_ERROR"
 Task = Callable[[Any], int]
 
 
-def run_app(config_name: str, schema: type, task: Task) -> int:
+class SweepStopped(Exception):
+    """A job was stopped by a signal, so the jobs after it are not started."""
+
+    exit_code = EXIT_STOPPED
+
+
+def run_app(config_name: str, schema: type, task: Task, ending: Ending | None = None) -> int:
     """Composes `config_name` from the command line and runs `task(config)`.
 
     Args:
         config_name: a file in `conf/` without `.yaml`.
         schema: the dataclass the composed configuration must be.
         task: gets an instance of `schema`, answers with an exit code.
+        ending: a sweep's score and last word; None for commands that have none.
 
     Returns:
         the exit code: the task's (the largest of a sweep), 2 after a user's mistake, 1 after anything unforeseen.
     """
-    before = os.environ.get(FULL_ERROR)
-    wants_traceback = wants_debug()
+    before = {name: os.environ.get(name) for name in (FULL_ERROR, sweep.FOLDER)}
+    job = SweepJob(schema, task, ending, wants_debug(), sweep.swept_keys(sys.argv[1:]))
     os.environ[FULL_ERROR] = "1"  # so that Hydra hands errors on instead of printing them and exiting
     register()
     register_resolvers()
-    codes: list[int] = []
+    folder = sweep.open_folder()
 
-    def guarded(work: Callable[[], int]) -> int:
+    def whole() -> int:
+        hydra.main(version_base="1.3", config_path=config_path(), config_name=config_name)(job)()
+        return max(job.codes, default=EXIT_DONE)
+
+    try:
+        code = job.guard(whole)
+        jobs = sweep.read_jobs(folder)
+        return max(code, job.guard(lambda: _conclude(jobs, ending))) if jobs else code
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+class SweepJob:
+    """What Hydra calls: once for a single run, once per job of a sweep, there perhaps in another process.
+
+    Args:
+        swept: keys that the command line gives several values.
+
+    Attributes:
+        codes: exit codes of the jobs that ran in this process.
+    """
+
+    __name__ = "job"  # Hydra reads it
+
+    def __init__(
+        self, schema: type, task: Task, ending: Ending | None, wants_traceback: bool, swept: Sequence[str] = ()
+    ) -> None:
+        self.schema, self.task, self.ending, self.wants_traceback = schema, task, ending, wants_traceback
+        self.swept = list(swept)
+        self.codes: list[int] = []
+        self.error: str | None = None
+
+    def __call__(self, composed: DictConfig) -> float | None:
+        """Runs one job; a failed one does not end a sweep.
+
+        Returns:
+            a sweep's job its score, for sweepers that search; None after a failure.
+        """
+        register_resolvers()  # a launcher may have brought us into a process of its own
+        configs: list[Any] = []
+
+        def work() -> int:
+            configs.append(to_object(composed, self.schema, self.swept))
+            return self.task(configs[0])
+
+        self.error = None
+        code = self.guard(work)
+        self.codes.append(code)
+        if not is_sweep():
+            return None
+        if os.environ.get("RANK", "0") == "0":
+            folder = getattr(configs[0], "run", None) if configs else None
+            record = sweep.Job(number=int(HydraConfig.get().job.num), name=name_of_job(self.swept), code=code, error=self.error)
+            sweep.write_job(replace(record, dir=folder.dir if folder else None))
+        if code == EXIT_STOPPED:
+            raise SweepStopped("stopped; the jobs after this one were not started")
+        return self.ending.score(configs[0]) if self.ending and code == EXIT_DONE else None
+
+    def guard(self, work: Callable[[], int]) -> int:
+        """Runs `work`; every error becomes a line on stderr and an exit code."""
         try:
             return work()
         except KeyboardInterrupt:
-            return _say("stopped before anything was saved", EXIT_STOPPED)
+            return self._say("stopped before anything was saved", EXIT_STOPPED)
         except BrokenPipeError:  # the reader of our output, `head` say, has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return EXIT_DONE
         except Exception as error:
-            if wants_traceback and not is_crash(error):
+            if self.wants_traceback and not is_crash(error):
                 traceback.print_exc()
-            return report(error, schema)
+            self.error = message_of(error, self.schema)
+            return report(error, self.schema)
 
-    def job(composed: DictConfig) -> None:
-        codes.append(guarded(lambda: task(to_object(composed, schema))))  # one failed job does not end a sweep
+    def _say(self, message: str, code: int) -> int:
+        self.error = message
+        return _say(message, code)
 
-    def whole() -> int:
-        hydra.main(version_base="1.3", config_path=config_path(), config_name=config_name)(job)()
-        return max(codes, default=EXIT_DONE)
 
-    try:
-        return guarded(whole)
-    finally:
-        os.environ.pop(FULL_ERROR)
-        if before is not None:
-            os.environ[FULL_ERROR] = before
-        if before is not None:
-            os.environ[FULL_ERROR] = before
+def _conclude(jobs: list[sweep.Job], ending: Ending | None) -> int:
+    """The last word on a sweep; the exit code is the largest of its jobs'."""
+    if os.environ.get("RANK", "0") == "0" and ending is not None:
+        ending.conclude(jobs)
+    if failed := sweep.failures(jobs):
+        _say(failed, EXIT_USER)
+    return max(job.code for job in jobs)
+
+
+def is_sweep() -> bool:
+    """Whether Hydra is running the jobs of a sweep."""
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def report(error: Exception, schema: type) -> int:
@@ -83,15 +158,22 @@ def report(error: Exception, schema: type) -> int:
 
     An exception may bring its own `exit_code` and `details` (printed above the line).
     """
+    message = message_of(error, schema)
     if hasattr(error, "exit_code"):
         print(getattr(error, "details", ""), end="", file=sys.stderr)
-        return _say(str(error), int(error.exit_code))
-    if is_config_mistake(error):
-        return _say(explain(error, schema), EXIT_USER)
+        return _say(message, int(error.exit_code))
     if not is_crash(error):
-        return _say(str(error), EXIT_USER)
+        return _say(message, EXIT_USER)
     traceback.print_exception(error)
-    return _say(f"{type(error).__name__}: {error}", EXIT_CRASH)
+    return _say(message, EXIT_CRASH)
+
+
+def message_of(error: Exception, schema: type) -> str:
+    """What a person reads of an error, in one line."""
+    if is_config_mistake(error):
+        return explain(error, schema)
+    is_ours = not is_crash(error) or hasattr(error, "exit_code")
+    return " ".join((str(error) if is_ours else f"{type(error).__name__}: {error}").split())
 
 
 def is_crash(error: BaseException) -> bool:
@@ -99,14 +181,19 @@ def is_crash(error: BaseException) -> bool:
     return isinstance(error, UnicodeError) or not (isinstance(error, (ValueError, OSError)) or is_config_mistake(error))
 
 
-def to_object(composed: DictConfig, schema: type) -> Any:
-    """The one place where a DictConfig becomes a dataclass; jobs of a sweep get a folder each."""
+def name_of_job(swept: Sequence[str]) -> str:
+    """What the current job of a sweep changes."""
+    facts = HydraConfig.get()
+    return sweep.job_name(list(facts.overrides.task), swept, facts.job.override_dirname)
+
+
+def to_object(composed: DictConfig, schema: type, swept: Sequence[str] = ()) -> Any:
+    """The one place where a DictConfig becomes a dataclass; jobs of a sweep get a folder each, named by the `swept` keys."""
     refuse_unknown(composed, schema)
     config = OmegaConf.to_object(composed)
     assert isinstance(config, schema), f"{type(config).__name__} is not {schema.__name__}"
-    is_sweep = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
-    if is_sweep and hasattr(config, "run"):
-        config.run.dir = str(Path(config.run.dir) / HydraConfig.get().job.override_dirname)
+    if is_sweep() and hasattr(config, "run"):
+        config.run.dir = str(Path(config.run.dir) / name_of_job(swept))
     return config
 
 

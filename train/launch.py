@@ -1,9 +1,10 @@
 """Starting ranks on this machine, or joining those that torchrun, deepspeed or srun has started.
 
-Owns: who starts whom, signals between launcher and ranks, which rank's error a person sees. Does not own: what a rank does.
+Owns: who starts whom, how a failed rank ends. Does not own: what a rank does, how its error is told (train.failures).
 
 One rank runs in this process. For more, torch's own elastic launcher spawns them: rank 0 keeps the terminal, the others write
-into a temporary folder. A rank that dies leaves its error in that folder; the others are killed a second later.
+into a temporary folder. A rank that dies leaves its error in that folder; the others are killed a second later. A rank that
+somebody else has started shows its error itself, if it is the first to fail.
 """
 
 from __future__ import annotations
@@ -11,41 +12,26 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
-import signal
 import sys
 import tempfile
-import threading
-import time
-import traceback
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from multiprocessing import active_children
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NoReturn
 
-from checkpoints.store import write_text
+from checkpoints.files import write_text
 from train.checks import check_batch
 from train.config import Config, ConfigError, Device
-from train.hydra_app import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_USER, configure_logging, is_crash
-from train.stopping import STOP_SIGNALS, StopSignal
+from train.failures import describe
+from train.hydra_app import EXIT_DONE, EXIT_STOPPED, configure_logging
+from train.joining import join_environment
+from train.stopping import StopSignal
+from train.watch import POLL_S, quiet, watching
 
 if TYPE_CHECKING:
     from train.loop import Run
 
 logger = logging.getLogger(__name__)
-
-GRACE_S = 1.0  # how long ranks may take to report their own error after the first one died
-POLL_S = 0.1
-PORTS = range(20_000, 40_000)  # SLURM jobs find their meeting port in here, by job number
-
-
-class RankFailed(RuntimeError):
-    """A rank went down and took the run with it. `details` holds its traceback, `exit_code` the run's code."""
-
-    def __init__(self, message: str, exit_code: int, details: str = "") -> None:
-        super().__init__(message)
-        self.exit_code, self.details = exit_code, details
 
 
 def launch(config: Config) -> int:
@@ -66,7 +52,7 @@ def launch(config: Config) -> int:
             raise ConfigError(f"{key}={asked}: {started} rank(s) were started from outside; leave {key} unset there")
         check_batch(config, started)
         configure_logging(config.debug, is_speaking=os.environ["RANK"] == "0")
-        return run_rank(config)
+        return _run_joined(config)
     check_batch(config, asked or 1)
     check_devices(config, asked or 1)
     return run_rank(config) if (asked or 1) == 1 else spawn(config, asked or 1)
@@ -101,36 +87,6 @@ def _summary(run: Run, is_done: bool) -> str:
         return f"{folder}: stopped at step {run.state.step} of {run.total_steps} and saved; go on with run.resume=true"
     assert run.report is not None
     return f"{format_table(run.report)}\nreport: {run.report['path']}/report.md\ndraft: {folder}/draft"
-
-
-def join_environment() -> int | None:
-    """The number of ranks somebody else has started, or None. Translates srun's variables into torch's.
-
-    Raises:
-        ConfigError: variables of a launcher are there, but not all of them.
-    """
-    environment = os.environ
-    if "RANK" in environment or "WORLD_SIZE" in environment:
-        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environment]
-        if missing:
-            raise ConfigError(f"{', '.join(missing)}: missing beside the other launcher variables; use torchrun or unset RANK")
-        return int(environment["WORLD_SIZE"])
-    if "SLURM_STEP_ID" in environment and int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
-        environment["RANK"] = environment["SLURM_PROCID"]
-        environment["LOCAL_RANK"] = environment["SLURM_LOCALID"]
-        environment["WORLD_SIZE"] = environment["SLURM_STEP_NUM_TASKS"]
-        environment.setdefault("MASTER_ADDR", first_host(environment["SLURM_STEP_NODELIST"]))
-        job = int(environment["SLURM_JOB_ID"]) * 7 + int(environment["SLURM_STEP_ID"])
-        environment.setdefault("MASTER_PORT", str(PORTS[job % len(PORTS)]))
-        return int(environment["WORLD_SIZE"])
-    return None
-
-
-def first_host(nodelist: str) -> str:
-    """`gpu[003-007,9],big1` -> `gpu003`."""
-    found = re.match(r"([^,\[]+)(?:\[([^,\-\]]+))?", nodelist)
-    assert found, nodelist
-    return found.group(1) + (found.group(2) or "")
 
 
 def check_devices(config: Config, ranks: int) -> None:
@@ -197,107 +153,28 @@ def _rank_main(config: Config, folder: str) -> int:
     try:
         return run_rank(config)
     except BaseException as error:
-        _leave_error(Path(folder) / f"rank_{rank}.json", rank, error)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(EXIT_CRASH)  # no clean-up: it could wait for ranks that are gone
+        failure = describe(error, rank)
+        write_text(Path(folder) / f"rank_{rank}.json", json.dumps(asdict(failure)))
+        _leave(failure.exit_code)
 
 
-def _leave_error(path: Path, rank: int, error: BaseException) -> None:
-    own_code = getattr(error, "exit_code", None)
-    if own_code is None:
-        own_code = EXIT_STOPPED if isinstance(error, KeyboardInterrupt) else EXIT_CRASH if is_crash(error) else EXIT_USER
-    has_details = isinstance(error, Exception) and is_crash(error) and not hasattr(error, "exit_code")
-    name = f"rank {rank}: {type(error).__name__}: " if has_details else ""
-    facts = {
-        "time": time.time(),
-        "exit_code": own_code,
-        "message": f"{name}{error}" or type(error).__name__,
-        "details": "".join(traceback.format_exception(error)) if has_details else "",
-    }
-    write_text(path, json.dumps(facts))
+def _run_joined(config: Config) -> int:
+    """A rank that somebody else has started: runs, and shows its error if it is the first to fail."""
+    from train.ranks import fails_first, is_joined
 
-
-class Watch:
-    """Sees ranks die, kills the rest, and knows afterwards who was first."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.first_dead: dict[int, int] = {}  # pid -> exit code, as found at the first death
-        self.asked_to_stop = False
-        self._others = set(active_children())
-        self._children: dict[int, Any] = {}
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
-
-    def _watch(self) -> None:
-        while not self._done.wait(POLL_S):
-            for child in set(active_children()) - self._others:
-                self._children.setdefault(int(child.pid or 0), child)
-            dead = {pid: child.exitcode for pid, child in self._children.items() if child.exitcode not in (None, 0)}
-            if dead:
-                self.first_dead = dead
-                self._done.wait(GRACE_S)
-                self.kill()
-                return
-
-    def kill(self) -> None:
-        """Ends every rank that is still there."""
-        for child in self._children.values():
-            if child.is_alive():
-                child.kill()
-
-    def forward(self, number: int, frame: Any) -> None:
-        """Hands a wish to stop on to the ranks; a second Ctrl-C ends them at once."""
-        if self.asked_to_stop and number == signal.SIGINT:
-            self.kill()
-            return
-        self.asked_to_stop = True
-        for child in self._children.values():
-            if child.is_alive():
-                os.kill(child.pid, signal.SIGUSR1)
-
-    def verdict(self) -> RankFailed:
-        """The error a person should see: a rank killed from outside, else the first one that reported an error."""
-        reports = [json.loads(path.read_text()) for path in self.folder.glob("rank_*.json")]
-        ranks = {int(path.read_text()): int(path.stem.split("_")[1]) for path in self.folder.glob("rank_*.pid")}
-        if self.asked_to_stop:
-            return RankFailed("stopped at once; what was saved before is whole, go on with run.resume=true", EXIT_STOPPED)
-        for pid, code in self.first_dead.items():
-            if code < 0:
-                name = signal.Signals(-code).name
-                hint = " (out of memory?)" if name == "SIGKILL" else ""
-                return RankFailed(f"rank {ranks.get(pid, '?')} was killed by {name}{hint}", EXIT_CRASH)
-        if reports:
-            first = min(reports, key=lambda report: report["time"])
-            return RankFailed(first["message"], first["exit_code"], first["details"])
-        return RankFailed("a rank ended before it could say why; run with launch.ranks=1 to see", EXIT_CRASH)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._done.set()
-        self._thread.join()
-
-
-@contextmanager
-def watching(folder: Path) -> Iterator[Watch]:
-    """Watches over ranks started inside the block, and hands signals on to them."""
-    watch = Watch(folder)
-    is_main_thread = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, watch.forward) for number in STOP_SIGNALS} if is_main_thread else {}
-    watch.start()
     try:
-        yield watch
-    finally:
-        watch.stop()
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        return run_rank(config)
+    except BaseException as error:
+        if not is_joined():
+            raise
+        failure = describe(error, int(os.environ["RANK"]))
+        if fails_first():
+            print(f"{failure.details}error: {failure.message}", file=sys.stderr)
+        _leave(failure.exit_code)
 
 
-def quiet(*names: str) -> None:
-    """Silences a library's loggers that report what we report better."""
-    for known in [*names, *logging.root.manager.loggerDict]:
-        if known.startswith(names):
-            logging.getLogger(known).setLevel(logging.CRITICAL + 1)
+def _leave(exit_code: int) -> NoReturn:
+    """Ends the process without clean-up, which could wait for ranks that are gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)

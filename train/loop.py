@@ -18,11 +18,13 @@ from checkpoints.store import StateStore
 from train.config import Config
 from train.engine import Engine
 from train.meter import Meter
-from train.objective import Objective, count_supervised, with_noise
+from train.pairs import count_supervised
+from train.profiling import ProfileWindow
 from train.progress import Display
 from train.ranks import Ranks
 from train.resume import TrainState, save_state
 from train.schedule import learning_rate
+from train.sharding import Shards
 from train.stopping import StopSignal
 from train.teacher import Teacher
 from train.tracking import Tracker
@@ -45,13 +47,15 @@ class TrainingError(RuntimeError):
 
 @dataclass(kw_only=True)
 class Run:
-    """Everything the loop works with, put together in train.build. `report` is the last validation's, on rank 0."""
+    """Everything the loop works with, put together in train.build. `report` is the last validation's, on rank 0.
+
+    `shards` is there where the teacher's target is spread over the ranks.
+    """
 
     config: Config
     ranks: Ranks
     engine: Engine
     teacher: Teacher
-    objective: Objective
     loader: Feed
     store: StateStore
     tracker: Tracker
@@ -60,9 +64,16 @@ class Run:
     state: TrainState
     total_steps: int
     validate: Callable[[Run], None]
+    profile: ProfileWindow
     stop: StopSignal = field(default_factory=StopSignal)
     is_stopping: bool = False
+    shards: Shards | None = None
     report: dict[str, Any] | None = None
+
+    @property
+    def has_stalled(self) -> bool:
+        """Whether so many validations in a row brought no better score that the run ends early."""
+        return 0 < self.config.train.patience <= self.state.stale
 
 
 def fit(run: Run) -> bool:
@@ -77,7 +88,8 @@ def fit(run: Run) -> bool:
 
 def _fit(run: Run, steps: Iterator[MicroBatches]) -> bool:
     train, state, saved_at, validated_at = run.config.train, run.state, run.state.step, None
-    while state.step < run.total_steps and not run.is_stopping:
+    while state.step < run.total_steps and not (run.is_stopping or run.has_stalled):
+        run.profile.at(state.step)
         lr = learning_rate(run.config.optim, state.step, run.total_steps)
         grad_norm = train_step(run, next(steps), lr)
         state.step += 1
@@ -116,12 +128,10 @@ def train_step(run: Run, micro_batches: MicroBatches, lr: float) -> float:
     flags: list[Tensor] = []
     for batch in micro_batches:
         pairs = run.teacher(batch)
-        noisy = with_noise(pairs.features, run.config.objective.feature_noise)
-        predicted = run.engine(pairs.embeds_next, noisy, pairs.position_ids)
-        sums = run.objective(predicted, pairs.wanted, pairs.mask, run.teacher.lm_head)
-        run.engine.backward(sums.loss / count)
-        run.meter.add(sums.detached())
-        flags.append(~sums.loss.detach().isfinite() | run.engine.take_bad_gradient())
+        loss, sums, agree_KS = run.engine(pairs, run.teacher.lm_head)
+        run.engine.backward(loss / count)
+        run.meter.add(sums, agree_KS, pairs.mask)
+        flags.append(~loss.detach().isfinite() | run.engine.take_bad_gradient())
     is_bad = torch.stack(flags) if flags else torch.zeros(1, dtype=torch.bool, device=device)
     if run.ranks.sum(is_bad.any()) > 0:
         raise TrainingError(_blame(run, micro_batches, is_bad))

@@ -35,16 +35,16 @@ class Silent:
 
 
 class Live:
-    """A bar with loss, tokens/s and the time left."""
+    """A bar with loss, estimated acceptance, tokens/s, memory and the time left."""
 
-    def __init__(self, total: int, first: int) -> None:
+    def __init__(self, total: int, first: int, console: Console | None = None) -> None:
         self.bar = Progress(
             BarColumn(bar_width=12),
             TextColumn("{task.completed}/{task.total}"),
             TextColumn("{task.fields[facts]}"),
             TimeRemainingColumn(compact=True),
             TextColumn("left"),
-            console=Console(stderr=True),
+            console=console or Console(stderr=True),
         )
         self.task = self.bar.add_task("training", total=total, completed=first, facts="")
         self.bar.start()
@@ -82,16 +82,18 @@ def open_display(total: int, first: int, interval_s: float, is_main: bool) -> Di
     return Live(total, first) if sys.stderr.isatty() else Lines(total, first, interval_s)
 
 
+PARTS = (  # metric, how it is shown
+    ("loss", "loss {:.4f}"),
+    ("agreement", "agree {:.3f}"),
+    ("estimated_tokens_per_pass", "~{:.2f} tokens/pass"),
+    ("tokens_per_s", "{:,.0f} tokens/s"),
+    ("memory_gib", "{:.1f} GiB"),
+)
+
+
 def describe(facts: dict[str, float]) -> str:
-    """`loss 0.412  accept .87  12.3k tokens/s`, of the facts that are there."""
-    parts = []
-    if "loss" in facts:
-        parts.append(f"loss {facts['loss']:.4f}")
-    if "agreement" in facts:
-        parts.append(f"agreement {facts['agreement']:.3f}")
-    if "tokens_per_s" in facts:
-        parts.append(f"{facts['tokens_per_s']:,.0f} tokens/s")
-    return "  ".join(parts)
+    """`loss 0.4120  agree 0.870  ~3.41 tokens/pass  12,345 tokens/s  21.3 GiB`, of the facts that are there."""
+    return "  ".join(form.format(facts[name]) for name, form in PARTS if name in facts)
 
 
 def clock(seconds: float) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from checkpoints.store import write_text
+from checkpoints.files import write_text
 from train.ranks import Ranks
 
 FILE = "provenance.json"

@@ -74,9 +74,32 @@ def joined(device: str, timeout_s: int) -> Iterator[Ranks]:
     dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s), **alone)
     try:
         yield Ranks(rank, world_size, where)
-    finally:
-        if dist.is_initialized():  # the engine may have left before us
-            dist.destroy_process_group()
+    except BaseException:
+        if world_size == 1:
+            _leave()
+        raise  # with more, leaving could wait for ranks that are gone; the process is about to end
+    _leave()
+
+
+def _leave() -> None:
+    if dist.is_initialized():  # the engine may have left before us
+        dist.destroy_process_group()
+
+
+def is_joined() -> bool:
+    """Whether this process is in a group with others."""
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def fails_first() -> bool:
+    """Counts a failure of this rank; whether it is the first of all ranks.
+
+    Where the rank that keeps the count has gone without a word, rank 1 speaks.
+    """
+    try:
+        return bool(dist.distributed_c10d._get_default_store().add("failed ranks", 1) == 1)
+    except RuntimeError:
+        return dist.get_rank() == 1
 
 
 def local_rank() -> int:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from checkpoints.store import write_text
+from checkpoints.files import write_text
 from train.config import Config, ConfigError, TrackingKind, WandbConfig
 
 logger = logging.getLogger(__name__)

@@ -11,12 +11,16 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from data_prep.turns import asked_in_turn
 from sage.bench import (
     AUTOREGRESSIVE,
     BenchPrompt,
@@ -29,7 +33,12 @@ from sage.bench import (
     write_json,
     write_text,
 )
+from sage.bench.calibration import calibration
+from sage.bench.measure import Measurement
+from sage.bench.replays import all_policies, replays
 from sage.bench.report import PACKAGES, versions
+from sage.bench.runners import HF_ASSISTED, find_assistant
+from sage.generation import generate
 from sage.trees import policy as new_policy
 from train.config import DecodeConfig, Precision
 from train.report import render_page, write_plots
@@ -57,7 +66,8 @@ def validate(
     draft_name: str | None = None,
     command: str | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> dict[str, Any]:
+    merge: Callable[[Measurement], Measurement | None] = lambda own: own,
+) -> dict[str, Any] | None:
     """Measures the draft and writes `report.json`, `report.md` and plots below `run_dir`.
 
     The weights, the training mode and the random state of the caller's models are as before afterwards.
@@ -68,12 +78,14 @@ def validate(
         draft: the draft in training or just loaded; None if only `autoregressive` is measured.
         step: optimizer steps the draft was trained for; names the folder.
         prompts: held-out conversations (anything with `messages`), lists of chat messages, or model inputs of batch 1.
+            Later turns of a conversation are prompts of their own, asked after the target's answers.
         draft_name: how the report calls the draft; default the run folder.
         command: the command line that repeats this; default this process's own.
         progress: called with (done, total), counting prompts once per repeat.
+        merge: makes one measurement of those of several processes; where it answers None, nothing is written.
 
     Returns:
-        the content of report.json, and the folder it lies in under "path".
+        the content of report.json, and the folder it lies in under "path"; None where another process reports.
 
     Raises:
         ValueError: an unknown policy, option or baseline, no prompts, or a prompt that cannot be prepared.
@@ -82,8 +94,11 @@ def validate(
     folder = step_folder(run_dir, step)
     runners = build_runners(decode, target, draft)
     with _measuring(target, draft, decode):
-        bench = [bench_prompt(target, prompt, index) for index, prompt in enumerate(prompts[: decode.num_prompts])]
-        measured = measure(runners, bench, sampling(decode), decode.repeats, decode.warmup, progress)
+        asked = islice(asked_in_turn(prompts, partial(_answer, target, decode)), decode.num_prompts)
+        bench = [bench_prompt(target, prompt, index) for index, prompt in enumerate(asked)]
+        measured = merge(measure(runners, bench, sampling(decode), decode.repeats, decode.warmup, progress))
+        if measured is None:
+            return None
         report = build_report(
             measured,
             target,
@@ -91,6 +106,10 @@ def validate(
             [str(name) for name in decode.policies],
             step=step,
             options={name: dict(options) for name, options in decode.options.items() if options},
+            calibration=calibration(runners, measured),
+            replay=replays(target, draft, measured.prompts, sampling(decode), all_policies(decode.options))
+            if decode.replay
+            else {},
             command=command or this_command(),
         )
     report["versions"] = versions((*PACKAGES, "deepspeed"))
@@ -116,7 +135,7 @@ def build_runners(decode: DecodeConfig, target: Any, draft: Any) -> list[Runner]
     """The policies with their options, then the baselines; our own autoregressive loop always takes part.
 
     Raises:
-        ValueError: an unknown policy, option or baseline, or a drafting policy without a draft.
+        ValueError: an unknown policy, option or baseline, a drafting policy without a draft, or `hf_assisted` without a model.
     """
     names = [str(name) for name in decode.policies]
     policies = {name: new_policy(name, **decode.options.get(name, {})) for name in names}
@@ -124,7 +143,8 @@ def build_runners(decode: DecodeConfig, target: Any, draft: Any) -> list[Runner]
         raise ValueError(f"decode.policies: {', '.join(needing)} need a draft; give one, or measure autoregressive alone")
     runners: list[Runner] = [PolicyRunner(target, draft, name, policy) for name, policy in policies.items()]
     others = dict.fromkeys([AUTOREGRESSIVE, *(str(name) for name in decode.baselines)])
-    return runners + [baseline_runner(target, name) for name in others if name not in names]
+    assistant = find_assistant(target, decode.assistant, draft) if HF_ASSISTED in others else None
+    return runners + [baseline_runner(target, name, assistant) for name in others if name not in names]
 
 
 def sampling(decode: DecodeConfig) -> Sampling:
@@ -136,6 +156,12 @@ def sampling(decode: DecodeConfig) -> Sampling:
         top_p=decode.top_p,
         seed=decode.seed,
     )
+
+
+def _answer(target: Any, decode: DecodeConfig, messages: list[dict[str, Any]]) -> str:
+    """What the target itself says, for the next turn of a prompt that has one."""
+    inputs = target.prepare(messages)
+    return generate(target, None, inputs, policy=AUTOREGRESSIVE, **asdict(sampling(decode))).text
 
 
 def bench_prompt(target: Any, prompt: Any, index: int) -> BenchPrompt:

@@ -19,7 +19,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from checkpoints.store import STEP_NAME, StateStore, step_name
+from sage.cli import run
 from train.checks import RUN_MARK, check_decode, check_path
+from train.compare import run_command
 from train.config import ConfigError, DataConfig, DecodeConfig, DraftChoice, TargetConfig, ValidateConfig
 from train.hydra_app import EXIT_DONE, configure_logging, run_app
 
@@ -42,8 +44,15 @@ class Checkpoint:
 
 def main() -> None:
     """Entry point of the console script; exits with the code that the contract gives."""
+    if sys.argv[1:2] == ["--compare"]:
+        sys.exit(run(compare_runs))
     sys.argv[1:] = [_alias(word) for word in sys.argv[1:]]
     sys.exit(run_app("validate", ValidateConfig, run_validation))
+
+
+def compare_runs() -> None:
+    """`sage-validate --compare RUN ...`: reads finished runs, measures nothing."""
+    print(run_command(sys.argv[2:]))
 
 
 def run_validation(config: ValidateConfig, overrides: Sequence[str] | None = None) -> int:
@@ -202,6 +211,7 @@ def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     report = validate(
         config, target, draft, _step(checkpoint), home, held_out, draft_name=str(checkpoint.draft), progress=_progress
     )
+    assert report is not None  # nobody else measures
     return report | {"table": format_table(report)}
 
 

@@ -16,7 +16,7 @@ from checkpoints.export.folder import CONFIG, Weights, read_config
 from checkpoints.export.importing import PREFIXES, Reading, read_eagle3
 from checkpoints.export.layout import Head
 from checkpoints.export.writing import ABOUT, writing
-from checkpoints.store import write_text
+from checkpoints.files import write_text
 from sage.drafts import Eagle3Draft
 
 ROUNDING = 2**-7  # one step of bf16's eight bits, relative

@@ -26,7 +26,7 @@ from checkpoints.export.source import Source, find_source, headline, load_traine
 from checkpoints.export.speculators import speculators_config, speculators_tensors
 from checkpoints.export.validator import check_folder
 from checkpoints.export.writing import ABOUT, writing
-from checkpoints.store import write_text
+from checkpoints.files import write_text
 from sage.drafts import Head
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from checkpoints.export.facts import TargetFacts, read_json
 from checkpoints.export.folder import CONFIG, Weights, read_config
-from checkpoints.export.layout import FEATURE_LEVELS, LEVELS_KEY, Format, Head, Table, default_levels, eagle3_table
+from checkpoints.export.layout import FEATURE_LEVELS, LEVELS_KEY, Format, Head, Table, default_levels, eagle3_table, is_ours
 from checkpoints.export.speculators import eagle3_name
 from checkpoints.export.tensor_checks import find_bad_maps
 from checkpoints.export.writing import ABOUT
@@ -56,6 +56,8 @@ def read_eagle3(folder: Path, facts: TargetFacts, reading: Reading | None = None
     """
     reading = reading or Reading()
     head = Head(read_config(folder))
+    if is_ours(head.config):
+        raise ValueError(f"{folder}: a draft as sage saves it already; sage-validate and sage-generate take it as it is")
     if head.format not in (Format.eagle3, Format.speculators):
         found = head.config.get("architectures") or head.config.get("model_type")
         raise ValueError(f"{folder / CONFIG}: {found} is not an EAGLE-3 draft; only those can be imported")

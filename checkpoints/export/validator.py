@@ -9,6 +9,7 @@ from checkpoints.export.facts import TargetFacts, read_json
 from checkpoints.export.findings import Case, Check, Finding
 from checkpoints.export.folder import CONFIG, Weights, read_config
 from checkpoints.export.layout import EAGLE_CLASSES, Format, Head, eagle3_table, eagle_table, is_ours
+from checkpoints.export.source import RUN_MARK
 from checkpoints.export.tensor_checks import check_tensors
 from checkpoints.export.writing import ABOUT, Damaged, find_damage, is_sealed
 
@@ -31,6 +32,10 @@ def check_folder(folder: Path, facts: TargetFacts | None = None) -> Check:
     check = Check(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder")
+    if (folder / RUN_MARK).is_file() and not (folder / CONFIG).is_file():
+        effect = "no engine knows it: export its draft first (sage-export DIR --format ...)"
+        check.findings.append(Finding(RUN_MARK, "a run's folder", effect))
+        return check
     try:
         if is_sealed(folder):
             find_damage(folder)

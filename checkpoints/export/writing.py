@@ -9,17 +9,16 @@ Owns: the folder's fate, and finding damage in a sealed folder. Does not own: wh
 
 from __future__ import annotations
 
-import json
-import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+
+from safetensors import SafetensorError
 
 from checkpoints.export.facts import read_json
-from checkpoints.store import MANIFEST, BadState, sync_rename, verify, write_manifest
-
-logger = logging.getLogger(__name__)
+from checkpoints.files import part_of, replace_folder, settle
+from checkpoints.store import MANIFEST, BadState, verify, write_manifest
 
 ABOUT = "sage_export.json"  # what the export is, for people, for `--inspect` and for importing it again
 
@@ -39,29 +38,23 @@ def writing(out: Path, step: int, overwrite: bool = False) -> Iterator[Path]:
 
     Raises:
         ValueError: something is there already.
+        OSError: the disk is full, or not to be written to; nothing new is left there.
     """
     settle(out)
     _refuse_existing(out, overwrite)
-    part = _part(out)
+    part = part_of(out)
     shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
     try:
+        part.mkdir(parents=True)
         yield part
         write_manifest(part, step)
-        _replace(part, out)
-    except Exception:
+        replace_folder(part, out)
+    except Exception as error:
         settle(out)
         shutil.rmtree(part, ignore_errors=True)
+        if isinstance(error, (OSError, SafetensorError)):  # the latter is what safetensors makes of a full disk
+            raise OSError(f"--out {out}: could not be written ({error}); nothing new was left there") from error
         raise
-
-
-def settle(out: Path) -> None:
-    """Undoes what a crash in the middle of a replacement left: the older folder goes back if there is no newer one."""
-    old = _old(out)
-    if old.exists() and not out.exists():
-        logger.warning("%s: a replacement was interrupted; the older folder is back in its place", out)
-        sync_rename(old, out)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _refuse_existing(out: Path, overwrite: bool) -> None:
@@ -71,21 +64,6 @@ def _refuse_existing(out: Path, overwrite: bool) -> None:
         raise ValueError(f"--out {out}: exists and was not written by sage-export; give another folder")
     if not overwrite:
         raise ValueError(f"--out {out}: exists; give another folder, or --overwrite to replace it")
-
-
-def _replace(part: Path, out: Path) -> None:
-    if out.exists():
-        sync_rename(out, _old(out))
-    sync_rename(part, out)
-    shutil.rmtree(_old(out), ignore_errors=True)
-
-
-def _part(out: Path) -> Path:
-    return out.with_name(f".{out.name}.part")
-
-
-def _old(out: Path) -> Path:
-    return out.with_name(f".{out.name}.old")
 
 
 def is_sealed(folder: Path) -> bool:
@@ -99,22 +77,8 @@ def find_damage(folder: Path) -> None:
     Raises:
         Damaged: names the file.
     """
-    path = folder / MANIFEST
     try:
-        text = path.read_text(encoding="utf-8")
-        manifest = json.loads(text)
-        listed = sorted(manifest["files"])
-        is_whole = set(manifest) == {"step", "files"} and all(set(f) == {"bytes", "sha256"} for f in manifest["files"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Damaged(f"{path}: damaged, not a manifest any more") from error
-    for name in listed:
-        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\\" in name:
-            raise Damaged(f"{path}: names {name!r}, which leads out of the folder")
-    # A byte may also flip where JSON does not care: the manifest must be the very text that is written for its content.
-    if not is_whole or text != json.dumps(manifest, indent=1) + "\n":
-        raise Damaged(f"{path}: damaged, not the text that was written")
-    try:
-        verify(folder)
+        manifest = verify(folder)
     except BadState as error:
         raise Damaged(str(error)) from error
     _compare_step(folder, manifest["step"])

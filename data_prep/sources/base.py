@@ -48,7 +48,7 @@ class Source(ABC):
         Raises:
             BadItem: it cannot.
         """
-        return _with_media(check(self.conversation(index), need_answer=True))
+        return as_example(self.conversation(index))
 
     def prompt(self, index: int) -> Conversation:
         """The item up to before its last answer, if that can be answered.
@@ -75,6 +75,15 @@ class Stream(ABC):
     @abstractmethod
     def fingerprint(self) -> str:
         """Changes whenever the items do."""
+
+
+def as_example(conversation: Conversation) -> Conversation:
+    """A conversation that ends with an answer, checked, as far as can be without opening its pictures.
+
+    Raises:
+        BadItem: it cannot be trained on.
+    """
+    return _with_media(check(conversation, need_answer=True))
 
 
 def as_prompt(conversation: Conversation) -> Conversation:

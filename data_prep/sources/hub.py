@@ -78,26 +78,29 @@ def load_table(path: str, subset: str, split: str, cache_dir: str, streaming: bo
 
     cache = str(Path(cache_dir).expanduser() / "tables") if cache_dir else None
     try:
-        if os.path.exists(os.path.join(path, "dataset_info.json")):
+        if os.path.exists(os.path.join(path, "dataset_dict.json")):
+            table = datasets.load_from_disk(os.path.join(path, split))
+        elif os.path.exists(os.path.join(path, "dataset_info.json")):
             table = datasets.load_from_disk(path)
         else:
-            name, files = _local_files(path)
-            table = datasets.load_dataset(
-                name, subset or None, data_files=files, split=split, streaming=streaming, cache_dir=cache
-            )
+            name, config, files = _place(path, subset)
+            table = datasets.load_dataset(name, config, data_files=files, split=split, streaming=streaming, cache_dir=cache)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(f"data set {path}: {_one_line(error)}; check data.path, subset and split ({split})") from error
+        asked = f"subset {subset!r}, split {split!r}"
+        raise ValueError(f"data set {path}: {_one_line(error)}; check path, subset and split (here {asked})") from error
     return _undecoded(table)
 
 
-def _local_files(path: str) -> tuple[str, Any]:
-    """(name, data files) that `load_dataset` takes for a hub name, a parquet file or a folder of them."""
+def _place(path: str, subset: str) -> tuple[str, str | None, Any]:
+    """(name, configuration, data files) for `load_dataset`: a hub name, one parquet file, or a folder laid out like a hub's.
+
+    A folder says in its README.md what its configurations and splits are; without one, a configuration is a folder in it,
+    and a file belongs to the split its name begins with (`train-00000-of-00002.parquet`).
+    """
     if path.endswith(".parquet"):
-        return "parquet", {"train": path, "validation": path, "test": path}
-    if os.path.isdir(path):
-        files = sorted(str(file) for file in Path(path).rglob("*.parquet"))
-        return ("parquet", {"train": files, "validation": files, "test": files}) if files else (path, None)
-    return path, None
+        return "parquet", None, {"train": path, "validation": path, "test": path}
+    is_folder = subset and os.path.isdir(path) and not os.path.exists(os.path.join(path, "README.md"))
+    return (os.path.join(path, subset), None, None) if is_folder else (path, subset or None, None)
 
 
 def _undecoded(table: Any) -> Any:

@@ -55,7 +55,8 @@ class JsonRows:
         except UnicodeDecodeError as error:
             raise self.bad(index, f"not UTF-8 at byte {begin + error.start}") from error
         except json.JSONDecodeError as error:
-            raise self.bad(index, f"not valid JSON ({error.msg} at character {error.pos} of the item)") from error
+            what = error.msg.removesuffix(" at")
+            raise self.bad(index, f"not valid JSON ({what}, at character {error.pos} of the item)") from error
 
     def bad(self, index: int, reason: str) -> BadItem:
         """The error that names this file and item."""

@@ -9,15 +9,15 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 from data_prep.config import SourceConfig, Split
-from data_prep.conversation import Message, Part
+from data_prep.conversation import Conversation, Message, Part
 from data_prep.sources.base import Source
 from data_prep.sources.json_rows import JsonRows
 from data_prep.sources.rows import ListRows, MediaFinder, Row, Rows, RowSource, need_path
+from data_prep.turns import LATER
 
 ONE_WORD = "Answer the question using a single word or phrase."
 ONE_LETTER = "Answer with the option's letter from the given choices directly."
@@ -28,12 +28,14 @@ MVBENCH_FRAMES_PER_S = 3.0  # its TV episodes come as frames at this rate
 
 @dataclass(frozen=True)
 class Asked:
-    """One question as a layout has it: what is shown, the question, how to answer it shortly, the answer if known."""
+    """One question as a layout has it: what is shown, the question, how to answer it shortly, the answer if known, and the
+    questions that are asked after it."""
 
     shown: list[Part]
     question: str
     short: str
     answer: str | None = None
+    later: tuple[str, ...] = ()
 
 
 def textvqa(row: Row, find: MediaFinder) -> Asked:
@@ -90,7 +92,8 @@ def video_detail_caption(row: Row, find: MediaFinder) -> Asked:
 def mmspec(row: Row, find: MediaFinder) -> Asked:
     """mmspec.jsonl: {"id", "image", "turns": [question, ...], "category", "topic"}, images/IMAGE."""
     shown = _embedded(row) or _image(find(row["image"], "images"))
-    return Asked(shown, row["turns"][0], "")
+    first, *later = row["turns"]
+    return Asked(shown, first, "", later=tuple(later))
 
 
 @dataclass(frozen=True)
@@ -115,18 +118,43 @@ LAYOUTS = {
 }
 
 
-def _ask(row: Row, kind: str, find: MediaFinder, long_answers: bool) -> list[Message]:
-    return to_messages(LAYOUTS[kind].ask(row, find), long_answers)
+class PromptSource(RowSource):
+    """The rows of one prompt set.
+
+    Args:
+        find: where its pictures and clips are.
+        long_answers: ask for a detailed explanation where the layout wants one word.
+    """
+
+    def __init__(self, rows: Rows, kind: str, find: MediaFinder, long_answers: bool) -> None:
+        self.layout, self.find, self.long_answers = LAYOUTS[kind], find, long_answers
+        layout = self.layout
+        settings = (kind, find.root, long_answers)
+        super().__init__(rows, self._messages, settings, layout.id_key, layout.family, layout.family_key)
+
+    def _messages(self, row: Row) -> list[Message]:
+        return to_messages(self.layout.ask(row, self.find), self.long_answers)
+
+    def conversation(self, index: int) -> Conversation:
+        found = super().conversation(index)
+        later = self.layout.ask(self.rows.row(index), self.find).later
+        if not later:
+            return found
+        ending = EXPLAIN if self.long_answers else ""
+        return replace(found, meta=found.meta | {LATER: [_joined(question, ending) for question in later]})
 
 
 def to_messages(asked: Asked, long_answers: bool) -> list[Message]:
     """What is shown, then the question and how to answer it; the known answer as the assistant's turn."""
-    ending = EXPLAIN if long_answers else asked.short
-    text = "\n".join(part for part in (asked.question.strip(), ending) if part)
+    text = _joined(asked.question, EXPLAIN if long_answers else asked.short)
     messages: list[Message] = [{"role": "user", "content": [*asked.shown, {"type": "text", "text": text}]}]
     if asked.answer is not None:
         messages.append({"role": "assistant", "content": [{"type": "text", "text": str(asked.answer)}]})
     return messages
+
+
+def _joined(question: str, ending: str) -> str:
+    return "\n".join(part for part in (question.strip(), ending) if part)
 
 
 def _embedded(row: Row) -> list[Part]:
@@ -168,13 +196,6 @@ def _rows(config: SourceConfig, path: str, layout: Layout, cache_dir: str) -> Ro
 def open_source(label: str, config: SourceConfig, split: Split, cache_dir: str) -> Source:
     """One annotation file, or the set's parquet version; other pictures and videos are looked for below `media_root`."""
     path = need_path(label, config.path, f"the annotation file of {config.kind}")
-    layout = LAYOUTS[config.kind]
     find = MediaFinder(config.media_root or os.path.dirname(path))
-    return RowSource(
-        _rows(config, path, layout, cache_dir),
-        partial(_ask, kind=config.kind, find=find, long_answers=config.long_answers),
-        (config.kind, find.root, config.long_answers),
-        layout.id_key,
-        layout.family,
-        layout.family_key,
-    )
+    rows = _rows(config, path, LAYOUTS[config.kind], cache_dir)
+    return PromptSource(rows, config.kind, find, config.long_answers)

@@ -180,15 +180,18 @@ def _synchronize(device: torch.device) -> None:
 
 def format_costs(costs: dict[str, Any]) -> str:
     """Two small tables in milliseconds, a column per context length."""
-    note = (
-        f"{costs['layers_measured']} of {costs['layers']} layers measured, the rest extrapolated"
-        if costs["is_extrapolated"]
-        else f"all {costs['layers']} layers measured"
-    )
-    head = f"{costs['shape']['name']}, {costs['dtype']} on {costs['device']}, random weights; {note}"
+    head = f"{costs['shape']['name']}, {costs['dtype']} on {costs['device']}; {_origin(costs)}"
     verify = _grid("target pass, ms: nodes", costs["verify"], "nodes")
     draft = _grid("draft level, ms: width", costs["draft"], "width")
     return f"{head}\n\n{verify}\n\n{draft}"
+
+
+def _origin(costs: dict[str, Any]) -> str:
+    if not costs["layers_measured"]:
+        return "not measured: the bytes read, over the memory bandwidth"
+    if costs["is_extrapolated"]:
+        return f"random weights, {costs['layers_measured']} of {costs['layers']} layers measured, the rest extrapolated"
+    return f"random weights, all {costs['layers']} layers measured"
 
 
 def _grid(corner: str, rows: Sequence[dict[str, float]], key: str) -> str:

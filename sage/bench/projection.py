@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sage.bench.table import BOOKKEEPING, decode_shares
 from sage.costs import Curve
-
-BOOKKEEPING = ("accept", "commit", "policy", "other")
 
 
 def project(report: Mapping[str, Any], costs: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -39,7 +38,15 @@ def _row(name: str, part: Mapping[str, Any], costs: Mapping[str, Any], context: 
     compute_s += levels * _curve(costs["draft"], "width", context)(round(width))
     host_s = sum(part["time_s"][stage] for stage in BOOKKEEPING) / part["rounds"]
     share = host_s / (host_s + compute_s)
-    return {"policy": name, "context": context, "compute_s": compute_s, "bookkeeping_s": host_s, "share": share}
+    shares = decode_shares(part)
+    return {
+        "policy": name,
+        "context": context,
+        "compute_s": compute_s,
+        "bookkeeping_s": host_s,
+        "share": share,
+        "measured_share": shares[-1] if shares else 0.0,
+    }
 
 
 def _curve(rows: Sequence[Mapping[str, float]], key: str, context: int) -> Curve:
@@ -47,10 +54,20 @@ def _curve(rows: Sequence[Mapping[str, float]], key: str, context: int) -> Curve
     return Curve([count for count, _ in chosen], [seconds for _, seconds in chosen])
 
 
-def format_projection(rows: Sequence[Mapping[str, Any]], name: str) -> str:
-    """A small table, a line per policy and context length."""
-    lines = [f"bookkeeping projected to {name}", f"{'policy':16}{'context':>9}{'round, ms':>12}{'host, ms':>11}{'share':>9}"]
-    for row in rows:
-        host, whole = 1e3 * row["bookkeeping_s"], 1e3 * (row["bookkeeping_s"] + row["compute_s"])
-        lines.append(f"{row['policy']:16}{row['context']:>9}{whole:>12.2f}{host:>11.3f}{row['share']:>9.2%}")
+def format_projection(rows: Sequence[Mapping[str, Any]], name: str, measured: str) -> str:
+    """A small table: what is no model compute, as a share of decoding time, with the small target and beside the large one.
+
+    Args:
+        rows: of `project`.
+        name: the large target's shape.
+        measured: the target that the report is about.
+    """
+    contexts = list(dict.fromkeys(row["context"] for row in rows))
+    head = f"{'policy':24}{'ms/round':>10}{measured[:22]:>24}" + "".join(f"{f'L = {context}':>12}" for context in contexts)
+    lines = [f"what is no model compute, of decoding time: measured, and projected to {name}", head]
+    for policy in dict.fromkeys(row["policy"] for row in rows):
+        own = {row["context"]: row for row in rows if row["policy"] == policy}
+        first = own[contexts[0]]
+        cells = "".join(f"{own[context]['share']:>12.2%}" for context in contexts)
+        lines.append(f"{policy:24}{1e3 * first['bookkeeping_s']:>10.3f}{first['measured_share']:>24.1%}{cells}")
     return "\n".join(lines)

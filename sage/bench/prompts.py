@@ -10,6 +10,7 @@ from typing import Any
 from sage.bench.measure import BenchPrompt
 
 Messages = list[dict[str, Any]]
+MEDIA = ("image", "video")
 
 TEXTS = (
     "Explain in a few sentences how a lighthouse works.",
@@ -20,21 +21,29 @@ TEXTS = (
 
 
 def load_prompts(
-    target: Any, file: str | None, images: Sequence[str], text: str | None, limit: int | None
+    target: Any, file: str | None, images: Sequence[str], text: str | None, limit: int | None, family: str | None = None
 ) -> list[BenchPrompt]:
     """Model-ready prompts from the first source that is given: `file`, then `images` and `text`, then `TEXTS`.
 
     Args:
         target: prepares the messages.
         file: JSONL; a line is a list of Hugging Face chat messages, or an object with "messages" and, optionally, "id"
-            and "family". A final assistant answer is left out.
+            and "family". A final assistant answer is left out; relative paths of pictures start from the file's folder.
         images: paths or URLs, each asked `text` on its own.
         limit: the most prompts to prepare; None for all.
+        family: only the prompts of this task family.
 
     Raises:
         ValueError: names the file and line, or the picture, that cannot be used.
     """
     chats = _chats(file, images, text)
+    if family is not None:
+        there = sorted({own for _, own, _ in chats if own})
+        chats = [chat for chat in chats if chat[1] == family]
+        if not chats:
+            raise ValueError(
+                f"--family {family}: no prompt of this family; there is {', '.join(there) or 'none with a family'}"
+            )
     prompts = []
     for name, family, messages in chats[:limit]:
         try:
@@ -83,7 +92,26 @@ def _line(file: Path, number: int, line: str) -> tuple[str, str, Messages]:
         messages = messages[:-1]
     if not messages:
         raise ValueError(f"{where}: no question is left to answer; end with a user message")
-    return str(fields.get("id", f"{file.stem}-{number}")), str(fields.get("family", "")), messages
+    placed = [_placed(message, file.parent) for message in messages]
+    return str(fields.get("id", f"{file.stem}-{number}")), str(fields.get("family", "")), placed
+
+
+def _placed(message: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The message with relative paths of pictures and frames made to start from `folder`."""
+    if not isinstance(message.get("content"), list):
+        return message
+    parts = [
+        part | {kind: _below(part[kind], folder) for kind in MEDIA if kind in part} if isinstance(part, dict) else part
+        for part in message["content"]
+    ]
+    return message | {"content": parts}
+
+
+def _below(source: Any, folder: Path) -> Any:
+    if isinstance(source, list):
+        return [_below(frame, folder) for frame in source]
+    is_path = isinstance(source, str) and not source.startswith(("http://", "https://", "data:", "file:"))
+    return str(folder / source) if is_path else source
 
 
 def _user(content: list[dict[str, Any]]) -> Messages:

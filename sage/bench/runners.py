@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 import sage
+from sage.drafts.model import ModelDraft, check_pair
 from sage.stats import PHASES
 
 AUTOREGRESSIVE = "autoregressive"
@@ -86,14 +87,14 @@ class Runner(Protocol):
 
 
 class PolicyRunner:
-    """One of our policies through `sage.generate`; the name `autoregressive` needs no draft."""
+    """One of our policies through `sage.generate`, under its own name or a label; `autoregressive` needs no draft."""
 
     may_fail = False
 
     def __init__(self, target: Any, draft: Any, name: str, policy: Any = None) -> None:
         self.target, self.name = target, name
         self.policy = sage.policy(name) if policy is None else policy  # one object for all prompts: what it learns, it keeps
-        self.is_autoregressive = name == AUTOREGRESSIVE
+        self.is_autoregressive = self.policy.name == AUTOREGRESSIVE
         self.draft = None if self.is_autoregressive else draft
 
     def run(self, inputs: Mapping[str, Tensor], sampling: Sampling) -> Run:
@@ -204,7 +205,7 @@ def complete_stages(time_s: Mapping[str, float], wall_s: float) -> dict[str, flo
 
 
 def baseline_runner(target: Any, name: str, assistant: Any = None) -> Runner:
-    """The baseline of that name; `hf_assisted` needs a smaller Hugging Face model of the same vocabulary.
+    """The baseline of that name; `hf_assisted` needs a smaller Hugging Face model of the same vocabulary as `assistant`.
 
     Raises:
         ValueError: the name is unknown, or `hf_assisted` has no assistant.
@@ -219,8 +220,27 @@ def baseline_runner(target: Any, name: str, assistant: Any = None) -> Runner:
     if name not in makers:
         raise ValueError(f"baselines: {name!r} is not a baseline; choose from {', '.join(BASELINES)}")
     if name == HF_ASSISTED and assistant is None:
-        raise ValueError(f"baselines: {HF_ASSISTED} needs a smaller model of the same vocabulary (assistant=...)")
+        raise ValueError(
+            f"baselines: {HF_ASSISTED} drafts with a smaller model of the target's vocabulary, and there is none: name its "
+            f"folder as the assistant (decode.assistant=DIR, --assistant DIR), or leave {HF_ASSISTED} out"
+        )
     return makers[name]()
+
+
+def find_assistant(target: Any, path: str | None, draft: Any) -> Any:
+    """The model that Hugging Face's assisted generation drafts with: the one at `path`, or a smaller model as the draft.
+
+    Returns:
+        a Hugging Face model, or None where there is neither.
+
+    Raises:
+        ValueError: another family, or another vocabulary.
+    """
+    if path is None:
+        return draft.model.model if isinstance(draft, ModelDraft) else None
+    model = sage.load_target(path, dtype=target.dtype, device=target.device)
+    check_pair(model, target)
+    return model.model
 
 
 def _prompt_lookup(target: Any) -> dict[str, Any]:

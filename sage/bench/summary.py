@@ -24,7 +24,7 @@ Runs = list[list[Run]]  # [prompt][repeat]
 
 
 def summarize(measurement: Measurement, target: Any, policies: Sequence[str]) -> dict[str, Any]:
-    """The sections `policies`, `baselines`, `fastest_baseline`, `failed_baselines` and `by_family` of the report.
+    """The sections `policies`, `baselines`, `margins`, `fastest_baseline`, `failed_baselines`, `by_family` of the report.
 
     Args:
         target: computes the top-2 gaps; used only where a generation differs from the target's own.
@@ -38,6 +38,7 @@ def summarize(measurement: Measurement, target: Any, policies: Sequence[str]) ->
     baselines = [AUTOREGRESSIVE, *(name for name in runs if name not in policies and name != AUTOREGRESSIVE)]
     return {
         "fastest_baseline": fastest,
+        "margins": _margins(measurement, policies),
         "policies": {name: _policy(measurement, target, name, fastest) for name in policies},
         "baselines": {name: _baseline(measurement, name, fastest) for name in baselines if name in runs},
         "failed_baselines": dict(measurement.failed),
@@ -116,6 +117,28 @@ def _baseline(measurement: Measurement, name: str, fastest: str) -> dict[str, An
     )
     section = {**_speeds(runs, measurement.runs[fastest]), "is_autoregressive": name in measurement.autoregressive}
     return {**section, "match": same, "total": len(runs)} if measurement.sampling.temperature == 0 else section
+
+
+def _margins(measurement: Measurement, policies: Sequence[str]) -> dict[str, Any]:
+    """How far the fastest of our policies is ahead of every other runner: ratio of decode speeds, paired by prompt.
+
+    Intervals of two speedups may overlap although one policy is faster on every prompt; this one tells.
+
+    Returns:
+        {"policy": name, "over": {name: {"ratio": float, "ci": [low, high]}}}; {} without a policy that drafts.
+    """
+    rates = {name: decode_rate(measurement.runs[name]) for name in policies if name not in measurement.autoregressive}
+    if not rates:
+        return {}
+    best = max(rates, key=lambda name: rates[name])
+    own = _decode(measurement.runs[best])
+    over = {}
+    for name in measurement.runs:
+        if name != best:
+            other = _decode(measurement.runs[name])
+            bounds = ratio_interval(*own, *other)
+            over[name] = {"ratio": _divided(_rate(*own), _rate(*other)), **({"ci": list(bounds)} if bounds else {})}
+    return {"policy": best, "over": over}
 
 
 def _speeds(runs: Runs, base: Runs) -> dict[str, Any]:

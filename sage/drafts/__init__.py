@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from sage.drafts.eagle import EagleConfig, EagleDraft
 from sage.drafts.eagle3 import Eagle3Config, Eagle3Draft, default_levels
-from sage.drafts.model import ModelDraft, ModelSession, check_pair
+from sage.drafts.model import ModelDraft, ModelSession, check_pair, shallow_model
 from sage.drafts.pruning import KEEP_ALL, PruneMethod, Pruning
 from sage.drafts.session import DraftSession, EagleSession
 from sage.targets import Target, is_target_folder, load_target
@@ -24,11 +25,12 @@ Draft = Head | ModelDraft
 def new_draft(
     target: Target, kind: str = "eagle", *, seed: int | None = None, vocabulary: Tensor | None = None, **config: Any
 ) -> Head:
-    """A draft with fresh weights, sized after its target.
+    """A draft with fresh weights, sized after its target. For a smaller model see `shallow_model`.
 
     Args:
         kind: one of `KINDS`.
-        seed: of the weights; None draws from torch's global generator.
+        seed: of the weights; None draws from torch's global generator. On a target without weights (on the meta device) the
+            draft has none either.
         vocabulary: LongTensor [U], for `eagle3`: increasing target ids the draft may say; None = all.
         config: overrides of `EagleConfig` or `Eagle3Config`.
 
@@ -47,21 +49,29 @@ def new_draft(
     with torch.random.fork_rng(enabled=seed is not None):
         if seed is not None:
             torch.manual_seed(seed)
-        draft = _build(target, kind, {**sizes, **config}, vocabulary)
+        with torch.device("meta") if _is_meta(target) else nullcontext():
+            draft = _build(target, kind, {**sizes, **config}, vocabulary)
     return draft.to(device=target.device, dtype=target.dtype)
 
 
 def _build(target: Target, kind: str, config: dict[str, Any], vocabulary: Tensor | None) -> Head:
     if kind == "eagle":
         head = EagleDraft(EagleConfig(**config))
-        head.reset_parameters(target)
+        if not _is_meta(target):
+            head.reset_parameters(target)
         return head
     if "feature_levels" not in config:
         config["feature_levels"] = default_levels(target.num_layers)
     size = target.vocab_size if vocabulary is None else len(vocabulary)
     head3 = Eagle3Draft(Eagle3Config(draft_vocab_size=size, **config))
-    head3.reset_parameters(target, vocabulary)
+    if not _is_meta(target):
+        head3.reset_parameters(target, vocabulary)
     return head3
+
+
+def _is_meta(target: Target) -> bool:
+    """Whether the target has shapes only, as in the plan of a run."""
+    return target.device.type == "meta"
 
 
 def load_draft(path: str | Path, target: Target, dtype: torch.dtype | None = None) -> Draft:
@@ -159,4 +169,5 @@ __all__ = [
     "load_draft",
     "new_draft",
     "new_session",
+    "shallow_model",
 ]

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers import PreTrainedConfig
 
+from sage.drafts.head import DraftHead
 from sage.drafts.layer import DraftLayer, Rope
 from sage.targets import Features, Target
 
@@ -76,15 +76,17 @@ class EagleConfig(PreTrainedConfig):
         super().__init__(**kwargs)
 
 
-class EagleDraft(PreTrainedModel):
+class EagleDraft(DraftHead):
     """One decoder layer over fc(concat(e(x_{t+1}), f_t)); embedding and lm_head are the target's and are not saved.
+
+    Its output is the prediction of the target's feature of token t + 1.
 
     Args:
         config: its sizes; `sage.new_draft` derives them from a target.
     """
 
     config_class = EagleConfig
-    base_model_prefix = "draft"
+    predicts_features = True
     _no_split_modules = ["DraftLayer"]
 
     def __init__(self, config: EagleConfig) -> None:
@@ -93,13 +95,6 @@ class EagleDraft(PreTrainedModel):
         self.layer = DraftLayer(config)
         self.rope = Rope(config.head_dim, config.rope_theta, config.mrope_section)
         self.post_init()
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=self.config.initializer_range)
-
-    levels: tuple[int, ...] = ()
-    token_map: Tensor | None = None
 
     @torch.no_grad()
     def reset_parameters(self, target: Target) -> None:
@@ -113,32 +108,8 @@ class EagleDraft(PreTrainedModel):
         """The target's feature the head reads, [B, T, D]."""
         return features.last
 
-    def logits(self, hidden: Tensor, target: Target) -> Tensor:
-        """[.., V] from predicted features [.., D], by the target's lm_head."""
-        return target.lm_head(hidden)
-
-    def forward(
-        self,
-        embeds_next: Tensor,
-        features: Tensor,
-        position_ids: Tensor,
-        tree_mask: Tensor | None = None,
-        cache: Cache | None = None,
-        rope: tuple[Tensor, Tensor] | None = None,
+    def read(
+        self, embeds_next: Tensor, features: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Any
     ) -> Tensor:
-        """Predicted features for pairs (features[t], embeds_next[t]).
-
-        Args:
-            embeds_next: [B, T, D], the embedding of token t + 1.
-            features: [B, T, D], the target's (or the draft's own predicted) feature of token t.
-            position_ids: rope positions of token t, [B, T] or [3, B, T].
-            tree_mask: additive, tiled mask [1, 1, G * T, S] from `sage.attention.tile_mask`; None attends causally, which
-                is also right for right-padded batches: no real pair reaches the padding after it.
-            cache: one-layer KV cache to extend when decoding.
-            rope: cos and sin of `position_ids`, where they are at hand.
-
-        Returns:
-            [B, T, D], the prediction of the target's feature of token t + 1.
-        """
         hidden = self.fc(torch.cat((embeds_next, features), -1))
-        return self.layer(hidden, rope or self.rope(position_ids, hidden.dtype), tree_mask, cache)
+        return self.layer(hidden, rope, mask, cache)

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
 from sage.drafts.eagle import EagleConfig
+from sage.drafts.head import DraftHead
 from sage.drafts.layer import MLP, Attention, Rope
 from sage.targets import Features, Target
 
@@ -71,9 +70,7 @@ class Eagle3Layer(nn.Module):
         self.mlp = MLP(config)
         self.norm_before_residual = config.norm_before_residual
 
-    def forward(
-        self, embeds: Tensor, features: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None
-    ) -> Tensor:
+    def forward(self, embeds: Tensor, features: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Any) -> Tensor:
         """[B, T, D] each -> [B, T, D]; mask and cache as in `DraftLayer.forward`."""
         normed = self.hidden_norm(features)
         pair = torch.cat((self.input_layernorm(embeds), normed), -1)
@@ -81,7 +78,7 @@ class Eagle3Layer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-class Eagle3Draft(PreTrainedModel):
+class Eagle3Draft(DraftHead):
     """fc over the target's levels, one layer, norm and lm_head; the embedding is the target's and is not saved.
 
     Buffers `d2t` [U] int64 (target id = draft id + d2t[draft id], an offset) and `t2d` [V] bool are saved with the weights.
@@ -91,7 +88,6 @@ class Eagle3Draft(PreTrainedModel):
     """
 
     config_class = Eagle3Config
-    base_model_prefix = "draft"
     _no_split_modules = ["Eagle3Layer"]
 
     def __init__(self, config: Eagle3Config) -> None:
@@ -106,10 +102,6 @@ class Eagle3Draft(PreTrainedModel):
         self.d2t: Tensor
         self.t2d: Tensor
         self.post_init()
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=self.config.initializer_range)
 
     @torch.no_grad()
     def reset_parameters(self, target: Target, vocabulary: Tensor | None = None) -> None:
@@ -158,22 +150,14 @@ class Eagle3Draft(PreTrainedModel):
         """g [B, T, D] from the target's levels."""
         return self.fc(torch.cat(features.levels, -1).to(self.fc.weight.dtype))
 
-    def logits(self, hidden: Tensor, target: Target) -> Tensor:
-        """[.., U] from the head's output [.., D]."""
-        return self.lm_head(self.norm(hidden))
-
-    def forward(
-        self,
-        embeds_next: Tensor,
-        features: Tensor,
-        position_ids: Tensor,
-        tree_mask: Tensor | None = None,
-        cache: Cache | None = None,
-        rope: tuple[Tensor, Tensor] | None = None,
+    def read(
+        self, embeds_next: Tensor, features: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Any
     ) -> Tensor:
-        """Hidden states [B, T, D] for pairs (features[t], embeds_next[t]); arguments as in `EagleDraft.forward`.
+        return self.midlayer(embeds_next, features, rope, mask, cache)
 
-        `features` is `fuse(..)` for tokens the target has read, and this very output for drafted ones.
-        """
-        rope = rope or self.rope(position_ids, embeds_next.dtype)
-        return self.midlayer(embeds_next, features, rope, tree_mask, cache)
+    def to_lm_head(self, hidden: Tensor) -> Tensor:
+        """[.., D], what `lm_head` is applied to."""
+        return self.norm(hidden)
+
+    def lm_head_weight(self, target_rows: Tensor) -> Tensor:
+        return self.lm_head.weight

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 
+from sage.drafts.unroll import Chains
+
 
 class Rope(nn.Module):
     """Rotary positions; with `mrope_section` the frequencies are dealt out to the temporal, height and width positions.
@@ -70,7 +72,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(input_size, config.num_key_value_heads * config.head_dim, bias=False)
         self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=False)
 
-    def forward(self, hidden: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None) -> Tensor:
+    def forward(self, hidden: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | Chains | None) -> Tensor:
         """See `DraftLayer.forward`."""
         batch, length, _ = hidden.shape
         query, key, value = (
@@ -78,15 +80,19 @@ class Attention(nn.Module):
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         query, key = rotate(query, *rope), rotate(key, *rope)
+        out = self._attend(query, key, value, mask, cache).reshape(batch, -1, length, self.head_dim).transpose(1, 2)
+        return self.o_proj(out.reshape(batch, length, -1))
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cache: Cache | Chains | None) -> Tensor:
+        """[B, H, T, d] or, folded, [B, H / G, G * T, d]."""
+        if isinstance(cache, Chains):
+            return cache.attend(query, key, value)
         if cache is not None:
             key, value = cache.update(key, value, 0)
-        folded = query.reshape(batch, key.shape[1], -1, self.head_dim)
-        if mask is None and length > 1:
-            out = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.group > 1)
-        else:
-            out = nn.functional.scaled_dot_product_attention(folded, key, value, attn_mask=mask)
-        out = out.reshape(batch, -1, length, self.head_dim).transpose(1, 2)
-        return self.o_proj(out.reshape(batch, length, -1))
+        if mask is None and query.shape[2] > 1:
+            return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.group > 1)
+        folded = query.reshape(query.shape[0], key.shape[1], -1, self.head_dim)
+        return nn.functional.scaled_dot_product_attention(folded, key, value, attn_mask=mask)
 
 
 class MLP(nn.Module):
@@ -117,13 +123,13 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, hidden: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None) -> Tensor:
+    def forward(self, hidden: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | Chains | None) -> Tensor:
         """[B, N, D] -> [B, N, D].
 
         Args:
             rope: cos and sin, each [B, 1, N, d].
             mask: additive, tiled for grouped queries [B or 1, 1, G * N, S]; None attends causally.
-            cache: one-layer cache to read and extend; None attends within `hidden`.
+            cache: one-layer cache to read and extend, or the chains of an unrolled pass; None attends within `hidden`.
         """
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), rope, mask, cache)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))

@@ -1,12 +1,14 @@
 """A smaller target as the draft: SAGE's and Spec-LLaVA's own setting.
 
-Any model of the same family and vocabulary drafts for a larger one. It reads the same inputs with its own vision tower,
-keeps its own KV cache, and sees as many of its visual tokens as `Prompt.kept` leaves it.
+Any model of the same family and vocabulary drafts for a larger one, a few layers of that one itself included. It reads the same
+inputs with its own vision tower, keeps its own KV cache, and sees as many of its visual tokens as `Prompt.kept` leaves it.
 
 Shapes: F frontier nodes of one level, E nodes drafted so far this round, M tokens committed, V the target's vocabulary.
 """
 
 from __future__ import annotations
+
+import copy
 
 import torch
 from torch import Tensor
@@ -28,6 +30,39 @@ class ModelDraft:
     def __init__(self, model: Target, target: Target) -> None:
         check_pair(model, target)
         self.model = model
+
+
+@torch.no_grad()
+def shallow_model(target: Target, num_layers: int) -> ModelDraft:
+    """A smaller target made of a target: everything but the text layers as it is, and `num_layers` of those, evenly spread.
+
+    The first and the last layer are always among them, so with two layers it is these. Such a model starts closer to its
+    target than one with fresh layers, and shares its vocabulary, template and pictures.
+
+    Raises:
+        ValueError: not between 1 and the target's own number of layers less one.
+    """
+    if not 1 <= num_layers < target.num_layers:
+        raise ValueError(
+            f"draft.num_layers: {num_layers}; allowed: 1 to {target.num_layers - 1}, fewer than {target.name} has itself"
+        )
+    picked = torch.linspace(0, target.num_layers - 1, num_layers).round().long().tolist()
+    config = copy.deepcopy(target.model.config)
+    text = config.get_text_config()
+    text.num_hidden_layers = num_layers
+    if getattr(text, "layer_types", None):
+        text.layer_types = [text.layer_types[k] for k in picked]
+    with torch.device(target.device):
+        model = type(target.model)(config).to(target.dtype)
+    layers = "model.language_model.layers."
+    source = target.model.state_dict()
+    kept = {name: value for name, value in source.items() if not name.startswith(layers)}
+    for new, old in enumerate(picked):
+        mark = f"{layers}{old}."
+        kept |= {f"{layers}{new}.{name[len(mark) :]}": value for name, value in source.items() if name.startswith(mark)}
+    model.load_state_dict(kept)
+    model.generation_config = copy.deepcopy(target.model.generation_config)
+    return ModelDraft(Target(model, target.processor), target)
 
 
 class ModelSession:

@@ -11,6 +11,8 @@ from transformers.image_processing_utils import select_best_resolution
 
 from sage.targets.family import Family, Inputs
 
+NO_FRAME = math.nan  # fills a short clip of a batch up to the longest one; a real pixel is never that
+
 
 class LlavaOnevision(Family):
     """Ref: LLaVA-OneVision, arXiv 2408.03326, section 3.2 (anyres tiles; one base tile when several pictures come)."""
@@ -64,12 +66,9 @@ class LlavaOnevision(Family):
         if key == "pixel_values":
             most = max(value.shape[1] for value in values)
             values = [nn.functional.pad(v, (0, 0) * 3 + (0, most - v.shape[1])) for v in values]
-        lengths = sorted({value.shape[1] for value in values}) if key == "pixel_values_videos" else []
-        if len(lengths) > 1:
-            raise ValueError(
-                f"video: clips of one batch have {lengths} frames, and LLaVA-OneVision takes one length; use "
-                f"train.micro_batch_size=1, or sample the same number of frames from every clip"
-            )
+        if key == "pixel_values_videos":
+            most = max(value.shape[1] for value in values)
+            values = [nn.functional.pad(v, (0, 0) * 3 + (0, most - v.shape[1]), value=NO_FRAME) for v in values]
         return torch.cat(values)
 
     def visual_features(self, model: nn.Module, inputs: Inputs) -> dict[int, Tensor]:
@@ -83,9 +82,19 @@ class LlavaOnevision(Family):
             )
             features[self.config.image_token_id] = torch.cat(tuple(out.pooler_output))
         if inputs.get("pixel_values_videos") is not None:
-            out = model.model.get_video_features(inputs["pixel_values_videos"], return_dict=True)
-            features[self.config.video_token_id] = out.pooler_output.flatten(0, 1)
+            features[self.config.video_token_id] = self._clip_features(model, inputs["pixel_values_videos"])
         return features
+
+    def _clip_features(self, model: nn.Module, pixels: Tensor) -> Tensor:
+        """Clips [C, F, 3, H, W] of any lengths -> their embeddings one after the other [tokens, D].
+
+        The vision tower sees the frames that are there as one long clip, whose last row is the newline that ends a clip.
+        """
+        is_frame = ~pixels[:, :, 0, 0, 0].isnan()
+        out = model.model.get_video_features(pixels[is_frame][None], return_dict=True).pooler_output[0]
+        per_frame = (len(out) - 1) // int(is_frame.sum())
+        clips = out[:-1].split((is_frame.sum(1) * per_frame).tolist())
+        return torch.cat([part for clip in clips for part in (clip, out[-1:])])
 
     def positions(self, model: nn.Module, inputs: Inputs, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)

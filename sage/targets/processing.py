@@ -12,6 +12,7 @@ Shapes: B batch, T tokens.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,6 +56,12 @@ class Processor:
         if isinstance(processor, cls):
             return processor
         return cls(processor.tokenizer, processor.image_processor, family, getattr(processor, "chat_template", None))
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Writes what `from_pretrained` reads."""
+        self.tokenizer.chat_template = self.chat_template
+        self.tokenizer.save_pretrained(folder)
+        self.image_processor.save_pretrained(folder)
 
     # -- one conversation ---------------------------------------------------------------------------------------------
 

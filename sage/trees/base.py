@@ -22,6 +22,7 @@ class Policy(ABC):
         candidates: K, how many candidates per node the policy wants to see; 0 = it never drafts.
         max_nodes: the most nodes it verifies, or asks the draft about, in one round, the root included; sizes the caches.
         learns: whether it plans by costs, and `observe` wants labels and timings, which take a little to collect.
+        looks_back: whether `observe` reads what the draft said below each node (`Tree.candidates`).
         costs: what passes and levels cost here; measured when the first request of a policy that learns starts.
     """
 
@@ -29,6 +30,7 @@ class Policy(ABC):
     candidates: int
     max_nodes: int
     learns: ClassVar[bool] = False
+    looks_back: ClassVar[bool] = False
     costs: Costs | None = None
 
     def reset(self) -> None:  # noqa: B027 (optional hook)

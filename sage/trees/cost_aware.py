@@ -17,6 +17,7 @@ Shapes: F frontier nodes, K candidates, N drafted nodes, M labelled candidates.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -28,11 +29,10 @@ from sage.trees.base import Policy
 from sage.trees.tree import Frontier, Growth, Outcome, Tree
 
 CONFIDENCE_BINS = 4
-OFF_PATH_WEIGHT = 0.3
+OFF_PATH_WEIGHT = 0.1
 LIVE_RATE = 0.05
-USUAL_NODES = 16
 LABELLED_RANKS = 4
-LEARN_EVERY = 4  # rounds per step of the calibrator
+LEARN_EVERY = 32  # rounds per step of the calibrator, once it has seen as many; before that at 1, 2, 4, 8 and 16
 
 
 class ChildMass:
@@ -73,7 +73,7 @@ class CostAware(Policy):
     """
 
     name = "cost_aware"
-    learns = True
+    learns = looks_back = True
 
     def __init__(
         self,
@@ -100,7 +100,8 @@ class CostAware(Policy):
         self.before, self.after = Reliability(), Reliability()
         self.rounds = 0
         self._tokens = self._seconds = 0.0
-        self._labels: list[Tensor] = []
+        self._usual_size = 8.0
+        self._unlearned: list[tuple[Tree, Tensor, Tensor]] = []
 
     # -- what it knows ------------------------------------------------------------------------------------------------
 
@@ -146,60 +147,65 @@ class CostAware(Policy):
         self._node_price = self._lambda * self._usual_node()
         self._paths: list[float] = []
         self._frontier: list[tuple[float, float]] = [(1.0, 1.0)]  # (P, own acceptance) of each frontier node
-        self._plan = {"price": self._lambda, "gain": 0.0, "level_cost": 0.0}
+        self._plan = {
+            "price": self._lambda,
+            "gain": 0.0,
+            "level_cost": 0.0,
+            "asked": 0,
+            "levels": 0,
+            "drafted": 0,
+            "expected": 0.0,
+        }
         return self._plan
 
     def _usual_node(self) -> float:
-        """dc_t while drafting: the mean slope of the cost curve up to a usual tree; `select` then uses the curve itself."""
+        """dc_t while drafting: the slope of the cost curve around a usual tree; `select` then uses the curve itself."""
         assert self.costs is not None
-        return (self.costs.verify(USUAL_NODES) - self.costs.verify(1)) / (USUAL_NODES - 1)
+        low, high = max(self._usual_size / 2, 2.0), max(1.5 * self._usual_size, 4.0)
+        return (self.costs.verify(high) - self.costs.verify(low)) / (high - low)
 
     def grow(self, frontier: Frontier) -> Growth | None:
         """Nodes that may be worth verifying, P(v) >= lambda * dc_t; one wait for the device per level."""
-        level = frontier.level
-        children = []
+        level = self._plan["asked"] = frontier.level
+        children: list[tuple[float, float, int, int]] = []  # P, own acceptance, row, rank
         for row, ((path, own), probs) in enumerate(zip(self._frontier, frontier.probs.tolist(), strict=True)):
             acceptance = self._acceptance(probs, level, self._node_price / path)
             self.mass.learn(level - 1, own, sum(acceptance))
-            children += [(path * a, a, row, rank) for rank, a in enumerate(acceptance)]
-        children = sorted(children, key=lambda child: -child[0])[: self.node_budget]
+            for rank, accepted in enumerate(acceptance):
+                children.append((path * accepted, accepted, row, rank))
         if not children:
             return None
-        self._paths += [child[0] for child in children]
+        children.sort(reverse=True)
+        del children[self.node_budget :]
+        paths, _, rows, ranks = zip(*children, strict=True)
+        self._paths += paths
         expand = self._worth_expanding(level, children)
         self._frontier = [children[i][:2] for i in expand]
-        device = frontier.probs.device
-        rows, ranks = torch.tensor([child[2:] for child in children], device=device).unbind(1)
-        return Growth(rows, ranks, torch.tensor(expand, dtype=torch.long, device=device))
+        answer = torch.tensor([*rows, *ranks, *expand], dtype=torch.long, device=frontier.probs.device)
+        return Growth(answer[: len(rows)], answer[len(rows) : 2 * len(rows)], answer[2 * len(rows) :])
 
     def _acceptance(self, probs: list[float], depth: int, least: float) -> list[float]:
-        """Calibrated conditional acceptances of one node's best candidates, down to the first below `least`.
-
-        Candidates come in descending order, and siblings are exclusive: their acceptances never sum to more than one.
-        """
-        acceptance, room = [], 1.0
-        for rank, prob in enumerate(probs):
-            accepted = min(self.calibrator.one(prob, rank, depth) if self.calibrate else prob, room)
-            if accepted < least:
-                break
-            acceptance.append(accepted)
-            room -= accepted
-        return acceptance
+        """Conditional acceptances of one node's best candidates, down to the first below `least`."""
+        if self.calibrate:
+            return self.calibrator.likeliest(probs, depth, least)
+        return [prob for prob in probs if prob >= least]
 
     def _worth_expanding(self, level: int, children: list[tuple[float, float, int, int]]) -> list[int]:
         """Indices of the new nodes to draft from: the width with the best gain less price; none if it does not pay."""
         assert self.costs is not None
         if level >= self.max_depth:
             return []
-        gains = sorted(((-path * self.mass(level, own), i) for i, (path, own, _, _) in enumerate(children)))[: self.max_width]
-        total, best_net, best_width = 0.0, 0.0, 0
-        for width, (loss, _) in enumerate(gains, start=1):
-            total -= loss
-            net = total - self._lambda * self.costs.draft(width) - width * self._node_price
-            if net > best_net:
-                best_net, best_width = net, width
-        self._plan |= {"gain": total, "level_cost": self._lambda * self.costs.draft(max(best_width, 1))}
-        return [i for _, i in gains[: best_width if self.stop else len(gains)]]
+        gains = [(path * self.mass(level, own), i) for i, (path, own, _, _) in enumerate(children)]
+        gains.sort(reverse=True)
+        del gains[self.max_width :]
+        total, best_net, best_width = 0.0, -math.inf, 0
+        for width, (gain, _) in enumerate(gains, start=1):
+            total += gain
+            price = self._lambda * self.costs.draft(width) + width * self._node_price
+            if total - price > best_net:
+                best_net, best_width = total - price, width
+                self._plan |= {"gain": total, "level_cost": price}
+        return [i for _, i in gains[: (best_width if best_net > 0 else 0) if self.stop else len(gains)]]
 
     def select(self, tree: Tree) -> Tensor | None:
         """The top n by P, n the best by expected tokens less priced time; ancestors come along because P never grows."""
@@ -214,16 +220,21 @@ class CostAware(Policy):
             net = total - self._lambda * (self.costs.verify_s(nodes + 1, self._context) - floor)
             if net > best_net:
                 best_net, size = net, nodes
+                self._plan["expected"] = total
         return torch.tensor([0, *(i + 1 for i in sorted(order[:size]))], device=tree.tokens.device)
 
     def explain(self, entry: dict[str, float]) -> str:
-        if entry["depth"] == 0:
-            return f"drafting did not pay at {entry['price']:.0f} tokens/s"
-        verdict = "paid" if entry["gain"] > entry["level_cost"] else "would not pay, stopped"
-        return (
-            f"at {entry['price']:.0f} tokens/s the last level weighed gained {entry['gain']:.2f} tokens for time worth "
-            f"{entry['level_cost']:.2f}: {verdict}"
-        )
+        price = f"at {entry['price']:.0f} tokens/s"
+        if entry["asked"] == 0:
+            return f"{price} drafting has not paid lately: not asked"
+        if entry["levels"] == 0:
+            return f"{price} no candidate was worth verifying"
+        weighed = f"for {entry['gain']:.2f} tokens, its time worth {entry['level_cost']:.2f}"
+        if entry["gain"] <= entry["level_cost"]:
+            return f"{price} level {entry['levels'] + 1} would not pay, {weighed}"
+        if entry["asked"] > entry["levels"]:
+            return f"{price} level {entry['asked']} was drafted {weighed}, and held nothing worth verifying"
+        return f"{price} level {entry['asked']} was drafted {weighed}; no deeper one is allowed"
 
     # -- what it learns -----------------------------------------------------------------------------------------------
 
@@ -234,8 +245,11 @@ class CostAware(Policy):
         self._tokens = self.memory * self._tokens + outcome.accepted + 1
         self._seconds = self.memory * self._seconds + outcome.times.total_s
         self._correct_costs(outcome)
+        self._usual_size += LIVE_RATE * (len(outcome.tree) - self._usual_size)
         if outcome.labels is not None and len(outcome.labels) and self.calibrate:
-            self._note_labels(outcome)
+            self._unlearned.append((outcome.tree, outcome.path, outcome.labels))
+            if len(self._unlearned) >= min(LEARN_EVERY, self.rounds / 2):
+                self._learn()
 
     def _correct_costs(self, outcome: Outcome) -> None:
         assert self.costs is not None
@@ -246,25 +260,19 @@ class CostAware(Policy):
         explained = times.verify_s + sum(seconds for _, seconds in times.draft)
         self.costs.overhead += LIVE_RATE * (max(times.total_s - explained, 0.0) - self.costs.overhead)
 
-    def _note_labels(self, outcome: Outcome) -> None:
-        """Collects the labels of the likeliest drafted candidates of every verified node; learns from a few rounds at once."""
-        assert outcome.labels is not None
-        tree = outcome.tree
-        nodes = (tree.drafted >= 0).nonzero()[:, 0]
-        probs_MK = tree.candidates[tree.drafted[nodes], :LABELLED_RANKS]
-        weights = torch.full((len(tree),), OFF_PATH_WEIGHT, device=nodes.device)
-        weights[outcome.path] = 1.0
-        ranks = torch.arange(probs_MK.shape[1], device=nodes.device).expand_as(probs_MK)
-        depths = (tree.depths[nodes] + 1)[:, None].expand_as(probs_MK)
-        columns = (probs_MK, ranks, depths, outcome.labels[:, :LABELLED_RANKS], weights[nodes, None].expand_as(probs_MK))
-        self._labels.append(torch.stack([column.reshape(-1).double() for column in columns]))
-        if len(self._labels) >= LEARN_EVERY:
-            self._learn()
-
     def _learn(self) -> None:
-        probs, ranks, depths, labels, weights = torch.cat(self._labels, 1).cpu()
-        self._labels.clear()
-        depths = depths.long()
+        """Learns from the likeliest drafted candidates of every verified node of the last rounds, all at once."""
+        parts = [_labelled(*entry) for entry in self._unlearned]
+        self._unlearned.clear()
+        probs, depths, labels, weights = (torch.cat(column).cpu() for column in zip(*parts, strict=True))
         self.before.add(depths, probs, labels)
-        self.after.add(depths, self.calibrator(probs, ranks, depths), labels)
-        self.calibrator.learn(probs, ranks, depths, labels, weights)
+        self.after.add(depths, self.calibrator.learn(probs, depths, labels, weights), labels)
+
+
+def _labelled(tree: Tree, path: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Probabilities and labels [M, R] of one round's labelled candidates, their depths and weights [M]."""
+    nodes = (tree.drafted >= 0).nonzero()[:, 0]
+    weights = torch.full((len(tree),), OFF_PATH_WEIGHT, device=nodes.device)
+    weights[path] = 1.0
+    probs = tree.candidates[tree.drafted[nodes], :LABELLED_RANKS]
+    return probs, tree.depths[nodes] + 1, labels[:, :LABELLED_RANKS], weights[nodes]

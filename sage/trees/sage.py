@@ -96,6 +96,7 @@ class Sage(Policy):
     """
 
     name = "sage"
+    looks_back = True
 
     def __init__(
         self,

@@ -85,13 +85,15 @@ class Tree:
 
     @property
     def ancestors(self) -> Tensor:
-        """BoolTensor [N, N], row n True at n and its ancestors."""
-        seen = torch.eye(len(self), dtype=torch.bool, device=self.tokens.device)
-        at = up = self.parents.clamp(min=0)
-        for _ in range(self.num_levels):
-            seen.scatter_(1, at[:, None], True)
-            at = up[at]
-        return seen
+        """BoolTensor [N, N], row n True at n and its ancestors.
+
+        Paths of up to 2^i steps are those of up to 2^(i-1) steps, twice: a few small products instead of a walk per level.
+        """
+        reach = torch.eye(len(self), device=self.tokens.device)
+        reach.scatter_(1, self.parents.clamp(min=0)[:, None], 1.0)
+        for _ in range(max(self.num_levels - 1, 0).bit_length()):
+            reach = (reach @ reach).clamp_(max=1.0)
+        return reach > 0
 
     def note_candidates(self, nodes: Tensor, probs: Tensor, tokens: Tensor) -> None:
         """Remembers what the draft said below `nodes` [F]: probabilities and tokens [F, K]."""

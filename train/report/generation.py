@@ -30,9 +30,9 @@ def draw_generation(report: Mapping[str, Any]) -> Figure | None:
     ratios = [0.9, 1.15, 0.9] if has_alpha else [1.15, 0.9]
     panels = list(made.subplots(len(ratios), 1, sharex=True, height_ratios=ratios))
     if has_alpha:
-        _alpha(panels.pop(0), log, style.colour(name))
-    _depth(panels[0], log, style.colour(name))
-    _width(panels[1], log, style.colour(name))
+        _alpha(panels.pop(0), log, style.colour(name, report["policies"]))
+    _depth(panels[0], log, style.colour(name, report["policies"]))
+    _width(panels[1], log, style.colour(name, report["policies"]))
     panels[1].set_xlabel("round")
     panels[1].xaxis.set_major_locator(MaxNLocator(integer=True))
     panels[1].set_xlim(0.4, len(log) + 0.6)

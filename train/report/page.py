@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sage.bench.projection import BOOKKEEPING
-from sage.bench.table import interval
+from sage.bench.table import SHARES, decode_shares, interval, margins
 from train.report.plots import Plot
 
 Report = Mapping[str, Any]
+DEPTHS_APART = 6
 
 
 def render_page(report: Report, plots: Sequence[Plot] = ()) -> str:
@@ -21,6 +21,8 @@ def render_page(report: Report, plots: Sequence[Plot] = ()) -> str:
         _losslessness(report),
         *[f"![{plot.caption}]({plot.file})\n\n*{plot.caption}*" for plot in plots],
         _breakdown(report),
+        _calibration(report),
+        _replay(report),
         _families(report),
         _setup(report),
     ]
@@ -89,7 +91,8 @@ def _policies(report: Report) -> str:
         "out the token that every target pass yields anyway, `tokens per target pass` includes it."
     )
     failed = [f"`{name}` was left out: {reason}." for name, reason in report["failed_baselines"].items()]
-    return "\n\n".join([_table(head, rows, left=1), note, *failed])
+    ahead = f"{margins(report)}." if margins(report) else ""
+    return "\n\n".join(part for part in [_table(head, rows, left=1), note, ahead, *failed] if part)
 
 
 def _losslessness(report: Report) -> str:
@@ -110,19 +113,73 @@ def _losslessness(report: Report) -> str:
 
 def _breakdown(report: Report) -> str:
     """The share of decoding time that is no model compute, the figure that a decoder is judged by."""
-    policies = {name: part for name, part in report["policies"].items() if _decode_s(part) > 0}
-    head = ["policy", "target passes", "draft", "acceptance", "cache commit", "policy", "other", "not model compute"]
+    shares = {name: decode_shares(part) for name, part in report["policies"].items()}
+    rows = [[f"`{name}`", *(f"{share:.1%}" for share in own)] for name, own in shares.items() if own is not None]
+    return f"## Decoding time\n\n{_table(['policy', *SHARES], rows, left=1)}" if rows else ""
+
+
+def _calibration(report: Report) -> str:
+    """Expected calibration error by depth, of every policy that calibrates."""
+    sections = {name: part for name, part in report.get("calibration", {}).items() if part["by_depth"]}
+    if not sections:
+        return ""
+    head = ["policy", "depth", "labels", "error of the draft's probabilities", "after calibration"]
     rows = []
-    for name, part in policies.items():
-        time_s, total = part["time_s"], _decode_s(part)
-        shares = [time_s["verify"], time_s["draft_prefill"] + time_s["draft_steps"], *(time_s[stage] for stage in BOOKKEEPING)]
-        rows.append([f"`{name}`", *(f"{value / total:.1%}" for value in shares), f"{sum(shares[2:]) / total:.1%}"])
-    return f"## Decoding time\n\n{_table(head, rows, left=1)}" if rows else ""
+    for name, part in sections.items():
+        every = {"depth": "all", **{key: part[key] for key in ("labels", "before", "after")}}
+        rows += [
+            [f"`{name}`", str(row["depth"]), str(row["labels"]), f"{row['before']:.3f}", f"{row['after']:.3f}"]
+            for row in [*_few_depths(part["by_depth"]), every]
+        ]
+    rounds = ", ".join(f"{part['rounds']} rounds of `{name}`" for name, part in sections.items())
+    note = (
+        f"Expected calibration error over {rounds}: the mean distance between predicted and observed acceptance, over ten "
+        "equal ranges of the prediction. Each prediction was made before its outcome was learned from."
+    )
+    got = " ".join(
+        f"`{name}` expected {part['expected']:.2f} drafted tokens to be accepted per round and got {part['accepted']:.2f}."
+        for name, part in sections.items()
+    )
+    return f"## Calibration\n\n{_table(head, rows, left=1)}\n\n{note} {got}"
 
 
-def _decode_s(part: Mapping[str, Any]) -> float:
-    time_s = part["time_s"]
-    return sum(seconds for stage, seconds in time_s.items() if stage not in ("vision", "target_prefill"))
+def _few_depths(by_depth: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Depths that few trees reach, as one row: the mean weighted by labels."""
+    deep = by_depth[DEPTHS_APART:]
+    if len(deep) < 2:
+        return list(by_depth)
+    labels = sum(row["labels"] for row in deep)
+    means = {key: sum(row[key] * row["labels"] for row in deep) / labels for key in ("before", "after")}
+    return [*by_depth[:DEPTHS_APART], {"depth": f"{deep[0]['depth']}+", "labels": labels, **means}]
+
+
+def _replay(report: Report) -> str:
+    """What each policy would have achieved on the same drafts."""
+    section = report.get("replay")
+    if not section:
+        return ""
+    head = ["policy", "tokens per target pass", "nodes", "depth", "draft steps", "tokens/s, predicted", "recorded", "cut short"]
+    rows = [
+        [
+            f"`{name}`",
+            f"{part['tokens_per_target_pass']:.2f}",
+            f"{part['nodes_per_round']:.1f}",
+            f"{part['depth']:.1f}",
+            f"{part['draft_steps_per_round']:.2f}",
+            f"{part['tokens_per_s']:.0f}",
+            f"{part['coverage']:.1%}",
+            f"{part['cut']:.1%}",
+        ]
+        for name, part in section["policies"].items()
+    ]
+    recorder = ", ".join(f"{key} {value}" for key, value in section["recorder"].items())
+    note = (
+        f"Every policy at the starts of the same {section['rounds']} recorded rounds ({recorder}), per round. *Recorded*: the "
+        "share of the nodes it asks the draft about that the recording holds. *Cut short*: rounds in which it would have gone "
+        "on below a node that it does not hold; there its figure is a lower bound. Speeds follow from timed passes and leave "
+        "out the policy's own time."
+    )
+    return f"## The same drafts under every policy\n\n{_table(head, rows, left=1)}\n\n{note}"
 
 
 def _families(report: Report) -> str:

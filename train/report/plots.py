@@ -11,9 +11,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from train.report import style
+from train.report.calibration import draw_calibration
 from train.report.generation import draw_generation
+from train.report.pricing import draw_pricing
 
 Report = Mapping[str, Any]
+MOST_COLUMNS = 4
 FEW_ROUNDS = 10  # a share of fewer rounds is drawn hollow: it is mostly noise
 
 
@@ -39,7 +42,7 @@ def write_plots(report: Report, directory: Path) -> list[Plot]:
 
 def draw_speed(report: Report) -> Figure | None:
     """Decode speedup by policy with 95% intervals, other decoders below in grey, the baseline as a line at 1."""
-    rows = [(name, section, style.colour(name, index)) for index, (name, section) in enumerate(report["policies"].items())]
+    rows = [(name, section, style.colour(name, report["policies"])) for name, section in report["policies"].items()]
     rows += [(name, part, style.BAND) for name, part in report["baselines"].items() if name not in report["policies"]]
     made = style.figure(
         1.25 + 0.38 * len(rows),
@@ -72,8 +75,8 @@ def draw_acceptance(report: Report) -> Figure | None:
         f"share of rounds that keep the token at this depth, given all before it (hollow: under {FEW_ROUNDS} rounds)",
     )
     axes = made.subplots()
-    for index, (name, levels) in enumerate(curves.items()):
-        shade = style.colour(name, index)
+    for name, levels in curves.items():
+        shade = style.colour(name, report["policies"])
         depths, shares = [level["depth"] for level in levels], [level["kept"] / level["tried"] for level in levels]
         axes.plot(depths, shares, color=shade, linewidth=2.0, label=name, zorder=2)
         faces = [shade if level["tried"] >= FEW_ROUNDS else "white" for level in levels]
@@ -121,8 +124,8 @@ def draw_accepted(report: Report) -> Figure | None:
     counts = {name: bins for name, bins in counts.items() if len(bins) > 1}
     if not counts:
         return None
-    columns = min(4, len(counts))
-    rows = -(-len(counts) // columns)
+    rows = -(-len(counts) // MOST_COLUMNS)
+    columns = -(-len(counts) // rows)
     made = style.figure(
         1.15 + 1.65 * rows, "Drafted tokens accepted per round", "share of rounds; the line and the number are the mean"
     )
@@ -133,7 +136,8 @@ def draw_accepted(report: Report) -> Figure | None:
             continue
         name = list(counts)[place]
         mean = report["policies"][name]["mean_accepted_draft"]
-        _histogram(axes, counts[name], style.colour(name, place), mean)
+        _histogram(axes, counts[name], style.colour(name, report["policies"]), mean)
+        axes.tick_params(labelbottom=place + columns >= len(counts))
         axes.set_title(f"{name}  {mean:.2f}", fontsize=10, loc="left")
     made.supxlabel("drafted tokens accepted", fontsize=10)
     return made
@@ -178,4 +182,6 @@ PLOTS: tuple[tuple[str, str, Callable[[Report], Figure | None]], ...] = (
     ("time.png", "Decoding time per token by stage.", draw_time),
     ("accepted.png", "Drafted tokens that each round keeps.", draw_accepted),
     ("generation.png", "The draft's confidence over one generation, and the tree that was built from it.", draw_generation),
+    ("pricing.png", "Why each tree was built: the price of time, the tree, and whether another level paid.", draw_pricing),
+    ("calibration.png", "How often the target chose what the draft proposed, by predicted chance.", draw_calibration),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -76,9 +76,12 @@ def look() -> Iterator[None]:
         yield
 
 
-def colour(name: str, position: int = 0) -> str:
-    """The colour of a policy, or a spare one by its position."""
-    return POLICY_COLOURS.get(name, SPARE_COLOURS[position % len(SPARE_COLOURS)])
+def colour(name: str, policies: Iterable[str] = ()) -> str:
+    """The colour of a policy; for a label of one's own a spare one, by its place among the labels of all `policies`."""
+    if name in POLICY_COLOURS:
+        return POLICY_COLOURS[name]
+    labels = [other for other in policies if other not in POLICY_COLOURS]
+    return SPARE_COLOURS[labels.index(name) % len(SPARE_COLOURS)] if name in labels else SPARE_COLOURS[0]
 
 
 def figure(height_in: float, heading: str, below: str) -> Figure:

@@ -1,0 +1,58 @@
+"""How well a policy knows its chances: expected calibration error by depth, before and after its calibrator.
+
+Predictions are booked before the calibrator learns from their outcome, so the error after calibration is that of real use,
+with the first rounds, in which little was known, among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sage.bench.measure import Measurement
+from sage.bench.runners import PolicyRunner, Run, Runner
+from sage.calibration import Reliability
+from sage.trees.cost_aware import CostAware
+
+
+def calibration(runners: Sequence[Runner], measurement: Measurement) -> dict[str, Any]:
+    """The section `calibration` of the report, by runner; without runners that calibrate it is empty.
+
+    Returns:
+        {name: {"rounds": int, "labels": int, "before": float, "after": float, "expected": float, "accepted": float,
+        "by_depth": [{"depth", "labels", "before", "after", "curve_before", "curve_after"}]}}.
+
+        `before` is the error of the draft's own probabilities, `after` that of the calibrated ones; over all depths it is the
+        mean weighted by labels. A curve lists [mean prediction, mean outcome, labels] of each filled tenth of the predictions'
+        range. `expected` and `accepted` are drafted tokens per measured round: what the policy expected of the trees it had
+        verified, and what it got.
+    """
+    policies = {one.name: one.policy for one in runners if isinstance(one, PolicyRunner)}
+    return {
+        name: {**_section(policy), **_expectation(measurement.runs[name])}
+        for name, policy in policies.items()
+        if isinstance(policy, CostAware) and policy.calibrate
+    }
+
+
+def _expectation(runs: Sequence[Sequence[Run]]) -> dict[str, float]:
+    log = [entry for repeats in runs for run in repeats for entry in run.stats.rounds_log]
+    return {key: sum(entry[key] for entry in log) / max(len(log), 1) for key in ("expected", "accepted")}
+
+
+def _section(policy: CostAware) -> dict[str, Any]:
+    depths = [_depth(policy.before, policy.after, depth) for depth in policy.before.error()]
+    labels = sum(row["labels"] for row in depths)
+    means = {key: sum(row[key] * row["labels"] for row in depths) / max(labels, 1) for key in ("before", "after")}
+    return {"rounds": policy.rounds, "labels": labels, **means, "by_depth": depths}
+
+
+def _depth(before: Reliability, after: Reliability, depth: int) -> dict[str, Any]:
+    curves = {"curve_before": before.curve(depth), "curve_after": after.curve(depth)}
+    return {
+        "depth": depth,
+        "labels": sum(count for _, _, count in curves["curve_before"]),
+        "before": before.error()[depth],
+        "after": after.error()[depth],
+        **{name: [list(point) for point in curve] for name, curve in curves.items()},
+    }

@@ -1,0 +1,92 @@
+"""Attention of an unrolled draft: what decoding a chain attends to, for every position of a sequence at once.
+
+Worked example, three steps over pairs 0..3. Row s of step i is pair s + i of the chain whose root is pair s:
+
+    step 0, row 2: pair 2                   attends to step 0's pairs 0 1 2
+    step 1, row 2: pair 3 of root 2         attends to step 0's pairs 0 1 2, and to itself
+    step 2, row 1: pair 3 of root 1         attends to step 0's pairs 0 1, to step 1's row 1 (pair 2), and to itself
+
+So row s sees the true keys 0..s, causally, and row s of each step before: rows are aligned, no mask is needed. The few keys
+of the chain are folded into the causal attention as one more key that every row sees, whose score is their log-sum-exp.
+
+Shapes: B batch, H query heads, C key heads, G heads per key head, T rows, I keys of the chain, d head size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+EXTRA = 8  # columns beside a head's own: two are used, and fused kernels want a multiple of eight
+
+
+class Chains:
+    """Keys and values of the steps so far, in the place of a cache.
+
+    Attributes:
+        true: keys and values [B, C, P, d] of step 0.
+        own: those of each later step, [B, C, P - i, d].
+    """
+
+    def __init__(self) -> None:
+        self.true: tuple[Tensor, Tensor] | None = None
+        self.own: list[tuple[Tensor, Tensor]] = []
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The next step's attention.
+
+        Args:
+            query: [B, H, T, d], rope applied; key, value: [B, C, T, d].
+
+        Returns:
+            [B, H, T, d].
+        """
+        if self.true is None:
+            self.true = (key, value)
+            gqa = query.shape[1] != key.shape[1]
+            return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=gqa)
+        self.own.append((key, value))
+        rows = query.shape[2]
+        true_key, true_value = (states[:, :, :rows] for states in self.true)
+        keys, values = (torch.stack([states[:, :, :rows] for states in step], 3) for step in zip(*self.own, strict=True))
+        return attend_with_chain(query, true_key, true_value, keys, values)
+
+
+def attend_with_chain(query: Tensor, key: Tensor, value: Tensor, chain_key: Tensor, chain_value: Tensor) -> Tensor:
+    """Softmax attention of each row over the keys up to it and over its own chain.
+
+    One fused causal attention and the chain's I keys per row, so [T, T] weights are never kept. A first key sees to the chain:
+    it is orthogonal to all others, its score in row s is l = log sum_i exp(q_s k_si), and its value marks a column of its own,
+    where the fused attention leaves the chain's share exp(l) / (exp(l) + sum of the causal exponentials).
+
+    Args:
+        query: [B, H, T, d]; key, value: [B, C, T, d]; chain_key, chain_value: [B, C, T, I, d].
+
+    Returns:
+        [B, H, T, d].
+    """
+    size, scale = query.shape[-1], query.shape[-1] ** -0.5
+    wide = torch.promote_types(query.dtype, torch.float32)
+    grouped = query.unflatten(1, (key.shape[1], -1))
+    scores = torch.einsum("bcgtd,bctid->bcgti", grouped.to(wide), chain_key.to(wide)) * scale
+    own = torch.einsum("bcgti,bctid->bcgtd", scores.softmax(-1).to(value.dtype), chain_value).flatten(1, 2)
+    level = (scores.logsumexp(-1) / scale).flatten(1, 2)[..., None]
+    high = level.to(query.dtype)
+    low = (level - high.to(wide)).to(query.dtype)  # two numbers, so that bf16 holds the score to four digits
+    out = nn.functional.scaled_dot_product_attention(
+        nn.functional.pad(torch.cat((query, high, low), -1), (0, EXTRA - 2, 1, 0)),
+        _after_a_first(key, marks=2),
+        _after_a_first(value, marks=1),
+        is_causal=True,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )[:, :, 1:]
+    return out[..., :size] + out[..., size : size + 1] * own
+
+
+def _after_a_first(states: Tensor, marks: int) -> Tensor:
+    """[B, C, T, d] -> [B, C, 1 + T, d + EXTRA]: one more row first, zero but for ones in the first `marks` columns after d."""
+    size = states.shape[-1]
+    longer = nn.functional.pad(states, (0, EXTRA, 1, 0))
+    longer[:, :, 0, size : size + marks] = 1
+    return longer

@@ -1,0 +1,204 @@
+"""Counterfactual replay: what would other policies have achieved on the same drafts?
+
+The output of a decode does not depend on the policy. So one decode with a wide policy, recorded, judges every other one: at
+each of its rounds the other policy grows a tree from the recorded candidates, and the answer, which is known by now, says how
+much of that tree the target would have accepted. Neither model runs.
+
+A policy may ask about nodes that the recording did not. There it is told that the draft has no idea, which can only make it
+look worse; how often that happened is part of the result.
+
+Owns: replaying, and the figures of a replay. Does not own: recording (sage.recording), what a round costs (sage.costs).
+
+Shapes: F frontier nodes, K candidates, M new nodes of a level.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from sage.costs import Costs
+from sage.recording import Candidates, Path, RecordedRound, Recording
+from sage.stats import RoundTimes
+from sage.trees import Frontier, Outcome, Policy, Tree
+from sage.verify import accept
+
+NOBODY = -1  # a token that no target says
+
+
+@dataclass
+class ReplayedRound:
+    """What one policy would have done in one round.
+
+    Attributes:
+        accepted: drafted tokens that the target would have kept.
+        emitted: tokens of the round, the bonus token included where the answer goes on.
+        nodes, depth: of the verified tree, the root not counted.
+        widths: nodes of each draft pass, the re-synchronisation (1) included.
+        asked, unknown: nodes the draft was asked about, and how many of them were not recorded.
+        is_cut: the accepted path ended at a node that was asked about and not recorded, so `accepted` is a lower bound.
+    """
+
+    accepted: int
+    emitted: int
+    nodes: int
+    depth: int
+    widths: list[int]
+    asked: int
+    unknown: int
+    is_cut: bool
+
+
+@dataclass
+class Replayed:
+    """One policy over all rounds of some recordings; `seconds` is None without cost tables."""
+
+    policy: str
+    rounds: list[ReplayedRound] = field(default_factory=list)
+    seconds: float | None = None
+
+    def summary(self) -> dict[str, float]:
+        """Figures for a report, on the recorded rounds' starts.
+
+        `coverage` is the share of the nodes asked about that were recorded, `cut` the share of rounds whose accepted length
+        is a lower bound; `tokens_per_s` follows from the cost tables and is left out without them.
+        """
+        count = max(len(self.rounds), 1)
+        emitted = sum(one.emitted for one in self.rounds)
+        asked = sum(one.asked for one in self.rounds)
+        figures = {
+            "rounds": len(self.rounds),
+            "mean_accepted_draft": sum(one.accepted for one in self.rounds) / count,
+            "tokens_per_target_pass": emitted / count,
+            "nodes_per_round": sum(one.nodes for one in self.rounds) / count,
+            "depth": sum(one.depth for one in self.rounds) / count,
+            "draft_steps_per_round": sum(len(one.widths) for one in self.rounds) / count,
+            "coverage": 1 - sum(one.unknown for one in self.rounds) / asked if asked else 1.0,
+            "cut": sum(one.is_cut for one in self.rounds) / count,
+        }
+        return figures if self.seconds is None else figures | {"tokens_per_s": emitted / self.seconds if emitted else 0.0}
+
+
+def replay(recordings: Sequence[Recording], policy: Policy, costs: Costs | None = None) -> Replayed:
+    """Lets a policy shape the trees of recorded decodes.
+
+    Args:
+        recordings: in the order in which a policy that learns is to see them.
+        policy: fresh; it keeps what it learns. One that plans by costs gets a copy of `costs`.
+        costs: predict times; None leaves them out.
+
+    Raises:
+        ValueError: a policy that plans by costs, and none are given.
+    """
+    if policy.learns:
+        if costs is None:
+            raise ValueError(f"replay: the policy {policy.name!r} plans by costs; give the cost tables of the machine")
+        policy.costs = copy.deepcopy(costs)
+    found = Replayed(policy.name, seconds=None if costs is None else 0.0)
+    for recording in recordings:
+        policy.reset()
+        unread = 0
+        for recorded in recording.rounds:
+            one, unread = _Round(recording, recorded, policy, costs).run(unread)
+            found.rounds.append(one)
+            if costs is not None and found.seconds is not None:
+                found.seconds += _seconds(one, costs, recording.prompt_tokens + recorded.position - 1)
+    return found
+
+
+def _seconds(one: ReplayedRound, costs: Costs, context: int) -> float:
+    return costs.verify_s(one.nodes + 1, context) + sum(costs.draft(width) for width in one.widths) + costs.overhead
+
+
+class _Round:
+    """One recorded round under another policy: the decoder's round with tables in place of models."""
+
+    def __init__(self, recording: Recording, recorded: RecordedRound, policy: Policy, costs: Costs | None) -> None:
+        self.answer = recording.tokens[recorded.position :]  # what the target says from here on
+        self.root = recording.tokens[recorded.position - 1]
+        self.room = recording.max_new_tokens - recorded.position
+        self.context = recording.prompt_tokens + recorded.position - 1
+        self.said, self.vocabulary = recorded.said, recording.vocabulary
+        self.policy, self.costs = policy, costs
+        self.widths: list[int] = []
+        self.asked = self.unknown = 0
+
+    def run(self, unread: int) -> tuple[ReplayedRound, int]:
+        """The round's figures; `unread` counts the rounds since the draft last read what was accepted, before and after."""
+        self.policy.begin()
+        is_drafting = unread == 0 or self.policy.wants_draft()
+        if is_drafting and unread:
+            self.widths.append(1)
+        tree, paths = self._draft() if is_drafting else (Tree.of_root(torch.tensor([self.root])), [()])
+        chosen = [self._choice(path) for path in paths]
+        path, _ = accept(tree, torch.tensor(chosen))
+        accepted = min(len(path) - 1, len(self.answer))
+        self.policy.observe(self._outcome(tree, path, accepted, torch.tensor(chosen)))
+        last = paths[path[-1]]
+        is_cut = bool(tree.drafted[path[-1]] >= 0) and last not in self.said
+        emitted = min(accepted + 1, len(self.answer))
+        one = ReplayedRound(accepted, emitted, len(tree) - 1, tree.depth, self.widths, self.asked, self.unknown, is_cut)
+        return one, 1 if is_drafting else unread + 1
+
+    def _choice(self, path: Path) -> int:
+        """The target's token after a path that follows the answer; nobody's where it left it, or the answer is over."""
+        follows = tuple(self.answer[: len(path)]) == path and len(path) < len(self.answer)
+        return self.answer[len(path)] if follows else NOBODY
+
+    def _draft(self) -> tuple[Tree, list[Path]]:
+        """As `sage.decoder.draft_tree`, from what was recorded; the tree to verify and the path of each of its nodes."""
+        root = torch.tensor([self.root])
+        frontier, path_F, at = torch.zeros_like(root), torch.ones(1), [()]
+        paths: list[Path] = [()]
+        asked: list[tuple[Tensor, Tensor, Tensor]] = []
+        levels: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        for level in range(1, self.room):
+            probs, tokens = self._candidates(at)
+            asked.append((frontier, probs, tokens))
+            growth = self.policy.grow(Frontier(level, probs, path_F))
+            if growth is None:
+                break
+            token_M, prob_M = tokens[growth.rows, growth.ranks], probs[growth.rows, growth.ranks]
+            path_M = path_F[growth.rows] * prob_M
+            levels.append((frontier[growth.rows], token_M, prob_M, path_M))
+            new = [(*at[row], token) for row, token in zip(growth.rows.tolist(), token_M.tolist(), strict=True)]
+            if len(growth.expand) == 0 or level == self.room - 1:
+                paths += new
+                break
+            frontier, path_F = growth.expand + len(paths), path_M[growth.expand]
+            at = [new[index] for index in growth.expand.tolist()]
+            paths += new
+            self.widths.append(len(at))
+        tree = Tree.of_levels(root, levels, asked)
+        keep = self.policy.select(tree)
+        return (tree, paths) if keep is None else (tree.subtree(keep), [paths[node] for node in keep.tolist()])
+
+    def _candidates(self, paths: Sequence[Path]) -> Candidates:
+        """[F, K] each: as recorded, or equal chances of tokens that nobody says."""
+        count = min(self.policy.candidates, self.vocabulary)
+        clueless = torch.full((count,), 1 / self.vocabulary), torch.full((count,), NOBODY)
+        known = [path in self.said for path in paths]
+        self.asked += len(paths)
+        self.unknown += known.count(False)
+        rows = [self.said[path] if there else clueless for path, there in zip(paths, known, strict=True)]
+        assert all(len(probs) >= count for probs, _ in rows), "recorded with fewer candidates than the policy looks at"
+        return torch.stack([probs[:count] for probs, _ in rows]), torch.stack([tokens[:count] for _, tokens in rows])
+
+    def _outcome(self, tree: Tree, path: list[int], accepted: int, chosen: Tensor) -> Outcome:
+        """Labels are known along the answer only, so for a policy that learns the other nodes count as never asked about."""
+        nodes = torch.tensor(path)
+        if not self.policy.learns:
+            return Outcome(accepted, tree, nodes, self.context)
+        assert self.costs is not None
+        tree = replace(tree, drafted=torch.where(chosen == NOBODY, -1, tree.drafted))
+        judged = tree.drafted >= 0
+        tokens = tree.candidate_tokens[tree.drafted[judged]]
+        labels = (tokens == chosen[judged][:, None]).float() if len(tokens) else None
+        verify_s = self.costs.verify_s(len(tree), self.context)
+        draft = [(width, self.costs.draft(width)) for width in self.widths]
+        total_s = verify_s + sum(seconds for _, seconds in draft) + self.costs.overhead
+        return Outcome(accepted, tree, nodes, self.context, labels, RoundTimes(verify_s, draft, total_s))

@@ -1,0 +1,199 @@
+"""Saves a state, replaces one and replaces a draft, with the process killed or the disk full at every single write of it.
+
+    python store_faults.py FOLDER
+
+Imports nothing but the store, so that a child process costs milliseconds. Prints how many faults each scenario survived.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from checkpoints import files as module
+from checkpoints.files import replace_folder, settle, tidy
+from checkpoints.store import StateStore, verify, write_manifest
+
+FILES = {"weight.bin": "weights", "deep/moments.bin": "moments"}
+
+
+class Faults:
+    """Counts the moments before, within and after every write; at the chosen one it strikes."""
+
+    def __init__(self, chosen: int, strike: Callable[[], None]) -> None:
+        self.chosen, self.strike, self.count = chosen, strike, 0
+
+    def __call__(self) -> None:
+        self.count += 1
+        if self.count == self.chosen:
+            self.strike()
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            self()
+            done = function(*args, **kwargs)
+            self()
+            return done
+
+        return wrapped
+
+    def write(self, path: Path, text: str, **_: object) -> None:
+        """`Path.write_text` with a moment in the middle."""
+        self()
+        with path.open("w") as file:
+            file.write(text[: len(text) // 2])
+            file.flush()
+            self()
+            file.write(text[len(text) // 2 :])
+        self()
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fill_disk() -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@contextmanager
+def injected(faults: Faults) -> Iterator[None]:
+    """The store's own calls of the operating system, and the writing of a state's files, go through `faults`."""
+    before = {name: getattr(os, name) for name in ("replace", "fsync")}
+    tree, text, make = shutil.rmtree, Path.write_text, Path.mkdir
+    os.replace, os.fsync = (faults.around(before[name]) for name in before)
+    shutil.rmtree = faults.around(tree)  # type: ignore[assignment]
+    Path.write_text, Path.mkdir = lambda path, content, **kw: faults.write(path, content), faults.around(make)  # type: ignore
+    try:
+        yield
+    finally:
+        os.replace, os.fsync = before["replace"], before["fsync"]
+        shutil.rmtree, Path.write_text, Path.mkdir = tree, text, make  # type: ignore
+
+
+def fill(folder: Path, label: str) -> None:
+    (folder / "deep").mkdir(parents=True, exist_ok=True)
+    for name, content in FILES.items():
+        (folder / name).write_text(f"{content} {label} " * 50)
+
+
+def content(folder: Path) -> str:
+    """The label a whole folder was filled with.
+
+    Raises:
+        AssertionError: it is a mixture.
+    """
+    verify(folder)
+    labels = {(folder / name).read_text().split()[1] for name in FILES}
+    assert len(labels) == 1, labels
+    return labels.pop()
+
+
+def save(folder: Path, step: int, label: str) -> None:
+    store = StateStore(folder, keep_last=2, keep_every=100)
+    try:
+        fill(store.begin(step), label)
+        store.commit(step, best_step=step)
+    except OSError as error:
+        store.abandon(step, str(error))
+        raise
+
+
+def make_draft(home: Path, label: str) -> None:
+    part = module.part_of(home / "draft")
+    if part.exists():
+        shutil.rmtree(part)
+    fill(part, label)
+    write_manifest(part, 1)
+    replace_folder(part, home / "draft")
+
+
+# -- scenarios: (prepare, act, check) -----------------------------------------------------------------------------------
+
+
+def prepare_states(home: Path) -> None:
+    for step in (10, 20):
+        save(home, step, f"at{step}")
+
+
+def check_states(home: Path) -> None:
+    """The newest whole state is one that was saved, and the next save leaves nothing but whole states."""
+    store = StateStore(home, keep_last=2)
+    tidy(home)
+    newest = store.newest()
+    assert newest is not None
+    assert content(newest) in {"step_00000025": ("at25",), "step_00000020": ("at20", "again")}[newest.name], newest
+    save(home, 30, "at30")
+    assert content(home / "step_00000030") == "at30" and (home / "latest").read_text() == "step_00000030\n"
+    for path in home.iterdir():
+        assert path.name in ("latest", "best") or verify(path), path
+
+
+def check_draft(home: Path) -> None:
+    if module.old_of(home / "draft").exists():
+        settle(home / "draft")
+    assert content(home / "draft") in ("old", "new")
+    make_draft(home, "newest")
+    assert content(home / "draft") == "newest" and [path.name for path in home.iterdir()] == ["draft"]
+
+
+def replace_in_two_steps(home: Path) -> None:
+    """As on a file system that cannot exchange names."""
+    before, module.exchange = module.exchange, lambda *_: False
+    try:
+        make_draft(home, "new")
+    finally:
+        module.exchange = before
+
+
+SCENARIOS: dict[str, tuple[Callable[[Path], None], Callable[[Path], None], Callable[[Path], None]]] = {
+    "another state": (prepare_states, lambda home: save(home, 25, "at25"), check_states),
+    "the same step again": (prepare_states, lambda home: save(home, 20, "again"), check_states),
+    "the draft": (lambda home: make_draft(home, "old"), lambda home: make_draft(home, "new"), check_draft),
+    "the draft in two steps": (lambda home: make_draft(home, "old"), replace_in_two_steps, check_draft),
+}
+
+
+def killed(act: Callable[[Path], None], home: Path, chosen: int) -> bool:
+    """Acts in a child that is killed at the chosen moment; whether there was such a moment."""
+    child = os.fork()
+    if not child:
+        with injected(Faults(chosen, die)):
+            act(home)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+def full(act: Callable[[Path], None], home: Path, chosen: int) -> bool:
+    try:
+        with injected(Faults(chosen, fill_disk)):
+            act(home)
+    except OSError as error:
+        assert error.errno == errno.ENOSPC
+        return True
+    return False
+
+
+def main(folder: Path) -> None:
+    for name, (prepare, act, check) in SCENARIOS.items():
+        for way in (killed, full) if name != "the same step again" else (killed,):
+            chosen, is_struck = 0, True
+            while is_struck:
+                chosen += 1
+                home = folder / f"{name} {way.__name__} {chosen}"
+                home.mkdir()
+                prepare(home)
+                is_struck = way(act, home, chosen)
+                check(home)
+            print(f"{name}: {way.__name__} {chosen - 1}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,178 @@
+"""`cost_aware`: its calibrator against a slow twin and a known law, its tree against one worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import sage
+from sage.calibration import Calibrator, Reliability
+from sage.costs import Costs, Curve
+from sage.trees import Frontier, Outcome, Tree
+
+
+def flat_costs(node: float = 0.1, level: float = 0.5, base: float = 1.0) -> Costs:
+    """A pass costs `base` + `node` per node beyond the first, a level `level` whatever its width."""
+    verify = Curve([1, 2, 64], [base, base + node, base + 63 * node])
+    return Costs(verify=verify, draft=Curve([1, 64], [level, level]), context=0)
+
+
+def laws(count: int, ranks: int, seed: int) -> Tensor:
+    """[count, ranks] descending probabilities of made-up drafts, sharp and flat ones."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(count, 50, generator=generator) * (1 + 4 * torch.rand(count, 1, generator=generator))
+    return logits.softmax(-1).topk(ranks).values
+
+
+def greedy_labels(probs: Tensor, seed: int) -> Tensor:
+    """One-hot [count, ranks]: the target's argmax, a softmax of the draft's log-probabilities twice as sharp."""
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.multinomial((2 * probs.log()).softmax(-1), 1, generator=generator)
+    return torch.zeros_like(probs).scatter_(1, chosen, 1.0)
+
+
+class TestCalibrator:
+    def test_starts_at_the_drafts_own_probabilities(self) -> None:
+        probs = laws(20, 4, 0)
+        assert torch.allclose(Calibrator()(probs, torch.ones(20)), probs.double(), atol=2e-5)
+        row = probs[3].tolist()
+        assert Calibrator().likeliest(row, 1, 0.0) == pytest.approx(row, abs=2e-5)
+
+    @pytest.mark.parametrize("ranks", [1, 2, 5])
+    def test_plain_floats_say_what_tensors_say(self, ranks: int) -> None:
+        calibrator, generator = Calibrator(), torch.Generator().manual_seed(1)
+        state = calibrator.state()
+        state["weights"] = (0.3 * torch.randn(6, generator=generator, dtype=torch.float64) + torch.eye(6)[0]).tolist()
+        calibrator.load_state(state)
+        probs, depths = laws(50, ranks, 2), torch.arange(50) % 9 + 1
+        for row, depth, wanted in zip(probs, depths, calibrator(probs, depths), strict=True):
+            room, kept = 1.0, []
+            for chance in wanted.tolist():  # siblings are exclusive
+                kept.append(min(chance, room))
+                room -= kept[-1]
+            assert calibrator.likeliest(row.tolist(), int(depth), -1.0) == pytest.approx(kept, abs=1e-6)
+
+    def test_stops_at_the_first_that_is_too_unlikely(self) -> None:
+        assert Calibrator().likeliest([0.6, 0.2, 0.15, 0.05], 1, 0.18) == pytest.approx([0.6, 0.2])
+
+    def test_learns_a_greedy_targets_law(self) -> None:
+        calibrator, before, after = Calibrator(), Reliability(), Reliability()
+        for step in range(60):
+            probs, depths = laws(40, 4, step), torch.full((40,), 1)
+            labels = greedy_labels(probs, 1000 + step)
+            predicted = calibrator.learn(probs, depths, labels, torch.ones(40))
+            if step >= 20:
+                before.add(depths, probs, labels)
+                after.add(depths, predicted, labels)
+        assert after.error()[1] < before.error()[1] / 2
+
+    def test_wrong_evidence_makes_it_worse(self) -> None:
+        """The negative control: learning from labels of the wrong candidates must show in the error against the true ones."""
+        calibrator, after, before = Calibrator(), Reliability(), Reliability()
+        for step in range(60):
+            probs, depths = laws(40, 4, step), torch.full((40,), 1)
+            truth = greedy_labels(probs, 1000 + step)
+            after.add(depths, calibrator(probs, depths), truth)
+            before.add(depths, probs, truth)
+            calibrator.learn(probs, depths, truth.flip(1), torch.ones(40))
+        assert after.error()[1] > 2 * before.error()[1]
+
+    def test_one_newton_step_is_that_of_a_naive_loop(self) -> None:
+        calibrator = Calibrator(prior=3.0, memory=0.9)
+        probs, depths, weights = laws(7, 3, 5), torch.arange(7) + 1, torch.rand(7)
+        labels = greedy_labels(probs, 6)
+        hessian, gradient = 3.0 * torch.eye(6, dtype=torch.float64), torch.zeros(6, dtype=torch.float64)
+        for i in range(7):
+            for r in range(3):
+                p = [min(max(float(v), 1e-5), 1 - 1e-5) for v in probs[i]]
+                margin = math.log(p[r]) - math.log(p[0] if r else p[1])
+                columns = (math.log(p[r] / (1 - p[r])), 1.0, min(max(margin, -1.5), 1.5), r > 0, r > 1, int(depths[i]) - 1)
+                x = torch.tensor([float(column) for column in columns], dtype=torch.float64)
+                gradient += float(weights[i]) * (float(labels[i, r]) - p[r]) * x
+                hessian += float(weights[i]) * p[r] * (1 - p[r]) * torch.outer(x, x)
+        wanted = calibrator.weights + torch.linalg.solve(hessian, gradient)
+        calibrator.learn(probs, depths, labels, weights)
+        assert torch.allclose(calibrator.weights, wanted, atol=1e-6)
+
+    def test_another_versions_state_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="a state of 5 weights"):
+            Calibrator().load_state({"weights": [0.0] * 5, "curvature": []})
+
+
+class TestCurve:
+    @pytest.mark.parametrize("count,seconds", [(1, 1.0), (2, 1.5), (3, 2.0), (8, 4.5), (2.5, 1.75)])
+    def test_lines_between_points_and_beyond(self, count: float, seconds: float) -> None:
+        curve = Curve([1, 3, 5], [1.0, 2.0, 3.0], scale=1.0)
+        assert curve(count) == pytest.approx(seconds)
+        assert curve(count) == pytest.approx(seconds), "and the second time, when it is known"
+
+    def test_live_timings_move_it_and_interruptions_do_not(self) -> None:
+        curve = Curve([1, 3], [1.0, 2.0])
+        curve.correct(2, 1.5 * 1.2, 1.0)
+        assert curve(3) == pytest.approx(2.4)
+        curve.correct(2, 100.0, 1.0)
+        assert curve(3) == pytest.approx(2.4)
+
+
+class TestTree:
+    def policy(self, costs: Costs, **options: float) -> sage.Policy:
+        policy = sage.policy("cost_aware", **{"calibrate": False, **options})
+        policy.costs = costs
+        policy.reset()
+        return policy
+
+    def test_by_hand(self) -> None:
+        """lambda = 1.5 tokens per unit of time: before any round the policy assumes 1.5 tokens in an undrafted one.
+
+        A node costs 0.1, so it must be accepted with 0.15 at least; a level costs 0.4, worth 0.6 tokens, and a node of it
+        0.15 more.
+        """
+        policy = self.policy(flat_costs(node=0.1, level=0.4))
+        policy.begin()
+        growth = policy.grow(Frontier(1, torch.tensor([[0.9, 0.06, 0.04]]), torch.ones(1)))
+        assert growth is not None
+        assert growth.ranks.tolist() == [0], "0.06 < 0.15"
+        # A made-up s of 0.75 before anything is known, and now the 0.9 kept below the root: the next level pays 0.9 * 0.75.
+        assert growth.expand.tolist() == [], "0.675 < 0.6 + 0.15"
+        cheaper = self.policy(flat_costs(node=0.1, level=0.3))
+        cheaper.begin()
+        growth = cheaper.grow(Frontier(1, torch.tensor([[0.9, 0.06, 0.04]]), torch.ones(1)))
+        assert growth is not None and growth.expand.tolist() == [0], "0.675 > 0.45 + 0.15"
+        growth = cheaper.grow(Frontier(2, torch.tensor([[0.5, 0.3, 0.1]]), torch.tensor([0.9])))
+        assert growth is not None
+        assert growth.ranks.tolist() == [0, 1], "0.9 * 0.1 < 0.15 < 0.9 * 0.3"
+        assert growth.expand.tolist() == [], "neither 0.45 * 0.75 nor 0.27 * 0.75 more pays for a level"
+
+    def test_verifies_what_the_true_curve_bears(self) -> None:
+        """A pass of four nodes and one of five differ by far more than the usual node: the fifth is left out."""
+        steep = Costs(verify=Curve([1, 2, 3, 4, 5], [1, 1.01, 1.02, 1.03, 9.0]), draft=Curve([1, 2], [0.01, 0.01]), context=0)
+        policy = self.policy(steep, max_depth=1)
+        policy.begin()
+        root = torch.tensor([7])
+        probs, tokens = torch.tensor([[0.4, 0.2, 0.2, 0.2]]), torch.arange(4)[None]
+        policy._node_price = 0.0
+        growth = policy.grow(Frontier(1, probs, torch.ones(1)))
+        assert growth is not None and len(growth.rows) == 4
+        tree = Tree.of_root(root)
+        tree.add_level(growth.rows, tokens[0, growth.ranks], probs[0, growth.ranks])
+        keep = policy.select(tree)
+        assert keep is not None and len(keep) == 4 and keep[0] == 0
+
+    def test_rounds_not_worth_drafting_for_are_skipped_and_tried_again(self) -> None:
+        policy = self.policy(flat_costs(node=0.1, level=50.0))
+        asked = []
+        for _ in range(20):
+            policy.begin()
+            asked.append(policy.wants_draft())
+            policy.observe(Outcome(0, Tree.of_root(torch.tensor([0])), torch.tensor([0])))
+        assert asked[0] and sum(asked) < 10 and asked[16]
+
+    def test_state_is_plain_and_comes_back(self) -> None:
+        policy, other = self.policy(flat_costs()), sage.policy("cost_aware")
+        policy.observe(Outcome(3, Tree.of_root(torch.tensor([0])), torch.tensor([0])))
+        other.load_state(policy.state())
+        assert other.state() == policy.state()
+        assert other.price == policy.price

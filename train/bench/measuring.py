@@ -1,0 +1,99 @@
+"""Clocks and peaks, on a CPU or a GPU; runs of what is compared take turns, so that a busy machine is unfair to none.
+
+Owns: how seconds and bytes are taken. Does not own: what is measured.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from sage.bench.report import machine
+
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+RESET_PEAK = "5"  # see proc(5)
+
+
+@dataclass
+class Samples:
+    """What repeated runs of one thing took."""
+
+    seconds: list[float] = field(default_factory=list)
+    peak_bytes: list[int] = field(default_factory=list)
+
+    @property
+    def median_s(self) -> float:
+        return median(self.seconds)
+
+    @property
+    def peak(self) -> int:
+        """Bytes beyond what was allocated before, the median run's."""
+        return int(median(self.peak_bytes))
+
+    def spread(self) -> str:
+        """`1.234 s (1.201-1.310)`."""
+        return f"{self.median_s:.4g} s ({min(self.seconds):.4g}-{max(self.seconds):.4g})"
+
+
+def interleaved(works: Mapping[str, Callable[[], Any]], repeats: int, device: torch.device) -> dict[str, Samples]:
+    """Runs every work once to warm up, then all of them in turn, `repeats` times."""
+    for work in works.values():
+        work()
+    samples = {name: Samples() for name in works}
+    for _ in range(repeats):
+        for name, work in works.items():
+            before = reset_peak(device)
+            start = now(device)
+            result = work()
+            samples[name].seconds.append(now(device) - start)
+            samples[name].peak_bytes.append(peak(device) - before)
+            del result
+    return samples
+
+
+def now(device: torch.device) -> float:
+    """Seconds, once the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def reset_peak(device: torch.device) -> int:
+    """Forgets the peak so far; returns what is allocated now.
+
+    Raises:
+        ValueError: this system does not keep a process's peak memory.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    ctypes.CDLL(None).malloc_trim(0)  # what the allocator keeps of freed blocks would hide the next ones
+    try:
+        CLEAR.write_text(RESET_PEAK)
+    except OSError as error:
+        raise ValueError(f"{CLEAR}: cannot be written ({error}); on a CPU peak memory is measured on Linux only") from error
+    return _resident("VmRSS")
+
+
+def peak(device: torch.device) -> int:
+    """The largest number of bytes allocated since `reset_peak`."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _resident("VmHWM")
+
+
+def _resident(name: str) -> int:
+    line = next(line for line in STATUS.read_text(encoding="ascii").splitlines() if line.startswith(f"{name}:"))
+    return 1024 * int(line.split()[1])
+
+
+def describe_machine(device: torch.device) -> str:
+    """`2 CPU cores, 1 thread(s), load 0.5, torch 2.13.0` or the GPU's name."""
+    facts = machine(device)
+    where = facts["gpu"] if device.type == "cuda" else f"{facts['cores']} CPU cores, {torch.get_num_threads()} thread(s)"
+    return f"{where}, load {facts['load_average']:.1f}, torch {torch.__version__}"
