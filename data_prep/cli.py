@@ -165,8 +165,8 @@ def load_processor(path: str) -> Processor:
     from sage.targets.target import FAMILIES
 
     try:
-        config = AutoConfig.from_pretrained(path)
-    except (OSError, json.JSONDecodeError) as error:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError) as error:
         raise ValueError(f"target: {path}: cannot read its config.json ({str(error).splitlines()[0]})") from error
     for family in FAMILIES:
         if family.model_type == config.model_type:

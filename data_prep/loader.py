@@ -18,6 +18,7 @@ Shapes: B batch, T tokens.
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import time
@@ -29,7 +30,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from data_prep.buckets import grouped
-from data_prep.prepare import worker_context
+from data_prep.prepare import end_with_parent, worker_context
 
 Example = dict[str, Any]
 Batch = dict[str, Any]
@@ -52,7 +53,7 @@ class StepLoader:
         global_batch_size: examples per step over all ranks.
         micro_batch_size: examples per rank and pass.
         start_step: the first step to yield, as if the ones before had been taken.
-        num_workers: processes that make examples; 0: a thread (best where examples are ready-made).
+        num_workers: processes that make examples, at most one per core; 0: a thread (best where examples are ready-made).
         length_window: steps whose examples are sorted by length together, where lengths are known; 1: none.
 
     Attributes:
@@ -183,7 +184,7 @@ class StepLoader:
     def _micro_batches(self) -> Iterator[Batch]:
         needs_sorting = self.lengths is None and self.accumulation > 1
         make = _Maker(self.dataset, None if needs_sorting else self.collate)
-        made = self._from_workers(make) if self.num_workers else map(make, self._keys())
+        made = map(_checked, self._from_workers(make)) if self.num_workers else map(make, self._keys())
         return self._sorted(made) if needs_sorting else made
 
     def _sorted(self, made: Iterator[list[Example]]) -> Iterator[Batch]:
@@ -198,7 +199,7 @@ class StepLoader:
             _Made(make),
             sampler=_Keys(self._keys),
             batch_size=None,
-            num_workers=self.num_workers,
+            num_workers=min(self.num_workers, len(os.sched_getaffinity(0))),
             prefetch_factor=max(2, BATCHES_AHEAD // self.num_workers),
             multiprocessing_context=worker_context(),
             worker_init_fn=_start_worker,
@@ -228,11 +229,22 @@ class _Maker:
 
 
 class _Made(torch.utils.data.Dataset[Any]):
+    """A mistake in the data is handed over as it is: torch would wrap it in a RuntimeError with two tracebacks."""
+
     def __init__(self, make: _Maker) -> None:
         self.make = make
 
     def __getitem__(self, keys: list[Any]) -> Any:
-        return self.make(keys)
+        try:
+            return self.make(keys)
+        except ValueError as error:
+            return error
+
+
+def _checked(found: Any) -> Any:
+    if isinstance(found, ValueError):
+        raise found
+    return found
 
 
 class _Keys(torch.utils.data.Sampler[list[Any]]):
@@ -244,6 +256,7 @@ class _Keys(torch.utils.data.Sampler[list[Any]]):
 
 
 def _start_worker(worker: int) -> None:
+    end_with_parent()
     torch.set_num_threads(1)  # as many processes as workers already
 
 

@@ -9,7 +9,9 @@ import hashlib
 import json
 import logging
 import multiprocessing
+import multiprocessing.connection
 import os
+import threading
 import time
 from collections.abc import Iterator
 from functools import cache
@@ -205,10 +207,26 @@ def worker_context() -> Any:
     return context
 
 
+def end_with_parent() -> None:
+    """Ends this worker once the process that wanted it is gone, even when that was killed.
+
+    To the system a worker's parent is the fork server, which lives as long as its workers do.
+    """
+
+    def wait() -> None:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=wait, name="end-with-parent", daemon=True).start()
+
+
 _worker: list[_Encoder] = []
 
 
 def _start_worker(encoder: _Encoder) -> None:
+    end_with_parent()
     torch.set_num_threads(1)
     _worker[:] = [encoder]
 

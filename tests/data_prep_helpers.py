@@ -171,7 +171,7 @@ def train_step(target: Any, batch: dict[str, Any]) -> float:
     student = HeadStudent(sage.new_draft(target, "eagle"), Objective(ce_weight=0.1, feature_weight=1.0, chunk_tokens=64))
     teacher = Teacher(target)
     pairs = teacher(batch)
-    loss, _ = student(pairs, teacher.lm_head)
+    loss, *_ = student(pairs, teacher.lm_head)
     mean = loss / pairs.mask.sum()
     mean.backward()
     gradients = [parameter.grad for parameter in student.parameters() if parameter.requires_grad]

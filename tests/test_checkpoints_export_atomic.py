@@ -15,6 +15,7 @@ import torch
 from checkpoints_export_helpers import export_draft, save_draft, save_target
 from safetensors.torch import save_file
 
+from checkpoints import files
 from checkpoints.export import check_folder
 from checkpoints.export.exporting import find_facts
 from checkpoints.export.source import load_trained
@@ -61,6 +62,7 @@ def failing(at: int, how: str) -> Iterator[list[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "replace", wrapped("replace", os.replace, None))
+        patch.setattr(files, "exchange", wrapped("exchange", files.exchange, None))
         patch.setattr(os, "fsync", wrapped("fsync", os.fsync, None))
         patch.setattr(Path, "mkdir", wrapped("mkdir", Path.mkdir, None))
         patch.setattr(Path, "write_text", wrapped("write_text", Path.write_text, half_text))
@@ -93,10 +95,16 @@ def quick(home: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pyt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["before", "middle", "error"])
-def test_cut_off_anywhere_while_replacing(home: Path, tmp_path: Path, how: str, quick: None) -> None:
+@pytest.mark.parametrize(
+    ("how", "can_exchange"), [("before", True), ("middle", True), ("error", True), ("before", False), ("middle", False)]
+)
+def test_cut_off_anywhere_while_replacing(
+    home: Path, tmp_path: Path, how: str, can_exchange: bool, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The old export or the new one, never neither, never a mixture; each attempt starts among the leftovers of the last
     accident, and the first that ends leaves no trace of any."""
+    if not can_exchange:  # a file system that cannot swap two names
+        monkeypatch.setattr(files, "exchange", lambda *_: False)
     out, kept = tmp_path / "place" / "out", tmp_path / "kept"
     old = whole(export_draft(home / "draft", kept, dtype=torch.float32).folder)
     new = whole(export_draft(home / "draft", tmp_path / "new").folder)
@@ -114,7 +122,7 @@ def test_cut_off_anywhere_while_replacing(home: Path, tmp_path: Path, how: str, 
         assert survivors[-1] in (old, new), done[-1]
         shutil.rmtree(out)
         shutil.copytree(kept, out)
-    assert {"replace", "fsync", "mkdir", "write_text", "save_file", "rmtree"} <= set(done)
+    assert {"replace", "exchange", "fsync", "mkdir", "write_text", "save_file", "rmtree"} <= set(done)
     assert (survivors[0], survivors[-1], whole(out)) == (old, new, new)
     assert [path.name for path in out.parent.iterdir()] == ["out"]
 

@@ -329,7 +329,7 @@ def test_a_failed_job_does_not_end_a_sweep(
 
     monkeypatch.setattr(sys, "argv", ["sage-train", "-m", "seed=0,1,2", "run.dir=sweep"])
     assert run_app("config", Config, task) == 2
-    assert seen == [(0, "sweep/seed=0"), (2, "sweep/seed=2")]
+    assert seen == [(0, "sweep/seed_0"), (2, "sweep/seed_2")]
     shown = capsys.readouterr().err
     assert "error: seed=1: not this one" in shown
     assert shown.endswith("error: 1 of 3 jobs failed: seed=1 (exit 2: seed=1: not this one)\n")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -383,3 +386,35 @@ def test_streaming_a_table(tmp_path: Path, weight: float | None) -> None:
     whole = take(StepLoader(dataset, processor.collate, 4, 4), 4)
     assert as_sets(whole[:2])[0] | as_sets(whole[:2])[1] == {str(i) for i in range(8)}
     assert take(StepLoader(dataset, processor.collate, 4, 4, start_step=1), 3) == whole[1:]
+
+
+KILLED = """
+import time, numpy, torch
+from data_prep.loader import StepLoader
+
+class Numbers:
+    def __len__(self): return 4
+    def __getitem__(self, number): return {"id": str(number)}
+    def epoch(self, seed, epoch): return numpy.arange(4)
+
+def collate(examples): return {"attention_mask": torch.ones(1, 1), "loss_mask": torch.ones(1, 1)}
+
+if __name__ == "__main__":
+    steps = iter(StepLoader(Numbers(), collate, 2, 2, num_workers=2))
+    next(steps)
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+def test_workers_end_with_a_killed_rank(tmp_path: Path) -> None:
+    """Whoever reads its output would wait for them for ever: they hold its end of the pipe."""
+    (tmp_path / "main.py").write_text(KILLED)
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    with subprocess.Popen(
+        [sys.executable, tmp_path / "main.py"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+    ) as rank:
+        assert rank.stdout is not None and rank.stdout.readline() == b"ready\n"
+        rank.kill()
+        assert rank.communicate(timeout=30)[0] == b""

@@ -15,7 +15,7 @@ from train.compare import SweepComparison, changed_keys, compare, find_runs, hom
 from train.config import Config, ConfigError, PolicyName, ScoreConfig, ScoreMetric
 from train.curves import measured_against_estimate, write_run_report
 from train.hydra_app import compose
-from train.sweep import Job, failures, job_name, swept_keys
+from train.sweep import Job, failures, folder_name, job_name, swept_keys
 
 BASE: dict[str, Any] = {
     "seed": 0,
@@ -198,11 +198,15 @@ def test_a_job_is_named_by_what_the_sweep_changes() -> None:
     assert swept_keys(words) == ["optim.lr", "a.b", "seed"]
     assert swept_keys(["optim.lr=tag(log,interval(1e-5,1e-3))"]) == ["optim.lr"]
     overrides = ["optim.lr=1e-4", "run.dir=x", "+a.b=1"]
-    assert job_name(overrides, ["optim.lr", "a.b"], "all") == "optim.lr=1e-4-a.b=1"
+    assert job_name(overrides, ["optim.lr", "a.b"], "all") == "optim.lr=1e-4 a.b=1"
     assert job_name(overrides, [], "all") == "all"
-    assert job_name(["draft.path=runs/x/draft"], ["draft.path"], "") == "draft.path=runs_x_draft"
-    long = job_name([f"run.note={'y' * 400}"], ["run.note"], "")
-    assert len(long) < 255 and long != job_name([f"run.note={'y' * 401}"], ["run.note"], "")
+    assert folder_name("optim.lr=1e-4 a.b=1") == "optim.lr_1e-4-a.b_1"
+    assert (
+        folder_name("draft.path=runs/x/draft decode.policies=[sage,chain]")
+        == "draft.path_runs_x_draft-decode.policies_sage_chain"
+    )
+    assert len(folder_name("y" * 400)) < 255 and folder_name("y" * 400) != folder_name("y" * 401)
+    compose("config", [f"run.dir=runs/{folder_name('optim.lr=1e-4 a=[b]')}"], Config)  # can be said on a command line
 
 
 # -- one run in pictures ---------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ def test_a_two_by_two_sweep_of_two_ranks_each_ends_in_one_comparison(tmp_path: P
     assert done.returncode == 0, done.stderr
     runs = sorted(path.parent for path in (tmp_path / "sweep").glob("*/draft_best"))
     assert [run.name for run in runs] == [
-        f"optim.lr={lr}-objective.feature_weight={weight}" for lr in ("0.001", "0.004") for weight in ("0.5", "1")
+        f"optim.lr_{lr}-objective.feature_weight_{weight}" for lr in ("0.001", "0.004") for weight in ("0.5", "1")
     ]
     assert len({(run / "draft" / "model.safetensors").read_bytes() for run in runs}) == 4
     compared = json.loads((tmp_path / "sweep" / "compare.json").read_text())

@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from train.compare import drafting_policies
+from train.compare_table import drafting_policies
 from train.report import style
 
 PANELS = (("tokens_per_target_pass", "tokens per target pass"), ("speedup", "speedup, decode only"))

@@ -193,7 +193,7 @@ def to_object(composed: DictConfig, schema: type, swept: Sequence[str] = ()) -> 
     config = OmegaConf.to_object(composed)
     assert isinstance(config, schema), f"{type(config).__name__} is not {schema.__name__}"
     if is_sweep() and hasattr(config, "run"):
-        config.run.dir = str(Path(config.run.dir) / name_of_job(swept))
+        config.run.dir = str(Path(config.run.dir) / sweep.folder_name(name_of_job(swept)))
     return config
 
 

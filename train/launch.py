@@ -16,6 +16,7 @@ import sys
 import tempfile
 from contextlib import ExitStack
 from dataclasses import asdict
+from multiprocessing import active_children
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -44,6 +45,7 @@ def launch(config: Config) -> int:
         ConfigError: the number of ranks contradicts the launcher we are inside of, or the batch does not split evenly.
         RankFailed: a rank died.
     """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # lost connections are told in our words
     asked = config.launch.gpus or config.launch.ranks
     started = join_environment()
     if started is not None:
@@ -175,6 +177,8 @@ def _run_joined(config: Config) -> int:
 
 def _leave(exit_code: int) -> NoReturn:
     """Ends the process without clean-up, which could wait for ranks that are gone."""
+    for child in active_children():  # loader workers would go on for some seconds and keep our terminal open
+        child.kill()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)

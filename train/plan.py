@@ -173,15 +173,16 @@ def draft_activations(made: Plan, tokens: int) -> float:
     head_dim = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
     per_layer = 7 * sizes.hidden_size + 4 * sizes.intermediate_size + 3 * heads * head_dim
     inputs = max(2, len(_levels(made))) * sizes.hidden_size
-    return tokens * BYTES[made.config.train.precision] * (inputs + _unroll(made) * layers * per_layer)
+    return tokens * BYTES[made.config.train.precision] * (inputs + made.config.objective.steps * layers * per_layer)
 
 
 def _objective(made: Plan) -> float:
-    """Logits of one chunk on both sides, and the supervised features with their gradient."""
-    target, config = made.pair.target, made.config
+    """Logits of one chunk on both sides; the supervised states of every step with their gradient; that of an own lm_head."""
+    config, size = made.config, BYTES[made.config.train.precision]
     supervised = config.train.micro_batch_size * made.length * (1 - VISUAL_SHARE)
-    chunk = min(config.objective.chunk_tokens, supervised) * target.vocab_size * CHUNK_BYTES
-    return chunk + 3 * supervised * target.hidden_size * BYTES[config.target.dtype]
+    chunk = min(config.objective.chunk_tokens, supervised) * _words(made) * CHUNK_BYTES
+    states = (1 + 2 * config.objective.steps) * supervised * made.pair.target.hidden_size * size
+    return chunk + states + _has_own_head(made) * _words(made) * made.pair.target.hidden_size * size
 
 
 def _flops(made: Plan) -> dict[str, float]:
@@ -191,13 +192,14 @@ def _flops(made: Plan) -> dict[str, float]:
     merged = getattr(target.model.config.vision_config, "spatial_merge_size", 1) ** 2
     text = pair.target_parameters - pair.vision_parameters - target.vocab_size * target.hidden_size
     attention = 2 * made.length * target.hidden_size * target.num_layers  # causal: half of the pairs, QK and AV
-    logits = 2 * target.vocab_size * target.hidden_size * tokens * (1 - VISUAL_SHARE)
-    unrolled = _unroll(made) * (1 + BACKWARD)
+    logits = 2 * _words(made) * target.hidden_size * tokens * (1 - VISUAL_SHARE)
+    steps = config.objective.steps
     return {
         "vision": 2 * pair.vision_parameters * tokens * VISUAL_SHARE * merged,
         "text": (2 * text + attention) * tokens,
-        "draft": 2 * pair.draft_parameters * tokens * unrolled,
-        "objective": logits * (1 + 2 * _unroll(made)),  # the teacher's once; the draft's and its gradient at each step
+        "draft": 2 * pair.draft_parameters * tokens * steps * (1 + BACKWARD),
+        # the teacher's once; at each step the draft's, the gradient back through its lm_head, and that of an own lm_head
+        "objective": logits * (1 + (2 + _has_own_head(made)) * steps),
     }
 
 
@@ -205,9 +207,14 @@ def _levels(made: Plan) -> tuple[int, ...]:
     return tuple(getattr(made.pair.draft, "levels", ()))
 
 
-def _unroll(made: Plan) -> int:
-    """Passes of the draft per pair: EAGLE-3's training-time test unrolls several steps."""
-    return made.config.objective.steps
+def _words(made: Plan) -> int:
+    """What the draft may say."""
+    return getattr(made.config.draft, "draft_vocab_size", None) or made.pair.target.vocab_size
+
+
+def _has_own_head(made: Plan) -> bool:
+    """Whether the draft's lm_head is its own and trained; EAGLE borrows the target's."""
+    return hasattr(made.pair.draft, "lm_head")
 
 
 # -- the change that would make it fit ---------------------------------------------------------------------------------------

@@ -94,12 +94,12 @@ def is_joined() -> bool:
 def fails_first() -> bool:
     """Counts a failure of this rank; whether it is the first of all ranks.
 
-    Where the rank that keeps the count has gone without a word, rank 1 speaks.
+    Where the rank that keeps the count has gone, it has failed before: it or the launcher has said why.
     """
     try:
         return bool(dist.distributed_c10d._get_default_store().add("failed ranks", 1) == 1)
     except RuntimeError:
-        return dist.get_rank() == 1
+        return False
 
 
 def local_rank() -> int:

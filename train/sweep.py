@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -78,17 +79,22 @@ def swept_keys(words: Sequence[str]) -> list[str]:
 
 
 def job_name(overrides: Sequence[str], keys: Sequence[str], otherwise: str) -> str:
-    """What a job changes, as a folder's name: `optim.lr=0.001-seed=1`.
+    """What a job changes: `optim.lr=0.001 seed=1`.
 
     Args:
         overrides: of the job, `key=value`.
         keys: those to tell; without any, `otherwise` is the name.
     """
     told = [word.lstrip("+~") for word in overrides if word.lstrip("+~").split("=")[0] in keys]
-    name = ("-".join(told) or otherwise).replace("/", "_")
+    return " ".join(told) or otherwise
+
+
+def folder_name(job: str) -> str:
+    """A job's name as a folder that needs no quoting, neither in a shell nor in an override: `optim.lr_0.001-seed_1`."""
+    name = re.sub(r"[^\w.+-]+", "_", job.replace(" ", "-")).strip("_")
     if len(name) <= LONGEST_NAME:
         return name
-    return f"{name[:LONGEST_NAME]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return f"{name[:LONGEST_NAME]}-{hashlib.sha256(job.encode()).hexdigest()[:8]}"
 
 
 def failures(jobs: Sequence[Job]) -> str | None:

@@ -84,7 +84,7 @@ class TargetFacts:
         if not Path(name).is_dir() and (name.count("/") != 1 or name.startswith((".", "/", "~"))):
             raise ValueError(f"--target {name}: no such folder; give a target's folder or a hub id like owner/name")
         try:
-            config = AutoConfig.from_pretrained(name)
+            config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ValueError(

@@ -47,8 +47,8 @@ class Processor:
     @classmethod
     def from_pretrained(cls, path: str, family: Family) -> Processor:
         """Loads tokenizer and image processor from a folder or hub id."""
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        return cls(tokenizer, AutoImageProcessor.from_pretrained(path), family)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        return cls(tokenizer, AutoImageProcessor.from_pretrained(path, trust_remote_code=False), family)
 
     @classmethod
     def wrap(cls, processor: Any, family: Family) -> Processor:
