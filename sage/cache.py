@@ -8,6 +8,7 @@ Shapes: L layers, B batch, H KV heads, C capacity, S filled length, d head size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -85,14 +86,15 @@ class TreeCache(Cache):
         for layer, buffer in zip(self.layers, grown, strict=True):
             layer.keys, layer.values = buffer[0], buffer[1]
 
-    def keep_path(self, start: int, path: Tensor) -> None:
+    def keep_path(self, start: int, path: Sequence[int]) -> None:
         """Of the tree rows at `start`, keeps those named by `path`, moved together; forgets the rest.
 
         Args:
             start: length before the tree was written.
-            path: LongTensor [m], increasing node indices of the accepted path, the root (0) first.
+            path: increasing node indices of the accepted path, the root (0) first.
         """
         end = start + len(path)
-        if int(path[-1]) != len(path) - 1:
-            self.storage[..., start:end, :] = self.storage.index_select(-2, path + start)
+        if path[-1] != len(path) - 1:
+            rows = torch.tensor([start + node for node in path], device=self.storage.device)
+            self.storage[..., start:end, :] = self.storage.index_select(-2, rows)
         self.crop_to(end)

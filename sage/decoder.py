@@ -5,6 +5,7 @@ Shapes: N tree nodes, F frontier nodes, K candidates, V vocabulary, T prompt tok
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -75,10 +76,12 @@ def decode(request: Request, clock: Clock, stats: Stats) -> Iterator[Round]:
     root = chooser.first(target.lm_head(features.last[:, -1]))
     clock.lap("target_prefill")
     policy.reset()
+    stats.prompt_tokens = request.prompt.input_ids.shape[1]
     logits = None
     if session:
         known = Features.join(request.read)
         logits = session.prefill(request.pruning(request.prompt, known), known, root)
+        stats.draft_context = session.context
     clock.lap("draft_prefill")
     unread: list[tuple[Features, Tensor]] = []
     yield Round(_emit([int(root)], request, stats), 0)
@@ -102,10 +105,9 @@ def decode(request: Request, clock: Clock, stats: Stats) -> Iterator[Round]:
         num_accepted = min(len(path) - 1, len(emitted))
         clock.lap("accept")
 
-        path_P = torch.tensor(path, device=root.device)
-        token_P = torch.tensor(tokens, device=root.device)
-        cache.keep_path(start, path_P)
-        request.read.append(features.at(path_P))
+        path_P, token_P = torch.tensor((path, tokens), device=root.device)
+        cache.keep_path(start, path)
+        request.read.append(features if len(path) == len(tree) else features.at(path_P))
         unread.append((request.read[-1], token_P))
         root = token_P[-1:]
         clock.lap("commit")
@@ -118,13 +120,13 @@ def decode(request: Request, clock: Clock, stats: Stats) -> Iterator[Round]:
 def draft_tree(root: Tensor, logits: Tensor | None, request: Request, clock: Clock, stats: Stats) -> Tree:
     """Grows one round's tree level by level as the policy asks, at most as deep as the answer may still get."""
     policy, session = request.policy, request.session
+    if logits is None or session is None:
+        return Tree.of_root(root)
     frontier, path_F, num_nodes = torch.zeros_like(root), torch.ones(1, device=root.device), 1  # the root alone
     asked: list[tuple[Tensor, Tensor, Tensor]] = []
-    levels: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    levels: list[tuple[Tensor, Tensor, Tensor]] = []
     last_level = request.ending.room - 1
     for level in range(1, last_level + 1):
-        if logits is None or session is None:
-            break
         probs, tokens = logits.float().softmax(-1).topk(min(policy.candidates, logits.shape[-1]))
         tokens = tokens if session.token_map is None else session.token_map[tokens]
         clock.lap("draft_steps", len(frontier))
@@ -137,9 +139,8 @@ def draft_tree(root: Tensor, logits: Tensor | None, request: Request, clock: Clo
             break
         rows, expand = growth.rows, growth.expand
         flat = rows * probs.shape[1] + growth.ranks
-        token_M, prob_M, path_M = tokens.take(flat), probs.take(flat), path_F.take(rows)
-        path_M *= prob_M
-        levels.append((frontier.take(rows), token_M, prob_M, path_M))
+        token_M, path_M = tokens.take(flat), path_F.take(rows) * probs.take(flat)
+        levels.append((frontier.take(rows), token_M, path_M))
         clock.lap("policy")
         if len(expand) == 0 or level == last_level:
             break
@@ -156,7 +157,7 @@ def draft_tree(root: Tensor, logits: Tensor | None, request: Request, clock: Clo
 
 
 def _refuse_nan(probs: Tensor, level: int, stats: Stats) -> None:
-    if bool(probs.isnan().any()):
+    if math.isnan(probs.sum().item()):
         raise ValueError(
             f"draft: its pass over level {level} after {stats.new_tokens} new tokens gave NaN; check its weights and dtype"
         )

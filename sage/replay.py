@@ -155,16 +155,16 @@ class _Round:
         frontier, path_F, at = torch.zeros_like(root), torch.ones(1), [()]
         paths: list[Path] = [()]
         asked: list[tuple[Tensor, Tensor, Tensor]] = []
-        levels: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        levels: list[tuple[Tensor, Tensor, Tensor]] = []
         for level in range(1, self.room):
             probs, tokens = self._candidates(at)
             asked.append((frontier, probs, tokens))
             growth = self.policy.grow(Frontier(level, probs, path_F))
             if growth is None:
                 break
-            token_M, prob_M = tokens[growth.rows, growth.ranks], probs[growth.rows, growth.ranks]
-            path_M = path_F[growth.rows] * prob_M
-            levels.append((frontier[growth.rows], token_M, prob_M, path_M))
+            token_M = tokens[growth.rows, growth.ranks]
+            path_M = path_F[growth.rows] * probs[growth.rows, growth.ranks]
+            levels.append((frontier[growth.rows], token_M, path_M))
             new = [(*at[row], token) for row, token in zip(growth.rows.tolist(), token_M.tolist(), strict=True)]
             if len(growth.expand) == 0 or level == self.room - 1:
                 paths += new

@@ -8,6 +8,7 @@ Shapes: N tree nodes, V vocabulary, T prompt tokens, M labelled nodes, K candida
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,15 +106,11 @@ class Chooser:
         Raises:
             ValueError: a NaN among the logits.
         """
-        if bool(logits.isnan().any()):
-            new = len(self.history) - self.num_prompt
-            which = f"pass over {len(logits)} node(s) after {new} new tokens" if new else f"prefill of {self.num_prompt} tokens"
-            raise ValueError(
-                f"logits: the target's {which} gave NaN; check its weights and dtype (float16 overflows: use bfloat16)"
-            )
+        best, likeliest = logits.max(-1)
+        self._refuse_nan(best)
         scores = self._in_context(logits, tree) if self.context else logits
         if self.is_greedy:
-            return scores.argmax(-1)
+            return scores.argmax(-1) if self.context else likeliest
         self._log_p = self.warpers(None, scores.double()).log_softmax(-1)
         positions = len(self.history) - self.num_prompt + tree.depths
         return (self._log_p + self._noise(positions, logits.shape[-1])).argmax(-1)
@@ -136,6 +133,15 @@ class Chooser:
     def extend(self, tokens: list[int]) -> None:
         """Accepted tokens become history."""
         self.history += tokens
+
+    def _refuse_nan(self, best: Tensor) -> None:
+        """`best`: [N], the largest logit of every node, NaN where one of them is."""
+        if math.isnan(best.sum().item()):
+            new = len(self.history) - self.num_prompt
+            which = f"pass over {len(best)} node(s) after {new} new tokens" if new else f"prefill of {self.num_prompt} tokens"
+            raise ValueError(
+                f"logits: the target's {which} gave NaN; check its weights and dtype (float16 overflows: use bfloat16)"
+            )
 
     def _in_context(self, logits: Tensor, tree: Tree) -> Tensor:
         """Processors see each node with its own prefix; nodes of one depth have prefixes of one length, so they go together."""

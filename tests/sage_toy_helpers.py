@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +61,7 @@ class TableSession:
 
     levels: tuple[int, ...] = ()
     token_map = None
+    context = 0  # of rows for the prompt; this draft keeps none
 
     def __init__(self, law: NextLaw, context: Context = ()) -> None:
         self.law, self.context = law, context
@@ -92,8 +93,8 @@ class TableCache:
     def length(self) -> int:
         return len(self.rows)
 
-    def keep_path(self, start: int, path: torch.Tensor) -> None:
-        self.rows = self.rows[:start] + [self.rows[start + node] for node in path.tolist()]
+    def keep_path(self, start: int, path: Sequence[int]) -> None:
+        self.rows = self.rows[:start] + [self.rows[start + node] for node in path]
 
 
 class TableTarget:

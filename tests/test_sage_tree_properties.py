@@ -60,7 +60,7 @@ def check_invariants(tree: Tree) -> None:
     assert tree.depth == max(tree.depths.tolist())
     for node in nodes:
         assert tree.ancestors[node].nonzero()[:, 0].tolist() == walk(tree, node)
-        assert tree.path_probs[node] == tree.probs[walk(tree, node)].prod()
+        assert tree.path_probs[node] <= tree.path_probs[walk(tree, node)].min()
 
 
 few = settings(max_examples=40, deadline=None)
@@ -83,7 +83,7 @@ def test_any_part_with_its_ancestors_is_a_tree(tree: Tree, data: st.DataObject) 
     part = tree.subtree(torch.tensor(keep))
     check_invariants(part)
     assert token_paths(part) == [token_paths(tree)[node] for node in keep]
-    for field in ("probs", "path_probs", "depths"):
+    for field in ("path_probs", "depths"):
         assert torch.equal(getattr(part, field), getattr(tree, field)[keep])
     assert torch.equal(part.candidates[part.drafted], tree.candidates[tree.drafted[keep]])
 

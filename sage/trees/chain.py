@@ -23,7 +23,9 @@ class Chain(Policy):
             raise ValueError(f"policy.chain.depth: {depth} is below 1; use the policy autoregressive to draft nothing")
         self.depth = depth
         self.max_nodes = depth + 1
+        self._zero = torch.zeros(1, dtype=torch.long)
 
     def grow(self, frontier: Frontier) -> Growth:
-        zero = torch.zeros(1, dtype=torch.long, device=frontier.probs.device)
-        return Growth(zero, zero, zero if frontier.level < self.depth else zero[:0])
+        if self._zero.device != frontier.probs.device:
+            self._zero = self._zero.to(frontier.probs.device)
+        return Growth(self._zero, self._zero, self._zero if frontier.level < self.depth else self._zero[:0])

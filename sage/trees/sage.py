@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from enum import StrEnum
 
 import torch
@@ -34,6 +35,13 @@ def confidence(logits: Tensor, top_k: int) -> Tensor:
     log_p = torch.log_softmax(logits.topk(top_k, dim=-1).values, -1)
     entropy = torch.special.entr(log_p.exp()).sum(-1)
     return (1 - entropy / math.log(top_k)).clamp(0, 1)
+
+
+def confidence_of(probs: Sequence[float]) -> float:
+    """`confidence` of k probabilities that are at hand as numbers, k >= 2; a policy needs it once per round."""
+    total = math.fsum(probs)
+    entropy = -math.fsum(share * math.log(share) for prob in probs if (share := prob / total) > 0)
+    return min(max(1 - entropy / math.log(len(probs)), 0.0), 1.0)
 
 
 def depth(alpha: float, min_depth: int, max_depth: int) -> float:
@@ -150,7 +158,7 @@ class Sage(Policy):
     def grow(self, frontier: Frontier) -> Growth | None:
         if self.alpha_from is AlphaSource.CURRENT:
             if frontier.level == 1:
-                self.alpha = self._alpha(frontier.probs[0])
+                self.alpha = confidence_of(frontier.probs[0, : self.top_k].tolist())
                 self._plan_tree()
         elif self._is_first:
             return self._static.grow(frontier)
@@ -177,8 +185,9 @@ class Sage(Policy):
         judged = 0 if self.threshold is Threshold.CUMULATIVE else 1
         expand = [i for i, child in enumerate(children) if child[judged] > least]
         device = frontier.probs.device
-        rows, ranks = torch.tensor([child[2:] for child in children], device=device).unbind(1)
-        return Growth(rows, ranks, torch.tensor(expand, dtype=torch.long, device=device))
+        _, _, rows, ranks = zip(*children, strict=True)
+        answer = torch.tensor((*rows, *ranks, *expand), device=device)
+        return Growth(answer[: len(rows)], answer[len(rows) : 2 * len(rows)], answer[2 * len(rows) :])
 
     def explain(self, entry: dict[str, float]) -> str:
         return f"alpha {entry['alpha']:.2f} planned depth {entry['planned_depth']:.1f}, width {entry['width']:.1f}"
@@ -189,19 +198,16 @@ class Sage(Policy):
         self._is_first = False
         self._accepted.append(outcome.accepted)
         if self.alpha_from is not AlphaSource.CURRENT:
-            self.alpha = self._alpha(self._lookahead(outcome))
+            self.alpha = confidence_of(self._lookahead(outcome))
         if self.history:
             self._move_ceiling()
 
-    def _alpha(self, candidates: Tensor) -> float:
-        return float(confidence(candidates[: self.top_k].log(), self.top_k))
-
-    def _lookahead(self, outcome: Outcome) -> Tensor:
-        """[K], the draft's output at the accepted node nearest to the next root that it was asked about."""
-        rows = outcome.tree.drafted[outcome.path]
-        if self.alpha_from is AlphaSource.ROOT:
-            return outcome.tree.candidates[rows[0]]
-        return outcome.tree.candidates[rows[rows >= 0][-1]]
+    def _lookahead(self, outcome: Outcome) -> list[float]:
+        """The draft's k largest probabilities at the accepted node nearest to the next root that it was asked about."""
+        rows = outcome.tree.drafted[outcome.path].tolist()
+        row = rows[0] if self.alpha_from is AlphaSource.ROOT else [row for row in rows if row >= 0][-1]
+        found: list[float] = outcome.tree.candidates[row, : self.top_k].tolist()
+        return found
 
     def _move_ceiling(self) -> None:
         mean = sum(self._accepted) / len(self._accepted)

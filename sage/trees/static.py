@@ -38,12 +38,15 @@ class Static(Policy):
         self.candidates = 1 + max(rank for path in nodes for rank in path)
         self.max_nodes = len(nodes) + 1
         self._levels = [_level(nodes, depth) for depth in range(1, len(nodes[-1]) + 1)]
+        self._growth: dict[torch.device, list[Growth]] = {}  # the levels on a device, made once
 
     def grow(self, frontier: Frontier) -> Growth:
-        rows, ranks, expand = (
-            torch.tensor(column, dtype=torch.long, device=frontier.probs.device) for column in self._levels[frontier.level - 1]
-        )
-        return Growth(rows, ranks, expand)
+        device = frontier.probs.device
+        if device not in self._growth:
+            self._growth[device] = [
+                Growth(*(torch.tensor(column, dtype=torch.long, device=device) for column in level)) for level in self._levels
+            ]
+        return self._growth[device][frontier.level - 1]
 
 
 def _level(nodes: list[Path], depth: int) -> tuple[list[int], list[int], list[int]]:

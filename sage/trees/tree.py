@@ -21,8 +21,7 @@ class Tree:
         tokens: LongTensor [N].
         parents: LongTensor [N]; -1 for the root.
         depths: LongTensor [N]; 0 for the root.
-        probs: [N], the draft's probability of the node given its parent; 1 for the root.
-        path_probs: [N], the product of `probs` from the root down.
+        path_probs: [N], the product of the draft's probabilities from the root down; 1 for the root.
         drafted: LongTensor [N], the node's row in `candidates`, -1 where the draft was not asked.
         candidates: [E, K], the draft's K largest probabilities below each drafted node, descending.
         candidate_tokens: LongTensor [E, K], their tokens.
@@ -32,7 +31,6 @@ class Tree:
     tokens: Tensor
     parents: Tensor
     depths: Tensor
-    probs: Tensor
     path_probs: Tensor
     drafted: Tensor
     candidates: Tensor
@@ -42,34 +40,34 @@ class Tree:
     @classmethod
     def of_root(cls, token: Tensor) -> Tree:
         """The tree of one node. `token`: LongTensor [1]."""
-        one = torch.ones(1, device=token.device)
-        index = torch.zeros_like(token)
-        none = torch.empty(0, 0, device=token.device)
-        return cls(token, index - 1, index, one, one, index - 1, none, none.long())
+        none, minus_one = token.new_empty(0, 0), torch.full_like(token, -1)
+        return cls(token, minus_one, minus_one + 1, torch.ones(1, device=token.device), minus_one.clone(), none.float(), none)
 
     @classmethod
     def of_levels(
-        cls, root: Tensor, levels: list[tuple[Tensor, Tensor, Tensor, Tensor]], asked: list[tuple[Tensor, Tensor, Tensor]]
+        cls, root: Tensor, levels: list[tuple[Tensor, Tensor, Tensor]], asked: list[tuple[Tensor, Tensor, Tensor]]
     ) -> Tree:
         """A tree put together once all of its levels are known; the slow twin is `add_level` and `note_candidates`.
 
         Args:
             root: LongTensor [1].
-            levels: per level parents, tokens, probs and path_probs, [M] each.
+            levels: per level parents, tokens and path_probs, [M] each.
             asked: per question nodes [F], probs and tokens [F, K].
         """
-        tree = cls.of_root(root)
-        if levels:
-            parents, tokens, probs, path_probs = zip(*levels, strict=True)
-            sizes = [len(level) for level in parents]
-            depths = [0, *(depth for depth, size in enumerate(sizes, start=1) for _ in range(size))]
-            tree.tokens = torch.cat((tree.tokens, *tokens))
-            tree.parents = torch.cat((tree.parents, *parents))
-            tree.probs = torch.cat((tree.probs, *probs))
-            tree.path_probs = torch.cat((tree.path_probs, *path_probs))
-            tree.depths = torch.tensor(depths, device=root.device)
-            tree.drafted = tree.drafted.expand(len(depths)).clone()
-            tree.num_levels = len(levels)
+        parents, tokens, path_probs = zip(*levels, strict=True) if levels else ((), (), ())
+        depth_N = [0, *(depth for depth, level in enumerate(tokens, start=1) for _ in range(len(level)))]
+        depths, drafted = torch.tensor((depth_N, [-1] * len(depth_N)), device=root.device)
+        none = root.new_empty(0, 0)
+        tree = cls(
+            tokens=torch.cat((root, *tokens)),
+            parents=torch.cat((drafted[:1], *parents)),
+            depths=depths,
+            path_probs=torch.cat((torch.ones(1, device=root.device), *path_probs)),
+            drafted=drafted,
+            candidates=none.float(),
+            candidate_tokens=none,
+            num_levels=len(levels),
+        )
         if asked:
             nodes, candidates, candidate_tokens = (torch.cat(column) for column in zip(*asked, strict=True))
             tree.note_candidates(nodes, candidates, candidate_tokens)
@@ -89,6 +87,8 @@ class Tree:
 
         Paths of up to 2^i steps are those of up to 2^(i-1) steps, twice: a few small products instead of a walk per level.
         """
+        if len(self) == 1:
+            return torch.ones(1, 1, dtype=torch.bool, device=self.tokens.device)
         reach = torch.eye(len(self), device=self.tokens.device)
         reach.scatter_(1, self.parents.clamp(min=0)[:, None], 1.0)
         for _ in range(max(self.num_levels - 1, 0).bit_length()):
@@ -111,7 +111,6 @@ class Tree:
         self.depths = torch.cat((self.depths, self.depths[parents] + 1))
         self.path_probs = torch.cat((self.path_probs, self.path_probs[parents] * probs))
         self.parents = torch.cat((self.parents, parents))
-        self.probs = torch.cat((self.probs, probs))
         self.drafted = torch.cat((self.drafted, parents.new_full((new,), -1)))
         return index
 
@@ -121,18 +120,17 @@ class Tree:
         Raises:
             AssertionError: the root or an ancestor is missing.
         """
-        assert int(keep[0]) == 0, "the root was dropped"
-        renumber = torch.full((len(self.tokens) + 1,), -1, device=keep.device, dtype=torch.long)
-        renumber[keep] = torch.arange(len(keep), device=keep.device)
-        parents = renumber[self.parents[keep]]
-        assert bool((parents[1:] >= 0).all()), "a kept node's parent was dropped"
+        parents = self.parents.take(keep)
+        place = torch.searchsorted(keep, parents)  # of a node's parent among those kept; the root's own is nowhere
+        is_tree = (keep.take(place) == parents)[1:].all() & (keep[0] == 0)
+        assert bool(is_tree), "the root or a kept node's parent was dropped"
+        place[0] = -1
         return Tree(
-            tokens=self.tokens[keep],
-            parents=parents,
-            depths=self.depths[keep],
-            probs=self.probs[keep],
-            path_probs=self.path_probs[keep],
-            drafted=self.drafted[keep],
+            tokens=self.tokens.take(keep),
+            parents=place,
+            depths=self.depths.take(keep),
+            path_probs=self.path_probs.take(keep),
+            drafted=self.drafted.take(keep),
             candidates=self.candidates,
             candidate_tokens=self.candidate_tokens,
             num_levels=self.num_levels,
