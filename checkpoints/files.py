@@ -37,6 +37,7 @@ def replace_folder(part: Path, final: Path) -> None:
     between two renames leaves the older one beside its place, where `settle` finds it.
     """
     settle(final)
+    share(part)
     sync_tree(part)
     if final.exists() and exchange(part, final):
         _fsync(final.parent)
@@ -97,6 +98,17 @@ def sync_rename(part: Path, final: Path) -> None:
     """Renames and makes the new name durable."""
     os.replace(part, final)
     _fsync(final.parent)
+
+
+def share(folder: Path) -> None:
+    """Gives the files in a folder the permissions of the folder.
+
+    safetensors writes for the owner alone, and who serves a draft is often somebody else.
+    """
+    mode = folder.stat().st_mode & 0o666
+    for path in folder.rglob("*"):
+        if path.is_file() and path.stat().st_mode & 0o777 != mode:
+            path.chmod(mode)
 
 
 def sync_tree(folder: Path) -> None:

@@ -185,7 +185,7 @@ def _add_about(found: Description, folder: Path) -> None:
         "imported from": about.get("imported_from"),
         "steps trained": about.get("steps_trained"),
         "data fingerprint": about.get("data_fingerprint"),
-        "know": about.get("warnings"),
+        "warnings": about.get("warnings"),
     }
     found.table = (about.get("validation") or {}).get("policies", {})
 

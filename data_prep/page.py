@@ -40,13 +40,14 @@ td:first-child, th:first-child { text-align: left; white-space: nowrap; } th { c
 .tables { display: flex; flex-wrap: wrap; gap: 0 56px; }
 .example { margin: 0 0 16px; } .head { display: flex; flex-wrap: wrap; gap: 4px 16px; color: var(--soft); font-size: 13px; }
 .head b { color: var(--ink); } .pictures { display: flex; flex-wrap: wrap; gap: 8px; margin: 10px 0; }
-.pictures img { max-height: 224px; border-radius: 4px; border: 1px solid var(--line); image-rendering: auto; }
-.clip { display: flex; gap: 2px; }
+.pictures img { max-width: 100%; height: auto; border-radius: 4px; border: 1px solid var(--line); image-rendering: auto; }
+.clip { display: flex; flex-wrap: wrap; gap: 2px; }
 .tokens { font: 13px/1.9 ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
 .tokens span { border-bottom: 1px solid var(--line); margin-right: 1px; padding: 1px 0; }
 .tokens .y { background: var(--yes); border-radius: 2px; }
-.tokens .v { background: var(--line); border-radius: 8px; padding: 1px 7px; border: 0; color: var(--soft); }
-.legend span { padding: 1px 6px; border-radius: 3px; } .legend .y { background: var(--yes); }
+.tokens .v { background: var(--line); border-radius: 8px; padding: 1px 7px; border: 0; color: var(--soft);
+  white-space: nowrap; }
+.legend span { color: var(--ink); padding: 1px 6px; border-radius: 3px; } .legend .y { background: var(--yes); }
 .legend .v { background: var(--line); border-radius: 8px; }
 """
 
@@ -97,7 +98,7 @@ def _counts(statistics: Statistics) -> str:
 
 
 def _histogram(label: str, values: list[float]) -> str:
-    """A bar chart as inline SVG, 320 x 130 units, with the range below and the highest count at its top."""
+    """A bar chart as inline SVG, 320 x 130 units, with the range below and the highest count above."""
     low, high = min(values), max(values)
     is_whole = all(value == int(value) for value in values)
     bins = int(min(BINS, high - low + 1)) if is_whole else BINS
@@ -111,7 +112,7 @@ def _histogram(label: str, values: list[float]) -> str:
     return (
         f'<div class="chart"><b>{escape(label)}</b><svg viewBox="0 0 320 130" role="img" aria-label="{escape(label)}">'
         f'{bars}<text x="0" y="124">{low:.3g}</text><text x="320" y="124" text-anchor="end">{high:.3g}</text>'
-        f'<text x="320" y="10" text-anchor="end">{most}</text></svg></div>'
+        f'<text x="320" y="10" text-anchor="end">up to {most} examples</text></svg></div>'
     )
 
 

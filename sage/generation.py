@@ -141,7 +141,7 @@ def start(
     if policy.candidates and draft is None:
         raise ValueError(f"draft: the policy {policy.name!r} needs one; load it with sage.load_draft(path, target)")
     if draft is not None:
-        check_draft(draft, target)
+        check_draft(draft, target, pruning)
     prompt_ids = inputs["input_ids"]
     tokenizer = target.processor.tokenizer if target.processor else None
     ending = Ending(max_new_tokens, target.eos_token_ids, stop, tokenizer)

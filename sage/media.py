@@ -46,7 +46,7 @@ def open_picture(source: Any, allow_urls: bool = False) -> Image.Image:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             if allow_urls and str(source).startswith(("http://", "https://")):
-                source = load_image(str(source))
+                source = _download(str(source))
             if isinstance(source, Image.Image):
                 return _normalised(source)
             with Image.open(_stream(source)) as picture:
@@ -60,7 +60,7 @@ def open_picture(source: Any, allow_urls: bool = False) -> Image.Image:
 def check_picture(source: Any) -> None:
     """Raises ValueError where a picture's file is absent; reads nothing."""
     if isinstance(source, (str, Path)) and not str(source).startswith("data:"):
-        _check_path(source)
+        _check_path(source, f"image {source}: ")
 
 
 def open_clip(
@@ -89,7 +89,7 @@ def open_clip(
 
 def _frames(source: Any, num_frames: int, segment: Segment, frames_per_s: float) -> Sequence[Any]:
     if isinstance(source, (str, Path)):
-        _check_path(source, "video")
+        _check_path(source, f"video {source}: ")
         if not Path(source).is_dir():
             return read_video(Path(source), num_frames, segment)
         source = frame_files(Path(source))
@@ -101,6 +101,15 @@ def frame_files(folder: Path) -> list[Path]:
     known = Image.registered_extensions()
     files = [path for path in folder.iterdir() if path.suffix.lower() in known]
     return sorted(files, key=lambda path: [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", path.name)])
+
+
+def _download(url: str) -> Image.Image:
+    try:
+        return load_image(url)
+    except (UnidentifiedImageError, *BOMB):
+        raise
+    except Exception as error:  # transformers fetches with whichever client is installed, each with errors of its own
+        raise ValueError(f"could not be fetched ({error})") from error
 
 
 def _stream(source: Any) -> Any:
@@ -115,11 +124,11 @@ def _stream(source: Any) -> Any:
     return source
 
 
-def _check_path(source: Any, kind: str = "image") -> None:
+def _check_path(source: Any, prefix: str = "") -> None:
     if str(source).startswith(("http://", "https://")):
-        raise ValueError(f"{kind} {source}: a URL; download it and give the file (training must not depend on the web)")
+        raise ValueError(f"{prefix}a URL; download it and give the file (training must not depend on the web)")
     if not Path(source).exists():
-        raise ValueError(f"{kind} {source}: no such file")
+        raise ValueError(f"{prefix}no such file")
 
 
 def _check_size(size: tuple[int, int]) -> None:
@@ -162,6 +171,8 @@ def _why(error: Exception) -> str:
         return "not a picture in a known format"
     if isinstance(error, BOMB):
         return f"too many pixels, allowed: at most {MAX_PIXELS}"
+    if isinstance(error, OSError) and error.strerror:  # the system's own: a folder, no permission
+        return error.strerror
     return f"broken or truncated ({error})"
 
 

@@ -71,6 +71,10 @@ class Recorder:
         self.rounds: list[dict[Path, Candidates]] = []
         self._frontier: list[Path] = []
 
+    @property
+    def context(self) -> int:
+        return self.session.context
+
     def prefill(self, prompt: Prompt, features: Features, root: Tensor) -> Tensor:
         return self._start(self.session.prefill(prompt, features, root))
 

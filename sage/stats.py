@@ -101,6 +101,8 @@ class Stats:
         rounds: draft-and-verify rounds.
         target_passes: passes of the target after prefill; equals `rounds`.
         draft_steps: passes of the draft after its prefill, one per level and one per re-synchronisation.
+        prompt_tokens: of the prompt, as the target reads it.
+        draft_context: rows that stand for the prompt in the draft's cache; 0 without a draft.
         accepted: drafted tokens accepted in each round, after cutting at the end of the answer.
         new_tokens: emitted tokens, the first one (from the prefill) included.
         time_s: seconds per phase.
@@ -110,6 +112,8 @@ class Stats:
     rounds: int = 0
     target_passes: int = 0
     draft_steps: int = 0
+    prompt_tokens: int = 0
+    draft_context: int = 0
     accepted: list[int] = field(default_factory=list)
     new_tokens: int = 0
     time_s: dict[str, float] = field(default_factory=dict)

@@ -159,6 +159,7 @@ class OracleSession:
 
     levels: tuple[int, ...] = ()
     token_map = None
+    context = 0
 
     def __init__(self, answer: list[int], vocabulary: int, seed: int) -> None:
         self.answer, self.vocabulary, self.seed = answer, vocabulary, seed

@@ -48,6 +48,24 @@ def test_a_committed_state_is_listed_hashed_and_named_latest(tmp_path: Path) -> 
     assert store.newest() == folder
 
 
+def test_the_files_of_a_sealed_folder_are_as_open_as_the_folder(tmp_path: Path) -> None:
+    """safetensors writes for its owner alone; a draft is served by somebody else."""
+    part = StateStore(tmp_path / "state").begin(1)
+    (part / "deep").mkdir()
+    for path in (part / "a.bin", part / "deep" / "b.bin"):
+        path.write_text("weights")
+        path.chmod(0o600)
+    part.chmod(0o750)
+    folder = StateStore(tmp_path / "state").commit(1)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in folder.rglob("*") if path.is_file()}
+    assert modes == {"a.bin": 0o640, "b.bin": 0o640, "manifest.json": 0o640}
+    draft = tmp_path / ".draft.part"
+    draft.mkdir(mode=0o755)
+    (draft / "model.safetensors").touch(mode=0o600)
+    replace_folder(draft, tmp_path / "draft")
+    assert (tmp_path / "draft" / "model.safetensors").stat().st_mode & 0o777 == 0o644
+
+
 def test_the_last_the_best_and_every_nth_state_are_kept(tmp_path: Path) -> None:
     store = StateStore(tmp_path, keep_last=2, keep_every=10)
     for step in range(1, 14):

@@ -31,7 +31,20 @@ from train.schedule import learning_rate
 from train.tracking import check_tracking
 
 REFUSED_WITHIN_S = 5  # of this process's own time, so that a busy machine does not count
-GROUPS = ("target", "draft", "data", "deepspeed", "objective", "optim", "train", "decode", "tracking", "launch", "experiment")
+GROUPS = (
+    "target",
+    "draft",
+    "draft/compressor",
+    "data",
+    "deepspeed",
+    "objective",
+    "optim",
+    "train",
+    "decode",
+    "tracking",
+    "launch",
+    "experiment",
+)
 NEEDS = {  # what a person has to give beside the choice itself
     "draft=model": ["draft.num_layers=2"],
     "data=llava_instruct": ["data.path=/data/llava.json"],
@@ -352,6 +365,22 @@ def test_help_answers_without_torch(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "HEAVY []" in done.stdout
     assert "sage-train experiment=demo" in done.stdout and "qwen2_5_vl_72b" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["optim.lr=0"], ["-m", "seed=1,2", "train.max_step=5"]], ids=["run", "sweep"])
+def test_the_command_itself_refuses_without_torch(tmp_path: Path, words: list[str]) -> None:
+    code = (
+        "import sys; from train.cli import main\n"
+        "try: main()\n"
+        "finally: print('HEAVY', [m for m in ('torch', 'transformers', 'deepspeed', 'wandb') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and done.stdout == "HEAVY []\n"
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

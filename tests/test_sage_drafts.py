@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from conftest import in_float64, make_inputs, make_qwen, random_draft
 import sage
 from sage.drafts import Eagle3Draft, new_session
 from sage.drafts.eagle3 import default_levels
-from sage.drafts.layer import Rope
+from sage.drafts.layer import Rope, join_maps
 
 
 def test_unroll_equals_step_by_step(tiny_target: sage.Target) -> None:
@@ -208,3 +209,46 @@ class TestMistakes:
             sage.new_draft(tiny_qwen, widht=3)
         with pytest.raises(ValueError, match=r"draft.image_inputs: 'pixels' is not one of embed, token"):
             sage.new_draft(tiny_qwen, image_inputs="pixels")
+
+
+class TestJoinedMaps:
+    """Decoding joins linear maps of one input; the separate ones are the slow twin."""
+
+    @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+    def test_joined_equals_separate_on_the_same_memory(self, tiny_target: sage.Target, kind: str, tmp_path: Path) -> None:
+        options = {"feature_levels": [1, 2, 3]} if kind == "eagle3" else {}
+        draft: Any = random_draft(tiny_target, kind, **options).double().eval()
+        size = draft.config.hidden_size
+        embeds, features = torch.randn(2, 1, 5, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        positions = tiny_target.family.decode_positions(torch.arange(5))
+        with torch.no_grad():
+            separate = draft(embeds, features, positions)
+            before = sum(p.numel() for p in draft.parameters())
+            join_maps(draft)
+            torch.testing.assert_close(draft(embeds, features, positions), separate, rtol=1e-12, atol=1e-12)
+        layer = draft.layer if kind == "eagle" else draft.midlayer
+        attention = layer.self_attn
+        assert attention.qkv.is_joined and sum(p.numel() for p in draft.parameters()) == before
+        assert attention.k_proj.weight.untyped_storage().data_ptr() == attention.q_proj.weight.untyped_storage().data_ptr()
+        draft.save_pretrained(tmp_path)
+        for name, value in sage.load_draft(tmp_path, tiny_target, dtype=torch.float64).state_dict().items():
+            assert torch.equal(value, draft.state_dict()[name]), name
+
+    def test_a_cast_or_a_gradient_step_is_never_read_from_stale_memory(self, tiny_target: sage.Target) -> None:
+        draft: Any = sage.new_draft(tiny_target, "eagle", seed=0).eval()
+        join_maps(draft)
+        attention = draft.layer.self_attn
+        with torch.no_grad():
+            attention.q_proj.weight.add_(1.0)  # in place, as optimizers do
+            assert torch.equal(attention.qkv.weight[: len(attention.q_proj.weight)], attention.q_proj.weight)
+            draft.double()
+            assert not attention.qkv.is_joined
+            hidden = torch.randn(1, 2, draft.config.hidden_size, dtype=torch.float64)
+            assert torch.equal(attention.qkv(hidden), torch.cat([linear(hidden) for linear in attention.qkv.maps], -1))
+
+    def test_a_draft_in_training_is_left_alone(self, tiny_target: sage.Target) -> None:
+        draft: Any = sage.new_draft(tiny_target, "eagle", seed=0).train()
+        new_session(draft, tiny_target, 8)
+        assert not draft.layer.self_attn.qkv.is_joined
+        new_session(draft.eval(), tiny_target, 8)
+        assert draft.layer.self_attn.qkv.is_joined

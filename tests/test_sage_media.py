@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from data_prep_helpers import picture, save_pictures
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from sage import media, video
 from sage.media import MAX_PIXELS, check_picture, open_clip, open_picture
@@ -98,12 +98,32 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
     for name in ("text.png", "empty.png"):
         with pytest.raises(ValueError, match=f"{name}: not a picture in a known format"):
             open_picture(tmp_path / name)
-    with pytest.raises(ValueError, match="gone.png: no such file"):
+    with pytest.raises(ValueError, match=f"^image {tmp_path}/gone.png: no such file$"):
         open_picture(tmp_path / "gone.png")
+    with pytest.raises(ValueError, match=f"^image {tmp_path}: Is a directory$"):
+        open_picture(tmp_path)
     with pytest.raises(ValueError, match="a URL; download it"):
         check_picture("https://example.com/a.png")
     with pytest.raises(ValueError, match="not valid base64"):
         open_picture("data:image/png;base64,@@")
+
+
+def test_a_url_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class ConnectError(Exception):
+        """As the web client has it: not an OSError."""
+
+    def answer(error: Exception) -> Any:
+        def load(url: str) -> Any:
+            raise error
+
+        return load
+
+    monkeypatch.setattr(media, "load_image", answer(ConnectError("Name or service not known")))
+    with pytest.raises(ValueError, match=r"^image https://x.org/a.png: could not be fetched \(Name or service not known\)$"):
+        open_picture("https://x.org/a.png", allow_urls=True)
+    monkeypatch.setattr(media, "load_image", answer(UnidentifiedImageError("page")))
+    with pytest.raises(ValueError, match="a.png: not a picture in a known format"):
+        open_picture("https://x.org/a.png", allow_urls=True)
 
 
 def test_clip_of_a_folder_in_natural_order(tmp_path: Path) -> None:

@@ -97,17 +97,12 @@ def test_a_rank_that_others_started_shows_its_own_error(target: Path, tmp_path: 
     content = (tmp_path / "whole.png").read_bytes()
     (tmp_path / "broken.png").write_bytes(content[: len(content) // 2])
     rows = [
-        {
-            "messages": [
-                user(["broken", "whole"][bool(number)]),
-                {"role": "assistant", "content": f"a grey square, number {number}"},
-            ]
-        }
+        {"messages": [user("whole" if number else "broken"), {"role": "assistant", "content": f"grey, number {number}"}]}
         for number in range(4)
     ]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = ["data=messages", f"data.path={tmp_path}/chats.jsonl", f"data.media_root={tmp_path}", "data.holdout=0"]
-    prompts = ["data/validation=pocket"]
+    prompts = ["data/validation=pocket", "data.num_workers=1"]
     arguments = [*command(target, tmp_path / "run"), "train.micro_batch_size=1", "launch.device=cpu", *data, *prompts]
     facts = {"STEP_ID": 0, "STEP_NUM_TASKS": 2, "JOB_ID": os.getpid(), "STEP_NODELIST": "localhost"}
     processes = [

@@ -15,7 +15,8 @@ def pairs_of_five() -> Pairs:
         features=Features(ids, (ids + 20,)),
         position_ids=ids[..., 0],
         loss_mask=torch.tensor([[0, 0, 0, 1, 1]]),
-        visual_mask=torch.tensor([[False, True, False, False, False]]),
+        visual_mask=torch.tensor([[True, True, False, False, False]]),
+        ends=torch.tensor([[False, False, True, False, False]]),
     )
 
 
@@ -27,14 +28,15 @@ def test_pairs_of_five_tokens_are_those_of_the_table() -> None:
     assert pairs.wanted.flatten().tolist() == [1, 2, 3]
     assert pairs.position_ids.tolist() == [[0, 1, 2]]
     assert pairs.mask.tolist() == [[False, True, True]]
-    assert pairs.visual_mask.tolist() == [[False, True, False]]
+    assert pairs.marks.visual.tolist() == [[True, False, False]]
+    assert pairs.marks.turn.tolist() == [[0, 0, 0]] and pairs.marks.text.tolist() == [[False, False, False]]
     assert count_supervised(torch.tensor([[0, 0, 0, 1, 1], [1, 1, 1, 0, 0]])) == 3  # the first two tokens have no pair
 
 
 def test_three_axis_positions_are_cut_along_tokens() -> None:
     positions = torch.arange(30).reshape(3, 2, 5)
     embeds, mask = torch.zeros(2, 5, 4), torch.ones(2, 5, dtype=torch.bool)
-    pairs = make_pairs(embeds, Features(embeds), positions, mask, ~mask)
+    pairs = make_pairs(embeds, Features(embeds), positions, mask, ~mask, ~mask)
     assert torch.equal(pairs.position_ids, positions[:, :, :3])
 
 

@@ -16,13 +16,23 @@ from torch import Tensor
 import sage
 from data_prep.vocabulary import count_tokens, most_frequent
 from sage.drafts import Draft, ModelDraft, shallow_model
-from train.config import Config, ConfigError, DraftConfig, DraftKind, Eagle3DraftConfig, ModelDraftConfig, TrainedPart
+from train.config import (
+    CompressorConfig,
+    CompressorKind,
+    Config,
+    ConfigError,
+    DraftConfig,
+    DraftKind,
+    Eagle3DraftConfig,
+    ModelDraftConfig,
+    TrainedPart,
+)
 from train.objective import Objective
 from train.ranks import Ranks
 from train.student import HeadStudent, ModelStudent, Student
 
 logger = logging.getLogger(__name__)
-NOT_SIZES = ("kind", "path", "draft_vocab_size")  # fields that `sage.new_draft` does not take
+NOT_SIZES = ("kind", "path", "draft_vocab_size", "compressor")  # fields that `sage.new_draft` does not take as they are
 
 
 def build_student(config: Config, target: sage.Target, dataset: Any, ranks: Ranks) -> Student:
@@ -53,6 +63,18 @@ def _check_same(chosen: DraftConfig, draft: Any) -> None:
             raise ConfigError(
                 f"draft.{name}={getattr(chosen, name)}: {chosen.path} was made with {made}; give draft.{name}={made}"
             )
+    made_with = getattr(draft.config, "compressor", None)
+    if compressor_options(chosen.compressor) != made_with:
+        kind, *numbers = (made_with or {"kind": CompressorKind.none}).items()
+        words = " ".join([f"draft/compressor={kind[1]}", *(f"draft.compressor.{key}={value}" for key, value in numbers)])
+        raise ConfigError(f"draft/compressor={chosen.compressor.kind}: {chosen.path} was made with another; give {words}")
+
+
+def compressor_options(chosen: CompressorConfig) -> dict[str, Any] | None:
+    """A head's own way of writing its compressor (see `sage.drafts.compressor`); None for none."""
+    if chosen.kind is CompressorKind.none:
+        return None
+    return {"kind": str(chosen.kind)} | {key: value for key, value in asdict(chosen).items() if key != "kind"}
 
 
 def fresh_draft(config: Config, target: sage.Target, vocabulary: Tensor | None) -> Draft:
@@ -65,6 +87,7 @@ def fresh_draft(config: Config, target: sage.Target, vocabulary: Tensor | None) 
     if any(level > target.num_layers for level in levels):
         raise ConfigError(f"draft.feature_levels={levels}: allowed: 0 to {target.num_layers}, the target's layers; change them")
     options = {key: str(value) if key == "image_inputs" else value for key, value in own.items()}
+    options["compressor"] = compressor_options(config.draft.compressor)
     return sage.new_draft(target, str(config.draft.kind), seed=config.seed, vocabulary=vocabulary, **options)
 
 

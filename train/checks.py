@@ -16,7 +16,9 @@ from omegaconf import OmegaConf
 from data_prep.config import Split
 from data_prep.config import validate as check_data_fields
 from train.config import (
+    SUBSCHEMAS,
     Baseline,
+    CompressorKind,
     Config,
     ConfigError,
     DecodeConfig,
@@ -151,12 +153,27 @@ def _check_draft(config: Config) -> None:
     for name in SIZES:
         if config.draft.path is not None and getattr(config.draft, name, None) is not None:
             _refuse(f"draft.{name}", getattr(config.draft, name), "null with draft.path", "a saved draft brings its own")
+    _check_compressor(config)
     if isinstance(config.draft, Eagle3DraftConfig):
         _check_eagle3(config.draft)
     if isinstance(config.draft, ModelDraftConfig):
         _at_least("draft.num_layers", config.draft.num_layers, 1)
         if config.draft.path is None and config.draft.num_layers is None:
             raise ConfigError("draft=model: neither draft.path nor draft.num_layers is given; name a smaller model or a depth")
+
+
+def _check_compressor(config: Config) -> None:
+    chosen = config.draft.compressor
+    if config.draft.kind is DraftKind.model and chosen.kind is not CompressorKind.none:
+        remedy = "a smaller model reads every visual token; drop it, or choose draft=eagle or draft=eagle3"
+        _refuse("draft/compressor", chosen.kind, "none with draft=model", remedy)
+    if type(chosen) is not SUBSCHEMAS[("draft/compressor", str(chosen.kind))]:
+        raise ConfigError(f"draft.compressor.kind={chosen.kind}: brings other numbers; choose draft/compressor={chosen.kind}")
+    for name in ("ratio", "conv_ratio", "queries"):
+        _at_least(f"draft.compressor.{name}", getattr(chosen, name, None), 1)
+    temperature = getattr(chosen, "temperature", 1.0)
+    if not 0 < temperature < float("inf"):
+        _refuse("draft.compressor.temperature", temperature, "above 0", "1.0 is the usual value")
 
 
 def _check_eagle3(draft: Eagle3DraftConfig) -> None:

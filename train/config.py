@@ -39,6 +39,20 @@ class DraftKind(StrEnum):
     model = "model"
 
 
+class CompressorKind(StrEnum):
+    """What stands for a picture in what a draft head reads (see `sage.drafts.compressor`)."""
+
+    none = "none"
+    prune = "prune"
+    pool = "pool"
+    conv = "conv"
+    resampler = "resampler"
+    text_only = "text_only"
+    weighted = "weighted"
+    concat = "concat"
+    select = "select"
+
+
 class TrainedPart(StrEnum):
     """How much of a smaller target is trained: its decoder layers, also embedding and lm_head, or the vision tower as well."""
 
@@ -152,11 +166,47 @@ class TargetConfig:
 
 
 @dataclass(kw_only=True)
+class CompressorConfig:
+    """What every visual compressor has; numbers are in `conf/draft/compressor/`."""
+
+    kind: CompressorKind = CompressorKind.none
+
+
+@dataclass(kw_only=True)
+class RatioConfig(CompressorConfig):
+    """prune, pool, conv, weighted: `ratio` visual pairs become one row."""
+
+    ratio: int = MISSING
+
+
+@dataclass(kw_only=True)
+class ResamplerConfig(CompressorConfig):
+    """A picture becomes so many rows."""
+
+    queries: int = MISSING
+
+
+@dataclass(kw_only=True)
+class ConcatConfig(RatioConfig, ResamplerConfig):
+    """Several operators side by side: `ratio` is that of pool (and prune), `conv_ratio` that of conv."""
+
+    conv_ratio: int = MISSING
+
+
+@dataclass(kw_only=True)
+class SelectConfig(ConcatConfig):
+    """One of several operators per picture; a higher `temperature` blurs what the gate learns from its draws."""
+
+    temperature: float = MISSING
+
+
+@dataclass(kw_only=True)
 class DraftConfig:
     """What every draft has. `path` continues from a saved draft instead of fresh weights."""
 
     kind: DraftKind = MISSING
     path: str | None = None
+    compressor: CompressorConfig = field(default_factory=CompressorConfig)
 
 
 @dataclass(kw_only=True)
@@ -228,7 +278,7 @@ class ObjectiveConfig:
     temperature: float = 1.0
     smooth_l1_beta: float = 1.0
     feature_noise: float = 0.0
-    chunk_tokens: int = 1024
+    chunk_tokens: int = 256
 
 
 @dataclass(kw_only=True)
@@ -376,6 +426,15 @@ SUBSCHEMAS: dict[tuple[str, str], type] = {
     ("draft", "eagle"): EagleDraftConfig,
     ("draft", "eagle3"): Eagle3DraftConfig,
     ("draft", "model"): ModelDraftConfig,
+    ("draft/compressor", "none"): CompressorConfig,
+    ("draft/compressor", "prune"): RatioConfig,
+    ("draft/compressor", "pool"): RatioConfig,
+    ("draft/compressor", "conv"): RatioConfig,
+    ("draft/compressor", "resampler"): ResamplerConfig,
+    ("draft/compressor", "text_only"): CompressorConfig,
+    ("draft/compressor", "weighted"): RatioConfig,
+    ("draft/compressor", "concat"): ConcatConfig,
+    ("draft/compressor", "select"): SelectConfig,
     ("tracking", "jsonl"): TrackingConfig,
     ("tracking", "tensorboard"): TrackingConfig,
     ("tracking", "wandb"): WandbConfig,

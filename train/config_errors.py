@@ -97,8 +97,9 @@ def unknown_key(key: str, schema: type) -> str:
     parent, _, name = key.rpartition(".")
     known = sorted(set(keys(schema)))
     if key in known:
-        kinds = [kind for (group, kind), part in SUBSCHEMAS.items() if group == parent and name in _field_names(part)]
-        return f"{key}: not a key of the chosen {parent}; it belongs to {parent}={'|'.join(kinds)}"
+        group = parent.replace(".", "/")
+        kinds = [kind for (where, kind), part in SUBSCHEMAS.items() if where == group and name in _field_names(part)]
+        return f"{key}: not a key of the chosen {group}; it belongs to {group}={'|'.join(kinds)}"
     if _kind(schema, parent.split(".")) == dict[str, Any]:
         return f"{key}: not set by any choice, so it has to be added: +{key}=VALUE"
     siblings = [other for other in known if other.rpartition(".")[0] == parent]
@@ -139,7 +140,7 @@ def keys(schema: type, prefix: str = "") -> Iterator[str]:
 def _variants(name: str, kind: Any) -> list[type]:
     if not dataclasses.is_dataclass(kind):
         return []
-    others = {schema for (group, _), schema in SUBSCHEMAS.items() if group == name}
+    others = {schema for (group, _), schema in SUBSCHEMAS.items() if group.rpartition("/")[2] == name}
     return [typing.cast(type, kind), *sorted(others - {kind}, key=lambda schema: schema.__name__)]
 
 

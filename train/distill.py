@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 STATS = ("ce", "kl", "agreement", "acceptance")  # columns of the second result
+STRETCH = 4096  # words whose products are added up in one go
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ class Terms:
     tv: float = 0.0
     lk: float = 0.0
     temperature: float = 1.0
-    chunk_tokens: int = 1024
+    chunk_tokens: int = 256
 
     @property
     def has_overlap(self) -> bool:
@@ -94,6 +95,8 @@ class Distillation(Function):
                     grad_KSD[step, rows] = (slope_CU @ head_UD) * scale_C1
                 if grad_UD is not None:
                     grad_UD.addmm_(slope_CU.T, states_CD * scale_C1)
+                del log_q_CU, slope_CU  # the next law would find them still there
+            del p_CU
         ctx.save_for_backward(grad_KSD, grad_UD)
         ctx.mark_non_differentiable(stats_KX, agree_KS)
         return total, stats_KX, agree_KS
@@ -134,5 +137,6 @@ def _compare(p_CU: Tensor, q_CU: Tensor, terms: Terms) -> tuple[Tensor, Tensor, 
 
 
 def _dot(left_CU: Tensor, right_CU: Tensor) -> Tensor:
-    """Row by row, [C], without a [C, U] product."""
-    return torch.einsum("cu,cu->c", left_CU, right_CU)
+    """Row by row, [C], without a [C, U] product; in stretches, as a library may add a whole row up one by one."""
+    pairs = zip(left_CU.split(STRETCH, 1), right_CU.split(STRETCH, 1), strict=True)
+    return torch.stack([torch.einsum("cu,cu->c", left, right) for left, right in pairs]).sum(0)

@@ -65,9 +65,9 @@ def validate_draft(run: Run, prompts: list[Any]) -> None:
     if report is not None:
         run.tracker.log(flatten(report), run.state.step)
         run.report = report
-        if run.meter.latest:  # something is logged
-            write_run_report(Path(run.config.run.dir))
     keep_best(run, folder, score)
+    if run.ranks.is_main and run.meter.latest:  # something is logged
+        write_run_report(Path(run.config.run.dir))
 
 
 def keep_best(run: Run, folder: Path, score: float | None) -> None:

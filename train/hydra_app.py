@@ -253,6 +253,6 @@ def _package_dir(name: str) -> str:
 
 
 def _say(message: str, code: int) -> int:
-    if os.environ.get("RANK", "0") == "0":
+    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
         print(f"error: {' '.join(message.split())}", file=sys.stderr)
     return code

@@ -92,7 +92,7 @@ class Objective:
     step_decay: float = 1.0
     temperature: float = 1.0
     smooth_l1_beta: float = 1.0
-    chunk_tokens: int = 1024
+    chunk_tokens: int = 256
 
     def __call__(self, drafted: Drafted, wanted_SE: Tensor, lm_head_UE: Tensor) -> Sums:
         """Sums over all positions and steps.

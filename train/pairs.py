@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sage.drafts.spans import Marks
 from sage.targets.target import Features
 
 
@@ -37,7 +38,7 @@ class Pairs:
         position_ids: [B, P] or [3, B, P], rope positions of token t.
         wanted: [B, P, D], the target's last feature of token t + 1.
         mask: BoolTensor [B, P], whether token t + 2 is supervised.
-        visual_mask: BoolTensor [B, P], whether token t is a visual token.
+        marks: which pairs are visual, and of which turn: what a compressor goes by.
         inputs: the batch it was made from, for a draft that reads for itself.
     """
 
@@ -46,7 +47,7 @@ class Pairs:
     position_ids: Tensor
     wanted: Tensor
     mask: Tensor
-    visual_mask: Tensor
+    marks: Marks
     inputs: dict[str, Any] = field(default_factory=dict)
 
 
@@ -56,12 +57,14 @@ def make_pairs(
     position_ids: Tensor,
     loss_mask: Tensor,
     visual_mask: Tensor,
+    ends: Tensor,
     inputs: dict[str, Any] | None = None,
 ) -> Pairs:
     """Shifts whole sequences into pairs (see the table above).
 
     Args:
         embeds: [B, T, D]; features: of all T tokens; position_ids: [B, T] or [3, B, T]; loss_mask, visual_mask: [B, T].
+        ends: BoolTensor [B, T], tokens that end a turn.
     """
     return Pairs(
         embeds_next=embeds[:, 1:-1],
@@ -69,7 +72,7 @@ def make_pairs(
         position_ids=position_ids[..., :-2],
         wanted=features.last[:, 1:-1],
         mask=loss_mask[:, 2:].bool(),
-        visual_mask=visual_mask[:, :-2],
+        marks=Marks.of(visual_mask, ends, loss_mask.bool()).first(embeds.shape[1] - 2),
         inputs=inputs or {},
     )
 

@@ -87,10 +87,9 @@ class HeadStudent(Student):
     def read(self, pairs: Pairs, lm_head: Tensor) -> Drafted:
         draft, dtype = self.draft, self.draft.dtype
         fused = draft.fuse(with_noise(pairs.features, self.noise)).to(dtype)
-        steps = draft.unroll(
-            pairs.embeds_next.to(dtype), fused, pairs.position_ids, self.objective.steps, visual_mask=pairs.visual_mask
-        )
-        rows_KSD, is_real_KS = at_supervised(steps, pairs.mask)
+        short = draft.shorten(pairs.embeds_next.to(dtype), fused, pairs.position_ids, pairs.marks)
+        steps = draft.unroll(short.embeds_next, short.features, short.position_ids, self.objective.steps, short.weight)
+        rows_KSD, is_real_KS = at_supervised(steps, short.move(pairs.mask), short.run)
         features = rows_KSD if draft.predicts_features else None
         return Drafted(draft.to_lm_head(rows_KSD), draft.lm_head_weight(lm_head), is_real_KS, features)
 
@@ -118,19 +117,21 @@ class ModelStudent(Student):
             self.for_decoder.model.processor.save_pretrained(folder)
 
 
-def at_supervised(steps_BPD: list[Tensor], mask_BP: Tensor) -> tuple[Tensor, Tensor]:
+def at_supervised(steps_BPD: list[Tensor], mask_BP: Tensor, run_BP: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The supervised positions of an unrolled pass.
 
     Args:
         steps_BPD: K tensors [B, P - i, D], whose row s belongs to pair s + i.
         mask_BP: which pairs are supervised.
+        run_BP: LongTensor, how many pairs before each one a chain to it may begin; None: all there are.
 
     Returns:
-        [K, S, D], and BoolTensor [K, S], False where the sequence has no pair i steps before.
+        [K, S, D], and BoolTensor [K, S], False where no chain can begin i pairs before.
     """
     batch_S, pair_S = mask_BP.nonzero(as_tuple=True)
+    run_S = pair_S if run_BP is None else run_BP[batch_S, pair_S]
     rows, is_real = [], []
     for step, states in enumerate(steps_BPD):
         rows.append(states[batch_S, (pair_S - step).clamp(min=0, max=states.shape[1] - 1)])
-        is_real.append(pair_S >= step)
+        is_real.append(run_S >= step)
     return torch.stack(rows), torch.stack(is_real)

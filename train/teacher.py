@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sage import Target
+from sage.drafts.spans import ends_of_turn
 from train.pairs import Pairs, make_pairs
 
 
@@ -50,4 +51,5 @@ class Teacher:
         features = self.target.features(prompt, self.levels)
         embeds = prompt.embeds if self.image_inputs == "embed" else self.target.embed_tokens(prompt.input_ids)
         loss_mask = batch["loss_mask"].to(features.last.device)
-        return make_pairs(embeds, features, prompt.position_ids, loss_mask, prompt.visual_mask, batch)
+        ends = ends_of_turn(prompt.input_ids, self.target.eos_token_ids)
+        return make_pairs(embeds, features, prompt.position_ids, loss_mask, prompt.visual_mask, ends, batch)

@@ -53,6 +53,7 @@ def _compare(args: argparse.Namespace, command: str) -> None:
     prompts = load_prompts(target, args.prompts, args.image, args.prompt, args.num_prompts, args.family)
     sampling = Sampling(
         max_new_tokens=args.max_new_tokens,
+        min_new_tokens=args.min_new_tokens,
         temperature=args.temperature,
         top_k=args.top_k,
         top_p=args.top_p,

@@ -121,6 +121,7 @@ def compare_parser() -> argparse.ArgumentParser:
     _contestant_options(parser)
     _prompt_options(parser)
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
+    parser.add_argument("--min-new-tokens", type=int, default=0, metavar="N", help="no answer ends before; default: no limit")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     parser.add_argument("--top-k", type=int, default=0, help="0 is off (default)")
     parser.add_argument("--top-p", type=float, default=1.0, help="1 is off (default)")

@@ -68,6 +68,7 @@ def _record(target: Any, draft: Any, prompt: BenchPrompt, sampling: Sampling, co
         on_device(prompt.inputs, target.device),
         candidates=count,
         max_new_tokens=sampling.max_new_tokens,
+        min_new_tokens=sampling.min_new_tokens,
         temperature=sampling.temperature,
         top_k=sampling.top_k,
         top_p=sampling.top_p,

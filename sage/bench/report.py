@@ -36,6 +36,7 @@ def build_report(
         "dtype": str(target.dtype).removeprefix("torch."),
         "prompts": len(measurement.prompts),
         "max_new_tokens": sampling.max_new_tokens,
+        "min_new_tokens": sampling.min_new_tokens,
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,

@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 import sage
+from sage.drafts import KEEP_ALL, Pruning
 from sage.drafts.model import ModelDraft, check_pair
 from sage.stats import PHASES
 
@@ -45,6 +46,7 @@ class Sampling:
     """What every runner of one measurement decodes with. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1.0 are off."""
 
     max_new_tokens: int = 128
+    min_new_tokens: int = 0
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -87,12 +89,15 @@ class Runner(Protocol):
 
 
 class PolicyRunner:
-    """One of our policies through `sage.generate`, under its own name or a label; `autoregressive` needs no draft."""
+    """One of our policies through `sage.generate`, under its own name or a label; `autoregressive` needs no draft.
+
+    `pruning` says which visual tokens the draft reads.
+    """
 
     may_fail = False
 
-    def __init__(self, target: Any, draft: Any, name: str, policy: Any = None) -> None:
-        self.target, self.name = target, name
+    def __init__(self, target: Any, draft: Any, name: str, policy: Any = None, pruning: Pruning = KEEP_ALL) -> None:
+        self.target, self.name, self.pruning = target, name, pruning
         self.policy = sage.policy(name) if policy is None else policy  # one object for all prompts: what it learns, it keeps
         self.is_autoregressive = self.policy.name == AUTOREGRESSIVE
         self.draft = None if self.is_autoregressive else draft
@@ -106,7 +111,9 @@ class PolicyRunner:
             self.draft,
             inputs,
             policy=self.policy,
+            pruning=self.pruning,
             max_new_tokens=sampling.max_new_tokens,
+            min_new_tokens=sampling.min_new_tokens,
             temperature=sampling.temperature,
             top_k=sampling.top_k,
             top_p=sampling.top_p,
@@ -168,6 +175,7 @@ class HFRunner:
         eos = list(self.target.eos_token_ids)
         return GenerationConfig(
             max_new_tokens=sampling.max_new_tokens,
+            min_new_tokens=sampling.min_new_tokens or None,
             num_beams=1,
             repetition_penalty=1.0,
             no_repeat_ngram_size=0,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from sage.bench.intervals import rate_interval, ratio_interval
@@ -102,6 +102,8 @@ def _policy(measurement: Measurement, target: Any, name: str, fastest: str) -> d
         **_losslessness(measurement, target, name),
         "time_s": _breakdown(chosen),
         "rounds": sum(run.stats.rounds for [run] in chosen),
+        "prompt_tokens": mean(run.stats.prompt_tokens for [run] in chosen),
+        "draft_context": mean(run.stats.draft_context for [run] in chosen),
         "acceptance_by_depth": acceptance_by_depth(chosen),
         "accepted_histogram": accepted_histogram(chosen),
         "per_prompt": _per_prompt(measurement, name),

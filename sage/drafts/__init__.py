@@ -40,7 +40,7 @@ def new_draft(
     if kind not in KINDS:
         raise ValueError(f"draft: {kind!r} is unknown; choose one of {', '.join(KINDS)}")
     sizes = _sizes(target)
-    known = {*sizes, "image_inputs", "initializer_range", "feature_levels" if kind == "eagle3" else "input_norm"}
+    known = {*sizes, "image_inputs", "compressor", "initializer_range", "feature_levels" if kind == "eagle3" else "input_norm"}
     unknown = [key for key in config if key not in known]
     if unknown:
         raise ValueError(f"draft.{unknown[0]}: unknown; choose from {', '.join(sorted(known))}")
@@ -109,12 +109,18 @@ def new_session(draft: Draft, target: Target, capacity: int) -> DraftSession:
     return EagleSession(draft, target, capacity)
 
 
-def check_draft(draft: Draft, target: Target) -> None:
-    """Raises ValueError, naming both sides, if the draft was made for another target."""
+def check_draft(draft: Draft, target: Target, pruning: Pruning = KEEP_ALL) -> None:
+    """Raises ValueError if the draft was made for another target, naming both sides, or cannot read a pruned prompt."""
     if isinstance(draft, ModelDraft):
         check_pair(draft.model, target)
         return
     _check_target(draft.config.target, target, draft.config._name_or_path or "the draft")
+    if pruning.ratio and draft.compressor is not None:
+        kind = draft.config.compressor["kind"]
+        raise ValueError(
+            f"pruning.ratio: {pruning.ratio}; allowed: 0 for a draft with a compressor ({kind}), which was trained on whole "
+            f"pictures; drop it"
+        )
 
 
 def _check_target(made_for: dict[str, Any], target: Target, where: Any) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from sage.drafts.compressor import Compressor, check_compressor
 from sage.drafts.head import DraftHead
 from sage.drafts.layer import DraftLayer, Rope
 from sage.targets import Features, Target
@@ -30,9 +31,11 @@ class EagleConfig(PreTrainedConfig):
         target_path: where the target was loaded from, for people and for `sage-generate`.
         input_norm: normalise the input of the layer's attention (EagleVLM does, EAGLE-1 does not).
         image_inputs: `embed` feeds visual embeddings at picture positions, `token` the placeholder's embedding.
+        compressor: what stands for pictures, `{"kind": "pool", "ratio": 20}` (see `sage.drafts.compressor`); None: all tokens.
     """
 
     model_type = "sage_eagle"
+    compressor = None  # written to config.json only where there is one
 
     def __init__(
         self,
@@ -51,6 +54,7 @@ class EagleConfig(PreTrainedConfig):
         initializer_range: float = 0.02,
         input_norm: bool = True,
         image_inputs: str = "embed",
+        compressor: dict[str, Any] | None = None,
         target: dict[str, Any] | None = None,
         target_path: str | None = None,
         **kwargs: Any,
@@ -71,6 +75,9 @@ class EagleConfig(PreTrainedConfig):
         if image_inputs not in ("embed", "token"):
             raise ValueError(f"draft.image_inputs: {image_inputs!r} is not one of embed, token")
         self.image_inputs = image_inputs
+        if compressor is not None:
+            check_compressor(compressor)
+            self.compressor = compressor
         self.target = target or {}
         self.target_path = target_path
         super().__init__(**kwargs)
@@ -94,6 +101,7 @@ class EagleDraft(DraftHead):
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         self.layer = DraftLayer(config)
         self.rope = Rope(config.head_dim, config.rope_theta, config.mrope_section)
+        self.compressor = None if config.compressor is None else Compressor(config)
         self.post_init()
 
     @torch.no_grad()

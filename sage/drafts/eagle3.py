@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sage.drafts.compressor import Compressor
 from sage.drafts.eagle import EagleConfig
 from sage.drafts.head import DraftHead
 from sage.drafts.layer import MLP, Attention, Rope
@@ -101,6 +102,7 @@ class Eagle3Draft(DraftHead):
         self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
         self.d2t: Tensor
         self.t2d: Tensor
+        self.compressor = None if config.compressor is None else Compressor(config)
         self.post_init()
 
     @torch.no_grad()

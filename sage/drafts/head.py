@@ -1,9 +1,10 @@
 """What every draft head is: from the target's features and the next tokens to states that an lm_head can read.
 
 Owns: the form of a head's forward pass, in decoding (on a cache, under a tree mask) and in training (unrolled). Does not own:
-layers (sage.drafts.layer), what an unrolled step attends to (sage.drafts.unroll).
+layers (sage.drafts.layer), what an unrolled step attends to (sage.drafts.unroll), what stands for a picture
+(sage.drafts.compressor).
 
-Shapes: B batch, T tokens, P pairs, D hidden, K unrolled steps.
+Shapes: B batch, T tokens, P pairs, Q rows they are shortened to, D hidden, K unrolled steps.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from sage.drafts.compressor import Compressor, Gate
+from sage.drafts.operators import Conv, Resampler
+from sage.drafts.spans import Marks, Shortened
 from sage.drafts.unroll import Chains
 from sage.targets import Features, Target
 
@@ -27,11 +31,13 @@ class DraftHead(PreTrainedModel):
         levels: indices k of the target's hidden_states[k] it reads beside the last.
         token_map: LongTensor [U], draft id -> target id; None when they are the same.
         predicts_features: whether its output is meant to be the target's next feature.
+        compressor: makes pictures shorter before the head reads them; None to read every visual token.
     """
 
     base_model_prefix = "draft"
     predicts_features = False
     rope: nn.Module
+    compressor: Compressor | None
 
     @property
     def levels(self) -> tuple[int, ...]:
@@ -88,20 +94,35 @@ class DraftHead(PreTrainedModel):
         """
         return self.read(embeds_next, features, rope or self.rope(position_ids, embeds_next.dtype), tree_mask, cache)
 
+    def shorten(self, embeds_next: Tensor, features: Tensor, position_ids: Tensor, marks: Marks) -> Shortened:
+        """What the head reads of whole sequences of P pairs: with a compressor, Q rows; else the pairs themselves.
+
+        In training mode a compressor draws (what it prunes, what it selects), as `EagleSession` never does.
+
+        Args:
+            embeds_next, features, position_ids: as in `forward`.
+            marks: of the pairs.
+        """
+        if self.compressor is None:
+            return Shortened(embeds_next, features, position_ids)
+        shortened: Shortened = self.compressor(embeds_next, features, position_ids, marks, is_drawing=self.training)
+        return shortened
+
     def unroll(
         self,
         embeds_next: Tensor,
         features: Tensor,
         position_ids: Tensor,
         steps: int = 1,
-        visual_mask: Tensor | None = None,
+        weight: Tensor | None = None,
     ) -> list[Tensor]:
         """The training form: drafts `steps` tokens ahead of every position at once, each step on the one before.
 
         Args:
-            embeds_next, features, position_ids: as in `forward`, of whole right-padded sequences of P pairs.
+            embeds_next, features, position_ids: as in `forward`, of whole right-padded sequences of P pairs, or of the Q rows
+                that `shorten` made of them; P is then Q.
             steps: K.
-            visual_mask: BoolTensor [B, P], True where token t is a visual token; None where there is none.
+            weight: [B, P], what each row counts when it is attended to (`Shortened.weight`); None for 1.
 
         Returns:
             K tensors; number i is [B, P - i, D] and its row s belongs to pair s + i: what decoding gives there if the target
@@ -109,7 +130,7 @@ class DraftHead(PreTrainedModel):
 
         Ref: EAGLE-3, arXiv 2503.01840, section 3.2 (training-time test).
         """
-        chains, outputs = Chains(), []
+        chains, outputs = Chains(weight), []
         for step in range(min(steps, embeds_next.shape[1])):
             embeds = embeds_next[:, step:]
             features = self(embeds, features[:, : embeds.shape[1]], position_ids[..., step:], cache=chains)
@@ -119,3 +140,5 @@ class DraftHead(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
+        elif isinstance(module, (Conv, Resampler, Gate)):  # after the linear layers within them
+            module.reset_parameters()

@@ -60,26 +60,62 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return states * cos + torch.cat((-second, first), -1) * sin
 
 
+class Joined:
+    """Several linear maps of one input as one product: one call of the library instead of several, on the same memory.
+
+    `join` moves the weights into one tensor and leaves views of it behind. Whoever moves them elsewhere (a cast, another
+    device, an optimizer that flattens them) leaves that tensor unused until the next `join`.
+
+    Args:
+        maps: linear maps without bias.
+    """
+
+    def __init__(self, *maps: nn.Linear) -> None:
+        self.maps = maps
+        self.sizes = [linear.out_features for linear in maps]
+        self.weight: Tensor | None = None
+
+    def join(self) -> None:
+        """Moves the weights together, if they are not."""
+        if self.is_joined:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            self.weight = torch.cat([linear.weight for linear in self.maps])
+            for linear, part in zip(self.maps, self.weight.split(self.sizes), strict=True):
+                linear.weight.data = part
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether the weights are where `join` put them."""
+        return self.weight is not None and self.maps[0].weight.data_ptr() == self.weight.data_ptr()
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[.., D] -> [.., sum of sizes]."""
+        if self.is_joined:
+            return nn.functional.linear(hidden, self.weight)
+        return torch.cat([linear(hidden) for linear in self.maps], -1)
+
+
 class Attention(nn.Module):
     """Grouped-query attention over `input_size` features (2D for EAGLE-3, D otherwise)."""
 
     def __init__(self, config: Any, input_size: int) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.group = config.num_attention_heads // config.num_key_value_heads
+        self.kv_heads = config.num_key_value_heads
+        self.group = config.num_attention_heads // self.kv_heads
         self.q_proj = nn.Linear(input_size, config.num_attention_heads * config.head_dim, bias=False)
         self.k_proj = nn.Linear(input_size, config.num_key_value_heads * config.head_dim, bias=False)
         self.v_proj = nn.Linear(input_size, config.num_key_value_heads * config.head_dim, bias=False)
         self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=False)
+        self.qkv = Joined(self.q_proj, self.k_proj, self.v_proj)
 
     def forward(self, hidden: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | Chains | None) -> Tensor:
         """See `DraftLayer.forward`."""
         batch, length, _ = hidden.shape
-        query, key, value = (
-            proj(hidden).view(batch, length, -1, self.head_dim).transpose(1, 2)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        query, key = rotate(query, *rope), rotate(key, *rope)
+        heads = self.qkv(hidden).view(batch, length, -1, self.head_dim).transpose(1, 2)
+        rotated = rotate(heads[:, : -self.kv_heads], *rope)
+        query, key, value = rotated[:, : -self.kv_heads], rotated[:, -self.kv_heads :], heads[:, -self.kv_heads :]
         out = self._attend(query, key, value, mask, cache).reshape(batch, -1, length, self.head_dim).transpose(1, 2)
         return self.o_proj(out.reshape(batch, length, -1))
 
@@ -104,9 +140,11 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
         self.activation = ACT2FN[config.hidden_act]
+        self.gate_up = Joined(self.gate_proj, self.up_proj)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.down_proj(self.activation(self.gate_proj(hidden)) * self.up_proj(hidden))
+        gate, up = self.gate_up(hidden).chunk(2, -1)
+        return self.down_proj(self.activation(gate) * up)
 
 
 class DraftLayer(nn.Module):
@@ -133,3 +171,11 @@ class DraftLayer(nn.Module):
         """
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), rope, mask, cache)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+def join_maps(draft: nn.Module) -> None:
+    """Prepares a draft for decoding: linear maps of one input become one product, on the same memory."""
+    for module in draft.modules():
+        for part in vars(module).values():
+            if isinstance(part, Joined):
+                part.join()

@@ -84,6 +84,10 @@ class ModelSession:
         self.position = self._root_position = torch.zeros(1, dtype=torch.long, device=self.model.device)
         self.ancestors = torch.zeros(1, 0, dtype=torch.bool, device=self.model.device)
 
+    @property
+    def context(self) -> int:
+        return self.committed
+
     @torch.no_grad()
     def prefill(self, prompt: Prompt, features: Features, root: Tensor) -> Tensor:
         own = self.model.embed(prompt.inputs)

@@ -14,6 +14,8 @@ from sage.attention import causal_mask, tile_mask
 from sage.cache import TreeCache
 from sage.drafts.eagle import EagleDraft
 from sage.drafts.eagle3 import Eagle3Draft
+from sage.drafts.layer import join_maps
+from sage.drafts.spans import Marks, ends_of_turn
 from sage.targets import Features, Prompt, Target
 
 
@@ -23,10 +25,14 @@ class DraftSession(Protocol):
     Attributes:
         levels: indices k of the target's hidden_states[k] the draft reads beside the last.
         token_map: LongTensor [U], draft id -> target id; None when the draft speaks the target's vocabulary (U = V).
+        context: how many rows the draft has in its cache for what it was last told to read, drafted nodes not counted.
     """
 
     levels: tuple[int, ...]
     token_map: Tensor | None
+
+    @property
+    def context(self) -> int: ...
 
     def prefill(self, prompt: Prompt, features: Features, root: Tensor) -> Tensor:
         """Reads the prompt and the first token [1]; returns the logits below it, [1, U]."""
@@ -69,6 +75,8 @@ class EagleSession:
     def __init__(self, draft: EagleDraft | Eagle3Draft, target: Target, capacity: int) -> None:
         config = draft.config
         self.draft, self.target = draft, target
+        if not draft.training:
+            join_maps(draft)
         self.levels, self.token_map = draft.levels, draft.token_map
         self.group = config.num_attention_heads // config.num_key_value_heads
         self.cache = TreeCache(1, config.num_key_value_heads, config.head_dim, capacity, draft.dtype, draft.device)
@@ -87,6 +95,10 @@ class EagleSession:
         self.cos, self.sin = self.draft.rope(positions, self.dtype)
         self.offset = 0
 
+    @property
+    def context(self) -> int:
+        return self.committed
+
     def _rope(self, start: int, length: int) -> tuple[Tensor, Tensor]:
         return self.cos[:, :, start : start + length], self.sin[:, :, start : start + length]
 
@@ -99,18 +111,30 @@ class EagleSession:
         positions, fused = prompt.position_ids, self.draft.fuse(features)
         if prompt.kept is not None:  # pair t goes with token t; the root's pair is the last text token's and always stays
             embeds, fused, positions = embeds[:, prompt.kept], fused[:, prompt.kept], positions[..., prompt.kept]
+        if self.draft.compressor is not None:
+            assert prompt.kept is None, "check_draft refuses pruning for a draft with a compressor"
+            short = self.draft.compressor(embeds, fused, positions, self._marks(prompt, root))
+            embeds, fused, positions = short.embeds_next, short.features, short.position_ids
         hidden = self.draft(embeds, fused, positions, cache=self.cache)
         self._set_origin(prompt.next_position)
         return self._start_tree(hidden)
 
+    def _marks(self, prompt: Prompt, root: Tensor) -> Marks:
+        """Those of the prompt's pairs; the last one's second token is the root, where the answer begins."""
+        tokens = torch.cat((prompt.input_ids, root[None]), 1)
+        is_answer = torch.zeros_like(tokens, dtype=torch.bool)
+        visual = torch.cat((prompt.visual_mask, is_answer[:, :1]), 1)
+        is_answer[:, -1] = True
+        return Marks.of(visual, ends_of_turn(tokens, self.target.eos_token_ids), is_answer)
+
     @torch.no_grad()
     def expand(self, rows: Tensor, tokens: Tensor) -> Tensor:
         self.visible = torch.cat((self.visible[rows], self._only_itself(len(tokens))), 1)
-        mask = self.visible.repeat(self.group, 1)[None, None]
+        mask = self.visible if len(tokens) == 1 else self.visible.repeat(self.group, 1)  # one row serves all heads of a group
         rope = self._rope(self.offset + self.depth, 1)
         self.depth += 1
         embeds = self.target.embed_tokens(tokens)[None]
-        self.hidden = self.draft(embeds, self.hidden[rows][None], tokens, mask, self.cache, rope)[0]
+        self.hidden = self.draft(embeds, self.hidden[rows][None], tokens, mask[None, None], self.cache, rope)[0]
         return self.draft.logits(self.hidden, self.target)
 
     @torch.no_grad()

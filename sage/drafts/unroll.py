@@ -23,12 +23,16 @@ EXTRA = 8  # columns beside a head's own: two are used, and fused kernels want a
 class Chains:
     """Keys and values of the steps so far, in the place of a cache.
 
+    Args:
+        weight: [B, P], what each true value counts, the same for all heads; None for 1.
+
     Attributes:
         true: keys and values [B, C, P, d] of step 0.
         own: those of each later step, [B, C, P - i, d].
     """
 
-    def __init__(self) -> None:
+    def __init__(self, weight: Tensor | None = None) -> None:
+        self.weight = weight
         self.true: tuple[Tensor, Tensor] | None = None
         self.own: list[tuple[Tensor, Tensor]] = []
 
@@ -42,6 +46,7 @@ class Chains:
             [B, H, T, d].
         """
         if self.true is None:
+            value = value if self.weight is None else value * self.weight[:, None, :, None]
             self.true = (key, value)
             gqa = query.shape[1] != key.shape[1]
             return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=gqa)
