@@ -1,14 +1,15 @@
-# The three commands of the project. Everything happens in .venv, which is made on first use.
+# The commands of the project. Everything happens in .venv, which is made on first use.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INTEROP ?= .venv-interop
 INTEROP_ARGS ?=
+RESULTS_ARGS ?=
 TARGET ?= pocket_qwen2_5_vl
 RUN ?= runs/demo_$(TARGET)
 
-.PHONY: demo test lint interop clean
+.PHONY: demo test lint results interop clean
 
 # torch comes first and pinned: any other way may fetch several GB of CUDA packages on a CPU machine.
 $(VENV)/installed: pyproject.toml
@@ -29,6 +30,13 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# docs/results.md: about an hour on two cores, less where runs and figures are there; RESULTS_ARGS=--quick tries every item.
+results: $(VENV)/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m train.results $(RESULTS_ARGS)
+
+results-%: $(VENV)/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m train.results $* $(RESULTS_ARGS)
 
 # speculators wants older transformers and datasets, and torchvision, which would replace torch: an own environment for it.
 $(INTEROP)/installed: tests/interop/requirements.txt

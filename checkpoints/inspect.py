@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints.description import UNKNOWN, Description
+from checkpoints.export.expressible import COMPRESSOR, told_compressor
 from checkpoints.export.facts import read_json
 from checkpoints.export.folder import CONFIG, Weights
 from checkpoints.export.layout import Head
@@ -121,6 +122,8 @@ def _ours(found: Description) -> None:
         whole = config.get("draft_vocab_size") == config.get("vocab_size")
         found.facts["feature levels"] = config["feature_levels"]
         found.facts["draft vocabulary"] = f"{config.get('draft_vocab_size')}{' (whole)' if whole else ''}"
+    if config.get(COMPRESSOR):
+        found.facts["compressor"] = told_compressor(config[COMPRESSOR])
     if (folder / ABOUT).is_file():
         _add_about(found, folder)
     elif (folder.parent / RUN_MARK).is_file():

@@ -163,15 +163,15 @@ def verify(folder: Path) -> dict[str, Any]:
     for name, facts in manifest["files"].items():
         path = folder / name
         if not path.is_file():
-            raise BadState(f"{folder}: {name} is missing")
+            raise BadState(f"{folder}: {name} is missing, its {MANIFEST} lists it")
         if path.stat().st_size != facts["bytes"]:
-            raise BadState(f"{folder}: {name} has {path.stat().st_size} bytes, its manifest says {facts['bytes']}")
+            raise BadState(f"{folder}: {name} has {path.stat().st_size} bytes, its {MANIFEST} says {facts['bytes']}")
         try:
             is_same = sha256(path) == facts["sha256"]
         except OSError as error:
             raise BadState(f"{folder}: {name} cannot be read ({error.strerror})") from error
         if not is_same:
-            raise BadState(f"{folder}: {name} is damaged, its content is not what its manifest says")
+            raise BadState(f"{folder}: {name} is damaged, its content is not what its {MANIFEST} says")
     return manifest
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from data_prep.conversation import BadItem, TooLong
 
 logger = logging.getLogger(__name__)
+REMEDY = "; data.on_bad=skip leaves such items out and lists them"
 
 
 class SkipList:
@@ -34,10 +35,10 @@ class SkipList:
         """Lists one item, once.
 
         Raises:
-            BadItem: the item itself, where broken items are errors.
+            BadItem: the item itself and what can be done about it, where broken items are errors.
         """
         if self.strict and not isinstance(item, TooLong):
-            raise item
+            raise BadItem(item.source, item.index, item.reason.removesuffix(REMEDY) + REMEDY) from item
         self.items.append(item)
         key = (item.source, str(item.index))
         if key in self._seen:

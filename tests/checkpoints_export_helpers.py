@@ -104,9 +104,11 @@ def save_run(folder: Path, target: sage.Target, scores: dict[int, float], **draf
 
 
 RECIPE = """
+seed: 3
+launch: {gpus: 8, ranks: null, timeout_s: 7200}
 draft: {kind: eagle3, path: /home/me/other, feature_levels: [0, 1, 2]}
 optim: {lr: 0.001, grad_clip: 1.0}
 train: {max_steps: 300, epochs: null}
 objective: {ce_weight: 0.1}
-data: {sources: {llava: {path: /home/me/data}}}
+data: {sources: {llava: {path: /home/me/data}}, max_length: 2048, cache_dir: /home/me/cache}
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 import sage
 from sage.drafts import Head
+from sage.targets import Processor
 
 COMPRESSORS: dict[str, dict[str, Any]] = {
     "prune": {"kind": "prune", "ratio": 3},
@@ -64,6 +66,15 @@ def prompt_of(target: sage.Target, whole: dict[str, Tensor], length: int) -> dic
     ids = whole["input_ids"][:, :length]
     images, clips = (_runs(ids[0] == token) for token in (IMAGE_TOKEN, VIDEO_TOKEN))
     return {**_tokens(target, ids), **_pixels(target, images, clips)}
+
+
+def together(target: sage.Target, examples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Training examples as one right-padded batch."""
+    tokens = {key for key, value in examples[0].items() if value.shape == examples[0]["input_ids"].shape}
+    single = [{key: value[0] if key in tokens else value for key, value in example.items()} for example in examples]
+    processor = Processor(SimpleNamespace(pad_token_id=0), None, target.family)
+    batch: dict[str, Tensor] = processor.collate(single)
+    return batch
 
 
 def starts_of_answers(loss_mask: Tensor) -> list[int]:

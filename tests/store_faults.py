@@ -78,22 +78,28 @@ def injected(faults: Faults) -> Iterator[None]:
         shutil.rmtree, Path.write_text, Path.mkdir = tree, text, make  # type: ignore
 
 
+def filled(name: str, label: str) -> str:
+    return f"{FILES[name]} {label} " * 50
+
+
 def fill(folder: Path, label: str) -> None:
     (folder / "deep").mkdir(parents=True, exist_ok=True)
-    for name, content in FILES.items():
-        (folder / name).write_text(f"{content} {label} " * 50)
+    for name in FILES:
+        (folder / name).write_text(filled(name, label))
 
 
 def content(folder: Path) -> str:
     """The label a whole folder was filled with.
 
     Raises:
-        AssertionError: it is a mixture.
+        AssertionError: it is a mixture, or not to the last byte what was saved.
     """
     verify(folder)
-    labels = {(folder / name).read_text().split()[1] for name in FILES}
-    assert len(labels) == 1, labels
-    return labels.pop()
+    found = {name: (folder / name).read_text() for name in FILES}
+    label = found["weight.bin"].split()[1]
+    assert found == {name: filled(name, label) for name in FILES}
+    assert {path.name for path in folder.iterdir()} == {"weight.bin", "deep", "manifest.json"}
+    return label
 
 
 def save(folder: Path, step: int, label: str) -> None:

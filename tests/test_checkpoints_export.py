@@ -15,10 +15,14 @@ from safetensors.torch import load_file, save_file
 import sage
 from checkpoints.export import Allowed, BadExport, Flavour, Options, check_folder, convert, export
 from checkpoints.export.exporting import find_facts
-from checkpoints.export.layout import Head
+from checkpoints.export.layout import Format, Head
 from checkpoints.export.reload import compare_reload, outputs
 
 FAMILIES = ("qwen2_5_vl", "llava_onevision")
+COMPRESSORS = [  # one without weights, one with every operator's
+    {"kind": "text_only"},
+    {"kind": "select", "ratio": 4, "conv_ratio": 2, "queries": 2, "temperature": 1.0},
+]
 
 
 @pytest.fixture(scope="module")
@@ -183,14 +187,30 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"draft\.second_head: 7 cannot be expressed in the format eagle3"):
             export_draft(draft, tmp_path / "out")
 
-    def test_a_compressor_only_on_demand(self, targets: Any, tmp_path: Path) -> None:
-        draft = save_draft(tmp_path / "draft", targets["qwen2_5_vl"])
-        edit_json(draft / "config.json", lambda config: config.update(compressor="pool"))
-        with pytest.raises(ValueError, match=r"draft\.compressor: 'pool' cannot be expressed .*--allow-uncompressed"):
-            export_draft(draft, tmp_path / "out")
-        done = export_draft(draft, tmp_path / "out", allowed=Allowed(uncompressed=True))
-        assert any("`draft.compressor` 'pool'" in warning for warning in done.warnings)
-        assert "draft.compressor" in (tmp_path / "out" / "README.md").read_text()
+    @pytest.mark.parametrize("compressor", COMPRESSORS, ids=lambda config: config["kind"])
+    @pytest.mark.parametrize("format_", Format)
+    def test_a_compressor_only_on_demand(
+        self, targets: Any, tmp_path: Path, format_: Format, compressor: dict[str, Any]
+    ) -> None:
+        """Refused by every format; on demand the rest of it goes, without a tensor of the compressor's."""
+        kind = "eagle" if format_ == Format.eagle else "eagle3"
+        trained = make_draft(targets["qwen2_5_vl"], kind, compressor=compressor)
+        trained.save_pretrained(tmp_path / "draft")
+        with pytest.raises(
+            ValueError, match=rf"draft\.compressor: {compressor['kind']}.*: no engine has one.*--allow-uncompressed"
+        ):
+            export_draft(tmp_path / "draft", tmp_path / "out", format_)
+        assert not (tmp_path / "out").exists()
+        done = export_draft(tmp_path / "draft", tmp_path / "out", format_, allowed=Allowed(uncompressed=True))
+        (warning,) = [warning for warning in done.warnings if "visual compressor" in warning]
+        assert f"({compressor['kind']}" in warning
+        assert warning in (tmp_path / "out" / "README.md").read_text()
+        about, tensors = json.loads((tmp_path / "out" / "sage_export.json").read_text()), written(tmp_path / "out")[1]
+        assert warning in about["warnings"]
+        assert not [name for name in tensors if "compressor" in name]
+        own = {name: weight for name, weight in trained.named_parameters() if not name.startswith("compressor.")}
+        assert about["parameters"] == sum(weight.numel() for weight in own.values())
+        assert all(any(torch.equal(weight.bfloat16(), tensor) for tensor in tensors.values()) for weight in own.values())
 
     def test_a_residual_that_sglang_cannot_compute(self, targets: Any, tmp_path: Path) -> None:
         draft = save_draft(tmp_path / "draft", targets["qwen2_5_vl"])

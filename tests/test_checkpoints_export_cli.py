@@ -187,6 +187,9 @@ class TestCard:
     def test_recipe_without_folders_of_the_machine(self, home: Path, tmp_path: Path) -> None:
         _, body = self.card(home, tmp_path)
         for line in (
+            "`seed`: 3",
+            "`data.max_length`: 2048",
+            "`launch.gpus`: 8",
             "`optim.lr`: 0.001",
             "`train.max_steps`: 300",
             "data: llava (fingerprint `f00d`)",
@@ -194,7 +197,7 @@ class TestCard:
         ):
             assert line in body
         assert "/home/me" not in body
-        assert "train.epochs" not in body
+        assert not [key for key in ("train.epochs", "launch.ranks", "launch.timeout_s") if key in body]
 
     def test_licence(self, home: Path, tmp_path: Path) -> None:
         matter, body = self.card(home, tmp_path)

@@ -123,3 +123,6 @@ def test_a_draft_without_a_run(tmp_path: Path) -> None:
     assert found.is_whole
     assert found.facts["architecture"] == "sage_eagle"
     assert "steps trained" not in found.facts
+    assert "compressor" not in found.facts
+    short = save_draft(tmp_path / "short", save_target(tmp_path / "target"), compressor={"kind": "pool", "ratio": 20})
+    assert describe(short).facts["compressor"] == "pool ratio=20"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import data_prep
-from data_prep.config import Cache, DataConfig, SourceConfig, Split, validate
+from data_prep.config import Cache, DataConfig, OnBad, SourceConfig, Split, validate
 
 
 @pytest.mark.parametrize(
@@ -48,6 +50,13 @@ def test_refused(config: dict[str, Any], message: str) -> None:
 
 def test_defaults_are_valid() -> None:
     validate(DataConfig())
+
+
+def test_no_shipped_choice_leaves_items_out_unasked() -> None:
+    files = sorted((Path(__file__).parents[1] / "conf" / "data").glob("*.yaml"))
+    assert len(files) > 5
+    assert [path.name for path in files if "on_bad" in yaml.safe_load(path.read_text())] == []
+    assert DataConfig().on_bad == OnBad.error
 
 
 def test_top_level_keys_fill_what_a_source_leaves_empty() -> None:

@@ -102,7 +102,8 @@ def hub(folder: Path) -> SourceConfig:
 
 def folder_of_media(folder: Path) -> SourceConfig:
     save_pictures(folder, "cat.png", "clip_1/1.png", "clip_1/2.png")
-    for name in ("cat", "clip_1"):
+    picture().save(folder / "clip_2.gif", save_all=True, append_images=[picture(16, "blue")])  # a video file
+    for name in ("cat", "clip_1", "clip_2"):
         (folder / f"{name}.txt").write_text(f"A {name}.\n")
     return SourceConfig(kind="folder", path=str(folder), prompt="Say what it is.")
 
@@ -117,7 +118,7 @@ TRAINABLE: dict[str, tuple[Make, int]] = {
     "messages": (messages, 7),
     "llava_onevision": (llava_onevision, 3),
     "hub": (hub, 2),
-    "folder": (folder_of_media, 2),
+    "folder": (folder_of_media, 3),
     "pocket": (pocket, 3),
 }
 

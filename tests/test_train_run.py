@@ -268,6 +268,15 @@ def test_nothing_is_written_before_everything_fits(targets: dict[str, Path], cac
     assert not other.exists()
 
 
+def test_a_prompt_that_cannot_be_prepared_costs_no_run(
+    targets: dict[str, Path], cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("train.build.held_out_prompts", lambda *_: [[{"role": "user", "content": " "}]])
+    with pytest.raises(ValueError, match="validation prompt prompt-0: prompt: empty"):
+        run_rank(configure(targets["qwen2_5_vl"], tmp_path / "run", cache))
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_damaged_state_falls_back_and_a_strangers_is_refused(
     targets: dict[str, Path], cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

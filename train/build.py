@@ -40,7 +40,7 @@ from train.sharding import Shards, load_sharded
 from train.student import Student
 from train.teacher import Teacher
 from train.tracking import Tracker, check_tracking, open_tracker
-from train.validate import DTYPES, build_runners
+from train.validate import DTYPES, bench_prompt, build_runners
 
 logger = logging.getLogger(__name__)
 
@@ -138,12 +138,14 @@ def build_loader(config: Config, ranks: Ranks, dataset: Any, target: sage.Target
 def prepare_prompts(config: Config, target: sage.Target, draft: Any, ranks: Ranks) -> list[Any]:
     """Held-out prompts, on the ranks that decode; empty on the others.
 
-    Policies and their options are tried as well, so that a typo shows before training, not after.
+    Prompts are prepared once, policies and their options tried as well, so that a mistake shows before training, not after.
     """
     prompts = []
     if ranks.is_main:
         build_runners(config.decode, target, draft)
         prompts = held_out_prompts(config.data, "validation", config.decode.num_prompts)
+        for index, prompt in enumerate(prompts):
+            bench_prompt(target, prompt, index)
     return list(ranks.share(prompts)) if all_ranks_decode(config, ranks) else prompts
 
 

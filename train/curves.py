@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import bisect
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +24,9 @@ from train.curves_plot import draw_curves
 from train.report import style
 from train.score import score_policy
 from train.tracking import METRICS, read_metrics
+from train.verdict import falls_short
 
+logger = logging.getLogger(__name__)
 PAGE, PICTURE = "report.md", "curves.png"
 ESTIMATE = "estimated_tokens_per_pass"
 
@@ -46,6 +49,8 @@ def write_run_report(folder: Path) -> Path:
     with style.look():
         style.save(draw_curves(folder.name, lines, measured), folder / PICTURE)
     write_text(folder / PAGE, page(folder, lines, measured))
+    if measured and (doubt := _doubt(measured[-1])):
+        logger.warning("%s", doubt)
     return folder / PAGE
 
 
@@ -73,7 +78,7 @@ def page(folder: Path, lines: Sequence[dict[str, Any]], measured: Sequence[dict[
     last, facts = lines[-1], read_run(folder)
     parts = [f"# Run `{folder.name}`", _headline(facts, last), f"![Curves of the run]({PICTURE})"]
     if measured:
-        parts += ["## Estimated and measured", _table(measured), _note(facts)]
+        parts += ["## Estimated and measured", _table(measured), _note(facts), *filter(None, map(_doubt, measured[-1:]))]
     parts += ["## Files", _files(folder)]
     return "\n\n".join(parts) + "\n"
 
@@ -103,6 +108,11 @@ def _table(measured: Sequence[dict[str, Any]]) -> str:
         for row in measured
     ]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["--:"] * len(head), *rows])
+
+
+def _doubt(row: dict[str, Any]) -> str | None:
+    chain = row["policies"].get(str(PolicyName.chain), {})
+    return falls_short(row["step"], chain.get("tokens_per_target_pass"), row["estimate"])
 
 
 def _number(value: float | None) -> str:

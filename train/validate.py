@@ -42,6 +42,7 @@ from sage.generation import generate
 from sage.trees import policy as new_policy
 from train.config import DecodeConfig, Precision
 from train.report import render_page, write_plots
+from train.verdict import is_hardly_accepted
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +115,8 @@ def validate(
         )
     report["versions"] = versions((*PACKAGES, "deepspeed"))
     write(report, folder)
+    if doubt := is_hardly_accepted(report):
+        logger.warning("%s", doubt)
     return report | {"path": str(folder)}
 
 

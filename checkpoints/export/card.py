@@ -17,6 +17,7 @@ from checkpoints.export.reload import Reload
 from checkpoints.export.serving import serve_commands
 from checkpoints.export.source import Source
 
+RECIPE_KEYS = ("seed", "data.num_examples", "data.max_length", "launch.gpus", "launch.ranks")
 RECIPE_GROUPS = ("draft", "objective", "optim", "train", "deepspeed")
 POLICY_COLUMNS = ("policy", "tokens per target pass", "mean accepted draft", "tokens/s", "speedup", "end to end", "identical")
 
@@ -145,7 +146,8 @@ def _recipe(card: CardFacts) -> str:
     source = card.source
     if not source.recipe:
         return "## Training\n\nThe run that made this draft is not at hand."
-    lines = [f"* `{key}`: {value}" for group in RECIPE_GROUPS for key, value in _flat(source.recipe.get(group), group)]
+    named = [pair for key in (*RECIPE_KEYS, *RECIPE_GROUPS) for pair in _flat(_at(source.recipe, key), key)]
+    lines = [f"* `{key}`: {value}" for key, value in named]
     known = source.provenance
     origin = [f"* data: {', '.join(_sources(source.recipe))} (fingerprint `{known.get('data_fingerprint', 'unknown')}`)"]
     if commit := (known.get("git") or {}).get("commit"):
@@ -160,6 +162,14 @@ def _recipe(card: CardFacts) -> str:
 def _sources(recipe: dict[str, Any]) -> list[str]:
     data = recipe.get("data") or {}
     return [str(name) for name in (data.get("sources") or {})] or [str(data.get("name", "not stated"))]
+
+
+def _at(recipe: dict[str, Any], key: str) -> Any:
+    """What is under a dotted key, if anything."""
+    tree: Any = recipe
+    for name in key.split("."):
+        tree = tree.get(name) if isinstance(tree, dict) else None
+    return tree
 
 
 def _flat(tree: Any, prefix: str) -> list[tuple[str, Any]]:

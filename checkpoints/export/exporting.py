@@ -16,7 +16,7 @@ from checkpoints.export.card import CardFacts, render_card
 from checkpoints.export.eagle import eagle_config, eagle_tensors
 from checkpoints.export.eagle3 import eagle3_config, eagle3_tensors
 from checkpoints.export.embedding import ENDING, target_embedding
-from checkpoints.export.expressible import PREFILL_ONLY, Allowed, check_expressible
+from checkpoints.export.expressible import COMPRESSOR, Allowed, check_expressible
 from checkpoints.export.facts import TargetFacts
 from checkpoints.export.findings import BadExport, Check
 from checkpoints.export.folder import CONFIG, WEIGHTS
@@ -137,14 +137,17 @@ def _format(name: Format | str) -> Format:
 
 
 def _tensors(trained: Head, format_: Format, options: Options) -> dict[str, Tensor]:
-    left_behind = tuple(f"{field}." for field in PREFILL_ONLY)  # check_expressible has asked the user
-    state = {name: tensor.detach().cpu() for name, tensor in trained.state_dict().items() if not name.startswith(left_behind)}
+    state = {name: tensor.detach().cpu() for name, tensor in trained.state_dict().items() if not _is_left_behind(name)}
     if format_ == Format.eagle:
         assert options.flavour is not None
         found = eagle_tensors(state, options.dtype, options.flavour)
     else:
         found = {Format.eagle3: eagle3_tensors, Format.speculators: speculators_tensors}[format_](state, options.dtype)
     return {name: tensor.contiguous() for name, tensor in found.items()}
+
+
+def _is_left_behind(name: str) -> bool:
+    return name.startswith(f"{COMPRESSOR}.")  # check_expressible has asked the user
 
 
 def _config(draft: Any, facts: TargetFacts, format_: Format, options: Options) -> dict[str, Any]:
@@ -171,7 +174,7 @@ def _about(
         "step": source.step or 0,
         "steps_trained": source.step,
         "draft": config.model_type,
-        "parameters": sum(parameter.numel() for parameter in trained.parameters()),
+        "parameters": sum(weight.numel() for name, weight in trained.named_parameters() if not _is_left_behind(name)),
         "image_inputs": config.image_inputs,
         "feature_levels": list(getattr(config, "feature_levels", [])),
         "target": facts.to_dict(),

@@ -13,7 +13,7 @@ from sage.drafts import Eagle3Config, EagleConfig
 
 SERVED_FAMILIES = ("qwen2_5_vl",)  # by vLLM 0.33 and SGLang 0.5.23; LLaVA-OneVision by neither
 CONFIGS: dict[Format, Any] = {Format.eagle3: Eagle3Config, Format.speculators: Eagle3Config, Format.eagle: EagleConfig}
-PREFILL_ONLY = ("compressor",)  # fields that change what the draft reads of the prompt, not what its weights compute
+COMPRESSOR = "compressor"  # field of a config and name of a module: what the draft reads of pictures, not how it reads it
 
 
 @dataclass
@@ -58,7 +58,8 @@ def check_expressible(draft: Any, facts: TargetFacts, format_: Format, flavour: 
         )
     if format_ != Format.eagle:
         _check_levels(config.feature_levels, facts)
-    _check_other_fields(config, format_, allowed)
+    _check_compressor(config, allowed)
+    _check_other_fields(config, format_)
     allowed.warnings += _position_warnings(config, facts, format_, flavour)
 
 
@@ -100,28 +101,43 @@ def _check_levels(levels: list[int], facts: TargetFacts) -> None:
         )
 
 
-def _check_other_fields(config: Any, format_: Format, allowed: Allowed) -> None:
+def _check_compressor(config: Any, allowed: Allowed) -> None:
+    chosen = getattr(config, COMPRESSOR, None)
+    if not chosen:
+        return
+    what = told_compressor(chosen)
+    if not allowed.uncompressed:
+        raise ValueError(
+            f"draft.compressor: {what}: no engine has one, vLLM and SGLang show a draft every visual token, so this draft "
+            f"would read sequences it was never trained on; train with draft/compressor=none, or export the rest of it with "
+            f"--allow-uncompressed"
+        )
+    allowed.warnings.append(
+        f"Trained with a visual compressor ({what}), which no engine has and which is left out here: engines show the draft "
+        f"every visual token, which it never saw in training. Where figures follow, they were measured with it."
+    )
+
+
+def told_compressor(chosen: dict[str, Any]) -> str:
+    """A config's compressor in words: `pool ratio=20`."""
+    return " ".join([chosen["kind"], *(f"{key}={value}" for key, value in chosen.items() if key != "kind")])
+
+
+def _check_other_fields(config: Any, format_: Format) -> None:
     """Any field an exporter does not know of, with a value other than its default, is something a format cannot say."""
     known = {*PreTrainedConfig().to_dict(), *KNOWN}
     default = type(config)().to_dict()
     for key, value in config.to_dict().items():
         if key in known or key.startswith("_") or value in (None, {}, [], default.get(key)):
             continue
-        if key in PREFILL_ONLY and value == "none":
-            continue
-        if key in PREFILL_ONLY and allowed.uncompressed:
-            allowed.warnings.append(
-                f"Trained with `draft.{key}` {value!r}, which no engine has: they show it every visual token."
-            )
-            continue
-        remedy = "--allow-uncompressed exports the rest" if key in PREFILL_ONLY else "train without it"
-        raise ValueError(f"draft.{key}: {value!r} cannot be expressed in the format {format_}; {remedy}")
+        raise ValueError(f"draft.{key}: {value!r} cannot be expressed in the format {format_}; train without it")
 
 
 KNOWN = (  # fields that the formats express, or that this module checks by name
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
     *("max_position_embeddings", "rms_norm_eps", "hidden_act", "rope_theta", "mrope_section", "initializer_range"),
     *("image_inputs", "target", "target_path", "input_norm", "feature_levels", "draft_vocab_size", "norm_before_residual"),
+    COMPRESSOR,
 )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from PIL import Image
 
 from data_prep.config import SourceConfig, Split
-from data_prep.conversation import Message
+from data_prep.conversation import BadItem, Message
 from data_prep.sources.base import Source
 from data_prep.sources.rows import Row, RowSource, need_path
 from sage.media import frame_files
@@ -47,10 +47,17 @@ class FolderRows:
         return len(self.items)
 
     def row(self, index: int) -> Row:
-        """The item and the text beside it, if any."""
+        """The item and the text beside it, if any.
+
+        Raises:
+            BadItem: the text is none.
+        """
         item, kind = self.items[index]
         text = item.with_suffix(".txt")
-        said = text.read_text(encoding="utf-8").strip() if text.exists() else None
+        try:
+            said = text.read_text(encoding="utf-8").strip() if text.exists() else None
+        except UnicodeDecodeError as error:
+            raise BadItem(self.name, index, f"{text.name}: not UTF-8 at byte {error.start}") from error
         return {"id": item.name, "kind": kind, "path": str(item), "text": said}
 
 

@@ -83,10 +83,8 @@ class Compressor(nn.Module):
         """The same, with every weight's gradient a zero in training: ranks that exchange gradients need all of them."""
         if not torch.is_grad_enabled():
             return embeds_next
-        row, blank = (
-            torch.zeros(1, dtype=torch.long, device=embeds_next.device),
-            embeds_next.new_zeros(1, 2 * embeds_next.shape[2]),
-        )
+        row = torch.zeros(1, dtype=torch.long, device=embeds_next.device)
+        blank = embeds_next.new_zeros(1, 2 * embeds_next.shape[2])
         spans = Spans(row, row, row + 1, torch.ones_like(row, dtype=torch.bool)[None])
         rows: Rows = self.mode(blank[None], spans, blank, True)
         touched = rows.states.sum() if rows.weight is None else rows.states.sum() * rows.weight.sum()
@@ -124,8 +122,7 @@ class Single(nn.Module):
 
     def forward(self, states: Tensor, spans: Spans, question: Tensor, is_drawing: bool) -> Rows:
         """[S, L, C], [S, C] -> the operator's rows."""
-        rows: Rows = self.operator(states, spans, is_drawing)
-        return rows
+        return Rows(*self.operator(states, spans, is_drawing))
 
 
 class Weighted(nn.Module):
@@ -138,7 +135,7 @@ class Weighted(nn.Module):
     def forward(self, states: Tensor, spans: Spans, question: Tensor, is_drawing: bool) -> Rows:
         """[S, L, C], [S, C] -> one row per window."""
         share_SO = self.gate(question).softmax(-1)
-        parts: list[Rows] = [operator(states, spans, is_drawing) for operator in self.operators]
+        parts = [Rows(*operator(states, spans, is_drawing)) for operator in self.operators]
         mixed = torch.einsum("so,osnc->snc", share_SO, torch.stack([part.states for part in parts]))
         return Rows(mixed, parts[-1].at, parts[-1].valid)
 
@@ -152,7 +149,7 @@ class Concat(nn.Module):
 
     def forward(self, states: Tensor, spans: Spans, question: Tensor, is_drawing: bool) -> Rows:
         """[S, L, C], [S, C] -> the rows of all."""
-        return Rows.join([operator(states, spans, is_drawing) for operator in self.operators])
+        return Rows.join([Rows(*operator(states, spans, is_drawing)) for operator in self.operators])
 
 
 class Select(nn.Module):
@@ -179,12 +176,12 @@ class Select(nn.Module):
         chosen_S = share_SO.argmax(-1)
         rows = self._rows(states, spans, chosen_S, [True] * len(self.operators), True)  # all, so that all have gradients
         share_S = share_SO.gather(1, chosen_S[:, None])[:, 0]
-        rows.weight = (1 + share_S - share_S.detach()).to(states.dtype)
+        rows.weight = (1 + (share_S - share_S.detach())).to(states.dtype)  # exactly 1 in value
         return rows
 
     def _rows(self, states: Tensor, spans: Spans, chosen_S: Tensor, is_asked: Sequence[bool], is_drawing: bool) -> Rows:
         asked = [number for number, is_wanted in enumerate(is_asked) if is_wanted]
-        parts: list[Rows] = [self.operators[number](states, spans, is_drawing) for number in asked]
+        parts = [Rows(*self.operators[number](states, spans, is_drawing)) for number in asked]
         longest = max(part.at.shape[1] for part in parts)
         parts = [part.padded(longest) for part in parts]
         number_S = torch.searchsorted(torch.tensor(asked, device=chosen_S.device), chosen_S)

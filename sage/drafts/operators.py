@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sage.drafts.spans import Rows, Spans
+from sage.drafts.spans import Spans
+
+Made = tuple[Tensor, Tensor, Tensor]  # states, at and valid of `Rows`; a plain tuple, in which ZeRO-3 finds tensors to hook
 
 
 class Windows:
@@ -62,7 +64,7 @@ class Prune(nn.Module):
         super().__init__()
         self.ratio = ratio
 
-    def forward(self, states: Tensor, spans: Spans, is_drawing: bool) -> Rows:
+    def forward(self, states: Tensor, spans: Spans, is_drawing: bool) -> Made:
         """[S, L, C] -> one row per window.
 
         Args:
@@ -73,7 +75,7 @@ class Prune(nn.Module):
         share = torch.rand(shape, device=states.device) if is_drawing else scattered(windows.num, states.device).expand(shape)
         at = windows.start + (share * windows.size).long()
         picked = states[torch.arange(len(states), device=states.device)[:, None], at.clamp(max=max(states.shape[1] - 1, 0))]
-        return Rows(picked, at, windows.valid)
+        return picked, at, windows.valid
 
 
 class Pool(nn.Module):
@@ -83,10 +85,10 @@ class Pool(nn.Module):
         super().__init__()
         self.ratio = ratio
 
-    def forward(self, states: Tensor, spans: Spans, is_drawing: bool) -> Rows:
+    def forward(self, states: Tensor, spans: Spans, is_drawing: bool) -> Made:
         """[S, L, C] -> one row per window."""
         windows = Windows(states, spans, self.ratio)
-        return Rows(windows.mean(), windows.middle, windows.valid)
+        return windows.mean(), windows.middle, windows.valid
 
 
 class Conv(nn.Module):
@@ -106,10 +108,10 @@ class Conv(nn.Module):
         """The mean."""
         self.weight.fill_(1 / self.ratio)
 
-    def forward(self, states: Tensor, spans: Spans, is_drawing: bool) -> Rows:
+    def forward(self, states: Tensor, spans: Spans, is_drawing: bool) -> Made:
         """[S, L, C] -> one row per window; taps a shorter last window lacks are made up for by the others."""
         windows = Windows(states, spans, self.ratio)
-        return Rows(windows.mean(self.weight), windows.middle, windows.valid)
+        return windows.mean(self.weight), windows.middle, windows.valid
 
 
 class Resampler(nn.Module):
@@ -141,7 +143,7 @@ class Resampler(nn.Module):
         self.v_proj.weight.normal_(std=self.std)
         self.o_proj.weight.zero_()
 
-    def forward(self, states: Tensor, spans: Spans, is_drawing: bool) -> Rows:
+    def forward(self, states: Tensor, spans: Spans, is_drawing: bool) -> Made:
         """[S, L, C] -> min(Q, length) rows per span."""
         number = torch.arange(len(self.queries), device=states.device)
         parts = spans.length.clamp(max=len(number))[:, None]
@@ -149,7 +151,7 @@ class Resampler(nn.Module):
         pair = torch.arange(states.shape[1], device=states.device)
         belongs = (pair >= start[..., None]) & (pair < end[..., None]) & (number < parts)[..., None]
         mean = belongs.to(states.dtype) @ states / belongs.sum(-1, keepdim=True).clamp(min=1)
-        return Rows(mean + self._attend(states, spans), (start + end - 1) // 2, number < parts)
+        return mean + self._attend(states, spans), (start + end - 1) // 2, number < parts
 
     def _attend(self, states: Tensor, spans: Spans) -> Tensor:
         """[S, Q, C], the cross-attention."""
@@ -164,10 +166,10 @@ class Resampler(nn.Module):
 class TextOnly(nn.Module):
     """Nothing is left of a picture; the features of the text behind it have seen it all the same."""
 
-    def forward(self, states: Tensor, spans: Spans, is_drawing: bool) -> Rows:
+    def forward(self, states: Tensor, spans: Spans, is_drawing: bool) -> Made:
         """[S, L, C] -> no rows."""
         none = spans.inside[:, :0]
-        return Rows(states[:, :0], none.long(), none)
+        return states[:, :0], none.long(), none
 
 
 def norm_halves(states: Tensor) -> Tensor:

@@ -115,6 +115,8 @@ class EagleSession:
             assert prompt.kept is None, "check_draft refuses pruning for a draft with a compressor"
             short = self.draft.compressor(embeds, fused, positions, self._marks(prompt, root))
             embeds, fused, positions = short.embeds_next, short.features, short.position_ids
+            more = embeds.shape[1] - prompt.input_ids.shape[1]  # above 0 where tiny pictures get more rows than they had
+            self.cache.grow_to(self.capacity + more)
         hidden = self.draft(embeds, fused, positions, cache=self.cache)
         self._set_origin(prompt.next_position)
         return self._start_tree(hidden)
