@@ -17,6 +17,9 @@ from safetensors.torch import load_file, save_file
 from train_helpers import command, make_target, stopped_after
 
 import sage
+from checkpoints.export.converting import load_any
+from checkpoints.export.source import load_trained
+from checkpoints.inspect import describe
 from checkpoints.store import write_manifest
 from train.config import Config
 from train.hydra_app import compose
@@ -309,6 +312,25 @@ def test_training_goes_on_from_a_saved_draft(targets: dict[str, Path], cache: Pa
     assert run_rank(configure(targets["qwen2_5_vl"], first, cache)) == 0
     assert run_rank(configure(targets["qwen2_5_vl"], second, cache, f"draft.path={first / 'draft'}", "optim.lr=1e-12")) == 0
     assert_close(weights(first), weights(second), 1e-9)
+
+
+def test_a_flipped_byte_in_a_draft_is_found_by_all_who_read_it(targets: dict[str, Path], cache: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert run_rank(configure(targets["qwen2_5_vl"], run, cache, "train.max_steps=1")) == 0
+    assert describe(run / "draft").is_whole
+    path = run / "draft" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    damaged = "draft: model.safetensors is damaged"
+    assert damaged in describe(run / "draft").problems[0]
+    with pytest.raises(ValueError, match=damaged):
+        load_any(run / "draft", sage.load_target(targets["qwen2_5_vl"]))
+    with pytest.raises(ValueError, match=damaged):
+        load_trained(run / "draft")
+    with pytest.raises(ValueError, match=damaged):
+        run_rank(configure(targets["qwen2_5_vl"], tmp_path / "other", cache, f"draft.path={run / 'draft'}"))
+    assert not (tmp_path / "other" / "state").exists()
 
 
 def test_seeding_differs_between_ranks_and_restores() -> None:

@@ -19,6 +19,7 @@ import torch
 import sage
 from checkpoints.files import part_of as part_folder
 from checkpoints.files import replace_folder
+from checkpoints.store import write_manifest
 from checkpoints.tensors import saving
 from data_prep.conversation import Conversation
 from data_prep.turns import LATER
@@ -36,7 +37,7 @@ DRAFT, BEST = "draft", "draft_best"
 
 
 def save_draft(run: Run) -> Path:
-    """Writes `draft/`; it loads on one process without DeepSpeed. Every rank has to call it."""
+    """Writes `draft/`, sealed; it loads on one process without DeepSpeed. Every rank has to call it."""
     folder = Path(run.config.run.dir) / DRAFT
     weights = run.engine.draft_state()
     if run.ranks.is_main:
@@ -44,6 +45,7 @@ def save_draft(run: Run) -> Path:
         with saving(folder):
             shutil.rmtree(part, ignore_errors=True)
             run.engine.student.save(part, weights)
+            write_manifest(part, run.state.step)
             replace_folder(part, folder)
     run.ranks.barrier()  # others may be about to load it
     return folder

@@ -15,7 +15,7 @@ from checkpoints.export.facts import TargetFacts, read_json
 from checkpoints.export.folder import CONFIG, Weights, read_config
 from checkpoints.export.importing import PREFIXES, Reading, read_eagle3
 from checkpoints.export.layout import Head
-from checkpoints.export.writing import ABOUT, writing
+from checkpoints.export.writing import ABOUT, refuse_damaged, writing
 from checkpoints.files import write_text
 from sage.drafts import Eagle3Draft
 
@@ -54,9 +54,10 @@ def load_any(folder: Path | str, target: sage.Target, reading: Reading | None = 
     """A draft in our format, or an EAGLE-3 draft made elsewhere; on the target's device, in its dtype.
 
     Raises:
-        ValueError: neither, or not for this target.
+        ValueError: neither, damaged, or not for this target.
     """
     folder = Path(folder)
+    refuse_damaged(folder)
     if not (folder / CONFIG).is_file() or Head(read_config(folder)).format is None:
         return sage.load_draft(folder, target)
     draft = read_eagle3(folder, TargetFacts.of_config(target.model.config, target.name), reading)

@@ -11,6 +11,7 @@ import yaml
 
 from checkpoints.export.facts import read_json
 from checkpoints.export.folder import CONFIG
+from checkpoints.export.writing import refuse_damaged
 from checkpoints.store import STEP_NAME, StateStore
 from sage.drafts import Eagle3Draft, EagleDraft, Head
 from sage.targets import is_target_folder
@@ -129,8 +130,9 @@ def load_trained(folder: Path) -> Head:
     """One of our drafts, whole, without its target; on the CPU, in the dtype it was saved in.
 
     Raises:
-        ValueError: another kind of folder, or weights that do not fit its config.
+        ValueError: another kind of folder, a damaged one, or weights that do not fit its config.
     """
+    refuse_damaged(folder)
     if is_target_folder(folder):
         raise ValueError(f"{folder}: a whole model, not a draft head; engines serve it as it is, as a draft model")
     stored = read_json(folder / CONFIG)

@@ -84,6 +84,12 @@ def find_damage(folder: Path) -> None:
     _compare_step(folder, manifest["step"])
 
 
+def refuse_damaged(folder: Path) -> None:
+    """Raises `Damaged` for a sealed folder that is not what was sealed; one that never was sealed passes."""
+    if is_sealed(folder):
+        find_damage(folder)
+
+
 def _compare_step(folder: Path, step: object) -> None:
     """The one number in a manifest that no file's hash depends on is also written in the sealed description."""
     written = read_json(folder / ABOUT).get("step") if (folder / ABOUT).is_file() else step

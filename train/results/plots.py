@@ -49,13 +49,19 @@ def _headline_bar(axes: Any, place: int, name: str, figures: Any) -> None:
     low, high = captions.get("speedup_ci") or [captions["speedup"]] * 2
     axes.plot([low, high], [place, place], color=style.INK, linewidth=1.2)
     axes.plot(
-        whole["speedup"], place, "o", markersize=4.5, markerfacecolor="white", markeredgecolor=style.INK, markeredgewidth=1.1
+        whole["speedup"], place, "o", markersize=4.5, color="white", markeredgecolor=style.INK, markeredgewidth=1.1, zorder=4
     )
-    weight = "bold" if name == OURS else "normal"
-    right = max(high, captions["speedup"], whole["speedup"])
-    said = f"  {captions['speedup']:.2f}x "
-    background = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
-    axes.text(right, place, said, va="center", fontsize=9, fontweight=weight, bbox=background, zorder=3)
+    axes.annotate(
+        f"{captions['speedup']:.2f}x",
+        (max(high, captions["speedup"], whole["speedup"]), place),
+        xytext=(7, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=9,
+        fontweight="bold" if name == OURS else "normal",
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
+        zorder=3,
+    )
 
 
 def draw_families(found: Found) -> Figure | None:
