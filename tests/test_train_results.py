@@ -105,7 +105,7 @@ def test_nothing_is_measured_twice(measured: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
-def test_figures_are_made_anew_when_what_they_depend_on_changes(measured: Path, tmp_path: Path) -> None:
+def test_figures_are_made_anew_when_what_they_depend_on_changes(tmp_path: Path) -> None:
     figures = Figures(tmp_path)
     assert figures.make("one", {"prompts": 1}, lambda: {"value": 1 / 3}, "make results-x") == {"value": 0.33333}
     assert figures.make("one", {"prompts": 1}, lambda: {"value": 2.0}, "make results-x") == {"value": 0.33333}
