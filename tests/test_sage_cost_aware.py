@@ -146,6 +146,14 @@ class TestTree:
         assert growth.ranks.tolist() == [0, 1], "0.9 * 0.1 < 0.15 < 0.9 * 0.3"
         assert growth.expand.tolist() == [], "neither 0.45 * 0.75 nor 0.27 * 0.75 more pays for a level"
 
+    def test_a_path_that_cannot_be_taken_is_no_division_by_zero(self) -> None:
+        """Where nodes seem to cost nothing and nothing stops the drafting, even the impossible is drafted from."""
+        policy = self.policy(flat_costs(node=0.0), stop=False)
+        policy.begin()
+        for level in (1, 2):
+            growth = policy.grow(Frontier(level, torch.tensor([[1.0, 0.0]]).repeat(level, 1), torch.ones(level)))
+            assert growth is not None and len(growth.expand) == 2 * level
+
     def test_verifies_what_the_true_curve_bears(self) -> None:
         """A pass of four nodes and one of five differ by far more than the usual node: the fifth is left out."""
         steep = Costs(verify=Curve([1, 2, 3, 4, 5], [1, 1.01, 1.02, 1.03, 9.0]), draft=Curve([1, 2], [0.01, 0.01]), context=0)

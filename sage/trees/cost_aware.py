@@ -33,6 +33,7 @@ OFF_PATH_WEIGHT = 0.1
 LIVE_RATE = 0.05
 LABELLED_RANKS = 4
 LEARN_EVERY = 32  # rounds per step of the calibrator, once it has seen as many; before that at 1, 2, 4, 8 and 16
+LEAST_PATH = 1e-12  # an acceptance too small to matter, but one that can be divided by
 
 
 class ChildMass:
@@ -169,7 +170,7 @@ class CostAware(Policy):
         level = self._plan["asked"] = frontier.level
         children: list[tuple[float, float, int, int]] = []  # P, own acceptance, row, rank
         for row, ((path, own), probs) in enumerate(zip(self._frontier, frontier.probs.tolist(), strict=True)):
-            acceptance = self._acceptance(probs, level, self._node_price / path)
+            acceptance = self._acceptance(probs, level, self._node_price / max(path, LEAST_PATH))
             self.mass.learn(level - 1, own, sum(acceptance))
             for rank, accepted in enumerate(acceptance):
                 children.append((path * accepted, accepted, row, rank))
