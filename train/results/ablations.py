@@ -75,7 +75,9 @@ def _measure(lab: Lab, target: str, tuned: Mapping[str, Any]) -> Json:
     pass_s, prompts = costs.verify(1), lab.tested(target, study)
     model, draft = lab.target(target), lab.main(target)
     runners = [PolicyRunner(model, draft, label, policy) for label, policy in variants(tuned, pass_s).items()]
-    measured = kept(lab.contest([*runners, *lab.baselines(target)], prompts, study.repeats), model, [r.name for r in runners])
+    measured = kept(
+        lab.contest(target, [*runners, *lab.baselines(target)], prompts, study.repeats), model, [r.name for r in runners]
+    )
     recordings = lab.recordings(target, prompts)
     replayed = {label: _replayed(recordings, policy, costs) for label, policy in variants(tuned, pass_s).items()}
     rows = [{"label": label, **_row(measured["policies"][label]), "replayed": own} for label, own in replayed.items()]

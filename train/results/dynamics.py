@@ -45,7 +45,7 @@ def _forced(lab: Lab, target: str, length: int) -> Json:
     study, runners = lab.settings.length, _published(lab, target)
     prompts = lab.tested(target, study)
     measured = lab.contest(
-        [*runners, *lab.baselines(target)], prompts, study.repeats, max_new_tokens=length, min_new_tokens=length
+        target, [*runners, *lab.baselines(target)], prompts, study.repeats, max_new_tokens=length, min_new_tokens=length
     )
     figures = kept(measured, lab.target(target), [runner.name for runner in runners])
     return {"length": length, "prompts": len(prompts), "policies": figures["policies"]}
@@ -85,7 +85,7 @@ def _sampled(lab: Lab, target: str, temperature: float, options: Mapping[str, Ma
     study = lab.settings.temperature
     runners = [lab.contestant(target, name, name, options[name]) for name in SAMPLED]
     prompts = lab.tested(target, study)
-    measured = lab.contest([*runners, *lab.baselines(target)], prompts, study.repeats, temperature=temperature, seed=1)
+    measured = lab.contest(target, [*runners, *lab.baselines(target)], prompts, study.repeats, temperature=temperature, seed=1)
     figures = kept(measured, lab.target(target), [runner.name for runner in runners])
     baselines = {"autoregressive": figures["baselines"]["autoregressive"]["tokens_per_s"]}
     return {

@@ -124,11 +124,28 @@ class Lab:
         return [baseline_runner(self.target(target), name, helper) for name in wanted]
 
     def contest(
-        self, runners: Sequence[Runner], prompts: Sequence[BenchPrompt], repeats: int, warmup: int = 1, **sampling: Any
+        self,
+        target: str,
+        runners: Sequence[Runner],
+        prompts: Sequence[BenchPrompt],
+        repeats: int,
+        warmup: int = 1,
+        **sampling: Any,
     ) -> Measurement:
-        """Everybody on every prompt, interleaved; greedy unless `sampling` says otherwise."""
+        """Everybody on every prompt, interleaved; greedy unless `sampling` says otherwise.
+
+        Policies that learn decode the prompts first that the others were tuned on.
+        """
         chosen = Sampling(**{"max_new_tokens": self.settings.max_new_tokens, **sampling})
+        for runner in runners:
+            if isinstance(runner, PolicyRunner) and runner.policy.learns:
+                for lesson in self.lessons(target):
+                    runner.run(lesson.inputs, chosen)
         return measure(runners, prompts, chosen, repeats, warmup, _progress)
+
+    def lessons(self, target: str) -> list[BenchPrompt]:
+        """What policies are tuned on: prompts of the validation split."""
+        return self.prompts(target, "validation", self.settings.families, self.settings.tuning.prompts)
 
     # -- results -------------------------------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ def policies(lab: Lab, target: str) -> Json:
 
     def measure() -> Json:
         own = [lab.contestant(target, label, policy, options) for label, (policy, options) in found.items()]
-        measured = lab.contest([*own, *lab.baselines(target, BASELINES)], lab.tested(target, study), study.repeats)
+        measured = lab.contest(target, [*own, *lab.baselines(target, BASELINES)], lab.tested(target, study), study.repeats)
         figures = kept(measured, lab.target(target), [*found, AUTOREGRESSIVE])
         return {
             "target": target,

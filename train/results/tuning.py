@@ -59,9 +59,9 @@ class Tried:
 
 
 def _tune(lab: Lab, target: str) -> Json:
-    plan, families = lab.settings.tuning, lab.settings.families
+    plan = lab.settings.tuning
     costs = lab.costs(target)
-    recordings = lab.recordings(target, lab.prompts(target, "validation", families, plan.prompts))
+    recordings = lab.recordings(target, lab.lessons(target))
     ranked = {name: rank(recordings, costs, name, grid(name, recordings, lab)) for name in ("static", *plan.grids)}
     chosen = {name: with_default(found, plan.timed) for name, found in ranked.items()}
     speeds = _timed(lab, target, chosen)
@@ -137,5 +137,5 @@ def _timed(lab: Lab, target: str, chosen: Mapping[str, Sequence[Tried]]) -> dict
     }
     prompts = lab.prompts(target, "validation", lab.settings.families, plan.timed_prompts, start=plan.prompts)
     everybody = [runner for own in runners.values() for runner in own]
-    measured = lab.contest([*everybody, *lab.baselines(target)], prompts, plan.timed_repeats)
+    measured = lab.contest(target, [*everybody, *lab.baselines(target)], prompts, plan.timed_repeats)
     return {name: [decode_rate(measured.runs[runner.name]) for runner in own] for name, own in runners.items()}

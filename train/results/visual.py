@@ -38,7 +38,7 @@ def _prune(lab: Lab, target: str, drafts: dict[str, str], options: dict[str, Any
         )
         for kind, run, ratio in chosen
     }
-    measured = lab.contest([*runners.values(), *lab.baselines(target)], prompts, study.repeats)
+    measured = lab.contest(target, [*runners.values(), *lab.baselines(target)], prompts, study.repeats)
     figures = kept(measured, model, [runner.name for runner in runners.values()])
     rows = [
         {
@@ -80,7 +80,7 @@ def _compare(lab: Lab, target: str, options: dict[str, dict[str, Any]]) -> Json:
         for run in study.runs
         for policy in study.policies
     }
-    measured = lab.contest([*runners.values(), *lab.baselines(target)], prompts, study.repeats)
+    measured = lab.contest(target, [*runners.values(), *lab.baselines(target)], prompts, study.repeats)
     figures = kept(measured, model, [runner.name for runner in runners.values()])
     rows = [
         {
