@@ -223,6 +223,8 @@ def test_auc_and_correlation_against_the_naive_ones() -> None:
     second = [value for one in series for value in one[2:]]
     assert entropy.correlation(series, series, 2) == pytest.approx(numpy.corrcoef(first, second)[0, 1], abs=1e-12)
     assert entropy.correlation([[1.0, 1.0]], [[1.0, 1.0]], 1) is None
+    shorter = [*series, [1.0]]  # than the lag: it has nothing to add
+    assert entropy.correlation(shorter, shorter, 2) == entropy.correlation(series, series, 2)
 
 
 def _refused(predicted: list[float], outcomes: list[bool]) -> list[float]:

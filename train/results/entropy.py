@@ -55,7 +55,7 @@ def _lengths(recording: Recording) -> list[float]:
 
 def correlation(first: Series, second: Series, lag: int) -> float | None:
     """Pearson's, of what is `lag` places apart within the same answer; None without any spread."""
-    pairs = [pair for a, b in zip(first, second, strict=True) for pair in zip(a[: len(a) - lag], b[lag:], strict=True)]
+    pairs = [pair for a, b in zip(first, second, strict=True) for pair in zip(a, b[lag:], strict=False)]
     return pearson([x for x, _ in pairs], [y for _, y in pairs])
 
 
