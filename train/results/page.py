@@ -159,7 +159,8 @@ def render(files: Mapping[str, Json], drawn: Collection[str]) -> str:
     parts = [
         "# Results",
         "The papers' questions asked of this code on the pocket suite. Every number comes out of a file in "
-        f"[{FIGURES}/]({FIGURES}/); `make results` trains what is missing, measures what has changed and writes this page.",
+        f"[{FIGURES}/]({FIGURES}/); `make results` trains what is missing, measures what has changed and writes this page. "
+        "To measure something again, delete its file.",
         _machine(files),
         f"![{HEADLINE.caption}]({FIGURES}/{HEADLINE.file})" if HEADLINE.file in drawn else "",
         policies_page.headline(found),
