@@ -92,11 +92,13 @@ def assert_close(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava_onevision"])
 def test_a_run_writes_what_the_contract_says(
-    targets: dict[str, Path], cache: Path, tmp_path: Path, family: str, real_judge: None
+    targets: dict[str, Path], cache: Path, tmp_path: Path, family: str, real_judge: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = tmp_path / "run"
     config = configure(targets[family], run, cache, "train.save_every=1", "train.validate_every=1")
-    assert run_rank(config) == 0
+    with caplog.at_level(logging.INFO):
+        assert run_rank(config) == 0
+    assert f"for {targets[family].name}" in caplog.text, "the target that was loaded, whatever the preset's name"
     lines = metrics(run)
     assert [line["step"] for line in lines] == [1, 2]
     promised = {"step", "tokens", "loss", "loss_ce", "loss_feature", "lr", "grad_norm", "tokens_per_s", "time_s"}

@@ -175,6 +175,7 @@ def set_threads(config: Config, ranks: Ranks) -> None:
 def _announce(config: Config, ranks: Ranks, student: Student, steps: int, accumulation: int, prompts: int) -> None:
     size = f"{sum(p.numel() for p in student.draft.parameters() if p.requires_grad) / 1e6:.2f}M"
     split = f"{ranks.world_size} rank(s) x {config.train.micro_batch_size} x {accumulation}"
-    logger.info("%s: %s draft, %s parameters to train, for %s", config.run.dir, config.draft.kind, size, config.target.name)
+    target = Path(config.target.path).name
+    logger.info("%s: %s draft, %s parameters to train, for %s", config.run.dir, config.draft.kind, size, target)
     logger.info("%d steps of %d = %s, ZeRO %d", steps, config.train.global_batch_size, split, config.deepspeed.stage)
     logger.info("%s on %s, %d held-out prompts", config.train.precision, ranks.device.type, prompts)
