@@ -20,7 +20,7 @@ import shutil
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from checkpoints.files import part_of, remove_folder, replace_folder, share, sync_tree, tidy, write_text
+from checkpoints.files import part_of, remove_folder, replace_folder, sync_tree, tidy, write_text
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +143,6 @@ def step_name(step: int) -> str:
 
 def write_manifest(folder: Path, step: int) -> None:
     """Lists every file of `folder` with size and hash, each flushed to the disk first."""
-    share(folder)
     sync_tree(folder)
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
     files = {path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in paths}

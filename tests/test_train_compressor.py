@@ -14,7 +14,7 @@ import torch
 from compressor_helpers import COMPRESSORS
 from PIL import Image
 from safetensors.torch import load_file
-from train_helpers import command, make_target, sage_train
+from train_helpers import command, make_target, quiet_process, sage_train
 
 import sage
 from data_prep.build import prompts
@@ -26,7 +26,6 @@ from train.launch import run_rank
 from train.loop import train_step
 from train.meta import build_on_meta
 from train.ranks import joined
-from train.resume import rng_state, set_rng_state
 
 EAGLE3 = ["draft=eagle3", "draft.feature_levels=[0,1,2]", "objective.steps=3"]
 STEPS = 5
@@ -43,14 +42,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No launcher's variables, a judge that takes no time, the caller's generators as they were."""
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setattr("train.handoff.validate", lambda *_, **__: {"policies": {"sage": {"tokens_per_target_pass": 1.0}}})
-    monkeypatch.setattr("train.launch._summary", lambda *_: None)
-    before = rng_state(torch.device("cpu"))
-    yield
-    set_rng_state(before, torch.device("cpu"))
+    with quiet_process(monkeypatch):
+        yield
 
 
 def options(mode: str) -> list[str]:

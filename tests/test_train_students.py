@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import make_inputs, make_qwen, random_draft
 from safetensors.torch import load_file
-from train_helpers import command, make_target
+from train_helpers import command, make_target, quiet_process
 
 import sage
 from data_prep.vocabulary import most_frequent
@@ -22,7 +22,6 @@ from train.config import Config
 from train.hydra_app import compose
 from train.launch import run_rank
 from train.objective import Objective
-from train.resume import rng_state, set_rng_state
 from train.student import HeadStudent, ModelStudent
 from train.teacher import Teacher
 
@@ -42,14 +41,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No launcher's variables, a judge that takes no time, the caller's generators as they were."""
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setattr("train.handoff.validate", lambda *_, **__: {"policies": {"sage": {"tokens_per_target_pass": 1.0}}})
-    monkeypatch.setattr("train.launch._summary", lambda *_: None)
-    before = rng_state(torch.device("cpu"))
-    yield
-    set_rng_state(before, torch.device("cpu"))
+    with quiet_process(monkeypatch):
+        yield
 
 
 def train(folder: Path, run: Path, *overrides: str) -> Path:

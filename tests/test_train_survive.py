@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from train_helpers import command, environment, make_target
+from train_helpers import command, environment, make_target, quiet_process
 
 from checkpoints.store import SaveFailed, StateStore
 from train.config import Config
@@ -55,15 +55,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No launcher's variables, no decoding, and the caller's generators as they were."""
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr("train.handoff.validate", lambda *_, **__: {"policies": {"sage": {"tokens_per_target_pass": 1.0}}})
-    monkeypatch.setattr("train.launch._summary", lambda *_: None)
-    before = rng_state(torch.device("cpu"))
-    yield
-    set_rng_state(before, torch.device("cpu"))
+    with quiet_process(monkeypatch):
+        yield
 
 
 def configure(target: Path, run: Path, *overrides: str) -> Config:

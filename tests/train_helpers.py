@@ -5,10 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
+import torch
+
 from data_prep.pocket import architecture, folder, training
+from train.resume import rng_state, set_rng_state
 
 if TYPE_CHECKING:
     from train.config import Config
@@ -83,3 +89,16 @@ def environment() -> dict[str, str]:
     """One thread per process, our sources importable from anywhere, none of the launcher's variables."""
     kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "HYDRA_FULL_ERROR")}
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+
+
+@contextmanager
+def quiet_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A run in this process: no launcher's variables, a judge that takes no time, the caller's generators as they were."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr("train.handoff.validate", lambda *_, **__: {"policies": {"sage": {"tokens_per_target_pass": 1.0}}})
+    monkeypatch.setattr("train.launch._summary", lambda *_: None)
+    before = rng_state(torch.device("cpu"))
+    yield
+    set_rng_state(before, torch.device("cpu"))

@@ -109,7 +109,6 @@ class ProjectionSettings(StudySettings):
     """`bandwidths`: gigabytes per second that the device of each shape reads; `policies` are replayed as published."""
 
     policies: list[str] = MISSING
-
     shapes: list[str] = MISSING
     bandwidths: dict[str, float] = MISSING
     contexts: list[int] = MISSING

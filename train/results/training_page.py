@@ -10,6 +10,7 @@ from train.results.tables import interval, table, times
 
 CURVE = "static"  # the same tree every round: what changes from epoch to epoch is the draft alone
 HELD = 0.98  # of a figure: what still counts as kept
+MEASURED = ("draft context", "tokens/pass", "accepted", "speedup", "95%", "draft prefill", "identical")
 
 # -- epochs ----------------------------------------------------------------------------------------------------------------
 
@@ -64,8 +65,8 @@ def _rising(name: str, run: Json) -> Finding:
 def compressor(found: Found) -> str:
     """Compressors side by side."""
     figures = found["compressor"]
-    head = ["compressor", "policy", "draft context", "tokens/pass", "accepted", "speedup", "95%", "draft prefill", "identical"]
-    rows = [_compressor_row(row) for row in figures["rows"]]
+    head = ["compressor", "policy", *MEASURED]
+    rows = [[f"`{label_of(row)}`", f"`{row['policy']}`", *_measured(row)] for row in figures["rows"]]
     whole = figures["rows"][0]["prompt_tokens"]
     return paragraphs(
         f"One head per compressor on {title_of(figures['target'])}, trained alike and briefly, decoding the same "
@@ -78,10 +79,9 @@ def compressor(found: Found) -> str:
     )
 
 
-def _compressor_row(row: Json) -> list[str]:
+def _measured(row: Json) -> list[str]:
+    """The cells under `MEASURED`."""
     return [
-        f"`{label_of(row)}`",
-        f"`{row['policy']}`",
         f"{row['draft_context']:.0f}",
         f"{row['tokens_per_target_pass']:.2f}",
         f"{row['mean_accepted_draft']:.2f}",
@@ -129,21 +129,8 @@ def compressor_findings(found: Found) -> list[Finding]:
 def pruning(found: Found) -> str:
     """Pruning ratios side by side."""
     figures = found["pruning"]
-    head = ["draft", "ratio", "draft context", "tokens/pass", "accepted", "speedup", "95%", "draft prefill", "identical"]
-    rows = [
-        [
-            row["draft"],
-            f"{row['ratio']:g}",
-            f"{row['draft_context']:.0f}",
-            f"{row['tokens_per_target_pass']:.2f}",
-            f"{row['mean_accepted_draft']:.2f}",
-            times(row["speedup"]),
-            interval(row.get("speedup_ci")),
-            f"{row['draft_prefill_ms']:.1f} ms",
-            f"{row['match']}/{row['total']}",
-        ]
-        for row in figures["rows"]
-    ]
+    head = ["draft", "ratio", *MEASURED]
+    rows = [[row["draft"], f"{row['ratio']:g}", *_measured(row)] for row in figures["rows"]]
     return paragraphs(
         "Visual tokens left out for the draft while decoding, by the attention they get (two stages), on "
         f"{title_of(figures['target'])} with `{figures['policy']}`, {figures['prompts']} prompts: the trained head, which "
