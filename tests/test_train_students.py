@@ -120,7 +120,7 @@ def test_a_model_run_hands_over_a_whole_target_folder(folder: Path, tmp_path: Pa
 )
 def test_how_much_of_a_model_is_trained(folder: Path, part: str, still: tuple[str, ...]) -> None:
     from train.build_draft import STUDENTS
-    from train.config import DraftKind
+    from train.draft_config import DraftKind
 
     target = sage.load_target(folder / "target_qwen2_5_vl", dtype=torch.float32)
     arguments = [*command(folder / "target_qwen2_5_vl", folder / "none"), *MODEL, f"draft.train_part={part}"]

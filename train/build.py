@@ -24,7 +24,8 @@ from data_prep import StepLoader, build_dataset
 from data_prep import prompts as held_out_prompts
 from train.build_draft import build_student
 from train.checks import RUN_MARK, check_batch
-from train.config import Config, ImageInputs
+from train.config import Config
+from train.draft_config import ImageInputs
 from train.engine import Engine
 from train.estimate import chain_depth
 from train.handoff import all_ranks_decode, validate_draft

@@ -18,11 +18,10 @@ import sage
 from checkpoints.export.writing import refuse_damaged
 from data_prep.vocabulary import count_tokens, most_frequent
 from sage.drafts import Draft, ModelDraft, shallow_model
-from train.config import (
+from train.config import Config, ConfigError
+from train.draft_config import (
     CompressorConfig,
     CompressorKind,
-    Config,
-    ConfigError,
     DraftConfig,
     DraftKind,
     Eagle3DraftConfig,

@@ -18,19 +18,16 @@ from data_prep.config import validate as check_data_fields
 from train.config import (
     SUBSCHEMAS,
     Baseline,
-    CompressorKind,
     Config,
     ConfigError,
     DecodeConfig,
-    DraftKind,
-    Eagle3DraftConfig,
-    ModelDraftConfig,
     Offload,
     PolicyName,
     Precision,
     Schedule,
     ValidateOn,
 )
+from train.draft_config import CompressorKind, DraftKind, Eagle3DraftConfig, ModelDraftConfig
 
 RUN_MARK = "config.yaml"  # the file that makes a folder a run
 MAX_STAGE = 3

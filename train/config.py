@@ -16,6 +16,17 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
 from data_prep.config import DataConfig
+from train.draft_config import (
+    CompressorConfig,
+    ConcatConfig,
+    DraftConfig,
+    Eagle3DraftConfig,
+    EagleDraftConfig,
+    ModelDraftConfig,
+    RatioConfig,
+    ResamplerConfig,
+    SelectConfig,
+)
 
 
 class ConfigError(ValueError):
@@ -31,41 +42,6 @@ class Device(StrEnum):
 class Precision(StrEnum):
     fp32 = "fp32"
     bf16 = "bf16"
-
-
-class DraftKind(StrEnum):
-    eagle = "eagle"
-    eagle3 = "eagle3"
-    model = "model"
-
-
-class CompressorKind(StrEnum):
-    """What stands for a picture in what a draft head reads (see `sage.drafts.compressor`)."""
-
-    none = "none"
-    prune = "prune"
-    pool = "pool"
-    conv = "conv"
-    resampler = "resampler"
-    text_only = "text_only"
-    weighted = "weighted"
-    concat = "concat"
-    select = "select"
-
-
-class TrainedPart(StrEnum):
-    """How much of a smaller target is trained: its decoder layers, also embedding and lm_head, or the vision tower as well."""
-
-    layers = "layers"
-    text = "text"
-    all = "all"
-
-
-class ImageInputs(StrEnum):
-    """What the draft sees at picture positions: the visual embedding or the placeholder token's."""
-
-    embed = "embed"
-    token = "token"
 
 
 class Schedule(StrEnum):
@@ -163,87 +139,6 @@ class TargetConfig:
     path: str = MISSING
     revision: str | None = None
     dtype: Precision = MISSING
-
-
-@dataclass(kw_only=True)
-class CompressorConfig:
-    """What every visual compressor has; numbers are in `conf/draft/compressor/`."""
-
-    kind: CompressorKind = CompressorKind.none
-
-
-@dataclass(kw_only=True)
-class RatioConfig(CompressorConfig):
-    """prune, pool, conv, weighted: `ratio` visual pairs become one row."""
-
-    ratio: int = MISSING
-
-
-@dataclass(kw_only=True)
-class ResamplerConfig(CompressorConfig):
-    """A picture becomes so many rows."""
-
-    queries: int = MISSING
-
-
-@dataclass(kw_only=True)
-class ConcatConfig(RatioConfig, ResamplerConfig):
-    """Several operators side by side: `ratio` is that of pool (and prune), `conv_ratio` that of conv."""
-
-    conv_ratio: int = MISSING
-
-
-@dataclass(kw_only=True)
-class SelectConfig(ConcatConfig):
-    """One of several operators per picture; a higher `temperature` blurs what the gate learns from its draws."""
-
-    temperature: float = MISSING
-
-
-@dataclass(kw_only=True)
-class DraftConfig:
-    """What every draft has. `path` continues from a saved draft instead of fresh weights."""
-
-    kind: DraftKind = MISSING
-    path: str | None = None
-    compressor: CompressorConfig = field(default_factory=CompressorConfig)
-
-
-@dataclass(kw_only=True)
-class HeadDraftConfig(DraftConfig):
-    """Sizes left unset follow the target (see `sage.new_draft`)."""
-
-    image_inputs: ImageInputs = ImageInputs.embed
-    intermediate_size: int | None = None
-    num_attention_heads: int | None = None
-    num_key_value_heads: int | None = None
-
-
-@dataclass(kw_only=True)
-class EagleDraftConfig(HeadDraftConfig):
-    kind: DraftKind = DraftKind.eagle
-    input_norm: bool = True
-
-
-@dataclass(kw_only=True)
-class Eagle3DraftConfig(HeadDraftConfig):
-    """`feature_levels` are indices of the target's hidden_states, unset = low, middle, high (see `sage.drafts.eagle3`).
-
-    `draft_vocab_size` keeps that many of the words the training answers are made of; unset = all.
-    """
-
-    kind: DraftKind = DraftKind.eagle3
-    feature_levels: list[int] | None = None
-    draft_vocab_size: int | None = None
-
-
-@dataclass(kw_only=True)
-class ModelDraftConfig(DraftConfig):
-    """A smaller target of the same family: `path` goes on from a folder, `num_layers` starts from that many of the target's."""
-
-    kind: DraftKind = DraftKind.model
-    num_layers: int | None = None
-    train_part: TrainedPart = TrainedPart.text
 
 
 @dataclass(kw_only=True)
