@@ -1,6 +1,6 @@
 """The loop: draft, verify, commit. Ref: SAGE, arXiv 2602.00523, Algorithm 1.
 
-Shapes: N tree nodes, F frontier nodes, K candidates, V vocabulary, T prompt tokens.
+Shapes: N tree nodes, V vocabulary, T prompt tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sage.ending import Ending
 from sage.sampling import Chooser
 from sage.stats import Clock, Stats
 from sage.targets import Features, Prompt, Target
-from sage.trees import Frontier, Outcome, Policy, Tree
+from sage.trees import Outcome, Policy, Tree, TreeBuilder
 from sage.verify import accept
 
 
@@ -122,36 +122,27 @@ def draft_tree(root: Tensor, logits: Tensor | None, request: Request, clock: Clo
     policy, session = request.policy, request.session
     if logits is None or session is None:
         return Tree.of_root(root)
-    frontier, path_F, num_nodes = torch.zeros_like(root), torch.ones(1, device=root.device), 1  # the root alone
-    asked: list[tuple[Tensor, Tensor, Tensor]] = []
-    levels: list[tuple[Tensor, Tensor, Tensor]] = []
+    builder = TreeBuilder(root)
     last_level = request.ending.room - 1
     for level in range(1, last_level + 1):
         probs, tokens = logits.float().softmax(-1).topk(min(policy.candidates, logits.shape[-1]))
         tokens = tokens if session.token_map is None else session.token_map[tokens]
-        clock.lap("draft_steps", len(frontier))
+        clock.lap("draft_steps", len(probs))
         if level == 1:
             _refuse_nan(probs, level, stats)
-        if policy.looks_back:
-            asked.append((frontier, probs, tokens))
-        growth = policy.grow(Frontier(level, probs, path_F))
+        growth = policy.grow(builder.ask(probs, tokens))
         if growth is None:
             break
-        rows, expand = growth.rows, growth.expand
-        flat = rows * probs.shape[1] + growth.ranks
-        token_M, path_M = tokens.take(flat), path_F.take(rows) * probs.take(flat)
-        levels.append((frontier.take(rows), token_M, path_M))
-        clock.lap("policy")
-        if len(expand) == 0 or level == last_level:
+        builder.add(growth)
+        if len(growth.expand) == 0 or level == last_level:
             break
-        frontier, path_F, num_nodes = expand + num_nodes, path_M.take(expand), num_nodes + len(rows)
-        logits = session.expand(rows.take(expand), token_M.take(expand))
+        rows, tokens = builder.advance(growth)
+        clock.lap("policy")
+        logits = session.expand(rows, tokens)
         stats.draft_steps += 1
-    if levels:  # the last level inherits what an earlier one got wrong
+    if len(builder) > 1:  # the last level inherits what an earlier one got wrong
         _refuse_nan(probs, level, stats)
-    tree = Tree.of_levels(root, levels, asked)
-    keep = policy.select(tree)
-    tree = tree if keep is None else tree.subtree(keep)
+    tree = builder.tree(policy.select(builder), policy.looks_back)
     clock.lap("policy")
     return tree
 
@@ -175,9 +166,7 @@ def catch_up(session: DraftSession, unread: list[tuple[Features, Tensor]], clock
 def _outcome(tree: Tree, path: Tensor, accepted: int, chosen: Tensor, context: int, request: Request, clock: Clock) -> Outcome:
     if not request.policy.learns:
         return Outcome(accepted, tree, path, context)
-    asked = tree.drafted >= 0
-    tokens = tree.candidate_tokens[tree.drafted[asked]]
-    labels = request.chooser.labels(chosen, asked, tokens) if len(tokens) else None
+    labels = request.chooser.labels(chosen, tree) if len(tree.candidates) else None
     return Outcome(accepted, tree, path, context, labels, clock.round_times())
 
 

@@ -9,7 +9,7 @@ look worse; how often that happened is part of the result.
 
 Owns: replaying, and the figures of a replay. Does not own: recording (sage.recording), what a round costs (sage.costs).
 
-Shapes: F frontier nodes, K candidates, M new nodes of a level.
+Shapes: F frontier nodes, K candidates.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from torch import Tensor
 from sage.costs import Costs
 from sage.recording import Candidates, Path, RecordedRound, Recording
 from sage.stats import RoundTimes
-from sage.trees import Frontier, Outcome, Policy, Tree
+from sage.trees import Outcome, Policy, Tree, TreeBuilder
 from sage.verify import accept
 
 NOBODY = -1  # a token that no target says
@@ -151,31 +152,25 @@ class _Round:
 
     def _draft(self) -> tuple[Tree, list[Path]]:
         """As `sage.decoder.draft_tree`, from what was recorded; the tree to verify and the path of each of its nodes."""
-        root = torch.tensor([self.root])
-        frontier, path_F, at = torch.zeros_like(root), torch.ones(1), [()]
+        builder = TreeBuilder(torch.tensor([self.root]))
         paths: list[Path] = [()]
-        asked: list[tuple[Tensor, Tensor, Tensor]] = []
-        levels: list[tuple[Tensor, Tensor, Tensor]] = []
+        at = list(paths)
         for level in range(1, self.room):
             probs, tokens = self._candidates(at)
-            asked.append((frontier, probs, tokens))
-            growth = self.policy.grow(Frontier(level, probs, path_F))
+            growth = self.policy.grow(builder.ask(probs, tokens))
             if growth is None:
                 break
-            token_M = tokens[growth.rows, growth.ranks]
-            path_M = path_F[growth.rows] * probs[growth.rows, growth.ranks]
-            levels.append((frontier[growth.rows], token_M, path_M))
-            new = [(*at[row], token) for row, token in zip(growth.rows.tolist(), token_M.tolist(), strict=True)]
+            builder.add(growth)
+            picks, said = _numbers(growth.picks), tokens.flatten().tolist()
+            new = {pick: (*at[pick // tokens.shape[1]], said[pick]) for pick in picks}
+            paths += new.values()
             if len(growth.expand) == 0 or level == self.room - 1:
-                paths += new
                 break
-            frontier, path_F = growth.expand + len(paths), path_M[growth.expand]
-            at = [new[index] for index in growth.expand.tolist()]
-            paths += new
+            builder.advance(growth)
+            at = [new[pick] for pick in _numbers(growth.expand)]
             self.widths.append(len(at))
-        tree = Tree.of_levels(root, levels, asked)
-        keep = self.policy.select(tree)
-        return (tree, paths) if keep is None else (tree.subtree(keep), [paths[node] for node in keep.tolist()])
+        keep = self.policy.select(builder)
+        return builder.tree(keep), paths if keep is None else [paths[node] for node in _numbers(keep)]
 
     def _candidates(self, paths: Sequence[Path]) -> Candidates:
         """[F, K] each: as recorded, or equal chances of tokens that nobody says."""
@@ -195,10 +190,12 @@ class _Round:
             return Outcome(accepted, tree, nodes, self.context)
         assert self.costs is not None
         tree = replace(tree, drafted=torch.where(chosen == NOBODY, -1, tree.drafted))
-        judged = tree.drafted >= 0
-        tokens = tree.candidate_tokens[tree.drafted[judged]]
-        labels = (tokens == chosen[judged][:, None]).float() if len(tokens) else None
+        labels = partial(tree.said_so, chosen) if len(tree.candidates) else None
         verify_s = self.costs.verify_s(len(tree), self.context)
         draft = [(width, self.costs.draft(width)) for width in self.widths]
         total_s = verify_s + sum(seconds for _, seconds in draft) + self.costs.overhead
         return Outcome(accepted, tree, nodes, self.context, labels, RoundTimes(verify_s, draft, total_s))
+
+
+def _numbers(chosen: Tensor | Sequence[int]) -> Sequence[int]:
+    return chosen.tolist() if isinstance(chosen, Tensor) else chosen

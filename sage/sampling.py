@@ -3,14 +3,15 @@
 A draw is argmax(log p + g) with Gumbel noise g keyed by (seed, position in the answer), so one seed gives one text under
 every policy and without speculation.
 
-Shapes: N tree nodes, V vocabulary, T prompt tokens, M labelled nodes, K candidates.
+Shapes: N tree nodes, V vocabulary, T prompt tokens, K candidates.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,20 +116,21 @@ class Chooser:
         positions = len(self.history) - self.num_prompt + tree.depths
         return (self._log_p + self._noise(positions, logits.shape[-1])).argmax(-1)
 
-    def labels(self, chosen: Tensor, nodes: Tensor, tokens: Tensor) -> Tensor:
-        """The target's verdict on candidates in the tree last chosen for; for policies that learn.
+    def labels(self, chosen: Tensor, tree: Tree) -> Callable[[], Tensor]:
+        """The target's verdict on what was said in the tree last chosen for; for policies that learn.
 
         Args:
             chosen: LongTensor [N], the choices.
-            nodes: BoolTensor [N], the M nodes asked about.
-            tokens: LongTensor [M, K], candidates below each.
+            tree: N nodes; the draft was asked about one of them at least.
 
         Returns:
-            [M, K]: greedy 1 where the candidate is the choice; sampling its target probability, which a draw only estimates.
+            how to get [N, K]: greedy 1 where the candidate is the choice; sampling its target probability, which a draw only
+            estimates. What that takes is kept small, so that it can wait.
         """
         if self.is_greedy:
-            return (tokens == chosen[nodes][:, None]).float()
-        return self._log_p[nodes].gather(1, tokens).exp().float()
+            return partial(tree.said_so, chosen)
+        probs = self._log_p.gather(1, tree.candidate_tokens[tree.drafted]).exp().float()
+        return lambda: probs
 
     def extend(self, tokens: list[int]) -> None:
         """Accepted tokens become history."""

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from slow_trees import SlowTree, add_growth, numbers
 from torch import Tensor
 
 import sage
@@ -134,17 +135,17 @@ class TestTree:
         policy.begin()
         growth = policy.grow(Frontier(1, torch.tensor([[0.9, 0.06, 0.04]]), torch.ones(1)))
         assert growth is not None
-        assert growth.ranks.tolist() == [0], "0.06 < 0.15"
+        assert numbers(growth)[0] == [0], "0.06 < 0.15"
         # A made-up s of 0.75 before anything is known, and now the 0.9 kept below the root: the next level pays 0.9 * 0.75.
-        assert growth.expand.tolist() == [], "0.675 < 0.6 + 0.15"
+        assert numbers(growth)[1] == [], "0.675 < 0.6 + 0.15"
         cheaper = self.policy(flat_costs(node=0.1, level=0.3))
         cheaper.begin()
         growth = cheaper.grow(Frontier(1, torch.tensor([[0.9, 0.06, 0.04]]), torch.ones(1)))
-        assert growth is not None and growth.expand.tolist() == [0], "0.675 > 0.45 + 0.15"
+        assert growth is not None and numbers(growth)[1] == [0], "0.675 > 0.45 + 0.15"
         growth = cheaper.grow(Frontier(2, torch.tensor([[0.5, 0.3, 0.1]]), torch.tensor([0.9])))
         assert growth is not None
-        assert growth.ranks.tolist() == [0, 1], "0.9 * 0.1 < 0.15 < 0.9 * 0.3"
-        assert growth.expand.tolist() == [], "neither 0.45 * 0.75 nor 0.27 * 0.75 more pays for a level"
+        assert numbers(growth)[0] == [0, 1], "0.9 * 0.1 < 0.15 < 0.9 * 0.3"
+        assert numbers(growth)[1] == [], "neither 0.45 * 0.75 nor 0.27 * 0.75 more pays for a level"
 
     def test_a_path_that_cannot_be_taken_is_no_division_by_zero(self) -> None:
         """Where nodes seem to cost nothing and nothing stops the drafting, even the impossible is drafted from."""
@@ -163,9 +164,9 @@ class TestTree:
         probs, tokens = torch.tensor([[0.4, 0.2, 0.2, 0.2]]), torch.arange(4)[None]
         policy._node_price = 0.0
         growth = policy.grow(Frontier(1, probs, torch.ones(1)))
-        assert growth is not None and len(growth.rows) == 4
-        tree = Tree.of_root(root)
-        tree.add_level(growth.rows, tokens[0, growth.ranks], probs[0, growth.ranks])
+        assert growth is not None and len(growth.picks) == 4
+        tree = SlowTree.of_root(root)
+        add_growth(tree, torch.tensor([0]), growth, probs, tokens)
         keep = policy.select(tree)
         assert keep is not None and len(keep) == 4 and keep[0] == 0
 

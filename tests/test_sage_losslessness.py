@@ -27,6 +27,7 @@ from sage_toy_helpers import (
     toy_request,
     toy_tree,
 )
+from slow_trees import SlowTree
 from transformers import (
     MinNewTokensLengthLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
@@ -147,7 +148,7 @@ def test_negative_control_a_policy_that_peeks_at_the_draws() -> None:
     def rule(tree: Tree, draws: torch.Tensor) -> tuple[list[int], list[int]]:
         policy.draws = draws
         keep = policy.select(tree)
-        return accept(tree.subtree(keep), draws[keep])
+        return accept(SlowTree.of(tree).subtree(keep), draws[keep])
 
     policy = Peeking(total=2, depth=1, top_k=1)
     policy.draws = torch.tensor([0, 1])

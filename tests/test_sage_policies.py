@@ -12,6 +12,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from slow_trees import SlowTree, add_growth, as_keep
 
 import sage
 from sage.trees import Frontier, Policy, Tree
@@ -25,24 +26,23 @@ Ranks = tuple[int, ...]
 Draft = Callable[[Ranks], list[float]]  # what the draft says below a path of ranks: its K largest probabilities
 
 
-def draft_tree(policy: Policy, draft: Draft, levels: int = 99) -> tuple[Tree, int, int]:
+def draft_tree(policy: Policy, draft: Draft, levels: int = 99) -> tuple[SlowTree, int, int]:
     """One round of `policy`; the candidate of rank r is token r. Returns the tree, nodes asked about and deepest level."""
     policy.reset()
     policy.begin()
-    tree, paths, frontier, asked, level = Tree.of_root(torch.tensor([-1])), [()], torch.tensor([0]), 0, 0
+    tree, paths, frontier, asked, level = SlowTree.of_root(torch.tensor([-1])), [()], torch.tensor([0]), 0, 0
     for level in range(1, levels + 1):
         says = torch.tensor([draft(paths[node])[: policy.candidates] for node in frontier.tolist()])
         growth = policy.grow(Frontier(level, says, tree.path_probs[frontier]))
         assert growth is not None
-        rows, ranks = growth.rows, growth.ranks
-        nodes = tree.add_level(frontier[rows], ranks, says[rows, ranks])
-        paths += [(*paths[parent], rank) for parent, rank in zip(frontier[rows].tolist(), ranks.tolist(), strict=True)]
-        frontier = nodes[growth.expand]
+        frontier = add_growth(tree, frontier, growth, says, torch.arange(says.shape[1]).expand_as(says))
+        for node in range(len(paths), len(tree)):
+            paths.append((*paths[int(tree.parents[node])], int(tree.tokens[node])))
         asked += len(frontier)
         if len(frontier) == 0:
             break
     keep = policy.select(tree)
-    return (tree if keep is None else tree.subtree(keep)), asked, level
+    return (tree if keep is None else tree.subtree(as_keep(keep))), asked, level
 
 
 def paths_of(tree: Tree) -> list[Ranks]:
@@ -318,8 +318,9 @@ def test_negative_control_ties_the_other_way_are_no_tree() -> None:
 def test_best_children_are_in_tree_order_and_ranked() -> None:
     """.5*(.6 .4) = .30 .20, .3*(.9 .1) = .27 .03: the three best are .30 .20 .27 in tree order, most probable first 0, 2, 1."""
     frontier = Frontier(2, torch.tensor([[0.6, 0.4, 0.0], [0.9, 0.1, 0.0]]), torch.tensor([0.5, 0.3]))
-    rows, ranks, order = best_children(frontier, branching=2, count=3)
-    assert (rows.tolist(), ranks.tolist(), order.tolist()) == ([0, 0, 1], [0, 1, 0], [0, 2, 1])
+    picks, order, paths = best_children(frontier, branching=2, count=3)
+    assert (picks.tolist(), order.tolist()) == ([0, 1, 3], [0, 2, 1])  # row * 3 + rank
+    torch.testing.assert_close(paths, torch.tensor([0.30, 0.27, 0.20]))
 
 
 @pytest.mark.parametrize(("budget", "branch"), [(1, 1), (5, 1), (6, 2), (7, 3)])

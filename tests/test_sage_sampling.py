@@ -59,13 +59,15 @@ def test_draws_follow_p() -> None:
 
 def test_labels_are_verdicts_or_probabilities() -> None:
     tree = tree_of([(1,)])
+    tree.note_candidates(torch.tensor([0]), torch.tensor([[0.5, 0.2]]), torch.tensor([[1, 2]]))
     logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 0.0]])
-    nodes, tokens = torch.tensor([True, False]), torch.tensor([[1, 2]])
     greedy = chooser()
-    assert greedy.labels(greedy(logits, tree), nodes, tokens).tolist() == [[1.0, 0.0]]
+    judge = greedy.labels(greedy(logits, tree), tree)
     sampled = chooser(temperature=1.0)
-    found = sampled.labels(sampled(logits, tree), nodes, tokens)
-    torch.testing.assert_close(found, logits.softmax(-1)[:1, 1:])
+    weigh = sampled.labels(sampled(logits, tree), tree)
+    sampled(logits + torch.randn(2, 3), tree)  # a verdict that is asked for later is the same
+    assert judge()[0].tolist() == [1.0, 0.0]
+    torch.testing.assert_close(weigh()[0], logits.softmax(-1)[0, 1:])
 
 
 class PrefixPenalty(LogitsProcessor):

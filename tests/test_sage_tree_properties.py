@@ -13,11 +13,11 @@ from conftest import in_float64, make_inputs, make_llava, make_qwen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sage_toy_helpers import probability, target_law
+from slow_trees import SlowTree
 
 import sage
 from sage.sampling import Chooser, Sampling
 from sage.targets import Prompt
-from sage.trees import Tree
 from sage.verify import accept
 
 Context = tuple[int, ...]
@@ -25,9 +25,9 @@ MAKERS: dict[str, Callable[..., sage.Target]] = {"qwen2_5_vl": make_qwen, "llava
 
 
 @st.composite
-def random_trees(draw: st.DrawFn, vocabulary: int = 6, most_levels: int = 4, most_per_level: int = 4) -> Tree:
+def random_trees(draw: st.DrawFn, vocabulary: int = 6, most_levels: int = 4, most_per_level: int = 4) -> SlowTree:
     """Trees level by level; siblings have different tokens."""
-    tree = Tree.of_root(torch.tensor([draw(st.integers(0, vocabulary - 1))]))
+    tree = SlowTree.of_root(torch.tensor([draw(st.integers(0, vocabulary - 1))]))
     level = [0]
     for _ in range(draw(st.integers(0, most_levels))):
         place = st.tuples(st.sampled_from(level), st.integers(0, vocabulary - 1))
@@ -38,7 +38,7 @@ def random_trees(draw: st.DrawFn, vocabulary: int = 6, most_levels: int = 4, mos
     return tree
 
 
-def walk(tree: Tree, node: int) -> list[int]:
+def walk(tree: SlowTree, node: int) -> list[int]:
     """Nodes from the root to `node`."""
     path = []
     while node >= 0:
@@ -47,11 +47,11 @@ def walk(tree: Tree, node: int) -> list[int]:
     return path[::-1]
 
 
-def token_paths(tree: Tree) -> list[Context]:
+def token_paths(tree: SlowTree) -> list[Context]:
     return [tuple(tree.tokens[walk(tree, node)].tolist()) for node in range(len(tree))]
 
 
-def check_invariants(tree: Tree) -> None:
+def check_invariants(tree: SlowTree) -> None:
     """What every tree promises."""
     nodes = range(len(tree))
     assert tree.parents[0] == -1 and tree.depths[0] == 0 and tree.path_probs[0] == 1
@@ -68,14 +68,14 @@ few = settings(max_examples=40, deadline=None)
 
 @few
 @given(random_trees())
-def test_trees_keep_their_promises(tree: Tree) -> None:
+def test_trees_keep_their_promises(tree: SlowTree) -> None:
     check_invariants(tree)
     assert len(set(token_paths(tree))) == len(tree)
 
 
 @few
 @given(random_trees(), st.data())
-def test_any_part_with_its_ancestors_is_a_tree(tree: Tree, data: st.DataObject) -> None:
+def test_any_part_with_its_ancestors_is_a_tree(tree: SlowTree, data: st.DataObject) -> None:
     """`subtree` of any ancestor-closed set keeps paths, probabilities and what the draft was asked, and all invariants."""
     tree.note_candidates(torch.arange(len(tree)), torch.rand(len(tree), 2), torch.zeros(len(tree), 2, dtype=torch.long))
     some = data.draw(st.sets(st.integers(0, len(tree) - 1)))
@@ -90,7 +90,7 @@ def test_any_part_with_its_ancestors_is_a_tree(tree: Tree, data: st.DataObject) 
 
 @few
 @given(random_trees(), st.data())
-def test_a_part_without_an_ancestor_is_refused(tree: Tree, data: st.DataObject) -> None:
+def test_a_part_without_an_ancestor_is_refused(tree: SlowTree, data: st.DataObject) -> None:
     inner = sorted(set(tree.parents[1:].tolist()) - {0})
     if inner:
         dropped = data.draw(st.sampled_from(inner))
@@ -100,7 +100,7 @@ def test_a_part_without_an_ancestor_is_refused(tree: Tree, data: st.DataObject) 
 
 @few
 @given(random_trees(), st.data())
-def test_acceptance_is_a_walk_and_looks_nowhere_else(tree: Tree, data: st.DataObject) -> None:
+def test_acceptance_is_a_walk_and_looks_nowhere_else(tree: SlowTree, data: st.DataObject) -> None:
     """Against a walk over token paths; then draws off the path are changed and nothing happens."""
     draw = st.lists(st.integers(0, 5), min_size=len(tree), max_size=len(tree))
     chosen = data.draw(draw)
@@ -120,7 +120,7 @@ def test_acceptance_is_a_walk_and_looks_nowhere_else(tree: Tree, data: st.DataOb
 
 @few
 @given(random_trees(), st.integers(0, 2**31), st.integers(1, 5))
-def test_one_seed_chooses_the_same_whatever_else_is_in_the_tree(tree: Tree, seed: int, num_prompt: int) -> None:
+def test_one_seed_chooses_the_same_whatever_else_is_in_the_tree(tree: SlowTree, seed: int, num_prompt: int) -> None:
     """A node's choice is a function of its logits, prefix, position and seed: in the tree, or along its path alone."""
     logits = torch.randn(len(tree), 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     chooser = Chooser(Sampling(temperature=1.0, seed=seed, repetition_penalty=1.5), torch.arange(num_prompt))
@@ -133,7 +133,7 @@ def test_one_seed_chooses_the_same_whatever_else_is_in_the_tree(tree: Tree, seed
 
 @few
 @given(random_trees(vocabulary=4, most_levels=3, most_per_level=2))
-def test_any_tree_keeps_the_targets_law(tree: Tree) -> None:
+def test_any_tree_keeps_the_targets_law(tree: SlowTree) -> None:
     """All draws of one round below any tree, and fresh draws for what it leaves open: the target's own law to 1e-12."""
     contexts: list[Context] = token_paths(tree)
     law: dict[Context, float] = {}
@@ -155,7 +155,7 @@ def prompted(family: str, kv_heads: int, tied: bool) -> tuple[sage.Target, dict[
     return target, inputs, target.embed(inputs)
 
 
-def leaves(tree: Tree) -> Iterator[int]:
+def leaves(tree: SlowTree) -> Iterator[int]:
     inner = set(tree.parents.tolist())
     return (node for node in range(len(tree)) if node not in inner)
 
@@ -164,7 +164,7 @@ def leaves(tree: Tree) -> Iterator[int]:
 @pytest.mark.parametrize(("family", "kv_heads", "tied"), [(f, *heads) for f in MAKERS for heads in ((2, False), (4, True))])
 @settings(max_examples=8, deadline=None)
 @given(tree=random_trees(vocabulary=50, most_levels=3, most_per_level=3))
-def test_a_tree_pass_is_the_sequential_passes_of_its_paths(family: str, kv_heads: int, tied: bool, tree: Tree) -> None:
+def test_a_tree_pass_is_the_sequential_passes_of_its_paths(family: str, kv_heads: int, tied: bool, tree: SlowTree) -> None:
     """All nodes at once through the tree mask against one causal pass per leaf, float64, prompt with a picture."""
     target, inputs, prompt = prompted(family, kv_heads, tied)
     cache = target.new_cache(64)

@@ -6,12 +6,13 @@ It never sees tokens and never takes part in acceptance, so a bad policy makes d
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar
 
 from torch import Tensor
 
 from sage.costs import Costs
-from sage.trees.tree import Frontier, Growth, Outcome, Tree
+from sage.trees.tree import Drafted, Frontier, Growth, HostGrowth, Outcome
 
 
 class Policy(ABC):
@@ -45,10 +46,10 @@ class Policy(ABC):
         return self.candidates > 0
 
     @abstractmethod
-    def grow(self, frontier: Frontier) -> Growth | None:
+    def grow(self, frontier: Frontier) -> Growth | HostGrowth | None:
         """Chooses the next level; None ends the drafting without one."""
 
-    def select(self, tree: Tree) -> Tensor | None:
+    def select(self, drafted: Drafted) -> Tensor | Sequence[int] | None:
         """Indices of the drafted nodes to verify (increasing, ancestors included); None = all."""
         return None
 

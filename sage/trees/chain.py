@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-
 from sage.trees.base import Policy
-from sage.trees.tree import Frontier, Growth
+from sage.trees.tree import Frontier, HostGrowth
+
+_FIRST, _LAST = HostGrowth([0], [0]), HostGrowth([0], [])
 
 
 class Chain(Policy):
@@ -23,9 +23,6 @@ class Chain(Policy):
             raise ValueError(f"policy.chain.depth: {depth} is below 1; use the policy autoregressive to draft nothing")
         self.depth = depth
         self.max_nodes = depth + 1
-        self._zero = torch.zeros(1, dtype=torch.long)
 
-    def grow(self, frontier: Frontier) -> Growth:
-        if self._zero.device != frontier.probs.device:
-            self._zero = self._zero.to(frontier.probs.device)
-        return Growth(self._zero, self._zero, self._zero if frontier.level < self.depth else self._zero[:0])
+    def grow(self, frontier: Frontier) -> HostGrowth:
+        return _FIRST if frontier.level < self.depth else _LAST

@@ -18,6 +18,8 @@ Shapes: F frontier nodes, K candidates, N drafted nodes, M labelled candidates.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from torch import Tensor
 from sage.calibration import Calibrator, Reliability
 from sage.costs import Costs
 from sage.trees.base import Policy
-from sage.trees.tree import Frontier, Growth, Outcome, Tree
+from sage.trees.tree import Drafted, Frontier, HostGrowth, Outcome, Tree
 
 CONFIDENCE_BINS = 4
 OFF_PATH_WEIGHT = 0.1
@@ -35,28 +37,32 @@ LABELLED_RANKS = 4
 LEARN_EVERY = 32  # rounds per step of the calibrator, once it has seen as many; before that at 1, 2, 4, 8 and 16
 LEAST_PATH = 1e-12  # an acceptance too small to matter, but one that can be divided by
 
+Child = tuple[float, float, int]  # P, own acceptance, pick
+
 
 class ChildMass:
-    """s(depth, confidence): the acceptance mass that a node's candidates keep, learned before it has to be paid for."""
+    """s(depth, confidence): the acceptance mass that a node's candidates keep, learned before it has to be paid for.
+
+    `confidence` is the probability that the node itself is accepted, in CONFIDENCE_BINS equal bins.
+    """
 
     def __init__(self, most_depth: int, start: float = 0.75, weight: float = 2.0, memory: float = 0.995) -> None:
         self.memory = memory
         self.sums = [[start * weight] * CONFIDENCE_BINS for _ in range(most_depth + 1)]
         self.counts = [[weight] * CONFIDENCE_BINS for _ in range(most_depth + 1)]
 
-    def _cell(self, depth: int, acceptance: float) -> tuple[int, int]:
-        return min(depth, len(self.sums) - 1), min(int(acceptance * CONFIDENCE_BINS), CONFIDENCE_BINS - 1)
-
-    def __call__(self, depth: int, acceptance: float) -> float:
-        """Expected mass below a node of `depth` that is itself accepted with probability `acceptance`."""
-        row, column = self._cell(depth, acceptance)
-        return self.sums[row][column] / self.counts[row][column]
+    def below(self, depth: int) -> list[float]:
+        """Expected mass below a node of `depth` that is itself accepted with probability a, at int(a * CONFIDENCE_BINS)."""
+        depth = min(depth, len(self.sums) - 1)
+        masses = [total / count for total, count in zip(self.sums[depth], self.counts[depth], strict=True)]
+        return [*masses, masses[-1]]  # a = 1
 
     def learn(self, depth: int, acceptance: float, mass: float) -> None:
         """Books the mass found below one node."""
-        row, column = self._cell(depth, acceptance)
-        self.sums[row][column] = self.memory * self.sums[row][column] + mass
-        self.counts[row][column] = self.memory * self.counts[row][column] + 1
+        depth, column = min(depth, len(self.sums) - 1), min(int(acceptance * CONFIDENCE_BINS), CONFIDENCE_BINS - 1)
+        sums, counts = self.sums[depth], self.counts[depth]
+        sums[column] = self.memory * sums[column] + mass
+        counts[column] = self.memory * counts[column] + 1
 
 
 class CostAware(Policy):
@@ -102,7 +108,7 @@ class CostAware(Policy):
         self.rounds = 0
         self._tokens = self._seconds = 0.0
         self._usual_size = 8.0
-        self._unlearned: list[tuple[Tree, Tensor, Tensor]] = []
+        self._unlearned: list[tuple[Tree, Tensor, Callable[[], Tensor]]] = []
 
     # -- what it knows ------------------------------------------------------------------------------------------------
 
@@ -135,7 +141,6 @@ class CostAware(Policy):
 
     def reset(self) -> None:
         self._skipped = 0
-        self._context = self.costs.context if self.costs else 0
 
     def wants_draft(self) -> bool:
         if self._skipped == 0 or not self.stop:
@@ -144,8 +149,12 @@ class CostAware(Policy):
         return self._skipped % self.retry_every == 0 or (is_power_of_two and self._skipped < self.retry_every)
 
     def begin(self) -> dict[str, float]:
+        assert self.costs is not None, "costs are measured when a request starts"
         self._lambda = self.price
         self._node_price = self._lambda * self._usual_node()
+        self._level_prices = [
+            self._lambda * self.costs.draft(width) + width * self._node_price for width in range(1, self.max_width + 1)
+        ]
         self._paths: list[float] = []
         self._frontier: list[tuple[float, float]] = [(1.0, 1.0)]  # (P, own acceptance) of each frontier node
         self._plan = {
@@ -162,28 +171,26 @@ class CostAware(Policy):
     def _usual_node(self) -> float:
         """dc_t while drafting: the slope of the cost curve around a usual tree; `select` then uses the curve itself."""
         assert self.costs is not None
-        low, high = max(self._usual_size / 2, 2.0), max(1.5 * self._usual_size, 4.0)
+        low, high = max(round(self._usual_size / 2), 2), max(round(1.5 * self._usual_size), 4)
         return (self.costs.verify(high) - self.costs.verify(low)) / (high - low)
 
-    def grow(self, frontier: Frontier) -> Growth | None:
+    def grow(self, frontier: Frontier) -> HostGrowth | None:
         """Nodes that may be worth verifying, P(v) >= lambda * dc_t; one wait for the device per level."""
         level = self._plan["asked"] = frontier.level
-        children: list[tuple[float, float, int, int]] = []  # P, own acceptance, row, rank
+        num_candidates = frontier.probs.shape[1]
+        children: list[Child] = []
         for row, ((path, own), probs) in enumerate(zip(self._frontier, frontier.probs.tolist(), strict=True)):
             acceptance = self._acceptance(probs, level, self._node_price / max(path, LEAST_PATH))
             self.mass.learn(level - 1, own, sum(acceptance))
-            for rank, accepted in enumerate(acceptance):
-                children.append((path * accepted, accepted, row, rank))
+            children += [(path * accepted, accepted, pick) for pick, accepted in enumerate(acceptance, row * num_candidates)]
         if not children:
             return None
-        children.sort(reverse=True)
-        del children[self.node_budget :]
-        paths, _, rows, ranks = zip(*children, strict=True)
-        self._paths += paths
+        if len(children) > self.node_budget:
+            children = sorted(sorted(children, reverse=True)[: self.node_budget], key=itemgetter(2))
+        self._paths += [path for path, _, _ in children]
         expand = self._worth_expanding(level, children)
-        self._frontier = [children[i][:2] for i in expand]
-        answer = torch.tensor([*rows, *ranks, *expand], dtype=torch.long, device=frontier.probs.device)
-        return Growth(answer[: len(rows)], answer[len(rows) : 2 * len(rows)], answer[2 * len(rows) :])
+        self._frontier = [child[:2] for child in expand]
+        return HostGrowth([pick for _, _, pick in children], [pick for _, _, pick in expand])
 
     def _acceptance(self, probs: list[float], depth: int, least: float) -> list[float]:
         """Conditional acceptances of one node's best candidates, down to the first below `least`."""
@@ -191,38 +198,39 @@ class CostAware(Policy):
             return self.calibrator.likeliest(probs, depth, least)
         return [prob for prob in probs if prob >= least]
 
-    def _worth_expanding(self, level: int, children: list[tuple[float, float, int, int]]) -> list[int]:
-        """Indices of the new nodes to draft from: the width with the best gain less price; none if it does not pay."""
-        assert self.costs is not None
+    def _worth_expanding(self, level: int, children: list[Child]) -> list[Child]:
+        """The new nodes to draft from: the width with the best gain less price; none if it does not pay."""
         if level >= self.max_depth:
             return []
-        gains = [(path * self.mass(level, own), i) for i, (path, own, _, _) in enumerate(children)]
+        masses = self.mass.below(level)
+        gains = [(child[0] * masses[int(child[1] * CONFIDENCE_BINS)], child) for child in children]
         gains.sort(reverse=True)
         del gains[self.max_width :]
         total, best_net, best_width = 0.0, -math.inf, 0
-        for width, (gain, _) in enumerate(gains, start=1):
+        for width, ((gain, _), price) in enumerate(zip(gains, self._level_prices, strict=False), start=1):
             total += gain
-            price = self._lambda * self.costs.draft(width) + width * self._node_price
             if total - price > best_net:
                 best_net, best_width = total - price, width
-                self._plan |= {"gain": total, "level_cost": price}
-        return [i for _, i in gains[: (best_width if best_net > 0 else 0) if self.stop else len(gains)]]
+                self._plan["gain"], self._plan["level_cost"] = total, price
+        if self.stop:
+            del gains[best_width if best_net > 0 else 0 :]
+        return sorted((child for _, child in gains), key=itemgetter(2))
 
-    def select(self, tree: Tree) -> Tensor | None:
+    def select(self, drafted: Drafted) -> list[int] | None:
         """The top n by P, n the best by expected tokens less priced time; ancestors come along because P never grows."""
         if not self._paths:
             return None
         assert self.costs is not None
-        order = sorted(range(len(self._paths)), key=lambda i: -self._paths[i])  # stable: equals keep parents before children
-        total, best_net, size = 0.0, 0.0, 0
-        floor = self.costs.verify_s(1, self._context)
+        order = sorted(range(len(self._paths)), key=self._paths.__getitem__, reverse=True)  # stable: equals keep their order
+        verify, price, total, best_net, size = self.costs.verify, self._lambda, 0.0, 0.0, 0
+        floor = verify(1)
         for nodes, i in enumerate(order[: self.node_budget], start=1):
             total += self._paths[i]
-            net = total - self._lambda * (self.costs.verify_s(nodes + 1, self._context) - floor)
+            net = total - price * (verify(nodes + 1) - floor)
             if net > best_net:
                 best_net, size = net, nodes
                 self._plan["expected"] = total
-        return torch.tensor([0, *(i + 1 for i in sorted(order[:size]))], device=tree.tokens.device)
+        return [0, *(i + 1 for i in sorted(order[:size]))]
 
     def explain(self, entry: dict[str, float]) -> str:
         price = f"at {entry['price']:.0f} tokens/s"
@@ -242,12 +250,11 @@ class CostAware(Policy):
     def observe(self, outcome: Outcome) -> None:
         self.rounds += 1
         self._skipped = 0 if len(outcome.tree) > 1 else self._skipped + 1
-        self._context = outcome.context
         self._tokens = self.memory * self._tokens + outcome.accepted + 1
-        self._seconds = self.memory * self._seconds + outcome.times.total_s
         self._correct_costs(outcome)
+        self._seconds = self.memory * self._seconds + self._seconds_of(outcome)
         self._usual_size += LIVE_RATE * (len(outcome.tree) - self._usual_size)
-        if outcome.labels is not None and len(outcome.labels) and self.calibrate:
+        if outcome.labels is not None and self.calibrate:
             self._unlearned.append((outcome.tree, outcome.path, outcome.labels))
             if len(self._unlearned) >= min(LEARN_EVERY, self.rounds / 2):
                 self._learn()
@@ -261,19 +268,38 @@ class CostAware(Policy):
         explained = times.verify_s + sum(seconds for _, seconds in times.draft)
         self.costs.overhead += LIVE_RATE * (max(times.total_s - explained, 0.0) - self.costs.overhead)
 
+    def _seconds_of(self, outcome: Outcome) -> float:
+        """What a round like this one costs by the corrected tables: tokens and time must be priced in one currency, and the
+        round's own timing may have been interrupted."""
+        assert self.costs is not None
+        drafting = sum(self.costs.draft(width) for width, _ in outcome.times.draft)
+        return self.costs.verify_s(len(outcome.tree), outcome.context) + drafting + self.costs.overhead
+
     def _learn(self) -> None:
         """Learns from the likeliest drafted candidates of every verified node of the last rounds, all at once."""
-        parts = [_labelled(*entry) for entry in self._unlearned]
+        probs, depths, labels, weights = (column.cpu() for column in _labelled(self._unlearned))
         self._unlearned.clear()
-        probs, depths, labels, weights = (torch.cat(column).cpu() for column in zip(*parts, strict=True))
         self.before.add(depths, probs, labels)
         self.after.add(depths, self.calibrator.learn(probs, depths, labels, weights), labels)
 
 
-def _labelled(tree: Tree, path: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Probabilities and labels [M, R] of one round's labelled candidates, their depths and weights [M]."""
-    nodes = (tree.drafted >= 0).nonzero()[:, 0]
-    weights = torch.full((len(tree),), OFF_PATH_WEIGHT, device=nodes.device)
-    weights[path] = 1.0
-    probs = tree.candidates[tree.drafted[nodes], :LABELLED_RANKS]
-    return probs, tree.depths[nodes] + 1, labels[:, :LABELLED_RANKS], weights[nodes]
+def _labelled(rounds: list[tuple[Tree, Tensor, Callable[[], Tensor]]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What was said and what became of it, from each round's verified tree, accepted path and labels.
+
+    Returns:
+        probabilities [M, R], depths [M] of the candidates, labels [M, R] and weights [M].
+    """
+    trees, paths, labels = zip(*rounds, strict=True)
+    weights = [torch.full((len(tree),), OFF_PATH_WEIGHT, device=path.device) for tree, path in zip(trees, paths, strict=True)]
+    for weight, path in zip(weights, paths, strict=True):
+        weight[path] = 1.0
+    drafted = torch.cat([tree.drafted for tree in trees])
+    nodes = (drafted >= 0).nonzero()[:, 0]
+    said = torch.cat([tree.candidates[tree.drafted, :LABELLED_RANKS] for tree in trees])
+    depths = torch.cat([tree.depths for tree in trees])
+    return (
+        said[nodes],
+        depths[nodes] + 1,
+        torch.cat([judge() for judge in labels])[nodes, :LABELLED_RANKS],
+        torch.cat(weights)[nodes],
+    )

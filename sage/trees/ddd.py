@@ -1,7 +1,4 @@
-"""Dynamic Depth Decoding: EAGLE-2's trees, drafted only as deep as the draft is sure. Ref: DDD, arXiv 2409.00142.
-
-Shapes: M nodes of a new level.
-"""
+"""Dynamic Depth Decoding: EAGLE-2's trees, drafted only as deep as the draft is sure. Ref: DDD, arXiv 2409.00142."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ from torch import Tensor
 
 from sage.trees.eagle2 import Eagle2
 from sage.trees.ranking import check_count, check_share
-from sage.trees.tree import Frontier, Growth
 
 
 class Ddd(Eagle2):
@@ -45,15 +41,7 @@ class Ddd(Eagle2):
             )
         self.threshold, self.check_every = threshold, check_every
 
-    def grow(self, frontier: Frontier) -> Growth | None:
-        growth = super().grow(frontier)
-        is_checked = frontier.level % self.check_every == 0 and frontier.level < self.depth
-        if growth is not None and is_checked and bool(_beam_probability(frontier, growth) < self.threshold):
-            growth.expand = growth.expand[:0]
-        return growth
-
-
-def _beam_probability(frontier: Frontier, growth: Growth) -> Tensor:
-    """exp(H): the summed path probability of the nodes that would be expanded next."""
-    rows, ranks = growth.rows[growth.expand], growth.ranks[growth.expand]
-    return (frontier.path_probs[rows] * frontier.probs[rows, ranks]).sum()
+    def _is_last(self, level: int, beam: Tensor) -> bool:
+        if level >= self.depth:
+            return True
+        return level % self.check_every == 0 and bool(beam.sum() < self.threshold)

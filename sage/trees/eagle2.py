@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sage.trees.base import Policy
 from sage.trees.ranking import best_children, best_nodes, check_count
-from sage.trees.tree import Frontier, Growth, Tree
+from sage.trees.tree import Drafted, Frontier, Growth
 
 
 class Eagle2(Policy):
@@ -44,9 +44,14 @@ class Eagle2(Policy):
         self.max_nodes = max(total, asked + 1)
 
     def grow(self, frontier: Frontier) -> Growth | None:
-        rows, ranks, order = best_children(frontier, self.top_k, self.total - 1)
-        beam = order[: self.top_k] if frontier.level < self.depth else order[:0]
-        return Growth(rows, ranks, beam.sort().values)
+        picks, order, paths = best_children(frontier, self.top_k, self.total - 1)
+        if self._is_last(frontier.level, paths[: self.top_k]):
+            return Growth(picks, picks[:0])
+        return Growth(picks, picks.take(order[: self.top_k]).sort().values)
 
-    def select(self, tree: Tree) -> Tensor | None:
-        return best_nodes(tree, self.total) if len(tree) > self.total else None
+    def _is_last(self, level: int, beam: Tensor) -> bool:
+        """Whether no level follows this one, the path probabilities of whose next frontier are `beam`, most probable first."""
+        return level >= self.depth
+
+    def select(self, drafted: Drafted) -> Tensor | None:
+        return best_nodes(drafted, self.total) if len(drafted) > self.total else None

@@ -12,26 +12,28 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sage.trees.tree import Frontier, Tree
+from sage.trees.tree import Drafted, Frontier
 
 
 def best_children(frontier: Frontier, branching: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """The `count` most probable paths among the `branching` best children of every frontier node.
 
     Returns:
-        rows and ranks, LongTensor [M] each, in the order in which the tree will hold them; `order`, LongTensor [M], indices
-        into both, most probable first. M = min(count, F * K).
+        picks, LongTensor [M], as in `Growth`, in the order in which the tree will hold them; `order`, LongTensor [M], indices
+        into them, most probable first; [M], the paths' probabilities in that order. M = min(count, F * K).
     """
     path_FK = frontier.path_probs[:, None] * frontier.probs[:, :branching]
-    best = path_FK.flatten().sort(descending=True, stable=True).indices[:count]
-    chosen, place = best.sort()
-    width = path_FK.shape[1]
-    return chosen // width, chosen % width, place.argsort()
+    best = path_FK.flatten().sort(descending=True, stable=True)
+    picks, place = best.indices[:count].sort()
+    num_candidates, width = frontier.probs.shape[1], path_FK.shape[1]
+    if width < num_candidates:
+        picks = picks // width * num_candidates + picks % width
+    return picks, place.argsort(), best.values[:count]
 
 
-def best_nodes(tree: Tree, count: int) -> Tensor:
+def best_nodes(drafted: Drafted, count: int) -> Tensor:
     """Indices [M], increasing, of the `count` most probable nodes; the root is the first of them."""
-    order = tree.path_probs.sort(descending=True, stable=True).indices
+    order = drafted.path_probs.sort(descending=True, stable=True).indices
     return order[:count].sort().values
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sage.trees.base import Policy
 from sage.trees.static import STATIC_TREE, Static
-from sage.trees.tree import Frontier, Growth, Outcome
+from sage.trees.tree import Frontier, HostGrowth, Outcome
 
 
 def confidence(logits: Tensor, top_k: int) -> Tensor:
@@ -155,7 +155,7 @@ class Sage(Policy):
         self._plan_tree()
         return {"alpha": self.alpha, "planned_depth": self.depth, "width": self.width}
 
-    def grow(self, frontier: Frontier) -> Growth | None:
+    def grow(self, frontier: Frontier) -> HostGrowth | None:
         if self.alpha_from is AlphaSource.CURRENT:
             if frontier.level == 1:
                 self.alpha = confidence_of(frontier.probs[0, : self.top_k].tolist())
@@ -164,12 +164,13 @@ class Sage(Policy):
             return self._static.grow(frontier)
         return self._grow_level(frontier)
 
-    def _grow_level(self, frontier: Frontier) -> Growth | None:
+    def _grow_level(self, frontier: Frontier) -> HostGrowth | None:
         """Algorithm 1's construction for one level: W_l candidates of each node, the unlikely ones left unexpanded."""
         level = frontier.level
         probs_FK, paths_F = frontier.probs[:, : self.top_k].tolist(), frontier.path_probs.tolist()
+        num_candidates = frontier.probs.shape[1]
         children = [
-            (path * prob, prob, row, rank)
+            (path * prob, prob, row * num_candidates + rank)
             for row, (path, probs) in enumerate(zip(paths_F, probs_FK, strict=True))
             for rank, prob in enumerate(probs[: round_half_up(level_width(self.width, level, path))])
         ]
@@ -183,11 +184,8 @@ class Sage(Policy):
         is_last = level >= round_half_up(self.depth) or self._nodes >= self.node_budget
         least = math.inf if is_last else prune_threshold(level, self.depth)
         judged = 0 if self.threshold is Threshold.CUMULATIVE else 1
-        expand = [i for i, child in enumerate(children) if child[judged] > least]
-        device = frontier.probs.device
-        _, _, rows, ranks = zip(*children, strict=True)
-        answer = torch.tensor((*rows, *ranks, *expand), device=device)
-        return Growth(answer[: len(rows)], answer[len(rows) : 2 * len(rows)], answer[2 * len(rows) :])
+        expand = [child[2] for child in children if child[judged] > least]
+        return HostGrowth([pick for _, _, pick in children], expand)
 
     def explain(self, entry: dict[str, float]) -> str:
         return f"alpha {entry['alpha']:.2f} planned depth {entry['planned_depth']:.1f}, width {entry['width']:.1f}"

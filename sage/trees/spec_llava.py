@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sage.trees.base import Policy
 from sage.trees.ranking import best_children, best_nodes, check_count, check_share
-from sage.trees.tree import Frontier, Growth, Tree
+from sage.trees.tree import Drafted, Frontier, Growth
 
 
 class SpecLlava(Policy):
@@ -22,7 +22,7 @@ class SpecLlava(Policy):
     Ref: Spec-LLaVA, arXiv 2509.11961, dynamic tree construction. Differs by:
 
     * Score. The path's probability (sum of log-probabilities). The authors' code sums raw logits; policies see
-      probabilities only, so that option would need the logits in `Frontier` and a running sum of them in `Tree`. It also
+      probabilities only, so that option would need the logits in `Frontier` and a running sum of them. It also
       lets a child outscore its parent, so that the kept set would have to be closed again.
     * What is asked. How many nodes of a level are kept is known to the device alone. Unless `follow_kept`, the host does
       not wait for it: each level asks the draft about as many nodes as could be kept at all (`level_widths`). That leads to
@@ -66,13 +66,12 @@ class SpecLlava(Policy):
 
     def grow(self, frontier: Frontier) -> Growth | None:
         branching = self.budget if frontier.level == 1 else self.branch
-        rows, ranks, _ = best_children(frontier, branching, self.widths[frontier.level - 1])
-        everything = torch.arange(len(rows), device=rows.device)
+        picks, order, paths = best_children(frontier, branching, self.widths[frontier.level - 1])
         if frontier.level == len(self.widths):
-            return Growth(rows, ranks, everything[:0])
+            return Growth(picks, picks[:0])
         if self.follow_kept:
-            return Growth(rows, ranks, self._newly_kept(frontier.path_probs[rows] * frontier.probs[rows, ranks]))
-        return Growth(rows, ranks, everything)
+            return Growth(picks, picks[self._newly_kept(paths[order.argsort()])])
+        return Growth(picks, picks)
 
     def _newly_kept(self, path_M: Tensor) -> Tensor:
         """Re-ranks the kept set with a new level [M] in it; indices of the new nodes that stay. Waits for the device."""
@@ -83,11 +82,11 @@ class SpecLlava(Policy):
         is_kept[ranked.indices[: self.budget]] = True
         return (is_kept[-len(path_M) :] & (path_M >= self.min_confidence)).nonzero()[:, 0]
 
-    def select(self, tree: Tree) -> Tensor | None:
-        keep = best_nodes(tree, self.budget + 1)
+    def select(self, drafted: Drafted) -> Tensor | None:
+        keep = best_nodes(drafted, self.budget + 1)
         if self.min_confidence:
-            return keep[tree.path_probs[keep] >= self.min_confidence]
-        return keep if len(keep) < len(tree) else None
+            return keep[drafted.path_probs[keep] >= self.min_confidence]
+        return keep if len(keep) < len(drafted) else None
 
 
 def level_widths(budget: int, branch: int, levels: int) -> list[int]:

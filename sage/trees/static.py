@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from sage.trees.base import Policy
-from sage.trees.tree import Frontier, Growth
+from sage.trees.tree import Frontier, HostGrowth
 
 Path = tuple[int, ...]
 
@@ -38,15 +36,12 @@ class Static(Policy):
         self.candidates = 1 + max(rank for path in nodes for rank in path)
         self.max_nodes = len(nodes) + 1
         self._levels = [_level(nodes, depth) for depth in range(1, len(nodes[-1]) + 1)]
-        self._growth: dict[torch.device, list[Growth]] = {}  # the levels on a device, made once
 
-    def grow(self, frontier: Frontier) -> Growth:
-        device = frontier.probs.device
-        if device not in self._growth:
-            self._growth[device] = [
-                Growth(*(torch.tensor(column, dtype=torch.long, device=device) for column in level)) for level in self._levels
-            ]
-        return self._growth[device][frontier.level - 1]
+    def grow(self, frontier: Frontier) -> HostGrowth:
+        rows, ranks, expand = self._levels[frontier.level - 1]
+        num_candidates = frontier.probs.shape[1]
+        picks = [row * num_candidates + rank for row, rank in zip(rows, ranks, strict=True)]
+        return HostGrowth(picks, [picks[index] for index in expand])
 
 
 def _level(nodes: list[Path], depth: int) -> tuple[list[int], list[int], list[int]]:

@@ -5,8 +5,6 @@ Shapes: F frontier nodes, K children per node, M chosen.
 
 from __future__ import annotations
 
-import torch
-
 from sage.trees.base import Policy
 from sage.trees.ranking import best_children, check_count, check_share
 from sage.trees.tree import Frontier, Growth
@@ -50,12 +48,10 @@ class Talon(Policy):
         return {}
 
     def grow(self, frontier: Frontier) -> Growth | None:
-        rows, ranks, order = best_children(frontier, self.top_k, self._left)
+        picks, order, paths = best_children(frontier, self.top_k, self._left)
         if frontier.level > 1:
-            path_M = (frontier.path_probs[rows] * frontier.probs[rows, ranks])[order]
-            num_sure = int((path_M >= self.ratio * path_M[0]).sum())
-            kept = order[:num_sure].sort().values
-            rows, ranks = rows[kept], ranks[kept]
-        self._left -= len(rows)
+            num_sure = int((paths >= self.ratio * paths[0]).sum())
+            picks = picks.take(order[:num_sure].sort().values)
+        self._left -= len(picks)
         is_last = self._left == 0 or frontier.level == self.max_depth
-        return Growth(rows, ranks, torch.arange(0 if is_last else len(rows), device=rows.device))
+        return Growth(picks, picks[:0] if is_last else picks)

@@ -1,16 +1,21 @@
 """The draft tree as flat arrays, and what policies see of it.
 
-Shapes: N tree nodes (node 0 is the root), F frontier nodes, K candidates per node, E nodes the draft was asked about.
+Shapes: N tree nodes (node 0 is the root), F frontier nodes, K candidates per node, E rows of candidates.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from sage.stats import RoundTimes
+
+_NOT_ASKED, _NOTHING_SAID = torch.empty(0, dtype=torch.long), torch.empty(0, 0)
 
 
 @dataclass
@@ -21,57 +26,27 @@ class Tree:
         tokens: LongTensor [N].
         parents: LongTensor [N]; -1 for the root.
         depths: LongTensor [N]; 0 for the root.
-        path_probs: [N], the product of the draft's probabilities from the root down; 1 for the root.
-        drafted: LongTensor [N], the node's row in `candidates`, -1 where the draft was not asked.
-        candidates: [E, K], the draft's K largest probabilities below each drafted node, descending.
-        candidate_tokens: LongTensor [E, K], their tokens.
         num_levels: levels drafted; the tree is at most this deep.
+        drafted: LongTensor [N], the node's row in `candidates`, -1 where the draft was not asked. This and the next two are
+            empty for a policy that does not look back.
+        candidates: [E, K], the draft's K largest probabilities below each drafted node, descending; rows that no node names
+            mean nothing.
+        candidate_tokens: LongTensor [E, K], their tokens.
     """
 
     tokens: Tensor
     parents: Tensor
     depths: Tensor
-    path_probs: Tensor
-    drafted: Tensor
-    candidates: Tensor
-    candidate_tokens: Tensor
     num_levels: int = 0
+    drafted: Tensor = _NOT_ASKED
+    candidates: Tensor = _NOTHING_SAID
+    candidate_tokens: Tensor = _NOTHING_SAID
 
     @classmethod
     def of_root(cls, token: Tensor) -> Tree:
         """The tree of one node. `token`: LongTensor [1]."""
-        none, minus_one = token.new_empty(0, 0), torch.full_like(token, -1)
-        return cls(token, minus_one, minus_one + 1, torch.ones(1, device=token.device), minus_one.clone(), none.float(), none)
-
-    @classmethod
-    def of_levels(
-        cls, root: Tensor, levels: list[tuple[Tensor, Tensor, Tensor]], asked: list[tuple[Tensor, Tensor, Tensor]]
-    ) -> Tree:
-        """A tree put together once all of its levels are known; the slow twin is `add_level` and `note_candidates`.
-
-        Args:
-            root: LongTensor [1].
-            levels: per level parents, tokens and path_probs, [M] each.
-            asked: per question nodes [F], probs and tokens [F, K].
-        """
-        parents, tokens, path_probs = zip(*levels, strict=True) if levels else ((), (), ())
-        depth_N = [0, *(depth for depth, level in enumerate(tokens, start=1) for _ in range(len(level)))]
-        depths, drafted = torch.tensor((depth_N, [-1] * len(depth_N)), device=root.device)
-        none = root.new_empty(0, 0)
-        tree = cls(
-            tokens=torch.cat((root, *tokens)),
-            parents=torch.cat((drafted[:1], *parents)),
-            depths=depths,
-            path_probs=torch.cat((torch.ones(1, device=root.device), *path_probs)),
-            drafted=drafted,
-            candidates=none.float(),
-            candidate_tokens=none,
-            num_levels=len(levels),
-        )
-        if asked:
-            nodes, candidates, candidate_tokens = (torch.cat(column) for column in zip(*asked, strict=True))
-            tree.note_candidates(nodes, candidates, candidate_tokens)
-        return tree
+        minus_one = torch.full_like(token, -1)
+        return cls(token, minus_one, minus_one + 1, drafted=minus_one)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -80,6 +55,10 @@ class Tree:
     def depth(self) -> int:
         """Depth of the deepest node."""
         return int(self.depths[-1])
+
+    def said_so(self, chosen: Tensor) -> Tensor:
+        """[N, K], 1 where a candidate below a node is the token `chosen` [N] there, else 0; for nodes that were asked about."""
+        return (self.candidate_tokens[self.drafted] == chosen[:, None]).float()
 
     @property
     def ancestors(self) -> Tensor:
@@ -95,76 +74,63 @@ class Tree:
             reach = (reach @ reach).clamp_(max=1.0)
         return reach > 0
 
-    def note_candidates(self, nodes: Tensor, probs: Tensor, tokens: Tensor) -> None:
-        """Remembers what the draft said below `nodes` [F]: probabilities and tokens [F, K]."""
-        known = self.candidates.shape[0]
-        self.drafted[nodes] = torch.arange(known, known + len(nodes), device=nodes.device)
-        self.candidates = probs if known == 0 else torch.cat((self.candidates, probs))
-        self.candidate_tokens = tokens if known == 0 else torch.cat((self.candidate_tokens, tokens))
 
-    def add_level(self, parents: Tensor, tokens: Tensor, probs: Tensor) -> Tensor:
-        """Appends nodes [M] below existing ones; returns their indices [M]."""
-        old, new = len(self.tokens), len(tokens)
-        index = torch.arange(old, old + new, device=tokens.device)
-        self.num_levels += 1
-        self.tokens = torch.cat((self.tokens, tokens))
-        self.depths = torch.cat((self.depths, self.depths[parents] + 1))
-        self.path_probs = torch.cat((self.path_probs, self.path_probs[parents] * probs))
-        self.parents = torch.cat((self.parents, parents))
-        self.drafted = torch.cat((self.drafted, parents.new_full((new,), -1)))
-        return index
-
-    def subtree(self, keep: Tensor) -> Tree:
-        """The tree of the nodes `keep` [M]: increasing indices, the root and every ancestor among them.
-
-        Raises:
-            AssertionError: the root or an ancestor is missing.
-        """
-        parents = self.parents.take(keep)
-        place = torch.searchsorted(keep, parents)  # of a node's parent among those kept; the root's own is nowhere
-        is_tree = (keep.take(place) == parents)[1:].all() & (keep[0] == 0)
-        assert bool(is_tree), "the root or a kept node's parent was dropped"
-        place[0] = -1
-        return Tree(
-            tokens=self.tokens.take(keep),
-            parents=place,
-            depths=self.depths.take(keep),
-            path_probs=self.path_probs.take(keep),
-            drafted=self.drafted.take(keep),
-            candidates=self.candidates,
-            candidate_tokens=self.candidate_tokens,
-            num_levels=self.num_levels,
-        )
-
-
-@dataclass
 class Frontier:
     """What a policy sees before a level is added.
 
-    Attributes:
+    Args:
         level: depth of the nodes to be chosen; 1 = below the root.
         probs: [F, K], the draft's K largest probabilities below each frontier node, descending.
-        path_probs: [F], the product of probabilities down to each frontier node.
+        path_probs: [F], or how to compute it: not every policy looks at it.
     """
 
-    level: int
-    probs: Tensor
-    path_probs: Tensor
+    def __init__(self, level: int, probs: Tensor, path_probs: Tensor | Callable[[], Tensor]) -> None:
+        self.level, self.probs = level, probs
+        self._path_probs = path_probs
+
+    @cached_property
+    def path_probs(self) -> Tensor:
+        """[F], the product of probabilities down to each frontier node."""
+        return self._path_probs if isinstance(self._path_probs, Tensor) else self._path_probs()
 
 
 @dataclass
 class Growth:
     """A policy's answer: which candidates become nodes, and which of those the draft is asked about next.
 
+    Both name candidates as row * K + rank: a frontier row, and the rank among that row's K candidates.
+
     Attributes:
-        rows: LongTensor [M], the frontier row each new node hangs from.
-        ranks: LongTensor [M], its rank among that row's candidates.
-        expand: LongTensor [X], indices into the M new nodes; empty ends the drafting.
+        picks: LongTensor [M], increasing, the new nodes.
+        expand: LongTensor [X], increasing, some of `picks`; empty ends the drafting.
     """
 
-    rows: Tensor
-    ranks: Tensor
+    picks: Tensor
     expand: Tensor
+
+
+class HostGrowth(NamedTuple):
+    """`Growth` as numbers, from a policy that plans on the host; all levels of one round come in the same way."""
+
+    picks: Sequence[int]
+    expand: Sequence[int]
+
+
+class Drafted(Protocol):
+    """What a policy sees once all levels are there: how many nodes, and how probable each path is.
+
+    Attributes:
+        device: where a policy's answer belongs.
+        path_probs: [N], the product of the draft's probabilities from the root down; 1 for the root.
+    """
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def path_probs(self) -> Tensor: ...
+
+    def __len__(self) -> int: ...
 
 
 @dataclass
@@ -176,8 +142,9 @@ class Outcome:
         tree: the verified tree.
         path: LongTensor [accepted + 1], the accepted nodes, the root first.
         context: tokens the target had cached before the round.
-        labels: [M, K], for policies that learn: the target's verdict on each candidate of the M verified nodes the draft was
-            asked about, in tree order; greedy 1 or 0, sampling its target probability.
+        labels: for policies that learn, and to be called when they do: [N, K], the target's verdict on what the draft said
+            below each verified node; greedy 1 or 0, sampling the candidate's target probability. Rows of nodes that the draft
+            was not asked about mean nothing. None where it was not asked at all.
         times: for policies that learn: this round's timings.
     """
 
@@ -185,5 +152,5 @@ class Outcome:
     tree: Tree
     path: Tensor
     context: int = 0
-    labels: Tensor | None = None
+    labels: Callable[[], Tensor] | None = None
     times: RoundTimes = field(default_factory=RoundTimes)
