@@ -122,7 +122,7 @@ def draft_tree(root: Tensor, logits: Tensor | None, request: Request, clock: Clo
     policy, session = request.policy, request.session
     if logits is None or session is None:
         return Tree.of_root(root)
-    builder = TreeBuilder(root)
+    builder = TreeBuilder(root, request.ending.eos)
     last_level = request.ending.room - 1
     for level in range(1, last_level + 1):
         probs, tokens = logits.float().softmax(-1).topk(min(policy.candidates, logits.shape[-1]))

@@ -46,6 +46,7 @@ class Recording:
         prompt_tokens: length of the prompt.
         max_new_tokens: the length limit that was asked for.
         vocabulary: size of the target's.
+        eos: tokens that end an answer.
         tokens: the answer.
         rounds: in order.
     """
@@ -55,6 +56,7 @@ class Recording:
     vocabulary: int
     tokens: list[int]
     rounds: list[RecordedRound]
+    eos: tuple[int, ...] = ()
 
 
 class Recorder:
@@ -129,4 +131,5 @@ def _recording(generation: Generation, recorder: Recorder, positions: Sequence[i
         vocabulary=generation.target.vocab_size,
         tokens=list(generation.tokens),
         rounds=[RecordedRound(position, one) for position, one in zip(positions[:-1], said, strict=True)],
+        eos=tuple(request.ending.eos),
     )

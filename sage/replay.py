@@ -123,7 +123,7 @@ class _Round:
         self.root = recording.tokens[recorded.position - 1]
         self.room = recording.max_new_tokens - recorded.position
         self.context = recording.prompt_tokens + recorded.position - 1
-        self.said, self.vocabulary = recorded.said, recording.vocabulary
+        self.said, self.vocabulary, self.eos = recorded.said, recording.vocabulary, recording.eos
         self.policy, self.costs = policy, costs
         self.widths: list[int] = []
         self.asked = self.unknown = 0
@@ -152,7 +152,7 @@ class _Round:
 
     def _draft(self) -> tuple[Tree, list[Path]]:
         """As `sage.decoder.draft_tree`, from what was recorded; the tree to verify and the path of each of its nodes."""
-        builder = TreeBuilder(torch.tensor([self.root]))
+        builder = TreeBuilder(torch.tensor([self.root]), self.eos)
         paths: list[Path] = [()]
         at = list(paths)
         for level in range(1, self.room):

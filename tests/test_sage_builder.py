@@ -127,6 +127,13 @@ def test_a_tree_nobody_asked_about_is_the_root() -> None:
     assert (tree.tokens.tolist(), tree.parents.tolist(), tree.drafted.tolist(), len(tree.candidates)) == ([7], [-1], [-1], 0)
 
 
+def test_ends_are_the_candidates_that_end_the_answer() -> None:
+    builder = TreeBuilder(torch.tensor([7]), eos=(4, 9))
+    frontier = builder.ask(torch.tensor([[0.5, 0.3, 0.1]]), torch.tensor([[4, 2, 9]]))
+    assert frontier.ends == {0, 2}
+    assert TreeBuilder(torch.tensor([7])).ask(torch.ones(1, 1), torch.tensor([[4]])).ends == ()
+
+
 def test_path_probabilities_are_computed_where_somebody_looks() -> None:
     builder = TreeBuilder(torch.tensor([7]))
     for _ in range(3):

@@ -147,6 +147,14 @@ class TestTree:
         assert numbers(growth)[0] == [0, 1], "0.9 * 0.1 < 0.15 < 0.9 * 0.3"
         assert numbers(growth)[1] == [], "neither 0.45 * 0.75 nor 0.27 * 0.75 more pays for a level"
 
+    def test_nothing_is_drafted_below_the_answers_end(self) -> None:
+        """The likelier of two candidates ends the answer: both are verified, only the other is drafted from."""
+        for sees_ends, expected in ((True, [1]), (False, [0, 1])):
+            policy = self.policy(flat_costs(node=0.01, level=0.01), sees_ends=sees_ends)
+            policy.begin()
+            growth = policy.grow(Frontier(1, torch.tensor([[0.6, 0.4]]), torch.ones(1), lambda: {0}))
+            assert growth is not None and numbers(growth) == ([0, 1], expected)
+
     def test_a_path_that_cannot_be_taken_is_no_division_by_zero(self) -> None:
         """Where nodes seem to cost nothing and nothing stops the drafting, even the impossible is drafted from."""
         policy = self.policy(flat_costs(node=0.0), stop=False)

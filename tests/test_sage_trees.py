@@ -91,6 +91,14 @@ class TestSagePolicy:
         growth = policy.grow(Frontier(3, torch.tensor([[0.2, 0.1]]), torch.tensor([0.01])))
         assert numbers(growth)[1] == [0]
 
+    def test_nothing_is_drafted_below_the_answers_end(self) -> None:
+        policy = sage.policy("sage", top_k=2, history=False)
+        policy._is_first = False
+        policy.begin()
+        probs = torch.tensor([[0.6, 0.4]])
+        assert numbers(policy.grow(Frontier(1, probs, torch.ones(1))))[1] == [0, 1]
+        assert numbers(policy.grow(Frontier(1, probs, torch.ones(1), lambda: {0})))[1] == [1]
+
     def test_depth_ends_the_drafting_and_budget_caps_the_nodes(self) -> None:
         for budget in (2, 5, 17):
             policy = sage.policy("sage", max_nodes=budget, alpha_from="current")

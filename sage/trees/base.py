@@ -1,6 +1,7 @@
 """The interface of tree policies. A policy answers "how deep, how wide, stop?" from probabilities and its own history.
 
-It never sees tokens and never takes part in acceptance, so a bad policy makes decoding slow, never wrong.
+Of tokens it sees no more than which of them would end the answer, and it never takes part in acceptance, so a bad policy makes
+decoding slow, never wrong.
 """
 
 from __future__ import annotations

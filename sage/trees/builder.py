@@ -13,7 +13,7 @@ rows the draft was asked about, R nodes kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property, lru_cache, partial
 
 import torch
@@ -29,10 +29,11 @@ class TreeBuilder:
 
     Args:
         root: LongTensor [1], its token.
+        eos: tokens that end the answer.
     """
 
-    def __init__(self, root: Tensor) -> None:
-        self.root = root
+    def __init__(self, root: Tensor, eos: Collection[int] = ()) -> None:
+        self.root, self.eos = root, eos
         self.num_nodes = 1
         self._asked: list[Frontier] = []
         self._tokens: list[Tensor] = []
@@ -53,7 +54,8 @@ class TreeBuilder:
             probs, tokens: [F, K], what the draft says below each frontier node, descending; the same K at every level.
         """
         self._tokens.append(tokens)
-        self._asked.append(Frontier(len(self._tokens), probs, self._path_probs))
+        find_ends = partial(_places_of, tokens, self.eos) if self.eos else None
+        self._asked.append(Frontier(len(self._tokens), probs, self._path_probs, find_ends))
         return self._asked[-1]
 
     def add(self, growth: Growth | HostGrowth) -> None:
@@ -180,6 +182,10 @@ def _as_tensors(growth: Growth | HostGrowth, device: torch.device) -> Growth:
 def _repeated(values: Sequence[int], levels: Sequence[Tensor]) -> list[int]:
     """A value per level -> one per element of the levels."""
     return [value for value, level in zip(values, levels, strict=False) for _ in range(len(level))]
+
+
+def _places_of(tokens: Tensor, wanted: Collection[int]) -> set[int]:
+    return {place for place, token in enumerate(tokens.flatten().tolist()) if token in wanted}
 
 
 def _below(last: Frontier, rows: Tensor, expand: Tensor) -> Tensor:

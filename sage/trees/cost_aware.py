@@ -75,6 +75,7 @@ class CostAware(Policy):
         top_k: candidates per node.
         calibrate: learn acceptance from outcomes; else the draft's probabilities are taken at face value.
         stop: end the drafting where the next level does not pay; else always draft `max_depth` levels.
+        sees_ends: draft nothing below a token that ends the answer.
         retry_every: after rounds not worth drafting for, the draft is asked again 1, 2, 4, .. at most this many rounds later.
         memory: share of the evidence for lambda kept from one round to the next.
     """
@@ -90,6 +91,7 @@ class CostAware(Policy):
         top_k: int = 10,
         calibrate: bool = True,
         stop: bool = True,
+        sees_ends: bool = True,
         retry_every: int = 16,
         memory: float = 0.98,
     ) -> None:
@@ -98,7 +100,7 @@ class CostAware(Policy):
                 raise ValueError(f"policy.cost_aware.{option}: {value} is below 1; give at least 1")
         self.max_depth, self.node_budget, self.max_width = max_depth, max_nodes, max_width
         self.candidates = top_k
-        self.calibrate, self.stop = calibrate, stop
+        self.calibrate, self.stop, self.sees_ends = calibrate, stop, sees_ends
         self.retry_every, self.memory = retry_every, memory
         self.max_nodes = max(max_nodes + 1, max_depth * max_width)
         self.costs: Costs | None = None
@@ -188,7 +190,8 @@ class CostAware(Policy):
         if len(children) > self.node_budget:
             children = sorted(sorted(children, reverse=True)[: self.node_budget], key=itemgetter(2))
         self._paths += [path for path, _, _ in children]
-        expand = self._worth_expanding(level, children)
+        going_on = [child for child in children if child[2] not in frontier.ends] if self.sees_ends else children
+        expand = self._worth_expanding(level, going_on)
         self._frontier = [child[:2] for child in expand]
         return HostGrowth([pick for _, _, pick in children], [pick for _, _, pick in expand])
 

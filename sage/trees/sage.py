@@ -2,7 +2,8 @@
 
 alpha of one round's draft output plans the next round's depth and width (lookahead); a sliding window of accepted lengths
 moves the depth's ceiling (history). Where the paper is silent: D, W and W_l are rounded half up, at least 1; the history's
-step is 1 within [min_depth, ceiling]; the recursion is run level by level, best paths first when nodes run out.
+step is 1 within [min_depth, ceiling]; the recursion is run level by level, best paths first when nodes run out; nothing is
+drafted below a token that ends the answer.
 
 Shapes: V vocabulary, K candidates, F frontier nodes.
 """
@@ -184,7 +185,7 @@ class Sage(Policy):
         is_last = level >= round_half_up(self.depth) or self._nodes >= self.node_budget
         least = math.inf if is_last else prune_threshold(level, self.depth)
         judged = 0 if self.threshold is Threshold.CUMULATIVE else 1
-        expand = [child[2] for child in children if child[judged] > least]
+        expand = [child[2] for child in children if child[judged] > least and child[2] not in frontier.ends]
         return HostGrowth([pick for _, _, pick in children], expand)
 
     def explain(self, entry: dict[str, float]) -> str:

@@ -5,7 +5,7 @@ Shapes: N tree nodes (node 0 is the root), F frontier nodes, K candidates per no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -82,16 +82,28 @@ class Frontier:
         level: depth of the nodes to be chosen; 1 = below the root.
         probs: [F, K], the draft's K largest probabilities below each frontier node, descending.
         path_probs: [F], or how to compute it: not every policy looks at it.
+        find_ends: how to find the candidates that end the answer, row * K + rank each; None where nothing does.
     """
 
-    def __init__(self, level: int, probs: Tensor, path_probs: Tensor | Callable[[], Tensor]) -> None:
+    def __init__(
+        self,
+        level: int,
+        probs: Tensor,
+        path_probs: Tensor | Callable[[], Tensor],
+        find_ends: Callable[[], Collection[int]] | None = None,
+    ) -> None:
         self.level, self.probs = level, probs
-        self._path_probs = path_probs
+        self._path_probs, self._find_ends = path_probs, find_ends
 
     @cached_property
     def path_probs(self) -> Tensor:
         """[F], the product of probabilities down to each frontier node."""
         return self._path_probs if isinstance(self._path_probs, Tensor) else self._path_probs()
+
+    @cached_property
+    def ends(self) -> Collection[int]:
+        """Candidates, row * K + rank, that end the answer: nothing below them is ever emitted. Waits for the device."""
+        return self._find_ends() if self._find_ends else ()
 
 
 @dataclass

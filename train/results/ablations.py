@@ -26,7 +26,11 @@ SAGE_PARTS: Mapping[str, Mapping[str, Any]] = {
     "k 4": {"top_k": 4},
     "k 16": {"top_k": 16},
 }
-COST_PARTS: Mapping[str, Mapping[str, Any]] = {"no calibration": {"calibrate": False}, "no stop": {"stop": False}}
+COST_PARTS: Mapping[str, Mapping[str, Any]] = {
+    "no calibration": {"calibrate": False},
+    "no stop": {"stop": False},
+    "blind to ends": {"sees_ends": False},
+}
 GUESSED_COSTS, ORACLE = "guessed costs", "oracle"
 GUESSED_LEVEL = 0.1  # of a pass
 GUESSED_NODES = 65
