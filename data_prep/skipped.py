@@ -38,7 +38,8 @@ class SkipList:
             BadItem: the item itself and what can be done about it, where broken items are errors.
         """
         if self.strict and not isinstance(item, TooLong):
-            raise BadItem(item.source, item.index, item.reason.removesuffix(REMEDY) + REMEDY) from item
+            remedy = "" if item.reason.startswith("target: ") else REMEDY  # every item would be left out
+            raise BadItem(item.source, item.index, item.reason.removesuffix(REMEDY) + remedy) from item
         self.items.append(item)
         key = (item.source, str(item.index))
         if key in self._seen:

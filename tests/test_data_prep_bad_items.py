@@ -105,6 +105,13 @@ def test_a_broken_item_stops_and_is_named(name: str, cache: Cache, pictures: Pat
         trained_on(settings)
 
 
+def test_what_is_wrong_with_the_target_is_no_reason_to_skip_items(pictures: Path, tmp_path: Path) -> None:
+    processor = make_processor(FAMILIES[0])
+    processor.chat_template = None
+    with pytest.raises(BadItem, match=r"no chat template; add chat_template\.jinja to the target folder$"):
+        build_dataset(config(tmp_path, pictures, [GOOD]), processor)[0]
+
+
 @pytest.mark.parametrize("cache", list(Cache))
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_item_is_left_out_and_listed(name: str, cache: Cache, pictures: Path, tmp_path: Path) -> None:

@@ -205,6 +205,7 @@ class CostAware(Policy):
         """The new nodes to draft from: the width with the best gain less price; none if it does not pay."""
         if level >= self.max_depth:
             return []
+        self._plan["gain"], self._plan["level_cost"] = 0.0, self._level_prices[0]
         masses = self.mass.below(level)
         gains = [(child[0] * masses[int(child[1] * CONFIDENCE_BINS)], child) for child in children]
         gains.sort(reverse=True)
@@ -233,7 +234,7 @@ class CostAware(Policy):
             if net > best_net:
                 best_net, size = net, nodes
                 self._plan["expected"] = total
-        return [0, *(i + 1 for i in sorted(order[:size]))]
+        return None if size == len(order) else [0, *(i + 1 for i in sorted(order[:size]))]
 
     def explain(self, entry: dict[str, float]) -> str:
         price = f"at {entry['price']:.0f} tokens/s"

@@ -67,8 +67,9 @@ def body(found: Found) -> str:
     intro = (
         f"Every policy tuned on the validation split, and `(published)` at its paper's own settings; `{MOST_TOKENS}` is "
         "`sage` tuned for tokens per target pass instead of speed; `cost_aware` keeps its defaults, and has decoded the "
-        "validation prompts before to learn from them. All decoders take turns on the same prompts of the test "
-        f"split in one process, {first['prompts']} prompts per target, median of {first['repeats']} runs, greedy, fp32. A "
+        "validation prompts before to learn from them. `sage` and `cost_aware` draft nothing below a token that ends the "
+        "answer; the others do, as their papers have it. All decoders take turns on the same prompts of the test split in "
+        f"one process, {first['prompts']} prompts per target, median of {first['repeats']} runs, greedy, fp32. A "
         "speedup is against the fastest autoregressive decoder of the same run, with its 95% interval over prompts; "
         "`accepted` leaves the bonus token out, `tokens/pass` counts it."
     )
