@@ -18,7 +18,7 @@ from sage.targets import Target
 VERIFY_NODES = (1, 2, 4, 8, 16, 32, 64)
 DRAFT_WIDTHS = (1, 2, 4, 8, 16)
 LONGER_NODES = 16
-REPEATS = 8
+REPEATS = 16
 
 
 @torch.inference_mode()
