@@ -104,17 +104,8 @@ def test_a_rank_that_others_started_shows_its_own_error(target: Path, tmp_path: 
     data = ["data=messages", f"data.path={tmp_path}/chats.jsonl", f"data.media_root={tmp_path}", "data.holdout=0"]
     prompts = ["data/validation=pocket", "data.num_workers=1"]
     arguments = [*command(target, tmp_path / "run"), "train.micro_batch_size=1", "launch.device=cpu", *data, *prompts]
-    facts = {"STEP_ID": 0, "STEP_NUM_TASKS": 2, "JOB_ID": os.getpid(), "STEP_NODELIST": "localhost"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "train.cli", *(word for word in arguments if not word.startswith("data.num_examples"))],
-            env=environment() | {f"SLURM_{k}": str(v) for k, v in (facts | {"PROCID": rank, "LOCALID": rank}).items()},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    words = [word for word in arguments if not word.startswith("data.num_examples")]
+    processes = [as_by_srun(words, rank, stdout=subprocess.DEVNULL) for rank in range(2)]
     begin = time.monotonic()
     errors = [process.communicate(timeout=START_S)[1] for process in processes]
     lines = [line for text in errors for line in text.splitlines() if "error: " in line]
@@ -122,6 +113,34 @@ def test_a_rank_that_others_started_shows_its_own_error(target: Path, tmp_path: 
     assert "Traceback" not in "".join(errors) and "onnection" not in "".join(errors)
     assert sorted(process.returncode for process in processes) in ([1, 2], [2, 2])
     assert time.monotonic() - begin < START_S
+
+
+def as_by_srun(arguments: list[str], rank: int, **options: Any) -> subprocess.Popen[str]:
+    """One of two ranks, started with srun's variables."""
+    facts = {"STEP_ID": 0, "STEP_NUM_TASKS": 2, "JOB_ID": os.getpid(), "STEP_NODELIST": "localhost", "PROCID": rank}
+    variables = {f"SLURM_{key}": str(value) for key, value in (facts | {"LOCALID": rank}).items()}
+    whole = [sys.executable, "-m", "train.cli", *arguments]
+    return subprocess.Popen(whole, env=environment() | variables, stderr=subprocess.PIPE, text=True, **options)
+
+
+@pytest.mark.slow
+def test_ranks_that_srun_ends_after_the_first_leave_with_3_as_well(
+    target: Path, tmp_path: Path, started: list[subprocess.Popen[str]]
+) -> None:
+    """`srun --kill-on-bad-exit` ends all ranks once one has left with 3; its own exit code is the largest of theirs."""
+    run = tmp_path / "run"
+    arguments = command(target, run, *TINY_REPORT, "train.micro_batch_size=1", "train.max_steps=100000", "launch.device=cpu")
+    started += [as_by_srun(arguments, rank, start_new_session=True) for rank in range(2)]
+    wait_for_a_step(started[0], run)
+    for process in started:
+        process.send_signal(signal.SIGUSR1)
+    while all(process.poll() is None for process in started):
+        time.sleep(0.01)
+    for process in started:
+        process.terminate()
+    errors = [process.communicate(timeout=60)[1] for process in started]
+    assert [process.returncode for process in started] == [3, 3], errors
+    assert (run / "state" / "latest").is_file()
 
 
 def user(picture: str) -> dict[str, Any]:
@@ -146,12 +165,16 @@ def start(started: list[subprocess.Popen[str]], target: Path, run: Path, *overri
     whole = [sys.executable, "-m", "train.cli", *arguments, *overrides]
     process = subprocess.Popen(whole, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True)
     started.append(process)
+    wait_for_a_step(process, run)
+    return process
+
+
+def wait_for_a_step(process: subprocess.Popen[str], run: Path) -> None:
     deadline = time.monotonic() + START_S
     while not (run / "metrics.jsonl").exists() or not metrics(run):
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline, f"no step within {START_S} s"
         time.sleep(0.2)
-    return process
 
 
 def ranks_of(process: subprocess.Popen[str]) -> list[int]:

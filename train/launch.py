@@ -26,7 +26,7 @@ from train.config import Config, ConfigError, Device
 from train.failures import describe
 from train.hydra_app import EXIT_DONE, EXIT_STOPPED, configure_logging
 from train.joining import join_environment
-from train.stopping import StopSignal
+from train.stopping import StopSignal, ignore_termination
 from train.watch import POLL_S, quiet, watching
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def _run_joined(config: Config) -> int:
     from train.ranks import fails_first, is_joined
 
     try:
-        return run_rank(config)
+        code = run_rank(config)
     except BaseException as error:
         if not is_joined():
             raise
@@ -173,6 +173,9 @@ def _run_joined(config: Config) -> int:
         if fails_first():
             print(f"{failure.details}error: {failure.message}", file=sys.stderr)
         _leave(failure.exit_code)
+    if code == EXIT_STOPPED:
+        ignore_termination()  # srun ends the others as soon as one has left with 3, and all are to leave with 3
+    return code
 
 
 def _leave(exit_code: int) -> NoReturn:

@@ -36,3 +36,9 @@ class StopSignal:
         if not self.is_gentle or (self.is_set and number == signal.SIGINT):
             raise KeyboardInterrupt
         self.is_set = True
+
+
+def ignore_termination() -> None:
+    """For a process that has stopped, saved and is on its way out: from now on SIGTERM does not change its exit code."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)

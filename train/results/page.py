@@ -99,7 +99,7 @@ SECTIONS = (
     Section(
         "projection",
         "Overhead, and what a GPU would give",
-        ("overhead", "projection"),
+        ("overhead", "projection", "costs"),
         studies_page.projection,
         studies_page.overhead_findings,
     ),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 import sage
-from sage.bench.costs import NODES, WIDTHS
+from sage.bench.costs import NODES, WIDTHS, measure_costs
 from sage.bench.projection import project
 from sage.bench.roofline import roofline_costs
 from sage.bench.runners import AUTOREGRESSIVE
@@ -25,12 +26,15 @@ DTYPE = torch.bfloat16
 
 
 def measure_projection(lab: Lab) -> None:
-    """`overhead`: what is no model compute, measured and projected; `projection`: speedups at the costs of large shapes."""
+    """`costs`: of a large shape's passes on this machine; `overhead`: what is no model compute, measured, beside those passes
+    and projected; `projection`: speedups at the costs of large shapes."""
     tables = {target: policies(lab, target) for target in lab.settings.targets}
     study = lab.settings.projection
     inputs = lab.origin(*(lab.settings.main[target] for target in tables)) | lab.study(study)
     inputs |= {"tables": tables}
-    lab.make("projection", "overhead", inputs, lambda: {name: _overhead(lab, table) for name, table in tables.items()})
+    here = _costs_here(lab)
+    beside = inputs | {"costs": here}
+    lab.make("projection", "overhead", beside, lambda: {name: _overhead(lab, table, here) for name, table in tables.items()})
     lab.make("projection", "projection", inputs, lambda: {"rows": _projected(lab, tables)})
 
 
@@ -39,9 +43,29 @@ def _costs(lab: Lab, shape: str) -> Json:
     return roofline_costs(shape_named(shape), DTYPE, study.bandwidths[shape], NODES, WIDTHS, study.contexts)
 
 
-def _overhead(lab: Lab, table: Mapping[str, Any]) -> Json:
-    """Shares of decoding time by policy: as measured, and beside the passes of large shapes."""
+def _costs_here(lab: Lab) -> Json:
+    plan = lab.settings.costs
+
+    def measure() -> Json:
+        return measure_costs(
+            shape_named(plan.shape),
+            plan.layers,
+            DTYPE,
+            torch.device("cpu"),
+            plan.nodes,
+            plan.widths,
+            plan.contexts,
+            plan.repeats,
+        )
+
+    return lab.make("projection", "costs", {"costs": asdict(plan)}, measure)
+
+
+def _overhead(lab: Lab, table: Mapping[str, Any], here: Json) -> Json:
+    """Shares of decoding time by policy: as measured, beside a large shape's passes on this machine, and beside the least
+    that passes of large shapes can take on a GPU."""
     projected = {shape: project(table, _costs(lab, shape)) for shape in lab.settings.projection.shapes}
+    beside = {row["policy"]: row["share"] for row in project(table, here)}
     rows = {}
     for name, part in table["policies"].items():
         shares = decode_shares(part)
@@ -50,6 +74,7 @@ def _overhead(lab: Lab, table: Mapping[str, Any]) -> Json:
         rows[name] = {
             "shares": dict(zip(SHARES, shares, strict=True)),
             "host_ms_per_round": 1e3 * host_s(part),
+            "here": beside.get(name),
             "projected": {
                 shape: {str(row["context"]): row["share"] for row in found if row["policy"] == name}
                 for shape, found in projected.items()

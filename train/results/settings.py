@@ -115,6 +115,18 @@ class ProjectionSettings(StudySettings):
 
 
 @dataclass(kw_only=True)
+class CostsSettings:
+    """What passes of a large shape cost on this very machine; of its text layers only `layers` are built."""
+
+    shape: str = MISSING
+    layers: int = MISSING
+    nodes: list[int] = MISSING
+    widths: list[int] = MISSING
+    contexts: list[int] = MISSING
+    repeats: int = MISSING
+
+
+@dataclass(kw_only=True)
 class Settings:
     """Everything. `main` names the draft that each target is measured with, `assistants` a smaller model of its family."""
 
@@ -138,6 +150,7 @@ class Settings:
     ablations: TimedSettings = field(default_factory=TimedSettings)
     temperature: TemperatureSettings = field(default_factory=TemperatureSettings)
     projection: ProjectionSettings = field(default_factory=ProjectionSettings)
+    costs: CostsSettings = field(default_factory=CostsSettings)
 
 
 def load_settings(*names_or_paths: str | Path) -> Settings:
