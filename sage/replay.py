@@ -26,6 +26,7 @@ from sage.costs import Costs
 from sage.recording import Candidates, Path, RecordedRound, Recording
 from sage.stats import RoundTimes
 from sage.trees import Outcome, Policy, Tree, TreeBuilder
+from sage.trees.tree import numbers
 from sage.verify import accept
 
 NOBODY = -1  # a token that no target says
@@ -161,16 +162,16 @@ class _Round:
             if growth is None:
                 break
             builder.add(growth)
-            picks, said = _numbers(growth.picks), tokens.flatten().tolist()
+            picks, said = numbers(growth.picks), tokens.flatten().tolist()
             new = {pick: (*at[pick // tokens.shape[1]], said[pick]) for pick in picks}
             paths += new.values()
             if len(growth.expand) == 0 or level == self.room - 1:
                 break
             builder.advance(growth)
-            at = [new[pick] for pick in _numbers(growth.expand)]
+            at = [new[pick] for pick in numbers(growth.expand)]
             self.widths.append(len(at))
         keep = self.policy.select(builder)
-        return builder.tree(keep), paths if keep is None else [paths[node] for node in _numbers(keep)]
+        return builder.tree(keep), paths if keep is None else [paths[node] for node in numbers(keep)]
 
     def _candidates(self, paths: Sequence[Path]) -> Candidates:
         """[F, K] each: as recorded, or equal chances of tokens that nobody says."""
@@ -195,7 +196,3 @@ class _Round:
         draft = [(width, self.costs.draft(width)) for width in self.widths]
         total_s = verify_s + sum(seconds for _, seconds in draft) + self.costs.overhead
         return Outcome(accepted, tree, nodes, self.context, labels, RoundTimes(verify_s, draft, total_s))
-
-
-def _numbers(chosen: Tensor | Sequence[int]) -> Sequence[int]:
-    return chosen.tolist() if isinstance(chosen, Tensor) else chosen

@@ -22,10 +22,6 @@ class SlowTree(Tree):
         unknown = torch.full((len(tree),), -1)
         return cls(tree.tokens, tree.parents, tree.depths, tree.num_levels, unknown, path_probs=torch.ones(len(tree)))
 
-    @property
-    def device(self) -> torch.device:
-        return self.tokens.device
-
     def note_candidates(self, nodes: Tensor, probs: Tensor, tokens: Tensor) -> None:
         """Remembers what the draft said below `nodes` [F]: probabilities and tokens [F, K]."""
         known = len(self.candidates)

@@ -19,7 +19,7 @@ from functools import cached_property, lru_cache, partial
 import torch
 from torch import Tensor
 
-from sage.trees.tree import Frontier, Growth, HostGrowth, Tree
+from sage.trees.tree import Frontier, Growth, HostGrowth, Tree, numbers
 
 DROPPED = "the root or a kept node's parent was dropped"
 
@@ -74,7 +74,7 @@ class TreeBuilder:
         self._path_probs = partial(_below, last, rows, expand)
         return rows, tokens.take(expand)
 
-    @property
+    @cached_property
     def path_probs(self) -> Tensor:
         """[N], the product of the draft's probabilities from the root down; 1 for the root."""
         if not self._asked:
@@ -126,7 +126,7 @@ class TreeBuilder:
                 node_of = dict(zip(level.picks, range(first, len(places)), strict=True))
                 above, num_rows = [node_of[pick] for pick in level.expand], num_rows + len(tokens)
         if keep is not None:
-            kept = keep.tolist() if isinstance(keep, Tensor) else keep
+            kept = numbers(keep)
             parents = _renumbered_on_host([parents[node] for node in kept], kept)
             depths, places, drafted = ([column[node] for node in kept] for column in (depths, places, drafted))
         return torch.tensor((depths, places, parents, drafted), device=self.device).unbind()

@@ -37,11 +37,18 @@ class Static(Policy):
         self.max_nodes = len(nodes) + 1
         self._levels = [_level(nodes, depth) for depth in range(1, len(nodes[-1]) + 1)]
 
+        self._growth: dict[int, list[HostGrowth]] = {}  # the levels by number of candidates, made once
+
     def grow(self, frontier: Frontier) -> HostGrowth:
-        rows, ranks, expand = self._levels[frontier.level - 1]
         num_candidates = frontier.probs.shape[1]
-        picks = [row * num_candidates + rank for row, rank in zip(rows, ranks, strict=True)]
-        return HostGrowth(picks, [picks[index] for index in expand])
+        if num_candidates not in self._growth:
+            self._growth[num_candidates] = [_growth(*level, num_candidates) for level in self._levels]
+        return self._growth[num_candidates][frontier.level - 1]
+
+
+def _growth(rows: list[int], ranks: list[int], expand: list[int], num_candidates: int) -> HostGrowth:
+    picks = [row * num_candidates + rank for row, rank in zip(rows, ranks, strict=True)]
+    return HostGrowth(picks, [picks[index] for index in expand])
 
 
 def _level(nodes: list[Path], depth: int) -> tuple[list[int], list[int], list[int]]:

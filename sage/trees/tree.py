@@ -128,16 +128,17 @@ class HostGrowth(NamedTuple):
     expand: Sequence[int]
 
 
+def numbers(chosen: Tensor | Sequence[int]) -> Sequence[int]:
+    """What a policy chose, on the device or on the host, as numbers."""
+    return chosen.tolist() if isinstance(chosen, Tensor) else chosen
+
+
 class Drafted(Protocol):
     """What a policy sees once all levels are there: how many nodes, and how probable each path is.
 
     Attributes:
-        device: where a policy's answer belongs.
         path_probs: [N], the product of the draft's probabilities from the root down; 1 for the root.
     """
-
-    @property
-    def device(self) -> torch.device: ...
 
     @property
     def path_probs(self) -> Tensor: ...

@@ -282,19 +282,19 @@ def _measured(target: str, policies: Mapping[str, Any]) -> Finding:
 
 def _beside(target: str, policies: Mapping[str, Any], costs: Json) -> Finding:
     shares = {name: row["here"] for name, row in policies.items()}
-    worst = max(shares, key=lambda name: shares[name])
-    said = f"`{OURS}` {shares[OURS]:.3%}, most `{worst}` {shares[worst]:.3%}"
-    claim = (
-        f"{title_of(target)}: at most {MOST_PROJECTED:.0%} of it beside {_short(costs['shape']['name'])} passes on this machine"
-    )
-    return Finding(claim, shares[worst] <= MOST_PROJECTED, said)
+    return _negligible(target, f"beside {_short(costs['shape']['name'])} passes on this machine", shares, digits=3)
 
 
 def _at_7b(target: str, policies: Mapping[str, Any]) -> Finding:
     shares = {name: max(row["projected"].get(SMALL_SHAPE, {}).values(), default=0.0) for name, row in policies.items()}
+    how = ", at the bandwidth bound with this machine's host"
+    return _negligible(target, "projected to a 7B target on a GPU", shares, how)
+
+
+def _negligible(target: str, where: str, shares: Mapping[str, float], how: str = "", digits: int = 2) -> Finding:
     worst = max(shares, key=lambda name: shares[name])
-    said = f"`{OURS}` {shares[OURS]:.2%}, most `{worst}` {shares[worst]:.2%}, at the bandwidth bound with this machine's host"
-    claim = f"{title_of(target)}: at most {MOST_PROJECTED:.0%} of it projected to a 7B target on a GPU"
+    said = f"`{OURS}` {shares[OURS]:.{digits}%}, most `{worst}` {shares[worst]:.{digits}%}{how}"
+    claim = f"{title_of(target)}: at most {MOST_PROJECTED:.0%} of it {where}"
     return Finding(claim, shares[worst] <= MOST_PROJECTED, said)
 
 
