@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from sage.longs import longs
+
 
 class _Layer(CacheLayerMixin):
     is_sliding = False
@@ -95,6 +97,6 @@ class TreeCache(Cache):
         """
         end = start + len(path)
         if path[-1] != len(path) - 1:
-            rows = torch.tensor([start + node for node in path], device=self.storage.device)
+            rows = longs([start + node for node in path], self.storage.device)
             self.storage[..., start:end, :] = self.storage.index_select(-2, rows)
         self.crop_to(end)

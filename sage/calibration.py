@@ -14,6 +14,7 @@ Shapes: M labelled nodes, R ranks looked at, X features.
 from __future__ import annotations
 
 import math
+from math import exp, log
 from typing import Any
 
 import torch
@@ -61,17 +62,21 @@ class Calibrator:
         """
         of_logit, bias, of_margin, second, later, of_depth = self._plain
         bias += of_depth * (depth - 1)
-        log_first = math.log(max(probs[0], CLIP))
-        accepted, room = [], 1.0
+        accepted: list[float] = []
+        best = max(probs[0], CLIP)
+        room = 1.0
         for rank, prob in enumerate(probs):
+            if room < least:
+                break
             prob = min(max(prob, CLIP), 1 - CLIP)
-            log = math.log(prob)
-            rival = log_first if rank else math.log(max(probs[1], CLIP)) if len(probs) > 1 else -math.inf
-            margin = min(max(log - rival, -MARGIN), MARGIN)
-            score = of_logit * (log - math.log1p(-prob)) + bias + of_margin * margin
-            score += (second + later if rank > 1 else second) if rank else 0.0
-            chance = min(1 / (1 + math.exp(-score)), room)
-            if not chance >= least:  # a NaN ends it too; the decoder names the pass it came from
+            if rank == 0:
+                lead = log(prob / max(probs[1], CLIP)) if len(probs) > 1 else MARGIN
+                bias, at_rank = bias + second, bias + of_margin * min(lead, MARGIN)
+            else:
+                at_rank = bias + of_margin * max(log(prob / best), -MARGIN)
+                bias += later if rank == 1 else 0.0
+            chance = min(1 / (1 + exp(-of_logit * log(prob / (1 - prob)) - at_rank)), room)
+            if not chance >= least:  # nor is a NaN
                 break
             accepted.append(chance)
             room -= chance

@@ -16,10 +16,11 @@ from sage.cache import TreeCache
 from sage.drafts.pruning import KEEP_ALL, Pruning
 from sage.drafts.session import DraftSession
 from sage.ending import Ending
+from sage.longs import longs
 from sage.sampling import Chooser
 from sage.stats import Clock, Stats
 from sage.targets import Features, Prompt, Target
-from sage.trees import Outcome, Policy, Tree, TreeBuilder
+from sage.trees import Frontier, Outcome, Policy, Tree, new_builder
 from sage.verify import accept
 
 
@@ -73,18 +74,19 @@ def decode(request: Request, clock: Clock, stats: Stats) -> Iterator[Round]:
     wants_attention = session is not None and request.pruning.needs_attention and bool(fresh.visual_mask.any())
     features = target.prefill(fresh, cache, levels, wants_attention)
     request.read.append(features)
-    root = chooser.first(target.lm_head(features.last[:, -1]))
+    first = chooser.first(target.lm_head(features.last[:, -1]))
+    root = int(first)
     clock.lap("target_prefill")
     policy.reset()
     stats.prompt_tokens = request.prompt.input_ids.shape[1]
     logits = None
     if session:
         known = Features.join(request.read)
-        logits = session.prefill(request.pruning(request.prompt, known), known, root)
+        logits = session.prefill(request.pruning(request.prompt, known), known, first)
         stats.draft_context = session.context
     clock.lap("draft_prefill")
     unread: list[tuple[Features, Tensor]] = []
-    yield Round(_emit([int(root)], request, stats), 0)
+    yield Round(_emit([root], request, stats), 0)
 
     while not ending.is_over:
         clock.start_round()
@@ -94,43 +96,43 @@ def decode(request: Request, clock: Clock, stats: Stats) -> Iterator[Round]:
             logits = catch_up(session, unread, clock, stats)
         tree = draft_tree(root, None if unread else logits, request, clock, stats)
         start = cache.length
-        position = request.prompt.next_position + stats.new_tokens - 1
+        position = request.prompt.next_position + (stats.new_tokens - 1)
         features = target.tree_pass(tree.tokens, position + tree.depths, tree.ancestors, cache, levels)
         target_logits = target.lm_head(features.last[0])
         clock.lap("verify", len(tree))
 
-        chosen = chooser(target_logits, tree)
-        path, tokens = accept(tree, chosen)
+        choices = chooser(target_logits, tree).tolist()
+        path, tokens = accept(tree, choices)
         emitted = _emit(tokens, request, stats)
         num_accepted = min(len(path) - 1, len(emitted))
         clock.lap("accept")
 
-        path_P, token_P = torch.tensor((path, tokens), device=root.device)
         cache.keep_path(start, path)
-        request.read.append(features if len(path) == len(tree) else features.at(path_P))
-        unread.append((request.read[-1], token_P))
-        root = token_P[-1:]
+        request.read.append(features if len(path) == len(tree) else features.at(longs(path, tree.tokens.device)))
+        unread.append((request.read[-1], longs(tokens, tree.tokens.device)))
+        root = tokens[-1]
         clock.lap("commit")
-        policy.observe(_outcome(tree, path_P, num_accepted, chosen, start, request, clock))
+        policy.observe(_outcome(tree, path, num_accepted, choices, start, request, clock))
         stats.note_round(tree.depth, len(tree) - 1, num_accepted, plan)
         clock.lap("policy")
         yield Round(emitted, num_accepted)
 
 
-def draft_tree(root: Tensor, logits: Tensor | None, request: Request, clock: Clock, stats: Stats) -> Tree:
+def draft_tree(root: int, logits: Tensor | None, request: Request, clock: Clock, stats: Stats) -> Tree:
     """Grows one round's tree level by level as the policy asks, at most as deep as the answer may still get."""
     policy, session = request.policy, request.session
-    if logits is None or session is None:
-        return Tree.of_root(root)
-    builder = TreeBuilder(root, request.ending.eos)
     last_level = request.ending.room - 1
+    if logits is None or session is None or last_level == 0:
+        return Tree.of_root(root, request.prompt.embeds.device)
+    builder = new_builder(policy, root, logits.device, request.ending.eos)
     for level in range(1, last_level + 1):
         probs, tokens = logits.float().softmax(-1).topk(min(policy.candidates, logits.shape[-1]))
         tokens = tokens if session.token_map is None else session.token_map[tokens]
         clock.lap("draft_steps", len(probs))
-        if level == 1:
-            _refuse_nan(probs, level, stats)
-        growth = policy.grow(builder.ask(probs, tokens))
+        frontier = builder.ask(probs, tokens)
+        if policy.on_host:
+            _refuse_nan(frontier, stats)
+        growth = policy.grow(frontier)
         if growth is None:
             break
         builder.add(growth)
@@ -140,18 +142,18 @@ def draft_tree(root: Tensor, logits: Tensor | None, request: Request, clock: Clo
         clock.lap("policy")
         logits = session.expand(rows, tokens)
         stats.draft_steps += 1
-    if len(builder) > 1:  # the last level inherits what an earlier one got wrong
-        _refuse_nan(probs, level, stats)
-    tree = builder.tree(policy.select(builder), policy.looks_back)
+    if not policy.on_host:  # one wait: the last level inherits what an earlier one got wrong
+        _refuse_nan(frontier, stats)
+    tree = builder.tree(policy.select(builder))
     clock.lap("policy")
     return tree
 
 
-def _refuse_nan(probs: Tensor, level: int, stats: Stats) -> None:
-    if math.isnan(probs.sum().item()):
-        raise ValueError(
-            f"draft: its pass over level {level} after {stats.new_tokens} new tokens gave NaN; check its weights and dtype"
-        )
+def _refuse_nan(frontier: Frontier, stats: Stats) -> None:
+    for row in frontier.rows:
+        if math.isnan(row[0]):  # one makes the whole row so
+            where = f"level {frontier.level} after {stats.new_tokens} new tokens"
+            raise ValueError(f"draft: its pass over {where} gave NaN; check its weights and dtype")
 
 
 def catch_up(session: DraftSession, unread: list[tuple[Features, Tensor]], clock: Clock, stats: Stats) -> Tensor:
@@ -163,11 +165,12 @@ def catch_up(session: DraftSession, unread: list[tuple[Features, Tensor]], clock
     return logits
 
 
-def _outcome(tree: Tree, path: Tensor, accepted: int, chosen: Tensor, context: int, request: Request, clock: Clock) -> Outcome:
+def _outcome(
+    tree: Tree, path: list[int], accepted: int, choices: list[int], context: int, request: Request, clock: Clock
+) -> Outcome:
     if not request.policy.learns:
         return Outcome(accepted, tree, path, context)
-    labels = request.chooser.labels(chosen, tree) if len(tree.candidates) else None
-    return Outcome(accepted, tree, path, context, labels, clock.round_times())
+    return Outcome(accepted, tree, path, context, request.chooser.labels(choices, tree), clock.round_times())
 
 
 def _emit(tokens: list[int], request: Request, stats: Stats) -> list[int]:

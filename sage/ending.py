@@ -39,16 +39,15 @@ class Ending:
     def cut(self, tokens: list[int]) -> list[int]:
         """Adds tokens to the answer up to its end; returns those that belong to it."""
         start = len(self.tokens)
-        for token in tokens:
+        for token in tokens[: self.room]:
             self.tokens.append(token)
-            if self.room == 0 or token in self.eos or self._completes_a_stop_string():
+            if token in self.eos or (self.stop and self._completes_a_stop_string()):
                 self.is_over = True
                 break
+        self.is_over = self.is_over or self.room == 0
         return self.tokens[start:]
 
     def _completes_a_stop_string(self) -> bool:
-        if not self.stop:
-            return False
         longest = max(len(text.encode()) for text in self.stop)
         tail = self.tokenizer.decode(self.tokens[-longest - 1 :], skip_special_tokens=True)
         return any(text in tail for text in self.stop)

@@ -20,12 +20,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from sage.costs import Costs
+from sage.longs import CPU
 from sage.recording import Candidates, Path, RecordedRound, Recording
+from sage.sampling import agreement
 from sage.stats import RoundTimes
-from sage.trees import Outcome, Policy, Tree, TreeBuilder
+from sage.trees import Outcome, Policy, Tree, new_builder
 from sage.trees.tree import numbers
 from sage.verify import accept
 
@@ -127,7 +128,8 @@ class _Round:
         self.said, self.vocabulary, self.eos = recorded.said, recording.vocabulary, recording.eos
         self.policy, self.costs = policy, costs
         self.widths: list[int] = []
-        self.asked = self.unknown = 0
+        self.asked = 0
+        self.unknown: set[Path] = set()
 
     def run(self, unread: int) -> tuple[ReplayedRound, int]:
         """The round's figures; `unread` counts the rounds since the draft last read what was accepted, before and after."""
@@ -135,15 +137,14 @@ class _Round:
         is_drafting = unread == 0 or self.policy.wants_draft()
         if is_drafting and unread:
             self.widths.append(1)
-        tree, paths = self._draft() if is_drafting else (Tree.of_root(torch.tensor([self.root])), [()])
-        chosen = [self._choice(path) for path in paths]
-        path, _ = accept(tree, torch.tensor(chosen))
+        tree, paths = self._draft() if is_drafting else (Tree.of_root(self.root), [()])
+        choices = [self._choice(path) for path in paths]
+        path, _ = accept(tree, choices)
         accepted = min(len(path) - 1, len(self.answer))
-        self.policy.observe(self._outcome(tree, path, accepted, torch.tensor(chosen)))
-        last = paths[path[-1]]
-        is_cut = bool(tree.drafted[path[-1]] >= 0) and last not in self.said
+        self.policy.observe(self._outcome(tree, path, accepted, choices))
+        is_cut = paths[path[-1]] in self.unknown
         emitted = min(accepted + 1, len(self.answer))
-        one = ReplayedRound(accepted, emitted, len(tree) - 1, tree.depth, self.widths, self.asked, self.unknown, is_cut)
+        one = ReplayedRound(accepted, emitted, len(tree) - 1, tree.depth, self.widths, self.asked, len(self.unknown), is_cut)
         return one, 1 if is_drafting else unread + 1
 
     def _choice(self, path: Path) -> int:
@@ -153,7 +154,7 @@ class _Round:
 
     def _draft(self) -> tuple[Tree, list[Path]]:
         """As `sage.decoder.draft_tree`, from what was recorded; the tree to verify and the path of each of its nodes."""
-        builder = TreeBuilder(torch.tensor([self.root]), self.eos)
+        builder = new_builder(self.policy, self.root, CPU, self.eos)
         paths: list[Path] = [()]
         at = list(paths)
         for level in range(1, self.room):
@@ -177,22 +178,21 @@ class _Round:
         """[F, K] each: as recorded, or equal chances of tokens that nobody says."""
         count = min(self.policy.candidates, self.vocabulary)
         clueless = torch.full((count,), 1 / self.vocabulary), torch.full((count,), NOBODY)
-        known = [path in self.said for path in paths]
         self.asked += len(paths)
-        self.unknown += known.count(False)
-        rows = [self.said[path] if there else clueless for path, there in zip(paths, known, strict=True)]
+        self.unknown.update(path for path in paths if path not in self.said)
+        rows = [self.said.get(path, clueless) for path in paths]
         assert all(len(probs) >= count for probs, _ in rows), "recorded with fewer candidates than the policy looks at"
         return torch.stack([probs[:count] for probs, _ in rows]), torch.stack([tokens[:count] for _, tokens in rows])
 
-    def _outcome(self, tree: Tree, path: list[int], accepted: int, chosen: Tensor) -> Outcome:
+    def _outcome(self, tree: Tree, path: list[int], accepted: int, choices: list[int]) -> Outcome:
         """Labels are known along the answer only, so for a policy that learns the other nodes count as never asked about."""
-        nodes = torch.tensor(path)
         if not self.policy.learns:
-            return Outcome(accepted, tree, nodes, self.context)
+            return Outcome(accepted, tree, path, self.context)
         assert self.costs is not None
-        tree = replace(tree, drafted=torch.where(chosen == NOBODY, -1, tree.drafted))
-        labels = partial(tree.said_so, chosen) if len(tree.candidates) else None
+        said = [None if choice == NOBODY else one for one, choice in zip(tree.said, choices, strict=True)]
+        tree = replace(tree, said=said)
         verify_s = self.costs.verify_s(len(tree), self.context)
         draft = [(width, self.costs.draft(width)) for width in self.widths]
         total_s = verify_s + sum(seconds for _, seconds in draft) + self.costs.overhead
-        return Outcome(accepted, tree, nodes, self.context, labels, RoundTimes(verify_s, draft, total_s))
+        times = RoundTimes(verify_s, draft, total_s)
+        return Outcome(accepted, tree, path, self.context, partial(agreement, tree, choices), lambda: times)

@@ -92,7 +92,7 @@ class Chooser:
 
     def first(self, logits: Tensor) -> Tensor:
         """The token after the prompt, LongTensor [1], from logits [1, V]."""
-        return self(logits, Tree.of_root(torch.tensor(self.history[-1:], device=logits.device)))
+        return self(logits, Tree.of_root(self.history[-1], logits.device))
 
     def __call__(self, logits: Tensor, tree: Tree) -> Tensor:
         """The target's next token at every node.
@@ -116,21 +116,26 @@ class Chooser:
         positions = len(self.history) - self.num_prompt + tree.depths
         return (self._log_p + self._noise(positions, logits.shape[-1])).argmax(-1)
 
-    def labels(self, chosen: Tensor, tree: Tree) -> Callable[[], Tensor]:
+    def labels(self, choices: Sequence[int], tree: Tree) -> Callable[[int], list[list[float]]]:
         """The target's verdict on what was said in the tree last chosen for; for policies that learn.
 
         Args:
-            chosen: LongTensor [N], the choices.
-            tree: N nodes; the draft was asked about one of them at least.
+            choices: [N], what was chosen.
+            tree: N nodes.
 
         Returns:
-            how to get [N, K]: greedy 1 where the candidate is the choice; sampling its target probability, which a draw only
-            estimates. What that takes is kept small, so that it can wait.
+            how to get, for each node that the draft was asked about and so many of its candidates: greedy 1 where one is the
+            choice, else 0; sampling its target probability, which a draw only estimates. What that takes is kept small, so that
+            it can wait.
         """
         if self.is_greedy:
-            return partial(tree.said_so, chosen)
-        probs = self._log_p.gather(1, tree.candidate_tokens[tree.drafted]).exp().float()
-        return lambda: probs
+            return partial(agreement, tree, choices)
+        asked = {node: said[1] for node, said in enumerate(tree.said) if said is not None}
+        if not asked:
+            return lambda ranks: []
+        tokens = torch.tensor(list(asked.values()), device=self._log_p.device)
+        probs = self._log_p[list(asked)].gather(1, tokens).exp().float()
+        return lambda ranks: probs[:, :ranks].tolist()
 
     def extend(self, tokens: list[int]) -> None:
         """Accepted tokens become history."""
@@ -138,7 +143,7 @@ class Chooser:
 
     def _refuse_nan(self, best: Tensor) -> None:
         """`best`: [N], the largest logit of every node, NaN where one of them is."""
-        if math.isnan(best.sum().item()):
+        if any(map(math.isnan, best.tolist())):
             new = len(self.history) - self.num_prompt
             which = f"pass over {len(best)} node(s) after {new} new tokens" if new else f"prefill of {self.num_prompt} tokens"
             raise ValueError(
@@ -161,6 +166,12 @@ class Chooser:
         keys, row = positions.unique(return_inverse=True)
         noise = torch.stack([gumbel(self.seed, key, vocabulary) for key in keys.tolist()])
         return noise.to(positions.device)[row]
+
+
+def agreement(tree: Tree, choices: Sequence[int], ranks: int) -> list[list[float]]:
+    """For each node that the draft was asked about and its first candidates: 1 where one is the choice there [N], else 0."""
+    asked = [(said[1][:ranks], choice) for said, choice in zip(tree.said, choices, strict=True) if said is not None]
+    return [[1.0 if token == choice else 0.0 for token in tokens] for tokens, choice in asked]
 
 
 def gumbel(seed: int, position: int, vocabulary: int) -> Tensor:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,17 +65,21 @@ class Clock:
         """The next `round_times` counts from here."""
         self._round_start = len(self._laps) - 1
 
-    def round_times(self) -> RoundTimes:
-        """Timings since `start_round`; waits for the device."""
-        laps = self._resolve(self._round_start)
-        times, waiting = RoundTimes(total_s=sum(seconds for _, _, seconds in laps)), 0.0
-        for phase, count, seconds in laps:
-            if phase == "verify":
-                times.verify_s += seconds
-            waiting = waiting + seconds if phase == "policy" else waiting
-            if phase == "draft_steps":
+    def round_times(self) -> Callable[[], RoundTimes]:
+        """How to get the timings from `start_round` to here; that waits for the device, and can wait."""
+        return partial(self._times_of, self._round_start, len(self._laps))
+
+    def _times_of(self, start: int, end: int) -> RoundTimes:
+        times, waiting = RoundTimes(), 0.0
+        for phase, count, seconds in self._resolve(start, end):
+            times.total_s += seconds
+            if phase == "policy":
+                waiting += seconds
+            elif phase == "draft_steps":
                 times.draft.append((count, waiting + seconds))
                 waiting = 0.0
+            elif phase == "verify":
+                times.verify_s += seconds
         return times
 
     def seconds(self) -> dict[str, float]:
@@ -83,10 +89,10 @@ class Clock:
             total[phase] += seconds
         return total
 
-    def _resolve(self, start: int) -> list[tuple[str, int, float]]:
+    def _resolve(self, start: int, end: int | None = None) -> list[tuple[str, int, float]]:
         if self._is_cuda:
             torch.cuda.synchronize()
-        marks = self._laps[start:]
+        marks = self._laps[start:end]
         return [
             (phase, count, before.elapsed_time(now) / 1e3 if self._is_cuda else now - before)
             for (_, _, before), (phase, count, now) in zip(marks, marks[1:], strict=False)

@@ -10,24 +10,23 @@ Shapes: N tree nodes, P accepted path.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Sequence
 
 from sage.trees.tree import Tree
 
 
-def accept(tree: Tree, chosen: Tensor) -> tuple[list[int], list[int]]:
+def accept(tree: Tree, choices: Sequence[int]) -> tuple[list[int], list[int]]:
     """Walks down from the root along the target's choices.
 
     Args:
         tree: N nodes; no two children of a node share a token.
-        chosen: LongTensor [N], the target's next token after each node.
+        choices: [N], the target's next token after each node.
 
     Returns:
         the accepted nodes [P], the root first, and the emitted tokens [P]: theirs without the root's, then the bonus token.
     """
-    tokens, parents, choices = torch.stack((tree.tokens, tree.parents, chosen)).tolist()
-    child = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
+    tokens, parents, _ = tree.columns
+    child = {key: node for node, key in enumerate(zip(parents, tokens, strict=True))}
     path, emitted = [0], [choices[0]]
     while (node := child.get((path[-1], emitted[-1]))) is not None:
         path.append(node)

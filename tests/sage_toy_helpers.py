@@ -149,8 +149,8 @@ class SteadyClock:
     def start_round(self) -> None:
         pass
 
-    def round_times(self) -> RoundTimes:
-        return RoundTimes(verify_s=1.0, draft=[(1, 0.01)], total_s=1.02)
+    def round_times(self) -> Callable[[], RoundTimes]:
+        return lambda: RoundTimes(verify_s=1.0, draft=[(1, 0.01)], total_s=1.02)
 
 
 def toy_request(
@@ -196,7 +196,7 @@ def toy_tree(policy: Policy, root: Context = (0,), levels: int = 3) -> tuple[Tre
     policy.reset()
     policy.begin()
     request.ending.cut([root[-1]])
-    tree = draft_tree(torch.tensor(root[-1:]), logits, request, SteadyClock(), Stats())  # type: ignore[arg-type]
+    tree = draft_tree(root[-1], logits, request, SteadyClock(), Stats())  # type: ignore[arg-type]
     contexts = [root]
     for parent, token in zip(tree.parents.tolist()[1:], tree.tokens.tolist()[1:], strict=True):
         contexts.append((*contexts[parent], token))

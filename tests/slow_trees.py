@@ -17,18 +17,22 @@ class SlowTree(Tree):
     path_probs: Tensor = field(default_factory=lambda: torch.ones(1))
 
     @classmethod
-    def of(cls, tree: Tree) -> SlowTree:
+    def of_token(cls, token: int) -> SlowTree:
+        """The tree of one node."""
+        return cls(torch.tensor([token]), torch.tensor([-1]), torch.tensor([0]), said=[None])
+
+    @classmethod
+    def copy_of(cls, tree: Tree) -> SlowTree:
         """A built tree, to be cut; what the draft said is left out."""
-        unknown = torch.full((len(tree),), -1)
+        unknown = [None] * len(tree)
         return cls(tree.tokens, tree.parents, tree.depths, tree.num_levels, unknown, path_probs=torch.ones(len(tree)))
 
     def note_candidates(self, nodes: Tensor, probs: Tensor, tokens: Tensor) -> None:
         """Remembers what the draft said below `nodes` [F]: probabilities and tokens [F, K]."""
-        known = len(self.candidates)
-        self.drafted = self.drafted.clone()
-        self.drafted[nodes] = torch.arange(known, known + len(nodes))
-        self.candidates = probs if known == 0 else torch.cat((self.candidates, probs))
-        self.candidate_tokens = tokens if known == 0 else torch.cat((self.candidate_tokens, tokens))
+        said = list(self.said)
+        for node, row, row_tokens in zip(nodes.tolist(), probs, tokens, strict=True):
+            said[node] = (row.tolist(), row_tokens.tolist())
+        self.said = said
 
     def add_level(self, parents: Tensor, tokens: Tensor, probs: Tensor) -> Tensor:
         """Appends nodes [M] below existing ones; returns their indices [M]."""
@@ -38,22 +42,21 @@ class SlowTree(Tree):
         self.depths = torch.cat((self.depths, self.depths[parents] + 1))
         self.path_probs = torch.cat((self.path_probs, self.path_probs[parents] * probs))
         self.parents = torch.cat((self.parents, parents))
-        self.drafted = torch.cat((self.drafted, parents.new_full((new,), -1)))
+        self.said = [*self.said, *[None] * new]
         return torch.arange(old, old + new)
 
     def subtree(self, keep: Tensor) -> SlowTree:
-        """The tree of the nodes `keep`: increasing indices, the root and every ancestor among them."""
+        """The tree of the nodes `keep`, the root first and every parent somewhere before its children."""
         kept = keep.tolist()
         parents = self.parents[keep].tolist()
-        assert kept[0] == 0 and all(parent in kept for parent in parents[1:]), "the root or a kept node's parent was dropped"
+        there = all(parent in kept[:place] for place, parent in enumerate(parents) if place > 0)
+        assert kept[0] == 0 and there, "the root or a kept node's parent was dropped"
         return SlowTree(
             tokens=self.tokens[keep],
             parents=torch.tensor([kept.index(parent) if parent >= 0 else -1 for parent in parents]),
             depths=self.depths[keep],
             num_levels=self.num_levels,
-            drafted=self.drafted[keep],
-            candidates=self.candidates,
-            candidate_tokens=self.candidate_tokens,
+            said=[self.said[node] for node in kept],
             path_probs=self.path_probs[keep],
         )
 
@@ -80,7 +83,7 @@ def grow_fully(policy: Policy, probs: Tensor, most_levels: int = 20) -> SlowTree
     """Runs a policy against a draft that says `probs` [K] everywhere; candidate of rank r is token r."""
     policy.reset()
     policy.begin()
-    tree, frontier = SlowTree.of_root(torch.tensor([99])), torch.tensor([0])
+    tree, frontier = SlowTree.of_token(99), torch.tensor([0])
     for level in range(1, most_levels):
         says = probs[: policy.candidates].expand(len(frontier), -1)
         tokens = torch.arange(says.shape[1]).expand_as(says)

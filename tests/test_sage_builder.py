@@ -10,10 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slow_trees import SlowTree, add_growth, as_keep, numbers
+from torch import Tensor
 
 import sage
-from sage.trees import Frontier, Growth, HostGrowth, Policy, Tree, TreeBuilder
-from sage.trees.builder import DROPPED
+from sage.longs import CPU
+from sage.trees import Frontier, Growth, HostGrowth, Policy, Tree, TreeBuilder, new_builder
+from sage.trees.builder import DROPPED, DeviceBuilder, HostBuilder
 
 K = 12
 POLICIES: list[tuple[str, dict[str, Any]]] = [
@@ -47,23 +49,27 @@ def says(seed: int, node: int) -> tuple[list[float], list[int]]:
     return logits.softmax(0).sort(descending=True).values.tolist(), chance.sample(range(100), K)
 
 
-def on_device(growth: Growth | HostGrowth | None) -> Growth | HostGrowth | None:
-    return growth and Growth(*(torch.tensor(chosen, dtype=torch.long) for chosen in numbers(growth)))
+def as_grown(growth: Growth | HostGrowth, is_on_device: bool) -> Growth | HostGrowth:
+    if is_on_device:
+        return Growth(*(torch.tensor(chosen, dtype=torch.long) for chosen in numbers(growth)))
+    return HostGrowth(*numbers(growth))
 
 
 def grow(policy: Policy, seed: int, levels: int, is_on_device: bool) -> tuple[TreeBuilder, SlowTree]:
-    """One round, built both ways; `is_on_device`: as if the policy had chosen there."""
-    root = torch.tensor([7])
-    builder, slow, frontier = TreeBuilder(root), SlowTree.of_root(root), torch.tensor([0])
+    """One round, built both ways; `is_on_device`: as if the policy had chosen there, or in numbers whatever it is."""
+    builder = DeviceBuilder(7, CPU) if is_on_device else HostBuilder(7, CPU)
+    slow, frontier = SlowTree.of_token(7), torch.tensor([0])
     for level in range(1, levels + 1):
         said = [says(seed, node) for node in frontier.tolist()]
         count = min(policy.candidates, K)
         probs, tokens = (torch.tensor([row[:count] for row in column]) for column in zip(*said, strict=True))
         seen = builder.ask(probs, tokens)
-        assert seen.level == level and torch.equal(seen.path_probs, slow.path_probs[frontier])
+        assert seen.level == level and torch.equal(seen.probs, probs) and seen.rows == probs.tolist()
+        if is_on_device:
+            assert torch.equal(seen.path_probs, slow.path_probs[frontier])
         slow.note_candidates(frontier, probs, tokens)
         growth = policy.grow(Frontier(level, probs, slow.path_probs[frontier]))
-        growth = on_device(growth) if is_on_device else growth
+        growth = growth and as_grown(growth, is_on_device)
         if growth is None:
             break
         builder.add(growth)
@@ -75,14 +81,15 @@ def grow(policy: Policy, seed: int, levels: int, is_on_device: bool) -> tuple[Tr
     return builder, slow
 
 
-def check_same(fast: Tree, slow: SlowTree) -> None:
-    for name in ("tokens", "parents", "depths"):
+def check_same(fast: Tree, slow: SlowTree, is_on_device: bool) -> None:
+    for name in ("tokens", "parents", "depths", "ancestors"):
         assert torch.equal(getattr(fast, name), getattr(slow, name)), name
-    assert fast.num_levels == slow.num_levels
-    assert torch.equal(fast.drafted >= 0, slow.drafted >= 0)
-    there = slow.drafted >= 0
-    for name in ("candidates", "candidate_tokens"):
-        assert torch.equal(getattr(fast, name)[fast.drafted[there]], getattr(slow, name)[slow.drafted[there]]), name
+    assert fast.columns == slow.columns and fast.depth == slow.depth <= fast.num_levels
+    assert list(fast.said) == ([] if is_on_device and slow.num_levels else slow.said)
+
+
+def as_chosen(keep: list[int], is_on_device: bool) -> Tensor | list[int]:
+    return torch.tensor(keep) if is_on_device else keep
 
 
 @few
@@ -94,12 +101,12 @@ def test_a_built_tree_is_the_tree_grown_step_by_step(
     builder, slow = grow(policy, seed, levels, is_on_device)
     assert len(builder) == len(slow)
     torch.testing.assert_close(builder.path_probs, slow.path_probs)
-    check_same(builder.tree(), slow)
+    check_same(builder.tree(), slow, is_on_device)
     keep = policy.select(builder)
     if keep is not None:
-        check_same(builder.tree(keep), slow.subtree(as_keep(keep)))
-    lean = builder.tree(keep, looks_back=False)
-    assert len(lean.candidates) == 0 and torch.equal(lean.tokens, builder.tree(keep).tokens)
+        kept = as_keep(keep)
+        kept = kept.sort().values if is_on_device else kept
+        check_same(builder.tree(as_chosen(kept.tolist(), is_on_device)), slow.subtree(kept), is_on_device)
 
 
 @few
@@ -113,32 +120,51 @@ def test_any_part_with_its_ancestors_can_be_kept_and_no_other(
         while node > 0:
             keep.add(node)
             node = int(slow.parents[node])
-    chosen = data.draw(st.sampled_from([sorted(keep), torch.tensor(sorted(keep))]))
-    check_same(builder.tree(chosen), slow.subtree(as_keep(chosen)))
-    inner = sorted(set(slow.parents[torch.tensor(sorted(keep))].tolist()) - {-1})
+    order = sorted(keep)
+    if not is_on_device:  # in any order that has parents before children
+        luck = data.draw(st.randoms(use_true_random=False))
+        order, rest = [0], order[1:]
+        while rest:
+            order.append(luck.choice([node for node in rest if int(slow.parents[node]) in order]))
+            rest.remove(order[-1])
+    check_same(builder.tree(as_chosen(order, is_on_device)), slow.subtree(torch.tensor(order)), is_on_device)
+    inner = sorted(set(slow.parents[torch.tensor(order)].tolist()) - {-1})
     if inner:
-        without = sorted(keep - {data.draw(st.sampled_from(inner))})
+        dropped = data.draw(st.sampled_from(inner))
         with pytest.raises(AssertionError, match=DROPPED):
-            builder.tree(without)
+            builder.tree(as_chosen([node for node in order if node != dropped], is_on_device))
 
 
 def test_a_tree_nobody_asked_about_is_the_root() -> None:
-    tree = TreeBuilder(torch.tensor([7])).tree()
-    assert (tree.tokens.tolist(), tree.parents.tolist(), tree.drafted.tolist(), len(tree.candidates)) == ([7], [-1], [-1], 0)
+    for builder in (HostBuilder(7, CPU), DeviceBuilder(7, CPU)):
+        tree = builder.tree()
+        assert tree.columns == ([7], [-1], [0]) and list(tree.said) == [None] and tree.ancestors.tolist() == [[True]]
+        assert builder.path_probs.tolist() == [1.0]
 
 
 def test_ends_are_the_candidates_that_end_the_answer() -> None:
-    builder = TreeBuilder(torch.tensor([7]), eos=(4, 9))
-    frontier = builder.ask(torch.tensor([[0.5, 0.3, 0.1]]), torch.tensor([[4, 2, 9]]))
-    assert frontier.ends == {0, 2}
-    assert TreeBuilder(torch.tensor([7])).ask(torch.ones(1, 1), torch.tensor([[4]])).ends == ()
+    builder = HostBuilder(7, CPU, eos=(4, 9))
+    assert list(builder.ask(torch.tensor([[0.5, 0.3, 0.1]]), torch.tensor([[4, 2, 9]])).ends) == [0, 2]
+    builder.add(HostGrowth([1, 2], [1, 2]))
+    builder.advance(HostGrowth([1, 2], [1, 2]))
+    assert list(builder.ask(torch.full((2, 3), 0.3), torch.tensor([[1, 2, 3], [1, 4, 3]])).ends) == [4]
+    assert list(HostBuilder(7, CPU).ask(torch.ones(1, 1), torch.tensor([[4]])).ends) == []
 
 
 def test_path_probabilities_are_computed_where_somebody_looks() -> None:
-    builder = TreeBuilder(torch.tensor([7]))
+    builder, best = DeviceBuilder(7, CPU), Growth(torch.tensor([0]), torch.tensor([0]))
     for _ in range(3):
         frontier = builder.ask(torch.tensor([[0.5]]), torch.tensor([[1]]))
-        builder.add(HostGrowth([0], [0]))
-        builder.advance(HostGrowth([0], [0]))
+        builder.add(best)
+        builder.advance(best)
     assert "path_probs" not in vars(frontier)
     assert frontier.path_probs.tolist() == [0.25]
+
+
+@pytest.mark.parametrize("name", sage.POLICIES)
+def test_every_policy_gets_the_builder_that_understands_it(name: str) -> None:
+    policy = make(name, {})
+    builder = new_builder(policy, 7, CPU)
+    growth = policy.grow(builder.ask(torch.full((1, K), 1 / K), torch.arange(K)[None])) if policy.candidates else None
+    assert isinstance(builder, HostBuilder) == policy.on_host
+    assert growth is None or isinstance(growth, HostGrowth if policy.on_host else Growth)

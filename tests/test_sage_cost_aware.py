@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import math
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from sage_toy_helpers import PROMPT, SteadyClock, make_policy, toy_request, toy_tree
 from slow_trees import SlowTree, add_growth, numbers
 from torch import Tensor
 
 import sage
 from sage.calibration import Calibrator, Reliability
 from sage.costs import Costs, Curve
+from sage.decoder import decode
+from sage.sampling import Chooser, Sampling, agreement
+from sage.stats import RoundTimes, Stats
 from sage.trees import Frontier, Outcome, Tree
+from sage.trees.cost_aware import LABELLED_RANKS, LEARN_EVERY, OFF_PATH_WEIGHT, CostAware, Noted, _evidence
+from sage.trees.pricing import ChildMass
+from sage.verify import accept
 
 
 def flat_costs(node: float = 0.1, level: float = 0.5, base: float = 1.0) -> Costs:
@@ -152,7 +161,7 @@ class TestTree:
         for sees_ends, expected in ((True, [1]), (False, [0, 1])):
             policy = self.policy(flat_costs(node=0.01, level=0.01), sees_ends=sees_ends)
             policy.begin()
-            growth = policy.grow(Frontier(1, torch.tensor([[0.6, 0.4]]), torch.ones(1), lambda: {0}))
+            growth = policy.grow(Frontier(1, torch.tensor([[0.6, 0.4]]), torch.ones(1), ends=[0]))
             assert growth is not None and numbers(growth) == ([0, 1], expected)
 
     def test_a_path_that_cannot_be_taken_is_no_division_by_zero(self) -> None:
@@ -168,12 +177,11 @@ class TestTree:
         steep = Costs(verify=Curve([1, 2, 3, 4, 5], [1, 1.01, 1.02, 1.03, 9.0]), draft=Curve([1, 2], [0.01, 0.01]), context=0)
         policy = self.policy(steep, max_depth=1)
         policy.begin()
-        root = torch.tensor([7])
         probs, tokens = torch.tensor([[0.4, 0.2, 0.2, 0.2]]), torch.arange(4)[None]
-        policy._node_price = 0.0
+        policy._prices = policy._prices._replace(node=0.0)
         growth = policy.grow(Frontier(1, probs, torch.ones(1)))
         assert growth is not None and len(growth.picks) == 4
-        tree = SlowTree.of_root(root)
+        tree = SlowTree.of_token(7)
         add_growth(tree, torch.tensor([0]), growth, probs, tokens)
         keep = policy.select(tree)
         assert keep is not None and len(keep) == 4 and keep[0] == 0
@@ -184,12 +192,104 @@ class TestTree:
         for _ in range(20):
             policy.begin()
             asked.append(policy.wants_draft())
-            policy.observe(Outcome(0, Tree.of_root(torch.tensor([0])), torch.tensor([0])))
+            policy.observe(Outcome(0, Tree.of_root(0), [0]))
         assert asked[0] and sum(asked) < 10 and asked[16]
 
     def test_state_is_plain_and_comes_back(self) -> None:
         policy, other = self.policy(flat_costs()), sage.policy("cost_aware")
-        policy.observe(Outcome(3, Tree.of_root(torch.tensor([0])), torch.tensor([0])))
+        policy.begin()
+        policy.observe(Outcome(3, Tree.of_root(0), [0]))
         other.load_state(policy.state())
         assert other.state() == policy.state()
         assert other.price == policy.price
+
+
+class TestLearning:
+    """What it learns waits for a good moment; what has been learned is all there is to plan by."""
+
+    def after(self, rounds: int, **options: float) -> Any:
+        policy: Any = make_policy("cost_aware", {"max_depth": 3, "max_nodes": 5, "top_k": 3, **options})
+        policy.reset()
+        for seed in range(rounds):
+            policy.begin()
+            tree, _ = toy_tree(policy, root=(seed % 4,))
+            choices = [seed % 3] * len(tree)
+            path, _ = accept(tree, choices)
+            times = RoundTimes(1.1, [(1, 0.01)], 1.2)
+            policy.observe(Outcome(len(path) - 1, tree, path, 9, partial(agreement, tree, choices), lambda times=times: times))
+        return policy
+
+    def test_at_1_2_4_8_rounds_and_then_in_batches(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        learned: list[int] = []
+        learn = CostAware._learn
+        monkeypatch.setattr(CostAware, "_learn", lambda self: (learned.append(self.rounds), learn(self))[1])
+        self.after(3 * LEARN_EVERY)
+        assert learned[:4] == [1, 2, 4, 8] and learned[-2:] == [2 * LEARN_EVERY, 3 * LEARN_EVERY]
+
+    def test_one_batch_is_round_after_round(self) -> None:
+        """Prices, masses and costs: the same whether they are learned of one by one or together. (Newton's steps differ.)"""
+        together, one_by_one = self.after(1, calibrate=False), self.after(1, calibrate=False)
+        tree, _ = toy_tree(together, root=(1,))
+        times = RoundTimes(1.1, [(1, 0.012), (2, 0.02)], 1.2)
+        for policy, is_batch in ((together, True), (one_by_one, False)):
+            policy.rounds = 10**6 if is_batch else 0
+            for accepted in (0, 2, 1):
+                outcome = Outcome(accepted, tree, list(range(accepted + 1)), 9, times=lambda: times)
+                policy._noted.append(Noted(outcome, 0.04, [(0, 1.0, 0.7), (1, 0.6, 0.9)]))
+                if not is_batch:
+                    policy._learn()
+            policy._learn()
+            policy.rounds = 0
+        assert together.state() == one_by_one.state()
+        assert together._prices == one_by_one._prices
+
+    def test_the_state_holds_every_round(self) -> None:
+        policy = self.after(5)
+        assert policy._noted, "the fifth round waits"
+        state = policy.state()
+        assert not policy._noted and state["tokens"] > 0
+        assert self.after(4).state()["tokens"] != state["tokens"]
+
+    def test_evidence_is_what_a_walk_over_the_trees_finds(self) -> None:
+        """Against a slow twin that looks at every node and candidate in turn."""
+        outcomes = []
+        for seed in range(6):
+            policy = make_policy("static", {"paths": [(0,), (1,), (0, 0), (0, 2), (0, 0, 1)]})
+            tree, _ = toy_tree(policy, root=(seed % 4,))
+            choices = [(seed + node) % 4 for node in range(len(tree))]
+            path, _ = accept(tree, choices)
+            outcomes.append(Outcome(len(path) - 1, tree, path, labels=partial(agreement, tree, choices)))
+        found = _evidence(outcomes)
+        assert found is not None
+        rows = []
+        for outcome in outcomes:
+            judged = iter(outcome.labels(LABELLED_RANKS))
+            for node in range(len(outcome.tree)):
+                said = outcome.tree.said[node]
+                if said is not None:
+                    weight = 1.0 if node in outcome.path else OFF_PATH_WEIGHT
+                    rows.append((said[0], int(outcome.tree.depths[node]) + 1, next(judged), weight))
+            assert next(judged, None) is None
+        for column, expected in zip(found, zip(*rows, strict=True), strict=True):
+            torch.testing.assert_close(column, torch.tensor(expected, dtype=column.dtype))
+        assert _evidence([Outcome(0, Tree.of_root(0), [0])]) is None
+
+    def test_masses_are_a_table_of_means(self) -> None:
+        mass = ChildMass(2, start=0.5, weight=2.0, memory=0.5)
+        mass.learn(1, 0.6, 0.9)
+        table = mass.table(4)
+        assert table[1] == pytest.approx([0.5, 0.5, (0.5 + 0.9) / 2, 0.5, 0.5])
+        assert table[0] == table[2] == table[3] == table[4] == [0.5] * 5, "as deep as asked for, the last row again"
+
+    def test_the_log_says_what_was_drafted(self) -> None:
+        """Every round's levels and nodes, and with them a reason that fits."""
+        policy, stats = make_policy("cost_aware", {"max_depth": 3, "max_nodes": 3, "top_k": 3}), Stats()
+        request = toy_request(policy, {}, 10, [])
+        request.chooser = Chooser(Sampling(temperature=1.0, seed=3), torch.tensor(PROMPT))
+        for _ in decode(request, SteadyClock(), stats):  # type: ignore[arg-type]
+            pass
+        assert stats.rounds_log and any(entry["drafted"] > entry["nodes"] for entry in stats.rounds_log)
+        for entry in stats.rounds_log:
+            assert entry["asked"] >= entry["levels"] >= entry["depth"] and entry["drafted"] >= entry["nodes"]
+            assert (entry["drafted"] == 0) == (entry["levels"] == 0)
+            assert ("no candidate was worth" in policy.explain(entry)) == (0 == entry["levels"] < entry["asked"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -90,7 +90,7 @@ def total_variation(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().sum() / 2)
 
 
-Rule = Callable[[Tree, torch.Tensor], tuple[list[int], list[int]]]
+Rule = Callable[[Tree, Sequence[int]], tuple[list[int], list[int]]]
 
 
 def round_law(tree: Tree, contexts: list[Context], rule: Rule = accept, length: int = 4) -> Law:
@@ -101,7 +101,7 @@ def round_law(tree: Tree, contexts: list[Context], rule: Rule = accept, length: 
         weight = 1.0
         for node, draw in enumerate(draws):
             weight *= weights[node][draw]
-        _, emitted = rule(tree, torch.tensor(draws))
+        _, emitted = rule(tree, draws)
         emitted_law[tuple(emitted[:length])] += weight
     return continued(emitted_law, contexts[0], length)
 
@@ -145,13 +145,13 @@ def test_negative_control_a_policy_that_peeks_at_the_draws() -> None:
         def select(self, tree: Tree) -> torch.Tensor:
             return torch.arange(2 if self.draws[1] == 1 else 1)
 
-    def rule(tree: Tree, draws: torch.Tensor) -> tuple[list[int], list[int]]:
+    def rule(tree: Tree, draws: Sequence[int]) -> tuple[list[int], list[int]]:
         policy.draws = draws
         keep = policy.select(tree)
-        return accept(SlowTree.of(tree).subtree(keep), draws[keep])
+        return accept(SlowTree.copy_of(tree).subtree(keep), draws[: len(keep)])
 
     policy = Peeking(total=2, depth=1, top_k=1)
-    policy.draws = torch.tensor([0, 1])
+    policy.draws = [0, 1]
     tree, contexts = toy_tree(policy)
     assert len(tree) == 2
     assert distance(round_law(tree, contexts, length=2), law_below((0,), 2)) < 1e-12
@@ -159,8 +159,8 @@ def test_negative_control_a_policy_that_peeks_at_the_draws() -> None:
 
 
 def test_negative_control_a_rule_that_descends_unasked() -> None:
-    def eager(tree: Tree, draws: torch.Tensor) -> tuple[list[int], list[int]]:
-        return [0, 1], [int(tree.tokens[1]), int(draws[1])]
+    def eager(tree: Tree, draws: Sequence[int]) -> tuple[list[int], list[int]]:
+        return [0, 1], [int(tree.tokens[1]), draws[1]]
 
     tree, contexts = toy_tree(sage.policy("chain", depth=1))
     assert distance(round_law(tree, contexts, eager, length=2), law_below((0,), 2)) > 0.05
@@ -184,7 +184,7 @@ Q_SIX = torch.tensor([0.5, *[0.1] * 5], dtype=torch.float64)
 def test_negative_control_min_of_one_and_p_over_q_is_biased_for_a_tree_of_top_candidates() -> None:
     """The top candidate passes with .21, twice its probability: law (.21, .158 x 5), a total variation of .105."""
     request = toy_request(Eagle2(total=2, depth=1, top_k=1), {}, 2, [])
-    tree = draft_tree(torch.tensor([0]), Q_SIX.log()[None], request, SteadyClock(), Stats())  # type: ignore[arg-type]
+    tree = draft_tree(0, Q_SIX.log()[None], request, SteadyClock(), Stats())  # type: ignore[arg-type]
     assert tree.tokens.tolist() == [0, 0]
     top_candidate = torch.nn.functional.one_hot(tree.tokens[1], 6).double()
     biased = checked_by_ratio(top_candidate, P_SIX, Q_SIX)
@@ -195,7 +195,7 @@ def test_negative_control_min_of_one_and_p_over_q_is_biased_for_a_tree_of_top_ca
     # Ours on the same tree, by enumeration of the root's draw.
     ours = torch.zeros(6, dtype=torch.float64)
     for draw in range(6):
-        _, emitted = accept(tree, torch.tensor([draw, 0]))
+        _, emitted = accept(tree, [draw, 0])
         ours[emitted[0]] += P_SIX[draw]
     assert total_variation(ours, P_SIX) < 1e-12
 
@@ -272,10 +272,10 @@ def test_law_of_the_whole_loop_where_each_node_has_its_own_processed_law(name: s
 def test_negative_control_the_loop_notices_a_biased_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
     """Emitting the first child instead of the root's draw: the law of the second token is the draft's favourite."""
 
-    def eager(tree: Tree, chosen: torch.Tensor) -> tuple[list[int], list[int]]:
-        if len(tree) == 1 or chosen[0] == UNDECIDED:
-            return accept(tree, chosen)
-        return [0, 1], [int(tree.tokens[1]), int(chosen[1])]
+    def eager(tree: Tree, choices: Sequence[int]) -> tuple[list[int], list[int]]:
+        if len(tree) == 1 or choices[0] == UNDECIDED:
+            return accept(tree, choices)
+        return [0, 1], [int(tree.tokens[1]), choices[1]]
 
     monkeypatch.setattr("sage.decoder.accept", eager)
     law, _ = loop_law("chain", {"depth": 1}, [])

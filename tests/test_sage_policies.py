@@ -30,7 +30,7 @@ def draft_tree(policy: Policy, draft: Draft, levels: int = 99) -> tuple[SlowTree
     """One round of `policy`; the candidate of rank r is token r. Returns the tree, nodes asked about and deepest level."""
     policy.reset()
     policy.begin()
-    tree, paths, frontier, asked, level = SlowTree.of_root(torch.tensor([-1])), [()], torch.tensor([0]), 0, 0
+    tree, paths, frontier, asked, level = SlowTree.of_token(-1), [()], torch.tensor([0]), 0, 0
     for level in range(1, levels + 1):
         says = torch.tensor([draft(paths[node])[: policy.candidates] for node in frontier.tolist()])
         growth = policy.grow(Frontier(level, says, tree.path_probs[frontier]))

@@ -77,10 +77,10 @@ def real_chain(ready: Any, recording: Recording, depth: int) -> list[int]:
         chain = sage.policy("chain", depth=depth)
         chain.candidates = 16  # as recorded: top-1 and top-16 may order the oracle's equal probabilities differently
         request = Request(target, session, chain, None, ending, None, None)  # type: ignore[arg-type]
-        root = torch.tensor([answer[recorded.position - 1]])
+        root = answer[recorded.position - 1]
         tree = draft_tree(root, session._start(), request, Clock(torch.device("cpu")), Stats())
         chosen = [*answer[recorded.position :], *[NOBODY] * len(tree)][: len(tree)]
-        path, _ = accept(tree, torch.tensor(chosen))
+        path, _ = accept(tree, chosen)
         accepted.append(len(path) - 1)
     return accepted
 

@@ -62,12 +62,13 @@ def test_labels_are_verdicts_or_probabilities() -> None:
     tree.note_candidates(torch.tensor([0]), torch.tensor([[0.5, 0.2]]), torch.tensor([[1, 2]]))
     logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 0.0]])
     greedy = chooser()
-    judge = greedy.labels(greedy(logits, tree), tree)
+    judge = greedy.labels(greedy(logits, tree).tolist(), tree)
     sampled = chooser(temperature=1.0)
-    weigh = sampled.labels(sampled(logits, tree), tree)
+    weigh = sampled.labels(sampled(logits, tree).tolist(), tree)
     sampled(logits + torch.randn(2, 3), tree)  # a verdict that is asked for later is the same
-    assert judge()[0].tolist() == [1.0, 0.0]
-    torch.testing.assert_close(weigh()[0], logits.softmax(-1)[0, 1:])
+    assert judge(2) == [[1.0, 0.0]] and judge(1) == [[1.0]], "of the one node that the draft was asked about"
+    torch.testing.assert_close(torch.tensor(weigh(2)), logits.softmax(-1)[:1, 1:])
+    assert weigh(1) == [row[:1] for row in weigh(2)]
 
 
 class PrefixPenalty(LogitsProcessor):

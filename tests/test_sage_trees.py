@@ -88,16 +88,16 @@ class TestSagePolicy:
         policy = sage.policy("sage", top_k=2, history=False, threshold="node")
         policy._is_first = False
         policy.begin()
-        growth = policy.grow(Frontier(3, torch.tensor([[0.2, 0.1]]), torch.tensor([0.01])))
+        policy._paths = [0.01]
+        growth = policy.grow(Frontier(3, torch.tensor([[0.2, 0.1]])))
         assert numbers(growth)[1] == [0]
 
     def test_nothing_is_drafted_below_the_answers_end(self) -> None:
         policy = sage.policy("sage", top_k=2, history=False)
         policy._is_first = False
-        policy.begin()
-        probs = torch.tensor([[0.6, 0.4]])
-        assert numbers(policy.grow(Frontier(1, probs, torch.ones(1))))[1] == [0, 1]
-        assert numbers(policy.grow(Frontier(1, probs, torch.ones(1), lambda: {0})))[1] == [1]
+        for ends, expected in (([], [0, 1]), ([0], [1])):
+            policy.begin()
+            assert numbers(policy.grow(Frontier(1, torch.tensor([[0.6, 0.4]]), ends=ends)))[1] == expected
 
     def test_depth_ends_the_drafting_and_budget_caps_the_nodes(self) -> None:
         for budget in (2, 5, 17):
@@ -112,13 +112,13 @@ class TestSagePolicy:
     def test_alpha_is_taken_at_the_last_accepted_node(self) -> None:
         policy = sage.policy("sage", top_k=2, history=False)
         tree = grow_fully(policy, GEOMETRIC)
-        tree.candidates = tree.candidates.clone()
         node = 5  # path (0, 0), which the static tree expands
-        tree.candidates[tree.drafted[node], :2] = 0.3  # a tie of the two that count, k = 2
-        policy.observe(Outcome(2, tree, torch.tensor([0, 1, node])))
+        tree.said = list(tree.said)
+        tree.said[node] = ([0.3, 0.3, 0.1], [0, 1, 2])  # a tie of the two that count, k = 2
+        policy.observe(Outcome(2, tree, [0, 1, node]))
         assert policy.alpha == pytest.approx(0.0, abs=1e-6)
         leaf = len(tree) - 1
-        policy.observe(Outcome(5, tree, torch.tensor([0, 1, node, leaf])))
+        policy.observe(Outcome(5, tree, [0, 1, node, leaf]))
         assert policy.alpha == pytest.approx(0.0, abs=1e-6)  # the draft was never asked below a leaf: its parent speaks
 
     def test_history_moves_the_ceiling_by_one_within_bounds(self) -> None:
@@ -127,7 +127,7 @@ class TestSagePolicy:
 
         def after(accepted: int, times: int) -> int:
             for _ in range(times):
-                policy.observe(Outcome(accepted, tree, torch.tensor([0])))
+                policy.observe(Outcome(accepted, tree, [0]))
             return policy.ceiling
 
         assert after(3, 4) == 8  # between the thresholds nothing moves

@@ -131,12 +131,12 @@ class EagleSession:
 
     @torch.no_grad()
     def expand(self, rows: Tensor, tokens: Tensor) -> Tensor:
-        self.visible = torch.cat((self.visible[rows], self._only_itself(len(tokens))), 1)
+        self.visible = torch.cat((self.visible.index_select(0, rows), self._only_itself(len(tokens))), 1)
         mask = self.visible if len(tokens) == 1 else self.visible.repeat(self.group, 1)  # one row serves all heads of a group
         rope = self._rope(self.offset + self.depth, 1)
         self.depth += 1
         embeds = self.target.embed_tokens(tokens)[None]
-        self.hidden = self.draft(embeds, self.hidden[rows][None], tokens, mask[None, None], self.cache, rope)[0]
+        self.hidden = self.draft(embeds, self.hidden.index_select(0, rows)[None], tokens, mask[None, None], self.cache, rope)[0]
         return self.draft.logits(self.hidden, self.target)
 
     @torch.no_grad()

@@ -43,7 +43,8 @@ class Features:
 
     def at(self, index: Tensor) -> Features:
         """Those of some tokens, `index` LongTensor [M]."""
-        return Features(self.last[:, index], tuple(level[:, index] for level in self.levels), self.attention)
+        levels = tuple(level.index_select(1, index) for level in self.levels)
+        return Features(self.last.index_select(1, index), levels, self.attention)
 
     @staticmethod
     def join(parts: Sequence[Features]) -> Features:

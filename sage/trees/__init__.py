@@ -8,7 +8,7 @@ from typing import Any
 from sage.trees import sage as sage
 from sage.trees.autoregressive import Autoregressive
 from sage.trees.base import Policy
-from sage.trees.builder import TreeBuilder
+from sage.trees.builder import TreeBuilder, new_builder
 from sage.trees.chain import Chain
 from sage.trees.cost_aware import CostAware
 from sage.trees.ddd import Ddd
@@ -17,7 +17,7 @@ from sage.trees.sage import Sage
 from sage.trees.spec_llava import SpecLlava
 from sage.trees.static import Static
 from sage.trees.talon import Talon
-from sage.trees.tree import Drafted, Frontier, Growth, HostGrowth, Outcome, Tree
+from sage.trees.tree import Columns, Drafted, Frontier, Growth, HostGrowth, Outcome, Tree
 
 _KINDS: tuple[type[Policy], ...] = (Autoregressive, Chain, Static, Eagle2, SpecLlava, Talon, Ddd, Sage, CostAware)
 _POLICIES: dict[str, type[Policy]] = {kind.name: kind for kind in _KINDS}
@@ -40,4 +40,17 @@ def policy(name: str, **options: Any) -> Policy:
     return kind(**options)
 
 
-__all__ = ["POLICIES", "Drafted", "Frontier", "Growth", "HostGrowth", "Outcome", "Policy", "Tree", "TreeBuilder", "policy"]
+__all__ = [
+    "POLICIES",
+    "Columns",
+    "Drafted",
+    "Frontier",
+    "Growth",
+    "HostGrowth",
+    "Outcome",
+    "Policy",
+    "Tree",
+    "TreeBuilder",
+    "new_builder",
+    "policy",
+]

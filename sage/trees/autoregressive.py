@@ -10,6 +10,7 @@ class Autoregressive(Policy):
     """Never drafts; the baseline of every comparison, through the same loop."""
 
     name = "autoregressive"
+    on_host = True
     candidates = 0
     max_nodes = 1
 

@@ -24,7 +24,8 @@ class Policy(ABC):
         candidates: K, how many candidates per node the policy wants to see; 0 = it never drafts.
         max_nodes: the most nodes it verifies, or asks the draft about, in one round, the root included; sizes the caches.
         learns: whether it plans by costs, and `observe` wants labels and timings, which take a little to collect.
-        looks_back: whether `observe` reads what the draft said below each node (`Tree.candidates`).
+        on_host: whether it answers in numbers (`HostGrowth`, and a sequence from `select`), which takes one wait for the device
+            per level; else in tensors (`Growth`), and the host never waits.
         costs: what passes and levels cost here; measured when the first request of a policy that learns starts.
     """
 
@@ -32,7 +33,7 @@ class Policy(ABC):
     candidates: int
     max_nodes: int
     learns: ClassVar[bool] = False
-    looks_back: ClassVar[bool] = False
+    on_host: ClassVar[bool] = False
     costs: Costs | None = None
 
     def reset(self) -> None:  # noqa: B027 (optional hook)
@@ -51,7 +52,11 @@ class Policy(ABC):
         """Chooses the next level; None ends the drafting without one."""
 
     def select(self, drafted: Drafted) -> Tensor | Sequence[int] | None:
-        """Indices of the drafted nodes to verify (increasing, ancestors included); None = all."""
+        """Indices of the drafted nodes to verify, ancestors included; None = all.
+
+        Increasing, or, from a policy on the host, in any order that begins with the root and has parents before children. A
+        path that stands first in the tree is kept for less.
+        """
         return None
 
     def explain(self, entry: dict[str, float]) -> str:

@@ -1,11 +1,8 @@
 """A draft tree while it grows, and the tree that is verified in the end.
 
-While levels are added only what the draft is asked next is computed; the nodes are put together once, those alone that the
-policy keeps. What a policy chose on the device stays there, and nothing waits for it but the check that the kept nodes are a
-tree. What it chose on the host is put together on the host and goes over in one piece.
-
-Every node has a place: the candidates of all rows that the draft was asked about, one row after the other, K to a row. A row
-of its own at the very start stands for the root, which so needs no special case. Places grow with the nodes, because picks do.
+Two ways to keep account, one for each way to plan. A policy that plans on the device answers in tensors: what it chose stays
+there, and nothing waits for it but the check that the kept nodes are a tree. A policy that plans on the host answers in
+numbers: its tree is a few lists, and goes over in one piece.
 
 Shapes: N nodes (0 = the root), F frontier nodes, K candidates per node, M nodes of a new level, X of them the next frontier, E
 rows the draft was asked about, R nodes kept.
@@ -15,37 +12,29 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import cached_property, lru_cache, partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from sage.trees.tree import Frontier, Growth, HostGrowth, Tree, numbers
+from sage.longs import longs
+from sage.trees.base import Policy
+from sage.trees.tree import Columns, Frontier, Growth, HostGrowth, Said, Tree
 
 DROPPED = "the root or a kept node's parent was dropped"
 
 
-class TreeBuilder:
+class TreeBuilder(Protocol):
     """Grows one round's tree: `ask`, `add` and `advance` once per level, then `tree`.
 
-    Args:
-        root: LongTensor [1], its token.
-        eos: tokens that end the answer.
+    Attributes:
+        path_probs: [N], the product of the draft's probabilities from the root down; 1 for the root.
     """
 
-    def __init__(self, root: Tensor, eos: Collection[int] = ()) -> None:
-        self.root, self.eos = root, eos
-        self.num_nodes = 1
-        self._asked: list[Frontier] = []
-        self._tokens: list[Tensor] = []
-        self._levels: list[Growth | HostGrowth] = []
-        self._path_probs = partial(torch.ones, 1, device=root.device)
-
-    def __len__(self) -> int:
-        return self.num_nodes
-
     @property
-    def device(self) -> torch.device:
-        return self.root.device
+    def path_probs(self) -> Tensor: ...
+
+    def __len__(self) -> int: ...
 
     def ask(self, probs: Tensor, tokens: Tensor) -> Frontier:
         """What a policy sees of a new level.
@@ -53,113 +42,167 @@ class TreeBuilder:
         Args:
             probs, tokens: [F, K], what the draft says below each frontier node, descending; the same K at every level.
         """
+
+    def add(self, growth: Any) -> None:
+        """Adds the level that the policy chose below the frontier last asked about."""
+
+    def advance(self, growth: Any) -> tuple[Tensor, Tensor]:
+        """Makes the nodes that the policy expands the frontier; their rows in the last one and their tokens, [X] each."""
+
+    def tree(self, keep: Any = None) -> Tree:
+        """The tree of the nodes `keep`, as `Policy.select` named them; None = all nodes.
+
+        Raises:
+            AssertionError: the root or an ancestor is missing.
+        """
+
+
+def new_builder(policy: Policy, root: int, device: torch.device, eos: Collection[int] = ()) -> TreeBuilder:
+    """The builder that understands a policy's answers.
+
+    Args:
+        root: token of the tree's root.
+        device: where the tree is to be.
+        eos: tokens that end the answer.
+    """
+    return HostBuilder(root, device, eos) if policy.on_host else DeviceBuilder(root, device)
+
+
+class HostBuilder:
+    """For a policy that answers in numbers; `ask` waits for the device. Arguments as for `new_builder`."""
+
+    def __init__(self, root: int, device: torch.device, eos: Collection[int] = ()) -> None:
+        self.device, self.eos = device, frozenset(eos)
+        self._tokens, self._parents, self._depths = [root], [-1], [0]
+        self._said: list[Said | None] = [None]
+        self._asked = [0]  # the nodes that the draft was last asked about
+        self._candidates: list[list[int]] = []  # what it said below them
+        self._level = 0
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def ask(self, probs: Tensor, tokens: Tensor) -> Frontier:
+        self._level += 1
+        rows, self._candidates = probs.tolist(), tokens.tolist()
+        for node, said in zip(self._asked, zip(rows, self._candidates, strict=True), strict=True):
+            self._said[node] = said
+        return Frontier(self._level, probs, rows=rows, ends=_ends(self._candidates, self.eos))
+
+    def add(self, growth: HostGrowth) -> None:
+        width = len(self._candidates[0])
+        for pick in growth.picks:
+            row, rank = divmod(pick, width)
+            self._tokens.append(self._candidates[row][rank])
+            self._parents.append(self._asked[row])
+        added = len(growth.picks)
+        self._depths += [self._level] * added
+        self._said += [None] * added
+
+    def advance(self, growth: HostGrowth) -> tuple[Tensor, Tensor]:
+        width, first = len(self._candidates[0]), len(self._tokens) - len(growth.picks)
+        node_of = {pick: node for node, pick in enumerate(growth.picks, start=first)}
+        self._asked = [node_of[pick] for pick in growth.expand]
+        rows = _rows(tuple([pick // width for pick in growth.expand]), self.device)
+        return rows, longs([self._tokens[node] for node in self._asked], self.device)
+
+    @property
+    def path_probs(self) -> Tensor:
+        paths = [1.0]
+        for token, parent in zip(self._tokens[1:], self._parents[1:], strict=True):
+            said = self._said[parent]
+            assert said is not None, "the draft was asked about every parent"
+            probs, tokens = said
+            paths.append(paths[parent] * probs[tokens.index(token)])
+        return torch.tensor(paths, device=self.device)
+
+    def tree(self, keep: Sequence[int] | None = None) -> Tree:
+        """`keep`: [R], the root first and every node's parent somewhere before it."""
+        if keep is None:
+            return Tree.of(Columns(self._tokens, self._parents, self._depths), self.device, self._said)
+        columns, said, place = Columns([], [], []), [], {-1: -1}
+        for index, node in enumerate(keep):
+            assert self._parents[node] in place, DROPPED
+            place[node] = index
+            columns.tokens.append(self._tokens[node])
+            columns.parents.append(place[self._parents[node]])
+            columns.depths.append(self._depths[node])
+            said.append(self._said[node])
+        return Tree.of(columns, self.device, said)
+
+
+class DeviceBuilder:
+    """For a policy that answers in tensors; nothing waits before `tree`. Arguments as for `new_builder`.
+
+    Only what the draft is asked next is computed while levels are added; the nodes are put together once, those alone that the
+    policy keeps. Every node has a place: the candidates of all rows that the draft was asked about, one row after the other, K
+    to a row. A row of its own at the very start stands for the root, which so needs no special case. Places grow with the
+    nodes, because picks do.
+    """
+
+    def __init__(self, root: int, device: torch.device) -> None:
+        self.device, self.root = device, root
+        self.num_nodes = 1
+        self._asked: list[Frontier] = []
+        self._tokens: list[Tensor] = []
+        self._levels: list[Growth] = []
+        self._path_probs = partial(torch.ones, 1, device=device)
+
+    def __len__(self) -> int:
+        return self.num_nodes
+
+    def ask(self, probs: Tensor, tokens: Tensor) -> Frontier:
         self._tokens.append(tokens)
-        find_ends = partial(_places_of, tokens, self.eos) if self.eos else None
-        self._asked.append(Frontier(len(self._tokens), probs, self._path_probs, find_ends))
+        self._asked.append(Frontier(len(self._tokens), probs, self._path_probs))
         return self._asked[-1]
 
-    def add(self, growth: Growth | HostGrowth) -> None:
-        """Adds the level that the policy chose below the frontier last asked about."""
+    def add(self, growth: Growth) -> None:
         self._levels.append(growth)
         self.num_nodes += len(growth.picks)
 
-    def advance(self, growth: Growth | HostGrowth) -> tuple[Tensor, Tensor]:
-        """Makes the nodes that the policy expands the frontier; their rows in the last one and their tokens, [X] each."""
+    def advance(self, growth: Growth) -> tuple[Tensor, Tensor]:
         last, tokens = self._asked[-1], self._tokens[-1]
-        width = tokens.shape[1]
-        if isinstance(growth, HostGrowth):
-            rows, expand = _rows_and_picks(tuple(growth.expand), width, self.device)
-        else:
-            rows, expand = growth.expand // width, growth.expand
-        self._path_probs = partial(_below, last, rows, expand)
-        return rows, tokens.take(expand)
+        rows = growth.expand // tokens.shape[1]
+        self._path_probs = partial(_below, last, rows, growth.expand)
+        return rows, tokens.take(growth.expand)
 
     @cached_property
     def path_probs(self) -> Tensor:
-        """[N], the product of the draft's probabilities from the root down; 1 for the root."""
         if not self._asked:
             return torch.ones(1, device=self.device)
-        _, places, _ = self._on_device
+        _, places, _ = self._put_together
         first = self._asked[0].probs
         probs = torch.cat((torch.ones_like(first), *(frontier.probs for frontier in self._asked)))
         path_E = torch.cat((first.new_ones(1), *(frontier.path_probs for frontier in self._asked)))
         return path_E.take(places // probs.shape[1]) * probs.take(places)
 
-    def tree(self, keep: Tensor | Sequence[int] | None = None, looks_back: bool = True) -> Tree:
-        """The tree of the nodes `keep`, with all that the draft said where the policy `looks_back`.
-
-        Args:
-            keep: [R], increasing, the root and every ancestor among them; None = all nodes.
-
-        Raises:
-            AssertionError: the root or an ancestor is missing.
-        """
-        if not self._asked:
-            return Tree.of_root(self.root)
-        if all(isinstance(level, HostGrowth) for level in self._levels):
-            depths, places, parents, drafted = self._put_together_on_host(keep)
-        else:
-            depths, places, parents, drafted = self._put_together_on_device(keep, looks_back)
-        said = torch.cat((self.root.expand(1, self._tokens[0].shape[1]), *self._tokens))
-        tree = Tree(said.take(places), parents, depths, num_levels=len(self._levels))
-        if looks_back:
-            tree.drafted, tree.candidates = drafted, torch.cat([frontier.probs for frontier in self._asked])
-            tree.candidate_tokens = said[1:]
-        return tree
-
-    def _put_together_on_host(self, keep: Tensor | Sequence[int] | None) -> tuple[Tensor, ...]:
-        """Depths, places, parents and rows of the kept nodes, LongTensor [R] each; from levels that are numbers."""
-        width = self._tokens[0].shape[1]
-        depths, places, parents, drafted = [0], [0], [-1], [-1]
-        above, num_rows = [0], 0  # the nodes a question is about, and the rows before it
-        for depth, tokens in enumerate(self._tokens, start=1):
-            for row, node in enumerate(above, start=num_rows):
-                drafted[node] = row
-            if depth > len(self._levels):
-                break
-            level, first, start = self._levels[depth - 1], len(places), (1 + num_rows) * width
-            parents += [above[pick // width] for pick in level.picks]
-            places += [start + pick for pick in level.picks]
-            depths += [depth] * len(level.picks)
-            drafted += [-1] * len(level.picks)
-            if depth < len(self._tokens):
-                node_of = dict(zip(level.picks, range(first, len(places)), strict=True))
-                above, num_rows = [node_of[pick] for pick in level.expand], num_rows + len(tokens)
+    def tree(self, keep: Tensor | None = None) -> Tree:
+        """`keep`: LongTensor [R], increasing, the root and every ancestor among them."""
+        if not self._levels:
+            return Tree.of_root(self.root, self.device)
+        depths, places, asked = self._put_together
         if keep is not None:
-            kept = numbers(keep)
-            parents = _renumbered_on_host([parents[node] for node in kept], kept)
-            depths, places, drafted = ([column[node] for node in kept] for column in (depths, places, drafted))
-        return torch.tensor((depths, places, parents, drafted), device=self.device).unbind()
-
-    def _put_together_on_device(self, keep: Tensor | Sequence[int] | None, looks_back: bool) -> tuple[Tensor, ...]:
-        """As `_put_together_on_host`, and without the rows unless they are asked for; from any levels."""
-        depths, places, asked = self._on_device
-        kept = torch.tensor(keep, device=self.device) if isinstance(keep, Sequence) else keep
-        if kept is not None:
-            depths, places = depths.take(kept), places.take(kept)
-        parents = asked.take(places // self._tokens[0].shape[1])
-        if kept is not None:
-            parents = _renumbered(parents, kept)
+            depths, places = depths.take(keep), places.take(keep)
+        width = self._tokens[0].shape[1]
+        parents = asked.take(places // width)
+        if keep is not None:
+            parents = _renumbered(parents, keep)
         parents[0] = -1
-        drafted = asked.new_full((self.num_nodes if looks_back else 0,), -1)
-        if looks_back:
-            drafted.scatter_(0, asked[1:], torch.arange(len(asked) - 1, device=self.device))
-            drafted = drafted if kept is None else drafted.take(kept)
-        return depths, places, parents, drafted
+        said = torch.cat((self._tokens[0].new_full((1, width), self.root), *self._tokens))
+        return Tree(said.take(places), parents, depths, num_levels=len(self._levels))
 
     @cached_property
-    def _on_device(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _put_together(self) -> tuple[Tensor, Tensor, Tensor]:
         """Depths and places of all nodes, LongTensor [N] each, and the nodes the rows are about, [1 + E]."""
-        width, zero = self._tokens[0].shape[1], torch.zeros_like(self.root)
-        levels = [_as_tensors(level, self.device) for level in self._levels]
-        picks = [level.picks for level in levels]
-        questions = [level.expand for level in levels[: len(self._tokens) - 1]]
+        width, zero = self._tokens[0].shape[1], longs([0], self.device)
+        picks = [level.picks for level in self._levels]
+        questions = [level.expand for level in self._levels[: len(self._tokens) - 1]]
         starts = [width]
         for tokens in self._tokens:
             starts.append(starts[-1] + tokens.numel())
         starts_N, starts_E = _repeated(starts, picks), [0, *_repeated(starts, questions)]
         depths = _repeated(range(1, len(picks) + 1), picks)
-        depth_N, start_N, start_E = torch.tensor([0, *depths, 0, *starts_N, 0, *starts_E], device=self.device).split(
+        depth_N, start_N, start_E = longs([0, *depths, 0, *starts_N, 0, *starts_E], self.device).split(
             (self.num_nodes, self.num_nodes, 1 + len(starts_E))
         )
         places = torch.cat((zero, *picks)) + start_N
@@ -167,25 +210,24 @@ class TreeBuilder:
 
 
 @lru_cache(maxsize=4096)
-def _rows_and_picks(picks: tuple[int, ...], width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Few picks are ever expanded at once, and the same ones again and again."""
-    rows, again = torch.tensor(([pick // width for pick in picks], picks), device=device)
-    return rows, again
+def _rows(rows: tuple[int, ...], device: torch.device) -> Tensor:
+    """Frontiers are narrow, so it is the same few rows again and again."""
+    return longs(rows, device)
 
 
-def _as_tensors(growth: Growth | HostGrowth, device: torch.device) -> Growth:
-    if isinstance(growth, Growth):
-        return growth
-    return Growth(*(torch.tensor(picks, dtype=torch.long, device=device) for picks in (growth.picks, growth.expand)))
+def _ends(candidates: list[list[int]], eos: frozenset[int]) -> Collection[int]:
+    """Which candidates end the answer, as row * K + rank."""
+    width = len(candidates[0])
+    found: list[int] = []
+    for row, tokens in enumerate(candidates):
+        if not eos.isdisjoint(tokens):
+            found += [row * width + rank for rank, token in enumerate(tokens) if token in eos]
+    return found
 
 
 def _repeated(values: Sequence[int], levels: Sequence[Tensor]) -> list[int]:
     """A value per level -> one per element of the levels."""
     return [value for value, level in zip(values, levels, strict=False) for _ in range(len(level))]
-
-
-def _places_of(tokens: Tensor, wanted: Collection[int]) -> set[int]:
-    return {place for place, token in enumerate(tokens.flatten().tolist()) if token in wanted}
 
 
 def _below(last: Frontier, rows: Tensor, expand: Tensor) -> Tensor:
@@ -198,10 +240,3 @@ def _renumbered(parents: Tensor, keep: Tensor) -> Tensor:
     place = torch.searchsorted(keep, parents)
     assert torch.equal(keep.take(place), parents), DROPPED
     return place
-
-
-def _renumbered_on_host(parents: list[int], keep: Sequence[int]) -> list[int]:
-    """The same in numbers, but that the root's parent is -1."""
-    index = {node: index for index, node in enumerate((-1, *keep), start=-1)}
-    assert parents[0] == -1 and index.keys() >= set(parents), DROPPED
-    return [index[node] for node in parents]

@@ -16,6 +16,7 @@ class Chain(Policy):
     """
 
     name = "chain"
+    on_host = True
     candidates = 1
 
     def __init__(self, depth: int = 5) -> None:

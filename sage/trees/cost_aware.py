@@ -18,51 +18,42 @@ Shapes: F frontier nodes, K candidates, N drafted nodes, M labelled candidates.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterable
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sage.calibration import Calibrator, Reliability
 from sage.costs import Costs
+from sage.longs import CPU, doubles, longs
 from sage.trees.base import Policy
-from sage.trees.tree import Drafted, Frontier, HostGrowth, Outcome, Tree
+from sage.trees.pricing import CONFIDENCE_BINS, ChildMass, Prices
+from sage.trees.tree import Drafted, Frontier, HostGrowth, Outcome
 
-CONFIDENCE_BINS = 4
 OFF_PATH_WEIGHT = 0.1
 LIVE_RATE = 0.05
 LABELLED_RANKS = 4
-LEARN_EVERY = 32  # rounds per step of the calibrator, once it has seen as many; before that at 1, 2, 4, 8 and 16
+LEARN_EVERY = 64  # rounds per step of the calibrator, once it has seen as many; before that at 1, 2, 4, .. and 32
 LEAST_PATH = 1e-12  # an acceptance too small to matter, but one that can be divided by
 
 Child = tuple[float, float, int]  # P, own acceptance, pick
 
 
-class ChildMass:
-    """s(depth, confidence): the acceptance mass that a node's candidates keep, learned before it has to be paid for.
+@dataclass
+class Noted:
+    """A round that nothing has been learned from yet.
 
-    `confidence` is the probability that the node itself is accepted, in CONFIDENCE_BINS equal bins.
+    Attributes:
+        outcome: of the round.
+        drafting_s: what its draft passes should have taken.
+        masses: depth, own acceptance and mass found below each node that the draft was asked about.
     """
 
-    def __init__(self, most_depth: int, start: float = 0.75, weight: float = 2.0, memory: float = 0.995) -> None:
-        self.memory = memory
-        self.sums = [[start * weight] * CONFIDENCE_BINS for _ in range(most_depth + 1)]
-        self.counts = [[weight] * CONFIDENCE_BINS for _ in range(most_depth + 1)]
-
-    def below(self, depth: int) -> list[float]:
-        """Expected mass below a node of `depth` that is itself accepted with probability a, at int(a * CONFIDENCE_BINS)."""
-        depth = min(depth, len(self.sums) - 1)
-        masses = [total / count for total, count in zip(self.sums[depth], self.counts[depth], strict=True)]
-        return [*masses, masses[-1]]  # a = 1
-
-    def learn(self, depth: int, acceptance: float, mass: float) -> None:
-        """Books the mass found below one node."""
-        depth, column = min(depth, len(self.sums) - 1), min(int(acceptance * CONFIDENCE_BINS), CONFIDENCE_BINS - 1)
-        sums, counts = self.sums[depth], self.counts[depth]
-        sums[column] = self.memory * sums[column] + mass
-        counts[column] = self.memory * counts[column] + 1
+    outcome: Outcome
+    drafting_s: float
+    masses: list[tuple[int, float, float]]
 
 
 class CostAware(Policy):
@@ -81,7 +72,7 @@ class CostAware(Policy):
     """
 
     name = "cost_aware"
-    learns = looks_back = True
+    on_host = learns = True
 
     def __init__(
         self,
@@ -110,7 +101,8 @@ class CostAware(Policy):
         self.rounds = 0
         self._tokens = self._seconds = 0.0
         self._usual_size = 8.0
-        self._unlearned: list[tuple[Tree, Tensor, Callable[[], Tensor]]] = []
+        self._noted: list[Noted] = []
+        self._priced: Costs | None = None  # the tables that `_prices` come from
 
     # -- what it knows ------------------------------------------------------------------------------------------------
 
@@ -121,8 +113,15 @@ class CostAware(Policy):
         alone = self.costs.verify(1) + self.costs.overhead
         return (self._tokens + 1.5) / (self._seconds + alone)
 
+    def _reprice(self) -> None:
+        assert self.costs is not None, "costs are measured when a request starts"
+        masses = self.mass.table(self.max_depth)
+        self._prices = Prices.of(self.price, self.costs, self._usual_size, self.node_budget, self.max_width, masses)
+        self._priced = self.costs
+
     def state(self) -> dict[str, Any]:
         """Everything learned, as plain numbers; give it to the next request or process with `load_state`."""
+        self._learn()
         return {
             "calibrator": self.calibrator.state(),
             "mass": {"sums": self.mass.sums, "counts": self.mass.counts},
@@ -138,6 +137,8 @@ class CostAware(Policy):
         self.mass.sums, self.mass.counts = ([[*row] for row in state["mass"][key]] for key in ("sums", "counts"))
         self.costs = Costs.from_state(state["costs"]) if state["costs"] else None
         self._tokens, self._seconds, self.rounds = state["tokens"], state["seconds"], state["rounds"]
+        self._noted.clear()
+        self._priced = None
 
     # -- one round ----------------------------------------------------------------------------------------------------
 
@@ -151,16 +152,14 @@ class CostAware(Policy):
         return self._skipped % self.retry_every == 0 or (is_power_of_two and self._skipped < self.retry_every)
 
     def begin(self) -> dict[str, float]:
-        assert self.costs is not None, "costs are measured when a request starts"
-        self._lambda = self.price
-        self._node_price = self._lambda * self._usual_node()
-        self._level_prices = [
-            self._lambda * self.costs.draft(width) + width * self._node_price for width in range(1, self.max_width + 1)
-        ]
+        if self._priced is not self.costs or self._priced is None:
+            self._reprice()
+        self._drafting_s = 0.0
+        self._masses: list[tuple[int, float, float]] = []
         self._paths: list[float] = []
         self._frontier: list[tuple[float, float]] = [(1.0, 1.0)]  # (P, own acceptance) of each frontier node
         self._plan = {
-            "price": self._lambda,
+            "price": self._prices.time,
             "gain": 0.0,
             "level_cost": 0.0,
             "asked": 0,
@@ -170,71 +169,68 @@ class CostAware(Policy):
         }
         return self._plan
 
-    def _usual_node(self) -> float:
-        """dc_t while drafting: the slope of the cost curve around a usual tree; `select` then uses the curve itself."""
-        assert self.costs is not None
-        low, high = max(round(self._usual_size / 2), 2), max(round(1.5 * self._usual_size), 4)
-        return (self.costs.verify(high) - self.costs.verify(low)) / (high - low)
-
     def grow(self, frontier: Frontier) -> HostGrowth | None:
         """Nodes that may be worth verifying, P(v) >= lambda * dc_t; one wait for the device per level."""
         level = self._plan["asked"] = frontier.level
-        num_candidates = frontier.probs.shape[1]
+        node_price, likeliest = self._prices.node, self.calibrator.likeliest if self.calibrate else _face_value
+        self._drafting_s += self._prices.level_s[len(frontier.rows) - 1]
         children: list[Child] = []
-        for row, ((path, own), probs) in enumerate(zip(self._frontier, frontier.probs.tolist(), strict=True)):
-            acceptance = self._acceptance(probs, level, self._node_price / max(path, LEAST_PATH))
-            self.mass.learn(level - 1, own, sum(acceptance))
-            children += [(path * accepted, accepted, pick) for pick, accepted in enumerate(acceptance, row * num_candidates)]
+        first = 0
+        for (path, own), probs in zip(self._frontier, frontier.rows, strict=True):
+            acceptance = likeliest(probs, level, node_price / max(path, LEAST_PATH))
+            self._masses.append((level - 1, own, sum(acceptance)))
+            children += [(path * accepted, accepted, pick) for pick, accepted in enumerate(acceptance, first)]
+            first += len(probs)
         if not children:
             return None
         if len(children) > self.node_budget:
             children = sorted(sorted(children, reverse=True)[: self.node_budget], key=itemgetter(2))
+        self._plan["levels"] = level
         self._paths += [path for path, _, _ in children]
-        going_on = [child for child in children if child[2] not in frontier.ends] if self.sees_ends else children
+        going_on = children
+        if frontier.ends and self.sees_ends:
+            going_on = [child for child in children if child[2] not in frontier.ends]
         expand = self._worth_expanding(level, going_on)
         self._frontier = [child[:2] for child in expand]
         return HostGrowth([pick for _, _, pick in children], [pick for _, _, pick in expand])
-
-    def _acceptance(self, probs: list[float], depth: int, least: float) -> list[float]:
-        """Conditional acceptances of one node's best candidates, down to the first below `least`."""
-        if self.calibrate:
-            return self.calibrator.likeliest(probs, depth, least)
-        return [prob for prob in probs if prob >= least]
 
     def _worth_expanding(self, level: int, children: list[Child]) -> list[Child]:
         """The new nodes to draft from: the width with the best gain less price; none if it does not pay."""
         if level >= self.max_depth:
             return []
-        self._plan["gain"], self._plan["level_cost"] = 0.0, self._level_prices[0]
-        masses = self.mass.below(level)
+        prices, masses = self._prices.levels, self._prices.masses[level]
+        self._plan["gain"], self._plan["level_cost"] = 0.0, prices[0]
         gains = [(child[0] * masses[int(child[1] * CONFIDENCE_BINS)], child) for child in children]
         gains.sort(reverse=True)
-        del gains[self.max_width :]
         total, best_net, best_width = 0.0, -math.inf, 0
-        for width, ((gain, _), price) in enumerate(zip(gains, self._level_prices, strict=False), start=1):
+        for width, ((gain, _), price) in enumerate(zip(gains, prices, strict=False), start=1):
             total += gain
             if total - price > best_net:
                 best_net, best_width = total - price, width
                 self._plan["gain"], self._plan["level_cost"] = total, price
-        if self.stop:
-            del gains[best_width if best_net > 0 else 0 :]
-        return sorted((child for _, child in gains), key=itemgetter(2))
+        if self.stop and best_net <= 0:
+            return []
+        expand = [child for _, child in gains[: best_width if self.stop else self.max_width]]
+        return sorted(expand, key=itemgetter(2)) if len(expand) > 1 else expand
 
     def select(self, drafted: Drafted) -> list[int] | None:
-        """The top n by P, n the best by expected tokens less priced time; ancestors come along because P never grows."""
+        """The top n by P, n the best by expected tokens less priced time; ancestors come along because P never grows.
+
+        In that order: the path that is likeliest to be accepted then tends to stand first.
+        """
         if not self._paths:
             return None
-        assert self.costs is not None
+        self._plan["drafted"] = len(self._paths)
         order = sorted(range(len(self._paths)), key=self._paths.__getitem__, reverse=True)  # stable: equals keep their order
-        verify, price, total, best_net, size = self.costs.verify, self._lambda, 0.0, 0.0, 0
-        floor = verify(1)
-        for nodes, i in enumerate(order[: self.node_budget], start=1):
+        del order[self.node_budget :]
+        verify_s, price, total, best_net, size = self._prices.verify_s, self._prices.time, 0.0, 0.0, 0
+        for nodes, i in enumerate(order, start=1):
             total += self._paths[i]
-            net = total - price * (verify(nodes + 1) - floor)
+            net = total - price * (verify_s[nodes] - verify_s[0])
             if net > best_net:
                 best_net, size = net, nodes
                 self._plan["expected"] = total
-        return None if size == len(order) else [0, *(i + 1 for i in sorted(order[:size]))]
+        return [0, *[i + 1 for i in order[:size]]]
 
     def explain(self, entry: dict[str, float]) -> str:
         price = f"at {entry['price']:.0f} tokens/s"
@@ -254,56 +250,73 @@ class CostAware(Policy):
     def observe(self, outcome: Outcome) -> None:
         self.rounds += 1
         self._skipped = 0 if len(outcome.tree) > 1 else self._skipped + 1
-        self._tokens = self.memory * self._tokens + outcome.accepted + 1
+        self._noted.append(Noted(outcome, self._drafting_s, self._masses))
+        if len(self._noted) >= min(LEARN_EVERY, self.rounds / 2):
+            self._learn()
+
+    def _learn(self) -> None:
+        """Learns from the last rounds, all at once: what time is worth, what passes cost, what becomes of candidates."""
+        if not self._noted:
+            return
+        for noted in self._noted:
+            self._learn_prices(noted)
+            for depth, acceptance, mass in noted.masses:
+                self.mass.learn(depth, acceptance, mass)
+        evidence = _evidence(noted.outcome for noted in self._noted) if self.calibrate else None
+        self._noted.clear()
+        if evidence is not None:
+            probs, depths, labels, weights = evidence
+            self.before.add(depths, probs, labels)
+            self.after.add(depths, self.calibrator.learn(probs, depths, labels, weights), labels)
+        self._reprice()
+
+    def _learn_prices(self, noted: Noted) -> None:
+        """Tokens and time are priced in one currency, and a round's own timing may have been interrupted: so by the tables."""
+        outcome, size = noted.outcome, len(noted.outcome.tree)
+        assert self.costs is not None
         self._correct_costs(outcome)
-        self._seconds = self.memory * self._seconds + self._seconds_of(outcome)
-        self._usual_size += LIVE_RATE * (len(outcome.tree) - self._usual_size)
-        if outcome.labels is not None and self.calibrate:
-            self._unlearned.append((outcome.tree, outcome.path, outcome.labels))
-            if len(self._unlearned) >= min(LEARN_EVERY, self.rounds / 2):
-                self._learn()
+        seconds = self.costs.verify_s(size, outcome.context) + noted.drafting_s + self.costs.overhead
+        self._tokens = self.memory * self._tokens + outcome.accepted + 1
+        self._seconds = self.memory * self._seconds + seconds
+        self._usual_size += LIVE_RATE * (size - self._usual_size)
 
     def _correct_costs(self, outcome: Outcome) -> None:
         assert self.costs is not None
-        times = outcome.times
+        times = outcome.times()
         self.costs.verify.correct(len(outcome.tree), times.verify_s, LIVE_RATE)
         for width, seconds in times.draft:
             self.costs.draft.correct(width, seconds, LIVE_RATE)
         explained = times.verify_s + sum(seconds for _, seconds in times.draft)
         self.costs.overhead += LIVE_RATE * (max(times.total_s - explained, 0.0) - self.costs.overhead)
 
-    def _seconds_of(self, outcome: Outcome) -> float:
-        """What a round like this one costs by the corrected tables: tokens and time must be priced in one currency, and the
-        round's own timing may have been interrupted."""
-        assert self.costs is not None
-        drafting = sum(self.costs.draft(width) for width, _ in outcome.times.draft)
-        return self.costs.verify_s(len(outcome.tree), outcome.context) + drafting + self.costs.overhead
 
-    def _learn(self) -> None:
-        """Learns from the likeliest drafted candidates of every verified node of the last rounds, all at once."""
-        probs, depths, labels, weights = (column.cpu() for column in _labelled(self._unlearned))
-        self._unlearned.clear()
-        self.before.add(depths, probs, labels)
-        self.after.add(depths, self.calibrator.learn(probs, depths, labels, weights), labels)
+def _face_value(probs: list[float], depth: int, least: float) -> list[float]:
+    """As `Calibrator.likeliest`, without calibration."""
+    return [prob for prob in probs if prob >= least]
 
 
-def _labelled(rounds: list[tuple[Tree, Tensor, Callable[[], Tensor]]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What was said and what became of it, from each round's verified tree, accepted path and labels.
+def _evidence(outcomes: Iterable[Outcome]) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    """What was said below every verified node that the draft was asked about, and what became of it; None if nothing was.
 
     Returns:
         probabilities [M, R], depths [M] of the candidates, labels [M, R] and weights [M].
     """
-    trees, paths, labels = zip(*rounds, strict=True)
-    weights = [torch.full((len(tree),), OFF_PATH_WEIGHT, device=path.device) for tree, path in zip(trees, paths, strict=True)]
-    for weight, path in zip(weights, paths, strict=True):
-        weight[path] = 1.0
-    drafted = torch.cat([tree.drafted for tree in trees])
-    nodes = (drafted >= 0).nonzero()[:, 0]
-    said = torch.cat([tree.candidates[tree.drafted, :LABELLED_RANKS] for tree in trees])
-    depths = torch.cat([tree.depths for tree in trees])
-    return (
-        said[nodes],
-        depths[nodes] + 1,
-        torch.cat([judge() for judge in labels])[nodes, :LABELLED_RANKS],
-        torch.cat(weights)[nodes],
-    )
+    said: list[float] = []
+    labels: list[float] = []
+    depths: list[int] = []
+    weights: list[float] = []
+    ranks = 0
+    for outcome in outcomes:
+        tree, path = outcome.tree, set(outcome.path)
+        for label in outcome.labels(LABELLED_RANKS):
+            labels += label
+        for node, one in enumerate(tree.said):
+            if one is not None:
+                probs = one[0][:LABELLED_RANKS]
+                said += probs
+                ranks = len(probs)
+                depths.append(tree.columns.depths[node] + 1)
+                weights.append(1.0 if node in path else OFF_PATH_WEIGHT)
+    if not said:
+        return None
+    return doubles(said).view(-1, ranks), longs(depths, CPU), doubles(labels).view(-1, ranks), doubles(weights)

@@ -105,7 +105,7 @@ class Sage(Policy):
     """
 
     name = "sage"
-    looks_back = True
+    on_host = True
 
     def __init__(
         self,
@@ -152,14 +152,14 @@ class Sage(Policy):
         self.width = width(self.alpha, self.min_width, self.max_width)
 
     def begin(self) -> dict[str, float]:
-        self._nodes = 0
+        self._nodes, self._paths = 0, [1.0]  # drafted so far, and P of each frontier node
         self._plan_tree()
         return {"alpha": self.alpha, "planned_depth": self.depth, "width": self.width}
 
     def grow(self, frontier: Frontier) -> HostGrowth | None:
         if self.alpha_from is AlphaSource.CURRENT:
             if frontier.level == 1:
-                self.alpha = confidence_of(frontier.probs[0, : self.top_k].tolist())
+                self.alpha = confidence_of(frontier.rows[0][: self.top_k])
                 self._plan_tree()
         elif self._is_first:
             return self._static.grow(frontier)
@@ -168,12 +168,11 @@ class Sage(Policy):
     def _grow_level(self, frontier: Frontier) -> HostGrowth | None:
         """Algorithm 1's construction for one level: W_l candidates of each node, the unlikely ones left unexpanded."""
         level = frontier.level
-        probs_FK, paths_F = frontier.probs[:, : self.top_k].tolist(), frontier.path_probs.tolist()
-        num_candidates = frontier.probs.shape[1]
+        num_candidates = len(frontier.rows[0])
         children = [
             (path * prob, prob, row * num_candidates + rank)
-            for row, (path, probs) in enumerate(zip(paths_F, probs_FK, strict=True))
-            for rank, prob in enumerate(probs[: round_half_up(level_width(self.width, level, path))])
+            for row, (path, probs) in enumerate(zip(self._paths, frontier.rows, strict=True))
+            for rank, prob in enumerate(probs[: min(self.top_k, round_half_up(level_width(self.width, level, path)))])
         ]
         left = self.node_budget - self._nodes
         if len(children) > left:
@@ -185,14 +184,15 @@ class Sage(Policy):
         is_last = level >= round_half_up(self.depth) or self._nodes >= self.node_budget
         least = math.inf if is_last else prune_threshold(level, self.depth)
         judged = 0 if self.threshold is Threshold.CUMULATIVE else 1
-        expand = [child[2] for child in children if child[judged] > least and child[2] not in frontier.ends]
-        return HostGrowth([pick for _, _, pick in children], expand)
+        expand = [child for child in children if child[judged] > least and child[2] not in frontier.ends]
+        self._paths = [child[0] for child in expand]
+        return HostGrowth([child[2] for child in children], [child[2] for child in expand])
 
     def explain(self, entry: dict[str, float]) -> str:
         return f"alpha {entry['alpha']:.2f} planned depth {entry['planned_depth']:.1f}, width {entry['width']:.1f}"
 
     def observe(self, outcome: Outcome) -> None:
-        if len(outcome.tree.candidates) == 0:  # one token was left to emit, so nothing was drafted
+        if outcome.tree.said[0] is None:  # one token was left to emit, so nothing was drafted
             return
         self._is_first = False
         self._accepted.append(outcome.accepted)
@@ -203,10 +203,9 @@ class Sage(Policy):
 
     def _lookahead(self, outcome: Outcome) -> list[float]:
         """The draft's k largest probabilities at the accepted node nearest to the next root that it was asked about."""
-        rows = outcome.tree.drafted[outcome.path].tolist()
-        row = rows[0] if self.alpha_from is AlphaSource.ROOT else [row for row in rows if row >= 0][-1]
-        found: list[float] = outcome.tree.candidates[row, : self.top_k].tolist()
-        return found
+        said = [one for one in (outcome.tree.said[node] for node in outcome.path) if one is not None]
+        probs, _ = said[0 if self.alpha_from is AlphaSource.ROOT else -1]
+        return probs[: self.top_k]
 
     def _move_ceiling(self) -> None:
         mean = sum(self._accepted) / len(self._accepted)

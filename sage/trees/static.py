@@ -27,6 +27,7 @@ class Static(Policy):
     """
 
     name = "static"
+    on_host = True
 
     def __init__(self, paths: Sequence[Sequence[int]] = STATIC_TREE) -> None:
         nodes = sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))
@@ -36,7 +37,6 @@ class Static(Policy):
         self.candidates = 1 + max(rank for path in nodes for rank in path)
         self.max_nodes = len(nodes) + 1
         self._levels = [_level(nodes, depth) for depth in range(1, len(nodes[-1]) + 1)]
-
         self._growth: dict[int, list[HostGrowth]] = {}  # the levels by number of candidates, made once
 
     def grow(self, frontier: Frontier) -> HostGrowth:

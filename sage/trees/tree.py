@@ -1,6 +1,6 @@
 """The draft tree as flat arrays, and what policies see of it.
 
-Shapes: N tree nodes (node 0 is the root), F frontier nodes, K candidates per node, E rows of candidates.
+Shapes: N tree nodes (node 0 is the root), F frontier nodes, K candidates per node.
 """
 
 from __future__ import annotations
@@ -13,9 +13,18 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from sage.longs import CPU, longs
 from sage.stats import RoundTimes
 
-_NOT_ASKED, _NOTHING_SAID = torch.empty(0, dtype=torch.long), torch.empty(0, 0)
+Said = tuple[list[float], list[int]]  # the draft's K largest probabilities below a node, descending, and their tokens
+
+
+class Columns(NamedTuple):
+    """A tree as numbers, one list of N each: what `Tree` holds as tensors."""
+
+    tokens: list[int]
+    parents: list[int]
+    depths: list[int]
 
 
 @dataclass
@@ -26,27 +35,29 @@ class Tree:
         tokens: LongTensor [N].
         parents: LongTensor [N]; -1 for the root.
         depths: LongTensor [N]; 0 for the root.
-        num_levels: levels drafted; the tree is at most this deep.
-        drafted: LongTensor [N], the node's row in `candidates`, -1 where the draft was not asked. This and the next two are
-            empty for a policy that does not look back.
-        candidates: [E, K], the draft's K largest probabilities below each drafted node, descending; rows that no node names
-            mean nothing.
-        candidate_tokens: LongTensor [E, K], their tokens.
+        num_levels: the tree is at most this deep.
+        said: per node what the draft said below it, None where it was not asked; empty if the policy planned on the device.
     """
 
     tokens: Tensor
     parents: Tensor
     depths: Tensor
     num_levels: int = 0
-    drafted: Tensor = _NOT_ASKED
-    candidates: Tensor = _NOTHING_SAID
-    candidate_tokens: Tensor = _NOTHING_SAID
+    said: Sequence[Said | None] = ()
 
     @classmethod
-    def of_root(cls, token: Tensor) -> Tree:
-        """The tree of one node. `token`: LongTensor [1]."""
-        minus_one = torch.full_like(token, -1)
-        return cls(token, minus_one, minus_one + 1, drafted=minus_one)
+    def of(cls, columns: Columns, device: torch.device = CPU, said: Sequence[Said | None] = ()) -> Tree:
+        """The tree of these numbers; they go to the device in one piece."""
+        size = len(columns.tokens)
+        tokens, parents, depths = longs([*columns.tokens, *columns.parents, *columns.depths], device).view(3, size).unbind()
+        tree = cls(tokens, parents, depths, max(columns.depths), said)
+        tree.columns, tree.ancestors = columns, ancestors_of(columns.parents, device)
+        return tree
+
+    @classmethod
+    def of_root(cls, token: int, device: torch.device = CPU) -> Tree:
+        """The tree of one node."""
+        return cls.of(Columns([token], [-1], [0]), device, (None,))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -54,25 +65,36 @@ class Tree:
     @property
     def depth(self) -> int:
         """Depth of the deepest node."""
-        return int(self.depths[-1])
+        return max(self.columns.depths)
 
-    def said_so(self, chosen: Tensor) -> Tensor:
-        """[N, K], 1 where a candidate below a node is the token `chosen` [N] there, else 0; for nodes that were asked about."""
-        return (self.candidate_tokens[self.drafted] == chosen[:, None]).float()
+    @cached_property
+    def columns(self) -> Columns:
+        """The tree as numbers. Waits for the device, unless the tree was made of them."""
+        return Columns(*torch.stack((self.tokens, self.parents, self.depths)).tolist())
 
-    @property
+    @cached_property
     def ancestors(self) -> Tensor:
-        """BoolTensor [N, N], row n True at n and its ancestors.
+        """BoolTensor [N, N], row n True at n and its ancestors; nothing waits for the device.
 
         Paths of up to 2^i steps are those of up to 2^(i-1) steps, twice: a few small products instead of a walk per level.
         """
-        if len(self) == 1:
-            return torch.ones(1, 1, dtype=torch.bool, device=self.tokens.device)
         reach = torch.eye(len(self), device=self.tokens.device)
         reach.scatter_(1, self.parents.clamp(min=0)[:, None], 1.0)
         for _ in range(max(self.num_levels - 1, 0).bit_length()):
             reach = (reach @ reach).clamp_(max=1.0)
         return reach > 0
+
+
+def ancestors_of(parents: Sequence[int], device: torch.device) -> Tensor:
+    """`Tree.ancestors` from numbers: each node's row is its parent's and the node itself."""
+    rows = [bytearray(len(parents))]
+    for node, parent in enumerate(parents):
+        row = rows[parent + 1][:]
+        row[node] = 1
+        rows.append(row)
+    size = len(parents)
+    found = torch.frombuffer(bytearray().join(rows), dtype=torch.bool, offset=size).view(size, size)
+    return found if device == CPU else found.to(device)
 
 
 class Frontier:
@@ -81,29 +103,36 @@ class Frontier:
     Args:
         level: depth of the nodes to be chosen; 1 = below the root.
         probs: [F, K], the draft's K largest probabilities below each frontier node, descending.
-        path_probs: [F], or how to compute it: not every policy looks at it.
-        find_ends: how to find the candidates that end the answer, row * K + rank each; None where nothing does.
+        path_probs: [F], the product of probabilities down to each frontier node, or how to compute it: not every policy looks
+            at it. One that plans on the host keeps its own account.
+        rows: `probs` as numbers, where they are known.
+        ends: candidates, row * K + rank, that end the answer: nothing below them is ever emitted. Known on the host alone.
     """
 
     def __init__(
         self,
         level: int,
         probs: Tensor,
-        path_probs: Tensor | Callable[[], Tensor],
-        find_ends: Callable[[], Collection[int]] | None = None,
+        path_probs: Tensor | Callable[[], Tensor] | None = None,
+        rows: list[list[float]] | None = None,
+        ends: Collection[int] = (),
     ) -> None:
-        self.level, self.probs = level, probs
-        self._path_probs, self._find_ends = path_probs, find_ends
+        self.level, self.probs, self.ends = level, probs, ends
+        self._path_probs = path_probs
+        if rows is not None:
+            self.rows = rows
 
     @cached_property
     def path_probs(self) -> Tensor:
-        """[F], the product of probabilities down to each frontier node."""
+        """[F]; see above."""
+        assert self._path_probs is not None, "a policy that plans on the host keeps its own account of paths"
         return self._path_probs if isinstance(self._path_probs, Tensor) else self._path_probs()
 
     @cached_property
-    def ends(self) -> Collection[int]:
-        """Candidates, row * K + rank, that end the answer: nothing below them is ever emitted. Waits for the device."""
-        return self._find_ends() if self._find_ends else ()
+    def rows(self) -> list[list[float]]:
+        """`probs` as numbers. Waits for the device."""
+        rows: list[list[float]] = self.probs.tolist()
+        return rows
 
 
 @dataclass
@@ -122,7 +151,7 @@ class Growth:
 
 
 class HostGrowth(NamedTuple):
-    """`Growth` as numbers, from a policy that plans on the host; all levels of one round come in the same way."""
+    """`Growth` as numbers, from a policy that plans on the host."""
 
     picks: Sequence[int]
     expand: Sequence[int]
@@ -153,17 +182,17 @@ class Outcome:
     Attributes:
         accepted: number of drafted tokens accepted (without the bonus token).
         tree: the verified tree.
-        path: LongTensor [accepted + 1], the accepted nodes, the root first.
+        path: the accepted nodes, the root first.
         context: tokens the target had cached before the round.
-        labels: for policies that learn, and to be called when they do: [N, K], the target's verdict on what the draft said
-            below each verified node; greedy 1 or 0, sampling the candidate's target probability. Rows of nodes that the draft
-            was not asked about mean nothing. None where it was not asked at all.
-        times: for policies that learn: this round's timings.
+        labels: for policies that learn, and to be called when they do, with the number of candidates to judge: the target's
+            verdict on what the draft said, a list for each node that it was asked about; greedy 1 or 0, sampling the
+            candidate's target probability.
+        times: for policies that learn, and to be called when they do: this round's timings. Waits for the device.
     """
 
     accepted: int
     tree: Tree
-    path: Tensor
+    path: Sequence[int]
     context: int = 0
-    labels: Callable[[], Tensor] | None = None
-    times: RoundTimes = field(default_factory=RoundTimes)
+    labels: Callable[[int], list[list[float]]] = field(default=lambda ranks: [])
+    times: Callable[[], RoundTimes] = RoundTimes

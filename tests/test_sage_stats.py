@@ -1,0 +1,31 @@
+"""Clocks: a round's timings are those laps, whenever they are asked for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sage import stats
+from sage.longs import CPU, doubles, longs
+
+
+def test_a_rounds_timings_can_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([0.0, 1.0, 1.5, 1.75, 4.75, 5.0, 9.0])
+    monkeypatch.setattr(stats.time, "perf_counter", lambda: next(now))
+    clock = stats.Clock(CPU)
+    clock.lap("commit")  # the round before
+    clock.start_round()
+    clock.lap("policy")
+    clock.lap("draft_steps", 3)
+    clock.lap("verify", 8)
+    clock.lap("accept")
+    times = clock.round_times()
+    clock.lap("verify", 99)  # the round after
+    assert times() == times() == stats.RoundTimes(verify_s=3.0, draft=[(3, 0.75)], total_s=4.0)
+    assert clock.seconds()["verify"] == 7.0 and clock.seconds()["commit"] == 1.0
+
+
+@pytest.mark.parametrize("values", [[], [7], [3, -1, 2**40]])
+def test_numbers_become_tensors(values: list[int]) -> None:
+    assert torch.equal(longs(values, CPU), torch.tensor(values, dtype=torch.long))
+    assert torch.equal(doubles([0.5 * value for value in values]), 0.5 * torch.tensor(values, dtype=torch.float64))
