@@ -21,6 +21,7 @@ PHASES = (
     "policy",
     "other",
 )
+OUTSIDE = "outside"
 PREFILL_PHASES = ("vision", "target_prefill", "draft_prefill")
 
 
@@ -62,8 +63,9 @@ class Clock:
         self._laps.append((phase, count, self._now()))
 
     def start_round(self) -> None:
-        """The next `round_times` counts from here."""
-        self._round_start = len(self._laps) - 1
+        """Starts a round; what was done with the last one since, outside of the decoder, is booked nowhere."""
+        self._round_start = len(self._laps)
+        self.lap(OUTSIDE)
 
     def round_times(self) -> Callable[[], RoundTimes]:
         """How to get the timings from `start_round` to here; that waits for the device, and can wait."""
@@ -86,7 +88,8 @@ class Clock:
         """Seconds per phase, every phase named."""
         total = dict.fromkeys(PHASES, 0.0)
         for phase, _, seconds in self._resolve(0):
-            total[phase] += seconds
+            if phase != OUTSIDE:
+                total[phase] += seconds
         return total
 
     def _resolve(self, start: int, end: int | None = None) -> list[tuple[str, int, float]]:

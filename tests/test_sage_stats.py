@@ -10,11 +10,11 @@ from sage.longs import CPU, doubles, longs
 
 
 def test_a_rounds_timings_can_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter([0.0, 1.0, 1.5, 1.75, 4.75, 5.0, 9.0])
+    now = iter([0.0, 1.0, 3.0, 3.5, 3.75, 6.75, 7.0, 11.0])
     monkeypatch.setattr(stats.time, "perf_counter", lambda: next(now))
     clock = stats.Clock(CPU)
     clock.lap("commit")  # the round before
-    clock.start_round()
+    clock.start_round()  # two seconds later: somebody took a while over the last one
     clock.lap("policy")
     clock.lap("draft_steps", 3)
     clock.lap("verify", 8)
@@ -22,7 +22,8 @@ def test_a_rounds_timings_can_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     times = clock.round_times()
     clock.lap("verify", 99)  # the round after
     assert times() == times() == stats.RoundTimes(verify_s=3.0, draft=[(3, 0.75)], total_s=4.0)
-    assert clock.seconds()["verify"] == 7.0 and clock.seconds()["commit"] == 1.0
+    seconds = clock.seconds()
+    assert seconds["verify"] == 7.0 and seconds["commit"] == 1.0 and sum(seconds.values()) == 9.0
 
 
 @pytest.mark.parametrize("values", [[], [7], [3, -1, 2**40]])
