@@ -64,57 +64,58 @@ class Request:
     read: list[Features] = field(default_factory=list)
 
 
-@torch.inference_mode()
 def decode(request: Request, clock: Clock, stats: Stats) -> Iterator[Round]:
     """Yields the answer round by round; the prefill's token is the first round."""
     target, session, policy, cache = request.target, request.session, request.policy, request.cache
     chooser, ending = request.chooser, request.ending
     levels = session.levels if session else ()
-    fresh = request.prompt.after(cache.length)
-    wants_attention = session is not None and request.pruning.needs_attention and bool(fresh.visual_mask.any())
-    features = target.prefill(fresh, cache, levels, wants_attention)
-    request.read.append(features)
-    first = chooser.first(target.lm_head(features.last[:, -1]))
-    root = int(first)
-    clock.lap("target_prefill")
-    policy.reset()
-    stats.prompt_tokens = request.prompt.input_ids.shape[1]
-    logits = None
-    if session:
-        known = Features.join(request.read)
-        logits = session.prefill(request.pruning(request.prompt, known), known, first)
-        stats.draft_context = session.context
-    clock.lap("draft_prefill")
+    with torch.inference_mode():  # never over a yield: it would last until somebody asks for more
+        fresh = request.prompt.after(cache.length)
+        wants_attention = session is not None and request.pruning.needs_attention and bool(fresh.visual_mask.any())
+        features = target.prefill(fresh, cache, levels, wants_attention)
+        request.read.append(features)
+        first = chooser.first(target.lm_head(features.last[:, -1]))
+        root = int(first)
+        clock.lap("target_prefill")
+        policy.reset()
+        stats.prompt_tokens = request.prompt.input_ids.shape[1]
+        logits = None
+        if session:
+            known = Features.join(request.read)
+            logits = session.prefill(request.pruning(request.prompt, known), known, first)
+            stats.draft_context = session.context
+        clock.lap("draft_prefill")
     unread: list[tuple[Features, Tensor]] = []
     yield Round(_emit([root], request, stats), 0)
 
     while not ending.is_over:
-        clock.start_round()
-        plan = policy.begin()
-        clock.lap("policy")
-        if session and unread and policy.wants_draft():
-            logits = catch_up(session, unread, clock, stats)
-        tree = draft_tree(root, None if unread else logits, request, clock, stats)
-        start = cache.length
-        position = request.prompt.next_position + (stats.new_tokens - 1)
-        features = target.tree_pass(tree.tokens, position + tree.depths, tree.ancestors, cache, levels)
-        target_logits = target.lm_head(features.last[0])
-        clock.lap("verify", len(tree))
+        with torch.inference_mode():
+            clock.start_round()
+            plan = policy.begin()
+            clock.lap("policy")
+            if session and unread and policy.wants_draft():
+                logits = catch_up(session, unread, clock, stats)
+            tree = draft_tree(root, None if unread else logits, request, clock, stats)
+            start = cache.length
+            position = request.prompt.next_position + (stats.new_tokens - 1)
+            features = target.tree_pass(tree.tokens, position + tree.depths, tree.ancestors, cache, levels)
+            target_logits = target.lm_head(features.last[0])
+            clock.lap("verify", len(tree))
 
-        choices = chooser(target_logits, tree).tolist()
-        path, tokens = accept(tree, choices)
-        emitted = _emit(tokens, request, stats)
-        num_accepted = min(len(path) - 1, len(emitted))
-        clock.lap("accept")
+            choices = chooser(target_logits, tree).tolist()
+            path, tokens = accept(tree, choices)
+            emitted = _emit(tokens, request, stats)
+            num_accepted = min(len(path) - 1, len(emitted))
+            clock.lap("accept")
 
-        cache.keep_path(start, path)
-        request.read.append(features if len(path) == len(tree) else features.at(longs(path, tree.tokens.device)))
-        unread.append((request.read[-1], longs(tokens, tree.tokens.device)))
-        root = tokens[-1]
-        clock.lap("commit")
-        policy.observe(_outcome(tree, path, num_accepted, choices, start, request, clock))
-        stats.note_round(tree.depth, len(tree) - 1, num_accepted, plan)
-        clock.lap("policy")
+            cache.keep_path(start, path)
+            request.read.append(features if len(path) == len(tree) else features.at(longs(path, tree.tokens.device)))
+            unread.append((request.read[-1], longs(tokens, tree.tokens.device)))
+            root = tokens[-1]
+            clock.lap("commit")
+            policy.observe(_outcome(tree, path, num_accepted, choices, start, request, clock))
+            stats.note_round(tree.depth, len(tree) - 1, num_accepted, plan)
+            clock.lap("policy")
         yield Round(emitted, num_accepted)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,15 +28,20 @@ class Output:
 
     Attributes:
         tokens: LongTensor [new tokens], after the prompt, up to and including EOS.
-        text: decoded without special tokens; empty when the target has no processor.
         stats: counts and times.
         drafted: BoolTensor [new tokens], True where the draft had guessed the token.
+        tokenizer: makes `text` of the tokens when somebody asks for it.
     """
 
     tokens: Tensor
-    text: str
     stats: Stats
     drafted: Tensor
+    tokenizer: Any = field(default=None, repr=False)
+
+    @cached_property
+    def text(self) -> str:
+        """Decoded without special tokens; empty when the target has no processor."""
+        return self.tokenizer.decode(self.tokens.tolist(), skip_special_tokens=True) if self.tokenizer else ""
 
 
 @dataclass
@@ -99,7 +105,7 @@ class Generation:
         """Runs the request; yields each round as it is accepted."""
         for round_ in decode(self.request, self.clock, self.stats):
             self.tokens += round_.tokens
-            self.drafted += [i < round_.num_drafted for i in range(len(round_.tokens))]
+            self.drafted += [True] * round_.num_drafted + [False] * (len(round_.tokens) - round_.num_drafted)
             yield round_
         self.clock.lap("other")
         self.stats.time_s = self.clock.seconds()
@@ -116,8 +122,7 @@ class Generation:
     def output(self) -> Output:
         """The answer so far."""
         tokenizer = self.target.processor.tokenizer if self.target.processor else None
-        text = tokenizer.decode(self.tokens, skip_special_tokens=True) if tokenizer else ""
-        return Output(torch.tensor(self.tokens), text, self.stats, torch.tensor(self.drafted))
+        return Output(torch.tensor(self.tokens), self.stats, torch.tensor(self.drafted), tokenizer)
 
 
 def start(
@@ -137,6 +142,7 @@ def start(
         past: an earlier turn of the same conversation; what the new prompt shares with it is not prefilled again. It is used
             up by this call.
     """
+    clock = Clock(target.device)
     policy = new_policy(policy) if isinstance(policy, str) else policy
     if policy.candidates and draft is None:
         raise ValueError(f"draft: the policy {policy.name!r} needs one; load it with sage.load_draft(path, target)")
@@ -149,7 +155,7 @@ def start(
     capacity = _capacity(target, prompt_ids, max_new_tokens, policy)
     if draft is not None and policy.learns and policy.costs is None:
         policy.costs = measure_costs(target, draft, len(chooser.history), len(chooser.history) + max_new_tokens)
-    clock = Clock(target.device)
+        clock.skip()
     prompt = target.embed(inputs, past.prompt if past else None)
     clock.lap("vision")
     cache, read = past.reuse(prompt, capacity) if past else (target.new_cache(capacity), [])

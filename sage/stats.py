@@ -62,10 +62,14 @@ class Clock:
         """Ends a stretch of work on `count` nodes and books it."""
         self._laps.append((phase, count, self._now()))
 
+    def skip(self) -> None:
+        """Ends a stretch of work that is booked nowhere."""
+        self.lap(OUTSIDE)
+
     def start_round(self) -> None:
         """Starts a round; what was done with the last one since, outside of the decoder, is booked nowhere."""
         self._round_start = len(self._laps)
-        self.lap(OUTSIDE)
+        self.skip()
 
     def round_times(self) -> Callable[[], RoundTimes]:
         """How to get the timings from `start_round` to here; that waits for the device, and can wait."""

@@ -30,3 +30,13 @@ def test_a_rounds_timings_can_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_numbers_become_tensors(values: list[int]) -> None:
     assert torch.equal(longs(values, CPU), torch.tensor(values, dtype=torch.long))
     assert torch.equal(doubles([0.5 * value for value in values]), 0.5 * torch.tensor(values, dtype=torch.float64))
+
+
+def test_what_is_skipped_is_booked_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([0.0, 1.0, 51.0, 53.0])
+    monkeypatch.setattr(stats.time, "perf_counter", lambda: next(now))
+    clock = stats.Clock(CPU)
+    clock.lap("vision")
+    clock.skip()
+    clock.lap("vision")
+    assert clock.seconds()["vision"] == sum(clock.seconds().values()) == 3.0
