@@ -23,9 +23,9 @@ from PIL import Image
 from torch import Tensor
 
 from data_prep.config import OnLong
-from data_prep.conversation import Conversation, Message, Part, TooLong, check, media_parts, text_of
+from data_prep.conversation import BadTemplate, Conversation, Message, Part, TooLong, check, media_parts, text_of
 from sage.media import open_clip, open_picture
-from sage.targets.processing import DEFAULT_FPS, Processor, Segment
+from sage.targets.processing import DEFAULT_FPS, Processor, Segment, TemplateFault
 
 Example = dict[str, Any]
 PRIVATE_USE = range(0xF0000, 0xF0100)
@@ -67,7 +67,7 @@ def segments(messages: list[Message], processor: Processor) -> list[Segment]:
     writes another blank there when it renders a finished turn).
 
     Raises:
-        ValueError: the template rewrites answers, or does not render an answer as it prompts for one.
+        TemplateFault: the template rewrites answers, or does not render an answer as it prompts for one.
     """
     shield, probe = _unused_characters(messages)
     shielded = [_shield(message, processor, shield) for message in messages]
@@ -79,7 +79,7 @@ def segments(messages: list[Message], processor: Processor) -> list[Segment]:
     for i, answer in enumerate(answers):
         opening, close = frame[i][begin:], frame[i + 1]
         if end_of_turn not in close or not opening.endswith(rendered_tail):
-            raise ValueError(f"target: its chat template does not end each answer with {end_of_turn!r} in the same way")
+            raise TemplateFault(f"target: its chat template does not end each answer with {end_of_turn!r} in the same way")
         end = close.index(end_of_turn) + len(end_of_turn)
         pieces.append((opening[: len(opening) - len(rendered_tail)] + prompted_tail, False))
         pieces.append((answer + close[:end], True))
@@ -97,7 +97,7 @@ def _split(messages: list[Message], processor: Processor, probe: str) -> tuple[l
     for texts in (answers, [answer.strip() for answer in answers]):
         if len(frame) == len(texts) + 1 and rendered == _interleave(frame, texts):
             return frame, texts
-    raise ValueError("target: its chat template rewrites or drops answers, so they cannot be told from the rest")
+    raise TemplateFault("target: its chat template rewrites or drops answers, so they cannot be told from the rest")
 
 
 def _headers(messages: list[Message], processor: Processor, frame: list[str], answers: list[str]) -> tuple[str, str]:
@@ -106,7 +106,7 @@ def _headers(messages: list[Message], processor: Processor, frame: list[str], an
     prompted = processor.render(messages[:-1], True)
     common = len(os.path.commonprefix([finished, prompted]))
     if finished[common:].strip() or prompted[common:].strip():
-        raise ValueError("target: its chat template prompts for an answer otherwise than it renders one")
+        raise TemplateFault("target: its chat template prompts for an answer otherwise than it renders one")
     return finished[common:], prompted[common:]
 
 
@@ -153,6 +153,8 @@ def _encode(conversation: Conversation, processor: Processor, num_frames: int) -
         videos = [_open_clip(part, num_frames) for part in parts if part["type"] == "video"]
         fps = next((part["fps"] for part in parts if "fps" in part), DEFAULT_FPS)
         return processor.encode(segments(conversation.messages, processor), images, videos, fps)
+    except TemplateFault as error:
+        raise conversation.bad(str(error), BadTemplate) from error
     except ValueError as error:
         raise conversation.bad(str(error)) from error
 

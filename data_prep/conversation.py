@@ -51,6 +51,10 @@ class TooLong(BadItem):
     """An item that is whole but longer than the configured length; dropped and counted, never an error."""
 
 
+class BadTemplate(BadItem):
+    """An item that shows a fault of the target's chat template: leaving it out mends nothing, others are likely to follow."""
+
+
 @dataclass
 class Conversation:
     """Chat messages with their pictures.
@@ -71,9 +75,9 @@ class Conversation:
     family: str = ""
     meta: dict[str, Any] = field(default_factory=dict)
 
-    def bad(self, reason: str) -> BadItem:
+    def bad(self, reason: str, kind: type[BadItem] = BadItem) -> BadItem:
         """The error that names this conversation."""
-        return BadItem(self.source or "conversation", f"{self.meta.get('index', '?')} (id {self.id})", reason)
+        return kind(self.source or "conversation", f"{self.meta.get('index', '?')} (id {self.id})", reason)
 
     def prompt(self) -> Conversation:
         """The messages before the last assistant answer; the answer goes to `meta["answer"]`."""

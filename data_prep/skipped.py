@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from data_prep.conversation import BadItem, TooLong
+from data_prep.conversation import BadItem, BadTemplate, TooLong
 
 logger = logging.getLogger(__name__)
 REMEDY = "; data.on_bad=skip leaves such items out and lists them"
@@ -38,8 +38,8 @@ class SkipList:
             BadItem: the item itself and what can be done about it, where broken items are errors.
         """
         if self.strict and not isinstance(item, TooLong):
-            remedy = "" if item.reason.startswith("target: ") else REMEDY  # every item would be left out
-            raise BadItem(item.source, item.index, item.reason.removesuffix(REMEDY) + remedy) from item
+            remedy = "" if isinstance(item, BadTemplate) else REMEDY
+            raise type(item)(item.source, item.index, item.reason.removesuffix(REMEDY) + remedy) from item
         self.items.append(item)
         key = (item.source, str(item.index))
         if key in self._seen:

@@ -10,7 +10,7 @@ from data_prep_helpers import LLAVA_TEMPLATE, make_processor, picture, says, use
 
 from data_prep.chat import build_example, visual_mask
 from data_prep.config import OnLong
-from data_prep.conversation import BadItem, Conversation, TooLong
+from data_prep.conversation import BadItem, BadTemplate, Conversation, TooLong
 from sage.targets.processing import Processor
 
 QWEN, LLAVA = "qwen2_5_vl", "llava_onevision"
@@ -133,7 +133,7 @@ def test_answer_may_quote_what_a_user_may_not() -> None:
 def test_template_that_cannot_be_masked_is_an_error(change: tuple[str, str], message: str) -> None:
     processor = make_processor(LLAVA)
     processor.chat_template = LLAVA_TEMPLATE.replace(*change)
-    with pytest.raises(BadItem, match=message):
+    with pytest.raises(BadTemplate, match=f"target: its chat template {message}"):
         build_example(Conversation("c", [user("Hi?"), says("yes")]), processor)
 
 

@@ -28,6 +28,10 @@ Segment = tuple[str, bool]
 DEFAULT_FPS = 2.0
 
 
+class TemplateFault(ValueError):
+    """A chat template that is missing or cannot be worked with: the target's fault, not that of what it was to render."""
+
+
 class Processor:
     """The target's own tokenizer, template and image processor behind one call.
 
@@ -68,7 +72,7 @@ class Processor:
     def render(self, messages: Messages, add_generation_prompt: bool) -> str:
         """The chat template's text for these messages, one placeholder per picture."""
         if not self.chat_template:
-            raise ValueError("target: its tokenizer has no chat template; add chat_template.jinja to the target folder")
+            raise TemplateFault("target: its tokenizer has no chat template; add chat_template.jinja to the target folder")
         return self.tokenizer.apply_chat_template(
             messages, chat_template=self.chat_template, tokenize=False, add_generation_prompt=add_generation_prompt
         )
