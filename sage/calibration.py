@@ -13,8 +13,7 @@ Shapes: M labelled nodes, R ranks looked at, X features.
 
 from __future__ import annotations
 
-import math
-from math import exp, log
+from math import exp, inf, log
 from typing import Any
 
 import torch
@@ -111,7 +110,7 @@ class Calibrator:
         probs = probs.double().clamp(CLIP, 1 - CLIP)
         logs = probs.log()
         rivals = logs[:, :1].expand_as(logs).clone()
-        rivals[:, 0] = logs[:, 1] if logs.shape[1] > 1 else -math.inf
+        rivals[:, 0] = logs[:, 1] if logs.shape[1] > 1 else -inf
         features = torch.ones(*probs.shape, NUM_FEATURES, dtype=torch.float64)
         features[..., 0] = logs - (-probs).log1p()
         features[..., 2] = (logs - rivals).clamp_(-MARGIN, MARGIN)

@@ -30,7 +30,6 @@ class Curve:
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        self._table: tuple[float, list[float]] = (self.scale, [])
         for i in range(1, len(self.seconds)):
             self.seconds[i] = max(self.seconds[i], self.seconds[i - 1])
 
@@ -39,12 +38,8 @@ class Curve:
         return self.scale * self._interpolate(count)
 
     def up_to(self, count: int) -> list[float]:
-        """Seconds at 1, 2, .. `count` at least; computed once for every correction."""
-        scale, seconds = self._table
-        if scale != self.scale or len(seconds) < count:
-            seconds = [self(one) for one in range(1, count + 1)]
-            self._table = (self.scale, seconds)
-        return seconds
+        """Seconds at 1, 2, .. `count`."""
+        return [self(one) for one in range(1, count + 1)]
 
     def _interpolate(self, count: float) -> float:
         upper = min(bisect_left(self.counts, count), len(self.counts) - 1)

@@ -15,8 +15,12 @@ def longs(values: Sequence[int], device: torch.device) -> Tensor:
     """LongTensor [M] of M numbers."""
     if not values:
         return torch.empty(0, dtype=torch.long, device=device)
-    found = torch.frombuffer(array("q", values), dtype=torch.long)
-    return found if device == CPU else found.to(device)
+    return onto(device, torch.frombuffer(array("q", values), dtype=torch.long))
+
+
+def onto(device: torch.device, made: Tensor) -> Tensor:
+    """What was made on the host, on `device`; to ask `Tensor.to` for nothing takes as long as a small operation."""
+    return made if device == CPU else made.to(device)
 
 
 def doubles(values: Sequence[float]) -> Tensor:

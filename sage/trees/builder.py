@@ -19,22 +19,13 @@ from torch import Tensor
 
 from sage.longs import longs
 from sage.trees.base import Policy
-from sage.trees.tree import Columns, Frontier, Growth, HostGrowth, Said, Tree
+from sage.trees.tree import Columns, Drafted, Frontier, Growth, HostGrowth, Said, Tree
 
 DROPPED = "the root or a kept node's parent was dropped"
 
 
-class TreeBuilder(Protocol):
-    """Grows one round's tree: `ask`, `add` and `advance` once per level, then `tree`.
-
-    Attributes:
-        path_probs: [N], the product of the draft's probabilities from the root down; 1 for the root.
-    """
-
-    @property
-    def path_probs(self) -> Tensor: ...
-
-    def __len__(self) -> int: ...
+class TreeBuilder(Drafted, Protocol):
+    """Grows one round's tree: `ask`, `add` and `advance` once per level, then `tree`; to `Policy.select` it is `Drafted`."""
 
     def ask(self, probs: Tensor, tokens: Tensor) -> Frontier:
         """What a policy sees of a new level.

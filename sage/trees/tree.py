@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from sage.longs import CPU, longs
+from sage.longs import CPU, longs, onto
 from sage.stats import RoundTimes
 
 Said = tuple[list[float], list[int]]  # the draft's K largest probabilities below a node, descending, and their tokens
@@ -93,8 +93,7 @@ def ancestors_of(parents: Sequence[int], device: torch.device) -> Tensor:
         row[node] = 1
         rows.append(row)
     size = len(parents)
-    found = torch.frombuffer(bytearray().join(rows), dtype=torch.bool, offset=size).view(size, size)
-    return found if device == CPU else found.to(device)
+    return onto(device, torch.frombuffer(bytearray().join(rows), dtype=torch.bool, offset=size).view(size, size))
 
 
 class Frontier:
