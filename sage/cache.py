@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from sage.longs import longs
+from sage.longs import few_longs
 
 
 class _Layer(CacheLayerMixin):
@@ -97,6 +97,7 @@ class TreeCache(Cache):
         """
         end = start + len(path)
         if path[-1] != len(path) - 1:
-            rows = longs([start + node for node in path], self.storage.device)
-            self.storage[..., start:end, :] = self.storage.index_select(-2, rows)
+            rows = few_longs(tuple(path), self.storage.device)
+            tree = self.storage.narrow(-2, start, self.length - start)
+            tree.narrow(-2, 0, len(path)).copy_(tree.index_select(-2, rows))
         self.crop_to(end)

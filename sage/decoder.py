@@ -16,7 +16,7 @@ from sage.cache import TreeCache
 from sage.drafts.pruning import KEEP_ALL, Pruning
 from sage.drafts.session import DraftSession
 from sage.ending import Ending
-from sage.longs import longs
+from sage.longs import few_longs
 from sage.sampling import Chooser
 from sage.stats import Clock, Stats
 from sage.targets import Features, Prompt, Target
@@ -102,15 +102,19 @@ def decode(request: Request, clock: Clock, stats: Stats) -> Iterator[Round]:
             target_logits = target.lm_head(features.last[0])
             clock.lap("verify", len(tree))
 
-            choices = chooser(target_logits, tree).tolist()
+            choices_N = chooser(target_logits, tree)
+            choices = choices_N.tolist()
             path, tokens = accept(tree, choices)
             emitted = _emit(tokens, request, stats)
             num_accepted = min(len(path) - 1, len(emitted))
             clock.lap("accept")
 
             cache.keep_path(start, path)
-            request.read.append(features if len(path) == len(tree) else features.at(longs(path, tree.tokens.device)))
-            unread.append((request.read[-1], longs(tokens, tree.tokens.device)))
+            if len(path) < len(tree):
+                rows = few_longs(tuple(path), tree.tokens.device)
+                features, choices_N = features.at(rows), choices_N.index_select(0, rows)
+            request.read.append(features)
+            unread.append((features, choices_N))
             root = tokens[-1]
             clock.lap("commit")
             policy.observe(_outcome(tree, path, num_accepted, choices, start, request, clock))
@@ -169,7 +173,7 @@ def catch_up(session: DraftSession, unread: list[tuple[Features, Tensor]], clock
 def _outcome(
     tree: Tree, path: list[int], accepted: int, choices: list[int], context: int, request: Request, clock: Clock
 ) -> Outcome:
-    if not request.policy.learns:
+    if not request.policy.studies():
         return Outcome(accepted, tree, path, context)
     return Outcome(accepted, tree, path, context, request.chooser.labels(choices, tree), clock.round_times())
 

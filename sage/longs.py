@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -16,6 +17,12 @@ def longs(values: Sequence[int], device: torch.device) -> Tensor:
     if not values:
         return torch.empty(0, dtype=torch.long, device=device)
     return onto(device, torch.frombuffer(array("q", values), dtype=torch.long))
+
+
+@lru_cache(maxsize=4096)
+def few_longs(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """The same of a few small numbers that come again and again, like rows and places; never to be written to."""
+    return longs(values, device)
 
 
 def onto(device: torch.device, made: Tensor) -> Tensor:

@@ -27,7 +27,6 @@ from sage.recording import Candidates, Path, RecordedRound, Recording
 from sage.sampling import agreement
 from sage.stats import RoundTimes
 from sage.trees import Outcome, Policy, Tree, new_builder
-from sage.trees.tree import numbers
 from sage.verify import accept
 
 NOBODY = -1  # a token that no target says
@@ -137,7 +136,8 @@ class _Round:
         is_drafting = unread == 0 or self.policy.wants_draft()
         if is_drafting and unread:
             self.widths.append(1)
-        tree, paths = self._draft() if is_drafting else (Tree.of_root(self.root), [()])
+        tree = self._draft() if is_drafting else Tree.of_root(self.root)
+        paths = _paths(tree)
         choices = [self._choice(path) for path in paths]
         path, _ = accept(tree, choices)
         accepted = min(len(path) - 1, len(self.answer))
@@ -152,27 +152,22 @@ class _Round:
         follows = tuple(self.answer[: len(path)]) == path and len(path) < len(self.answer)
         return self.answer[len(path)] if follows else NOBODY
 
-    def _draft(self) -> tuple[Tree, list[Path]]:
-        """As `sage.decoder.draft_tree`, from what was recorded; the tree to verify and the path of each of its nodes."""
+    def _draft(self) -> Tree:
+        """As `sage.decoder.draft_tree`, from what was recorded."""
         builder = new_builder(self.policy, self.root, CPU, self.eos)
-        paths: list[Path] = [()]
-        at = list(paths)
+        at: list[Path] = [()]
         for level in range(1, self.room):
             probs, tokens = self._candidates(at)
             growth = self.policy.grow(builder.ask(probs, tokens))
             if growth is None:
                 break
             builder.add(growth)
-            picks, said = numbers(growth.picks), tokens.flatten().tolist()
-            new = {pick: (*at[pick // tokens.shape[1]], said[pick]) for pick in picks}
-            paths += new.values()
             if len(growth.expand) == 0 or level == self.room - 1:
                 break
-            builder.advance(growth)
-            at = [new[pick] for pick in numbers(growth.expand)]
+            rows, asked = builder.advance(growth)
+            at = [(*at[row], token) for row, token in zip(rows.tolist(), asked.tolist(), strict=True)]
             self.widths.append(len(at))
-        keep = self.policy.select(builder)
-        return builder.tree(keep), paths if keep is None else [paths[node] for node in numbers(keep)]
+        return builder.tree(self.policy.select(builder))
 
     def _candidates(self, paths: Sequence[Path]) -> Candidates:
         """[F, K] each: as recorded, or equal chances of tokens that nobody says."""
@@ -186,7 +181,7 @@ class _Round:
 
     def _outcome(self, tree: Tree, path: list[int], accepted: int, choices: list[int]) -> Outcome:
         """Labels are known along the answer only, so for a policy that learns the other nodes count as never asked about."""
-        if not self.policy.learns:
+        if not self.policy.studies():
             return Outcome(accepted, tree, path, self.context)
         assert self.costs is not None
         said = [None if choice == NOBODY else one for one, choice in zip(tree.said, choices, strict=True)]
@@ -196,3 +191,11 @@ class _Round:
         total_s = verify_s + sum(seconds for _, seconds in draft) + self.costs.overhead
         times = RoundTimes(verify_s, draft, total_s)
         return Outcome(accepted, tree, path, self.context, partial(agreement, tree, choices), lambda: times)
+
+
+def _paths(tree: Tree) -> list[Path]:
+    """Of every node, the tokens below the root that lead to it."""
+    paths: list[Path] = [()]
+    for token, parent in zip(tree.columns.tokens[1:], tree.columns.parents[1:], strict=True):
+        paths.append((*paths[parent], token))
+    return paths

@@ -48,15 +48,9 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
+        self._now: Callable[[], Any] = _event if self._is_cuda else time.perf_counter
         self._laps: list[tuple[str, int, Any]] = [("start", 0, self._now())]
         self._round_start = 0
-
-    def _now(self) -> Any:
-        if not self._is_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
     def lap(self, phase: str, count: int = 0) -> None:
         """Ends a stretch of work on `count` nodes and books it."""
@@ -104,6 +98,12 @@ class Clock:
             (phase, count, before.elapsed_time(now) / 1e3 if self._is_cuda else now - before)
             for (_, _, before), (phase, count, now) in zip(marks, marks[1:], strict=False)
         ]
+
+
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 @dataclass

@@ -26,9 +26,11 @@ def accept(tree: Tree, choices: Sequence[int]) -> tuple[list[int], list[int]]:
         the accepted nodes [P], the root first, and the emitted tokens [P]: theirs without the root's, then the bonus token.
     """
     tokens, parents, _ = tree.columns
-    child = {key: node for node, key in enumerate(zip(parents, tokens, strict=True))}
-    path, emitted = [0], [choices[0]]
-    while (node := child.get((path[-1], emitted[-1]))) is not None:
-        path.append(node)
-        emitted.append(choices[node])
+    last, choice = 0, choices[0]
+    path, emitted = [last], [choice]
+    for node, parent in enumerate(parents):  # children stand behind their parents, so one look at every node is enough
+        if parent == last and tokens[node] == choice:
+            last, choice = node, choices[node]
+            path.append(last)
+            emitted.append(choice)
     return path, emitted

@@ -19,7 +19,7 @@ from sage.decoder import decode
 from sage.sampling import Chooser, Sampling, agreement
 from sage.stats import RoundTimes, Stats
 from sage.trees import Frontier, Outcome, Tree
-from sage.trees.cost_aware import LABELLED_RANKS, LEARN_EVERY, OFF_PATH_WEIGHT, CostAware, Noted, _evidence
+from sage.trees.cost_aware import LABELLED_RANKS, LEARN_EVERY, OFF_PATH_WEIGHT, STUDIED, CostAware, Noted, _evidence
 from sage.trees.pricing import ChildMass
 from sage.verify import accept
 
@@ -225,6 +225,26 @@ class TestLearning:
         monkeypatch.setattr(CostAware, "_learn", lambda self: (learned.append(self.rounds), learn(self))[1])
         self.after(3 * LEARN_EVERY)
         assert learned[:4] == [1, 2, 4, 8] and learned[-2:] == [2 * LEARN_EVERY, 3 * LEARN_EVERY]
+
+    def test_of_later_rounds_one_in_four_is_studied(self) -> None:
+        policy = self.after(0)
+        tree, _ = toy_tree(policy, root=(1,))
+        policy.rounds, studied = STUDIED, []
+        for _ in range(8):
+            policy.begin()
+            studied.append(policy.studies())
+            policy.observe(Outcome(1, tree, [0, 1], times=lambda: RoundTimes(1.1, [], 1.2)))
+        assert studied == [True, False, False, False] * 2
+        assert policy.rounds == STUDIED + 8 and len(policy._noted) == 2
+
+    def test_while_drafting_does_not_pay_every_round_is_studied(self) -> None:
+        """What is learned then decides whether it is asked again; one in four could miss every round in which it was."""
+        policy = self.after(0)
+        policy.rounds = STUDIED + 1
+        for is_studied in (False, True, True, True, True):
+            policy.begin()
+            assert policy.studies() == is_studied
+            policy.observe(Outcome(0, Tree.of_root(0), [0]))
 
     def test_one_batch_is_round_after_round(self) -> None:
         """Prices, masses and costs: the same whether they are learned of one by one or together. (Newton's steps differ.)"""

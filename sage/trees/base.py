@@ -23,7 +23,7 @@ class Policy(ABC):
         name: the policy's public name.
         candidates: K, how many candidates per node the policy wants to see; 0 = it never drafts.
         max_nodes: the most nodes it verifies, or asks the draft about, in one round, the root included; sizes the caches.
-        learns: whether it plans by costs, and `observe` wants labels and timings, which take a little to collect.
+        learns: whether it plans by costs and what comes of its rounds.
         on_host: whether it answers in numbers (`HostGrowth`, and a sequence from `select`), which takes one wait for the device
             per level; else in tensors (`Growth`), and the host never waits.
         costs: what passes and levels cost here; measured when the first request of a policy that learns starts.
@@ -62,6 +62,10 @@ class Policy(ABC):
     def explain(self, entry: dict[str, float]) -> str:
         """Why a round was shaped as it was, in a few words; `entry` is that round's line of `Stats.rounds_log`."""
         return ""
+
+    def studies(self) -> bool:
+        """Whether `observe` wants this round's labels and timings, which take a little to collect."""
+        return self.learns
 
     def observe(self, outcome: Outcome) -> None:  # noqa: B027 (optional hook)
         """Learns from a verified round."""

@@ -11,13 +11,13 @@ rows the draft was asked about, R nodes kept.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from sage.longs import longs
+from sage.longs import few_longs, longs
 from sage.trees.base import Policy
 from sage.trees.tree import Columns, Drafted, Frontier, Growth, HostGrowth, Said, Tree
 
@@ -74,28 +74,32 @@ class HostBuilder:
         return len(self._tokens)
 
     def ask(self, probs: Tensor, tokens: Tensor) -> Frontier:
-        self._level += 1
+        self._level, self._candidate_tokens = self._level + 1, tokens
         rows, self._candidates = probs.tolist(), tokens.tolist()
-        for node, said in zip(self._asked, zip(rows, self._candidates, strict=True), strict=True):
-            self._said[node] = said
-        return Frontier(self._level, probs, rows=rows, ends=_ends(self._candidates, self.eos))
+        width, ends = len(rows[0]), []
+        for row, (node, chances, candidates) in enumerate(zip(self._asked, rows, self._candidates, strict=True)):
+            self._said[node] = (chances, candidates)
+            if not self.eos.isdisjoint(candidates):
+                ends += [row * width + rank for rank, token in enumerate(candidates) if token in self.eos]
+        return Frontier(self._level, probs, rows=rows, ends=ends)
 
     def add(self, growth: HostGrowth) -> None:
-        width = len(self._candidates[0])
+        candidates, asked = self._candidates, self._asked
+        width, added = len(candidates[0]), len(growth.picks)
         for pick in growth.picks:
-            row, rank = divmod(pick, width)
-            self._tokens.append(self._candidates[row][rank])
-            self._parents.append(self._asked[row])
-        added = len(growth.picks)
+            row = pick // width
+            self._tokens.append(candidates[row][pick - row * width])
+            self._parents.append(asked[row])
         self._depths += [self._level] * added
         self._said += [None] * added
 
     def advance(self, growth: HostGrowth) -> tuple[Tensor, Tensor]:
-        width, first = len(self._candidates[0]), len(self._tokens) - len(growth.picks)
-        node_of = {pick: node for node, pick in enumerate(growth.picks, start=first)}
-        self._asked = [node_of[pick] for pick in growth.expand]
-        rows = _rows(tuple([pick // width for pick in growth.expand]), self.device)
-        return rows, longs([self._tokens[node] for node in self._asked], self.device)
+        picks, width = growth.picks, len(self._candidates[0])
+        first = len(self._tokens) - len(picks)
+        self._asked = [first + picks.index(pick) for pick in growth.expand]
+        rows = few_longs(tuple([pick // width for pick in growth.expand]), self.device)
+        expand = few_longs(tuple(growth.expand), self.device)
+        return rows, self._candidate_tokens.flatten().index_select(0, expand)
 
     @property
     def path_probs(self) -> Tensor:
@@ -111,15 +115,14 @@ class HostBuilder:
         """`keep`: [R], the root first and every node's parent somewhere before it."""
         if keep is None:
             return Tree.of(Columns(self._tokens, self._parents, self._depths), self.device, self._said)
-        columns, said, place = Columns([], [], []), [], {-1: -1}
+        parents, place = [], {-1: -1}
         for index, node in enumerate(keep):
-            assert self._parents[node] in place, DROPPED
+            parent = place.get(self._parents[node])
+            assert parent is not None, DROPPED
             place[node] = index
-            columns.tokens.append(self._tokens[node])
-            columns.parents.append(place[self._parents[node]])
-            columns.depths.append(self._depths[node])
-            said.append(self._said[node])
-        return Tree.of(columns, self.device, said)
+            parents.append(parent)
+        columns = Columns([self._tokens[node] for node in keep], parents, [self._depths[node] for node in keep])
+        return Tree.of(columns, self.device, [self._said[node] for node in keep])
 
 
 class DeviceBuilder:
@@ -198,22 +201,6 @@ class DeviceBuilder:
         )
         places = torch.cat((zero, *picks)) + start_N
         return depth_N, places, torch.searchsorted(places, torch.cat((zero, zero, *questions)) + start_E)
-
-
-@lru_cache(maxsize=4096)
-def _rows(rows: tuple[int, ...], device: torch.device) -> Tensor:
-    """Frontiers are narrow, so it is the same few rows again and again."""
-    return longs(rows, device)
-
-
-def _ends(candidates: list[list[int]], eos: frozenset[int]) -> Collection[int]:
-    """Which candidates end the answer, as row * K + rank."""
-    width = len(candidates[0])
-    found: list[int] = []
-    for row, tokens in enumerate(candidates):
-        if not eos.isdisjoint(tokens):
-            found += [row * width + rank for rank, token in enumerate(tokens) if token in eos]
-    return found
 
 
 def _repeated(values: Sequence[int], levels: Sequence[Tensor]) -> list[int]:

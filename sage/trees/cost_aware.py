@@ -35,7 +35,9 @@ from sage.trees.tree import Drafted, Frontier, HostGrowth, Outcome
 OFF_PATH_WEIGHT = 0.1
 LIVE_RATE = 0.05
 LABELLED_RANKS = 4
-LEARN_EVERY = 64  # rounds per step of the calibrator, once it has seen as many; before that at 1, 2, 4, .. and 32
+STUDIED = 256  # rounds that are all learned from; of the later ones, which hardly move what is known, one in STUDIED_ONE_IN
+STUDIED_ONE_IN = 4
+LEARN_EVERY = 64  # studied rounds per step of learning, once there have been as many; before that at 1, 2, 4, .. and 32
 LEAST_PATH = 1e-12  # an acceptance too small to matter, but one that can be divided by
 
 Child = tuple[float, float, int]  # P, own acceptance, pick
@@ -155,9 +157,11 @@ class CostAware(Policy):
         if self._priced is not self.costs or self._priced is None:
             self._reprice()
         self._drafting_s = 0.0
+        self._is_studied = self.rounds < STUDIED or self._skipped > 0 or self.rounds % STUDIED_ONE_IN == 0
         self._masses: list[tuple[int, float, float]] = []
-        self._paths: list[float] = []
-        self._frontier: list[tuple[float, float]] = [(1.0, 1.0)]  # (P, own acceptance) of each frontier node
+        self._levels: list[list[Child]] = []
+        self._frontier: list[Child] = [(1.0, 1.0, 0)]
+        self._asked, self._weighed = 0, (0.0, 0.0)  # levels the draft was asked for; gain and price of the last one weighed
         self._plan = {
             "price": self._prices.time,
             "gain": 0.0,
@@ -171,65 +175,79 @@ class CostAware(Policy):
 
     def grow(self, frontier: Frontier) -> HostGrowth | None:
         """Nodes that may be worth verifying, P(v) >= lambda * dc_t; one wait for the device per level."""
-        level = self._plan["asked"] = frontier.level
+        level = self._asked = frontier.level
         node_price, likeliest = self._prices.node, self.calibrator.likeliest if self.calibrate else _face_value
-        self._drafting_s += self._prices.level_s[len(frontier.rows) - 1]
         children: list[Child] = []
         first = 0
-        for (path, own), probs in zip(self._frontier, frontier.rows, strict=True):
-            acceptance = likeliest(probs, level, node_price / max(path, LEAST_PATH))
-            self._masses.append((level - 1, own, sum(acceptance)))
-            children += [(path * accepted, accepted, pick) for pick, accepted in enumerate(acceptance, first)]
+        for (path, _, _), probs in zip(self._frontier, frontier.rows, strict=True):
+            for pick, accepted in enumerate(likeliest(probs, level, node_price / max(path, LEAST_PATH)), first):
+                children.append((path * accepted, accepted, pick))
             first += len(probs)
+        if self._is_studied:
+            self._note_level(frontier, children)
         if not children:
             return None
         if len(children) > self.node_budget:
             children = sorted(sorted(children, reverse=True)[: self.node_budget], key=itemgetter(2))
-        self._plan["levels"] = level
-        self._paths += [path for path, _, _ in children]
+        self._levels.append(children)
         going_on = children
         if frontier.ends and self.sees_ends:
             going_on = [child for child in children if child[2] not in frontier.ends]
         expand = self._worth_expanding(level, going_on)
-        self._frontier = [child[:2] for child in expand]
+        self._frontier = expand
         return HostGrowth([pick for _, _, pick in children], [pick for _, _, pick in expand])
+
+    def _note_level(self, frontier: Frontier, children: list[Child]) -> None:
+        """What the pass should have taken, and which mass it found below each node that it was asked about."""
+        width, num_candidates = len(frontier.rows), len(frontier.rows[0])
+        self._drafting_s += self._prices.level_s[width - 1]
+        found = [0.0] * width
+        for _, accepted, pick in children:
+            found[pick // num_candidates] += accepted
+        self._masses += [(frontier.level - 1, own, mass) for (_, own, _), mass in zip(self._frontier, found, strict=True)]
 
     def _worth_expanding(self, level: int, children: list[Child]) -> list[Child]:
         """The new nodes to draft from: the width with the best gain less price; none if it does not pay."""
         if level >= self.max_depth:
             return []
         prices, masses = self._prices.levels, self._prices.masses[level]
-        self._plan["gain"], self._plan["level_cost"] = 0.0, prices[0]
-        gains = [(child[0] * masses[int(child[1] * CONFIDENCE_BINS)], child) for child in children]
+        gains = [(path * masses[int(accepted * CONFIDENCE_BINS)], pick) for path, accepted, pick in children]
         gains.sort(reverse=True)
-        total, best_net, best_width = 0.0, -math.inf, 0
+        total, best_net, best_gain, best_width = 0.0, -math.inf, 0.0, 0
         for width, ((gain, _), price) in enumerate(zip(gains, prices, strict=False), start=1):
             total += gain
             if total - price > best_net:
-                best_net, best_width = total - price, width
-                self._plan["gain"], self._plan["level_cost"] = total, price
+                best_net, best_gain, best_width = total - price, total, width
+        self._weighed = best_gain, prices[max(best_width, 1) - 1]
+        width = best_width if self.stop else self.max_width
         if self.stop and best_net <= 0:
             return []
-        expand = [child for _, child in gains[: best_width if self.stop else self.max_width]]
-        return sorted(expand, key=itemgetter(2)) if len(expand) > 1 else expand
+        if width >= len(children):
+            return children
+        chosen = {pick for _, pick in gains[:width]}
+        return [child for child in children if child[2] in chosen]
 
     def select(self, drafted: Drafted) -> list[int] | None:
         """The top n by P, n the best by expected tokens less priced time; ancestors come along because P never grows.
 
         In that order: the path that is likeliest to be accepted then tends to stand first.
         """
-        if not self._paths:
+        paths = [path for children in self._levels for path, _, _ in children]
+        gain, level_cost = self._weighed
+        self._plan.update(gain=gain, level_cost=level_cost, asked=self._asked, levels=len(self._levels), drafted=len(paths))
+        if not paths:
             return None
-        self._plan["drafted"] = len(self._paths)
-        order = sorted(range(len(self._paths)), key=self._paths.__getitem__, reverse=True)  # stable: equals keep their order
+        order = sorted(range(len(paths)), key=paths.__getitem__, reverse=True)  # stable: equals keep their order
         del order[self.node_budget :]
-        verify_s, price, total, best_net, size = self._prices.verify_s, self._prices.time, 0.0, 0.0, 0
+        verify_s, price = self._prices.verify_s, self._prices.time
+        total = expected = best_net = 0.0
+        size = 0
         for nodes, i in enumerate(order, start=1):
-            total += self._paths[i]
+            total += paths[i]
             net = total - price * (verify_s[nodes] - verify_s[0])
             if net > best_net:
-                best_net, size = net, nodes
-                self._plan["expected"] = total
+                best_net, expected, size = net, total, nodes
+        self._plan["expected"] = expected
         return [0, *[i + 1 for i in order[:size]]]
 
     def explain(self, entry: dict[str, float]) -> str:
@@ -247,9 +265,14 @@ class CostAware(Policy):
 
     # -- what it learns -----------------------------------------------------------------------------------------------
 
+    def studies(self) -> bool:
+        return self._is_studied
+
     def observe(self, outcome: Outcome) -> None:
         self.rounds += 1
         self._skipped = 0 if len(outcome.tree) > 1 else self._skipped + 1
+        if not self._is_studied:
+            return
         self._noted.append(Noted(outcome, self._drafting_s, self._masses))
         if len(self._noted) >= min(LEARN_EVERY, self.rounds / 2):
             self._learn()

@@ -49,7 +49,7 @@ class Tree:
     def of(cls, columns: Columns, device: torch.device = CPU, said: Sequence[Said | None] = ()) -> Tree:
         """The tree of these numbers; they go to the device in one piece."""
         size = len(columns.tokens)
-        tokens, parents, depths = longs([*columns.tokens, *columns.parents, *columns.depths], device).view(3, size).unbind()
+        tokens, parents, depths = longs([*columns.tokens, *columns.parents, *columns.depths], device).split(size)
         tree = cls(tokens, parents, depths, max(columns.depths), said)
         tree.columns, tree.ancestors = columns, ancestors_of(columns.parents, device)
         return tree
@@ -154,11 +154,6 @@ class HostGrowth(NamedTuple):
 
     picks: Sequence[int]
     expand: Sequence[int]
-
-
-def numbers(chosen: Tensor | Sequence[int]) -> Sequence[int]:
-    """What a policy chose, on the device or on the host, as numbers."""
-    return chosen.tolist() if isinstance(chosen, Tensor) else chosen
 
 
 class Drafted(Protocol):
