@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,11 +67,15 @@ class Request:
 
 
 def decode(request: Request, clock: Clock, stats: Stats) -> Iterator[Round]:
-    """Yields the answer round by round; the prefill's token is the first round."""
+    """Yields the answer round by round; the prefill's token is the first round.
+
+    Inference mode is entered for each round, never over a yield: it would last until somebody asks for more. A caller who has
+    entered it spares every round the way in and out.
+    """
     target, session, policy, cache = request.target, request.session, request.policy, request.cache
     chooser, ending = request.chooser, request.ending
     levels = session.levels if session else ()
-    with torch.inference_mode():  # never over a yield: it would last until somebody asks for more
+    with _inference_mode():
         fresh = request.prompt.after(cache.length)
         wants_attention = session is not None and request.pruning.needs_attention and bool(fresh.visual_mask.any())
         features = target.prefill(fresh, cache, levels, wants_attention)
@@ -89,7 +95,7 @@ def decode(request: Request, clock: Clock, stats: Stats) -> Iterator[Round]:
     yield Round(_emit([root], request, stats), 0)
 
     while not ending.is_over:
-        with torch.inference_mode():
+        with _inference_mode():
             clock.start_round()
             plan = policy.begin()
             clock.lap("policy")
@@ -121,6 +127,10 @@ def decode(request: Request, clock: Clock, stats: Stats) -> Iterator[Round]:
             stats.note_round(tree.depth, len(tree) - 1, num_accepted, plan)
             clock.lap("policy")
         yield Round(emitted, num_accepted)
+
+
+def _inference_mode() -> AbstractContextManager[Any]:
+    return nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode()
 
 
 def draft_tree(root: int, logits: Tensor | None, request: Request, clock: Clock, stats: Stats) -> Tree:

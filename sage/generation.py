@@ -14,6 +14,7 @@ from sage.cache import TreeCache
 from sage.decoder import Request, Round, decode
 from sage.drafts import KEEP_ALL, Draft, Pruning, check_draft, new_session
 from sage.ending import Ending
+from sage.longs import CPU, longs
 from sage.probe import measure_costs
 from sage.sampling import Chooser, Sampling
 from sage.stats import Clock, Stats
@@ -122,7 +123,7 @@ class Generation:
     def output(self) -> Output:
         """The answer so far."""
         tokenizer = self.target.processor.tokenizer if self.target.processor else None
-        return Output(torch.tensor(self.tokens), self.stats, torch.tensor(self.drafted), tokenizer)
+        return Output(longs(self.tokens, CPU), self.stats, longs(self.drafted, CPU).bool(), tokenizer)
 
 
 def start(
@@ -201,8 +202,9 @@ def generate(target: Target, draft: Draft | None, inputs: Any, **options: Any) -
         ValueError: an option out of range, a batch, a prompt beyond the target's context, a draft of another target.
     """
     generation = start(target, draft, inputs, **options)
-    for _ in generation.rounds():
-        pass
+    with torch.inference_mode():
+        for _ in generation.rounds():
+            pass
     return generation.output()
 
 
