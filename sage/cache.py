@@ -31,10 +31,11 @@ class _Layer(CacheLayerMixin):
         """Nothing is left to do: the buffer exists from the start."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        start, self.length = self.length, self.length + key_states.shape[-2]
-        self.keys[..., start : self.length, :] = key_states
-        self.values[..., start : self.length, :] = value_states
-        return self.keys[..., : self.length, :], self.values[..., : self.length, :]
+        start, new = self.length, key_states.shape[-2]
+        self.length += new
+        self.keys.narrow(-2, start, new).copy_(key_states)
+        self.values.narrow(-2, start, new).copy_(value_states)
+        return self.keys.narrow(-2, 0, self.length), self.values.narrow(-2, 0, self.length)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.length + query_length, 0

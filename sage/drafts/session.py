@@ -83,7 +83,7 @@ class EagleSession:
         self.capacity = capacity
         self.dtype = draft.dtype
         self.hidden = torch.zeros(1, config.hidden_size, dtype=draft.dtype, device=draft.device)
-        self.visible = self.hidden[:, :0]
+        self.visible: Tensor | None = None
         self.committed = self.depth = self.offset = 0
         self._set_origin(torch.zeros(1, dtype=torch.long, device=draft.device))
         self._siblings: dict[int, Tensor] = {}
@@ -100,7 +100,7 @@ class EagleSession:
         return self.committed
 
     def _rope(self, start: int, length: int) -> tuple[Tensor, Tensor]:
-        return self.cos[:, :, start : start + length], self.sin[:, :, start : start + length]
+        return self.cos.narrow(2, start, length), self.sin.narrow(2, start, length)
 
     @torch.no_grad()
     def prefill(self, prompt: Prompt, features: Features, root: Tensor) -> Tensor:
@@ -131,13 +131,23 @@ class EagleSession:
 
     @torch.no_grad()
     def expand(self, rows: Tensor, tokens: Tensor) -> Tensor:
-        self.visible = torch.cat((self.visible.index_select(0, rows), self._only_itself(len(tokens))), 1)
-        mask = self.visible if len(tokens) == 1 else self.visible.repeat(self.group, 1)  # one row serves all heads of a group
+        mask = self._mask(rows)
         rope = self._rope(self.offset + self.depth, 1)
         self.depth += 1
         embeds = self.target.embed_tokens(tokens)[None]
-        self.hidden = self.draft(embeds, self.hidden.index_select(0, rows)[None], tokens, mask[None, None], self.cache, rope)[0]
+        parents = self.hidden.expand(len(rows), -1) if len(self.hidden) == 1 else self.hidden.index_select(0, rows)
+        self.hidden = self.draft(embeds, parents[None], tokens, mask, self.cache, rope)[0]
         return self.draft.logits(self.hidden, self.target)
+
+    def _mask(self, rows: Tensor) -> Tensor | None:
+        """The additive mask of the children of `rows` [F], [1, 1, G * F, S]; None where all the cache holds is one path."""
+        if self.visible is None:
+            if len(rows) == 1:
+                return None
+            self.visible = self.hidden.new_zeros(len(self.hidden), self.cache.length)
+        self.visible = torch.cat((self.visible.index_select(0, rows), self._only_itself(len(rows))), 1)
+        mask = self.visible if len(rows) == 1 else self.visible.repeat(self.group, 1)  # one row serves all heads of a group
+        return mask[None, None]
 
     @torch.no_grad()
     def commit(self, features: Features, tokens: Tensor) -> Tensor:
@@ -156,17 +166,17 @@ class EagleSession:
         size = self.draft.config.hidden_size
         self._start_tree(torch.zeros(1, width, size, dtype=self.dtype, device=self.cache.storage.device))
         self.hidden = self.hidden.expand(width, -1)
-        self.visible = self.visible.expand(width, -1)
 
     def _start_tree(self, hidden: Tensor) -> Tensor:
         """The last pair belongs to the root: its output starts the tree, its cache row is committed.
 
-        `visible` [F, S] is the additive mask of the frontier over all cached rows; a child inherits its parent's row.
+        `visible` [F, S] is the additive mask of the frontier over all cached rows; a child inherits its parent's row. As long
+        as every node has been the only one of its level, all rows are its ancestors', and None says so.
         """
         self.committed = self.cache.length
         self.depth = 0
         self.hidden = hidden[0, -1:]
-        self.visible = hidden.new_zeros(1, self.committed)
+        self.visible = None
         return self.draft.logits(self.hidden, self.target)
 
     def _only_itself(self, width: int) -> Tensor:
