@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from compressor_helpers import COMPRESSORS
 from conftest import make_qwen
 from train_helpers import make_target
 
 import sage
+from sage.drafts.spans import Marks
 from train.cli import train
 from train.config import Config, ConfigError
 from train.hydra_app import compose
@@ -128,16 +130,28 @@ def test_sharding_divides_what_the_stage_says() -> None:
     assert offloaded["AdamW, masters"] == 0.0
 
 
-@pytest.mark.parametrize(("kind", "steps"), [("eagle", 1), ("eagle3", 1), ("eagle3", 3)])
-def test_draft_activations_are_what_autograd_keeps(kind: str, steps: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "steps", "mode"),
+    [
+        ("eagle", 1, None),
+        ("eagle3", 1, None),
+        ("eagle3", 3, None),
+        *(("eagle", 1, mode) for mode in COMPRESSORS),
+        ("eagle3", 2, "pool"),
+    ],
+)
+def test_draft_activations_are_what_autograd_keeps(kind: str, steps: int, mode: str | None) -> None:
     """An estimate: within a quarter of the bytes that autograd holds on to, parameters not counted."""
     from train.plan import draft_activations
 
     target = make_qwen()
-    options = {"feature_levels": [0, 1, 2]} if kind == "eagle3" else {}
-    draft = sage.new_draft(target, kind, seed=0, **options).train().requires_grad_(True)
-    batch, tokens, hidden = 2, 64, target.hidden_size
-    embeds, features = torch.randn(batch, tokens, hidden), torch.randn(batch, tokens, hidden)
+    options: dict[str, Any] = {"feature_levels": [0, 1, 2]} if kind == "eagle3" else {}
+    compressor = None if mode is None else COMPRESSORS[mode]
+    draft = sage.new_draft(target, kind, seed=0, compressor=compressor, **options).train().requires_grad_(True)
+    batch, length, visual, hidden = 2, 64, 32, target.hidden_size
+    embeds, features = torch.randn(batch, length, hidden), torch.randn(batch, length, hidden)
+    token = torch.arange(length + 1).expand(batch, -1)
+    marks = Marks.of((token >= 8) & (token <= 8 + visual), token < 0, token > 50)
     own = {p.untyped_storage().data_ptr() for p in draft.parameters()}
     kept: dict[int, torch.Tensor] = {}
 
@@ -148,12 +162,27 @@ def test_draft_activations_are_what_autograd_keeps(kind: str, steps: int) -> Non
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
         fused = draft.fuse(sage.targets.Features(features, (features,) * len(draft.levels)))
-        outputs = draft.unroll(embeds, fused, torch.arange(tokens).expand(3, batch, tokens), steps)
+        short = draft.shorten(embeds, fused, torch.arange(length).expand(3, batch, length), marks)
+        outputs = draft.unroll(short.embeds_next, short.features, short.position_ids, steps, short.weight)
     assert len(outputs) == steps
     held = sum(value.untyped_storage().nbytes() for value in kept.values())
     config = configure(f"draft={kind}", f"objective.steps={steps}")
     made = Plan(config=config, ranks=1, accumulation=1, pair=type("Pair", (), {"target": target, "draft": draft})())
-    assert draft_activations(made, batch * tokens) == pytest.approx(held, rel=0.25)
+    assert draft_activations(made, batch, length, visual) == pytest.approx(held, rel=0.25)
+
+
+@pytest.mark.parametrize("mode", COMPRESSORS)
+def test_a_compressor_counts_the_rows_it_makes(mode: str) -> None:
+    draft = sage.new_draft(make_qwen(), "eagle", seed=0, compressor=COMPRESSORS[mode])
+    size = draft.config.hidden_size
+    for length in (1, 5, 12):
+        token = torch.arange(length + 4)[None]
+        marks = Marks.of((token >= 1) & (token <= 1 + length), token < 0, token == length + 3)
+        pairs = torch.randn(1, length + 3, size)
+        short = draft.shorten(pairs, pairs, torch.arange(length + 3).expand(3, 1, -1), marks)
+        rows = short.features.shape[1] - 3
+        assert 0 <= rows <= draft.compressor.count(length), length
+        assert rows == draft.compressor.count(length) or mode == "select"  # whose gate chooses among them
 
 
 def test_a_7b_target_fits_on_eight_gpus_and_the_page_says_so() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from sage.drafts.operators import Conv, Resampler
 from train.checks import MAX_STAGE, check_batch
 from train.config import Config, ConfigError, Offload, Precision
 from train.meta import Pair, build_on_meta
@@ -149,7 +150,8 @@ def _activations(made: Plan) -> float:
     mask = config.train.micro_batch_size * made.length**2
     reading = tokens * size * (3 * hidden + 3 * wide) + mask
     held = tokens * size * hidden * (2 + len(_levels(made)))
-    return held + max(reading, _vision(made), draft_activations(made, tokens))
+    visual = int(made.length * VISUAL_SHARE)
+    return held + max(reading, _vision(made), draft_activations(made, config.train.micro_batch_size, made.length, visual))
 
 
 def _vision(made: Plan) -> float:
@@ -161,19 +163,29 @@ def _vision(made: Plan) -> float:
     return patches * (pixels * MASTER + size * 3 * (vision.hidden_size + vision.intermediate_size))
 
 
-def draft_activations(made: Plan, tokens: int) -> float:
-    """What autograd keeps of the draft's forward passes over `tokens` pairs, by the sizes of its layers.
+def draft_activations(made: Plan, batch: int, length: int, visual: int) -> float:
+    """What autograd keeps of the draft's forward passes over sequences of `length` pairs, `visual` of them one picture's.
 
     A layer keeps its residual and normed states (about seven of the hidden size), attention's inputs before and after the rope
-    and its output, and the four factors of the gated block.
+    and its output, and the four factors of the gated block. Features are fused before a compressor makes them fewer; its
+    learned operators keep what they read, embedding and feature side by side.
     """
-    sizes = getattr(made.pair.draft.config, "text_config", made.pair.draft.config)
-    layers = getattr(sizes, "num_hidden_layers", 1) if sizes is not made.pair.draft.config else 1
+    draft, size = made.pair.draft, BYTES[made.config.train.precision]
+    sizes = getattr(draft.config, "text_config", draft.config)
+    layers = getattr(sizes, "num_hidden_layers", 1) if sizes is not draft.config else 1
     heads = sizes.num_attention_heads + sizes.num_key_value_heads
     head_dim = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
     per_layer = 7 * sizes.hidden_size + 4 * sizes.intermediate_size + 3 * heads * head_dim
-    inputs = max(2, len(_levels(made))) * sizes.hidden_size
-    return tokens * BYTES[made.config.train.precision] * (inputs + made.config.objective.steps * layers * per_layer)
+    levels, read = len(_levels(made)), _rows(draft, length, visual)
+    learned = sum(isinstance(part, (Conv, Resampler)) for part in draft.modules())
+    inputs = (length * levels if levels else read * 2) + visual * 2 * learned
+    return batch * size * (inputs * sizes.hidden_size + read * made.config.objective.steps * layers * per_layer)
+
+
+def _rows(draft: Any, length: int, visual: int) -> int:
+    """What a draft's layer reads of a sequence of `length` pairs."""
+    compressor = getattr(draft, "compressor", None)
+    return length if compressor is None else length - visual + int(compressor.count(visual))
 
 
 def _objective(made: Plan) -> float:
@@ -193,11 +205,11 @@ def _flops(made: Plan) -> dict[str, float]:
     text = pair.target_parameters - pair.vision_parameters - target.vocab_size * target.hidden_size
     attention = 2 * made.length * target.hidden_size * target.num_layers  # causal: half of the pairs, QK and AV
     logits = 2 * _words(made) * target.hidden_size * tokens * (1 - VISUAL_SHARE)
-    steps = config.objective.steps
+    steps, read = config.objective.steps, _rows(pair.draft, made.length, int(made.length * VISUAL_SHARE)) / made.length
     return {
         "vision": 2 * pair.vision_parameters * tokens * VISUAL_SHARE * merged,
         "text": (2 * text + attention) * tokens,
-        "draft": 2 * pair.draft_parameters * tokens * steps * (1 + BACKWARD),
+        "draft": 2 * pair.draft_parameters * tokens * read * steps * (1 + BACKWARD),
         # the teacher's once; at each step the draft's, the gradient back through its lm_head, and that of an own lm_head
         "objective": logits * (1 + (2 + _has_own_head(made)) * steps),
     }

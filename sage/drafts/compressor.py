@@ -79,6 +79,10 @@ class Compressor(nn.Module):
             layout,
         )
 
+    def count(self, length: int) -> int:
+        """Rows that a span of `length` pairs becomes; the most where that depends on what is asked."""
+        return int(self.mode.count(length))
+
     def _untouched(self, embeds_next: Tensor) -> Tensor:
         """The same, with every weight's gradient a zero in training: ranks that exchange gradients need all of them."""
         if not torch.is_grad_enabled():
@@ -118,7 +122,11 @@ class Single(nn.Module):
 
     def __init__(self, operator: nn.Module) -> None:
         super().__init__()
-        self.operator = operator
+        self.operator: Any = operator
+
+    def count(self, length: int) -> int:
+        """Rows that a span of `length` pairs becomes."""
+        return int(self.operator.count(length))
 
     def forward(self, states: Tensor, spans: Spans, question: Tensor, is_drawing: bool) -> Rows:
         """[S, L, C], [S, C] -> the operator's rows."""
@@ -131,6 +139,10 @@ class Weighted(nn.Module):
     def __init__(self, operators: Sequence[nn.Module], gate: Gate) -> None:
         super().__init__()
         self.operators, self.gate = nn.ModuleList(operators), gate
+
+    def count(self, length: int) -> int:
+        """Rows that a span of `length` pairs becomes."""
+        return max(operator.count(length) for operator in self.operators)
 
     def forward(self, states: Tensor, spans: Spans, question: Tensor, is_drawing: bool) -> Rows:
         """[S, L, C], [S, C] -> one row per window."""
@@ -146,6 +158,10 @@ class Concat(nn.Module):
     def __init__(self, operators: Sequence[nn.Module]) -> None:
         super().__init__()
         self.operators = nn.ModuleList(operators)
+
+    def count(self, length: int) -> int:
+        """Rows that a span of `length` pairs becomes."""
+        return sum(operator.count(length) for operator in self.operators)
 
     def forward(self, states: Tensor, spans: Spans, question: Tensor, is_drawing: bool) -> Rows:
         """[S, L, C], [S, C] -> the rows of all."""
@@ -164,6 +180,10 @@ class Select(nn.Module):
     def __init__(self, operators: Sequence[nn.Module], gate: Gate, temperature: float) -> None:
         super().__init__()
         self.operators, self.gate, self.temperature = nn.ModuleList(operators), gate, temperature
+
+    def count(self, length: int) -> int:
+        """Rows that a span of `length` pairs becomes, at most."""
+        return max(operator.count(length) for operator in self.operators)
 
     def forward(self, states: Tensor, spans: Spans, question: Tensor, is_drawing: bool) -> Rows:
         """[S, L, C], [S, C] -> rows of the chosen operators."""

@@ -57,12 +57,20 @@ class Windows:
         return total * (self.states.shape[2] / self.size.clamp(min=1))[..., None].to(total.dtype)
 
 
-class Prune(nn.Module):
-    """Keeps one pair of every window: another one each time while training, always the same one otherwise."""
+class Windowed(nn.Module):
+    """An operator that makes one row of every window."""
 
     def __init__(self, ratio: int) -> None:
         super().__init__()
         self.ratio = ratio
+
+    def count(self, length: int) -> int:
+        """Rows that a span of `length` pairs becomes."""
+        return math.ceil(length / self.ratio)
+
+
+class Prune(Windowed):
+    """Keeps one pair of every window: another one each time while training, always the same one otherwise."""
 
     def forward(self, states: Tensor, spans: Spans, is_drawing: bool) -> Made:
         """[S, L, C] -> one row per window.
@@ -78,12 +86,8 @@ class Prune(nn.Module):
         return picked, at, windows.valid
 
 
-class Pool(nn.Module):
+class Pool(Windowed):
     """The mean of every window."""
-
-    def __init__(self, ratio: int) -> None:
-        super().__init__()
-        self.ratio = ratio
 
     def forward(self, states: Tensor, spans: Spans, is_drawing: bool) -> Made:
         """[S, L, C] -> one row per window."""
@@ -91,15 +95,14 @@ class Pool(nn.Module):
         return windows.mean(), windows.middle, windows.valid
 
 
-class Conv(nn.Module):
+class Conv(Windowed):
     """A convolution of width and stride `ratio`, one learned kernel per channel; begins as the mean.
 
     The head's own projections mix the channels next, so this is the first half of a depthwise separable convolution.
     """
 
     def __init__(self, ratio: int, channels: int) -> None:
-        super().__init__()
-        self.ratio = ratio
+        super().__init__(ratio)
         self.weight = nn.Parameter(torch.empty(channels, ratio))
         self.reset_parameters()
 
@@ -143,6 +146,10 @@ class Resampler(nn.Module):
         self.v_proj.weight.normal_(std=self.std)
         self.o_proj.weight.zero_()
 
+    def count(self, length: int) -> int:
+        """Rows that a span of `length` pairs becomes."""
+        return min(len(self.queries), length)
+
     def forward(self, states: Tensor, spans: Spans, is_drawing: bool) -> Made:
         """[S, L, C] -> min(Q, length) rows per span."""
         number = torch.arange(len(self.queries), device=states.device)
@@ -165,6 +172,10 @@ class Resampler(nn.Module):
 
 class TextOnly(nn.Module):
     """Nothing is left of a picture; the features of the text behind it have seen it all the same."""
+
+    def count(self, length: int) -> int:
+        """Rows that a span of `length` pairs becomes."""
+        return 0
 
     def forward(self, states: Tensor, spans: Spans, is_drawing: bool) -> Made:
         """[S, L, C] -> no rows."""
