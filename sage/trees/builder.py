@@ -74,32 +74,28 @@ class HostBuilder:
         return len(self._tokens)
 
     def ask(self, probs: Tensor, tokens: Tensor) -> Frontier:
-        self._level, self._candidate_tokens = self._level + 1, tokens
+        self._level += 1
         rows, self._candidates = probs.tolist(), tokens.tolist()
-        width, ends = len(rows[0]), []
-        for row, (node, chances, candidates) in enumerate(zip(self._asked, rows, self._candidates, strict=True)):
-            self._said[node] = (chances, candidates)
-            if not self.eos.isdisjoint(candidates):
-                ends += [row * width + rank for rank, token in enumerate(candidates) if token in self.eos]
-        return Frontier(self._level, probs, rows=rows, ends=ends)
+        for node, said in zip(self._asked, zip(rows, self._candidates, strict=True), strict=True):
+            self._said[node] = said
+        return Frontier(self._level, probs, rows=rows, ends=_ends(self._candidates, self.eos))
 
     def add(self, growth: HostGrowth) -> None:
-        candidates, asked = self._candidates, self._asked
-        width, added = len(candidates[0]), len(growth.picks)
+        width = len(self._candidates[0])
         for pick in growth.picks:
-            row = pick // width
-            self._tokens.append(candidates[row][pick - row * width])
-            self._parents.append(asked[row])
+            row, rank = divmod(pick, width)
+            self._tokens.append(self._candidates[row][rank])
+            self._parents.append(self._asked[row])
+        added = len(growth.picks)
         self._depths += [self._level] * added
         self._said += [None] * added
 
     def advance(self, growth: HostGrowth) -> tuple[Tensor, Tensor]:
-        picks, width = growth.picks, len(self._candidates[0])
-        first = len(self._tokens) - len(picks)
-        self._asked = [first + picks.index(pick) for pick in growth.expand]
+        width, first = len(self._candidates[0]), len(self._tokens) - len(growth.picks)
+        node_of = {pick: node for node, pick in enumerate(growth.picks, start=first)}
+        self._asked = [node_of[pick] for pick in growth.expand]
         rows = few_longs(tuple([pick // width for pick in growth.expand]), self.device)
-        expand = few_longs(tuple(growth.expand), self.device)
-        return rows, self._candidate_tokens.flatten().index_select(0, expand)
+        return rows, longs([self._tokens[node] for node in self._asked], self.device)
 
     @property
     def path_probs(self) -> Tensor:
@@ -115,14 +111,15 @@ class HostBuilder:
         """`keep`: [R], the root first and every node's parent somewhere before it."""
         if keep is None:
             return Tree.of(Columns(self._tokens, self._parents, self._depths), self.device, self._said)
-        parents, place = [], {-1: -1}
+        columns, said, place = Columns([], [], []), [], {-1: -1}
         for index, node in enumerate(keep):
-            parent = place.get(self._parents[node])
-            assert parent is not None, DROPPED
+            assert self._parents[node] in place, DROPPED
             place[node] = index
-            parents.append(parent)
-        columns = Columns([self._tokens[node] for node in keep], parents, [self._depths[node] for node in keep])
-        return Tree.of(columns, self.device, [self._said[node] for node in keep])
+            columns.tokens.append(self._tokens[node])
+            columns.parents.append(place[self._parents[node]])
+            columns.depths.append(self._depths[node])
+            said.append(self._said[node])
+        return Tree.of(columns, self.device, said)
 
 
 class DeviceBuilder:
@@ -201,6 +198,16 @@ class DeviceBuilder:
         )
         places = torch.cat((zero, *picks)) + start_N
         return depth_N, places, torch.searchsorted(places, torch.cat((zero, zero, *questions)) + start_E)
+
+
+def _ends(candidates: list[list[int]], eos: frozenset[int]) -> Collection[int]:
+    """Which candidates end the answer, as row * K + rank."""
+    width = len(candidates[0])
+    found: list[int] = []
+    for row, tokens in enumerate(candidates):
+        if not eos.isdisjoint(tokens):
+            found += [row * width + rank for rank, token in enumerate(tokens) if token in eos]
+    return found
 
 
 def _repeated(values: Sequence[int], levels: Sequence[Tensor]) -> list[int]:
