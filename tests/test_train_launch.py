@@ -238,8 +238,21 @@ def test_the_first_report_counts_an_echo_less_and_a_kill_more(tmp_path: Path) ->
     assert str(watch.verdict()) == "disk full"
     watch.first_dead = {101: -9, 100: 1}
     assert str(watch.verdict()) == "rank 1 was killed by SIGKILL (out of memory?)"
+    watch.first_dead = {100: -15, 101: -9}  # torch has ended the other one before anybody looked
+    assert str(watch.verdict()) == "rank 1 was killed by SIGKILL (out of memory?)"
+    watch.first_dead = {100: -15, 101: 1}
+    assert str(watch.verdict()) == "disk full"
     watch.asked_to_stop = True
     assert watch.verdict().exit_code == 3
+
+
+def test_a_terminated_rank_says_more_than_the_echo_of_its_loss(tmp_path: Path) -> None:
+    watch = Watch(tmp_path)
+    lost = describe(RuntimeError("gloo: Connection closed by peer [127.0.0.1]:1"), 0)
+    (tmp_path / "rank_0.json").write_text(json.dumps(asdict(lost)))
+    (tmp_path / "rank_1.pid").write_text("101")
+    watch.first_dead = {101: -15}
+    assert str(watch.verdict()) == "rank 1 was killed by SIGTERM"
 
 
 def test_a_silent_death_is_still_an_error(tmp_path: Path) -> None:

@@ -65,18 +65,22 @@ class Watch:
                 os.kill(child.pid, signal.SIGUSR1)
 
     def verdict(self) -> RankFailed:
-        """The error a person should see: a rank killed from outside, else the first report that is no echo of another."""
+        """The error a person should see: a rank killed from outside, else the first report that is no echo of another.
+
+        As soon as one rank is gone torch ends the others with SIGTERM, and both may be seen at once: a SIGTERM says least.
+        """
         reports = [Failure(**json.loads(path.read_text())) for path in self.folder.glob("rank_*.json")]
         ranks = {int(path.read_text()): int(path.stem.split("_")[1]) for path in self.folder.glob("rank_*.pid")}
         if self.asked_to_stop:
             return RankFailed("stopped at once; what was saved before is whole, go on with run.resume=true", EXIT_STOPPED)
-        for pid, code in self.first_dead.items():
-            if code < 0:
-                name = signal.Signals(-code).name
+        first = min(reports, key=lambda report: (report.is_echo, report.time), default=None)
+        killed = sorted((code == -signal.SIGTERM, pid, -code) for pid, code in self.first_dead.items() if code < 0)
+        for is_terminated, pid, number in killed[:1]:
+            if not is_terminated or first is None or first.is_echo:
+                name = signal.Signals(number).name
                 hint = " (out of memory?)" if name == "SIGKILL" else ""
                 return RankFailed(f"rank {ranks.get(pid, '?')} was killed by {name}{hint}", EXIT_CRASH)
-        if reports:
-            first = min(reports, key=lambda report: (report.is_echo, report.time))
+        if first is not None:
             return RankFailed(first.message, first.exit_code, first.details)
         return RankFailed("a rank ended before it could say why; run with launch.ranks=1 to see", EXIT_CRASH)
 
