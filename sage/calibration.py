@@ -60,25 +60,25 @@ class Calibrator:
         Siblings are exclusive, so their acceptances are kept from summing to more than one.
         """
         of_logit, bias, of_margin, second, later, of_depth = self._plain
-        best = min(max(probs[0], CLIP), 1 - CLIP)
-        lead = min(log(best / max(probs[1], CLIP)), MARGIN) if len(probs) > 1 else MARGIN
         bias += of_depth * (depth - 1)
-        chance = 1 / (1 + exp(-bias - of_margin * lead - of_logit * log(best / (1 - best))))
-        if not chance >= least:  # nor is a NaN
-            return []
-        accepted, room = [chance], 1 - chance
-        bias += second
-        for prob in probs[1:]:
+        accepted: list[float] = []
+        best = max(probs[0], CLIP)
+        room = 1.0
+        for rank, prob in enumerate(probs):
             if room < least:
                 break
-            prob = max(prob, CLIP)
-            lead = max(log(prob / best), -MARGIN)
-            chance = min(1 / (1 + exp(-bias - of_margin * lead - of_logit * log(prob / (1 - prob)))), room)
-            if not chance >= least:
+            prob = min(max(prob, CLIP), 1 - CLIP)
+            if rank == 0:
+                lead = log(prob / max(probs[1], CLIP)) if len(probs) > 1 else MARGIN
+                bias, at_rank = bias + second, bias + of_margin * min(lead, MARGIN)
+            else:
+                at_rank = bias + of_margin * max(log(prob / best), -MARGIN)
+                bias += later if rank == 1 else 0.0
+            chance = min(1 / (1 + exp(-of_logit * log(prob / (1 - prob)) - at_rank)), room)
+            if not chance >= least:  # nor is a NaN
                 break
             accepted.append(chance)
             room -= chance
-            bias += later if len(accepted) == 2 else 0.0
         return accepted
 
     def learn(self, probs: Tensor, depths: Tensor, labels: Tensor, weights: Tensor) -> Tensor:

@@ -66,6 +66,11 @@ class Plan:
         return self.config.data.max_length or DEFAULT_LENGTH
 
     @property
+    def visual(self) -> int:
+        """How many of them are visual."""
+        return int(self.length * VISUAL_SHARE)
+
+    @property
     def step_s(self) -> float:
         """Seconds per optimizer step."""
         computing = sum(self.flops.values()) / (self.ranks * self.config.launch.gpu_tflops * 1e12)
@@ -150,8 +155,8 @@ def _activations(made: Plan) -> float:
     mask = config.train.micro_batch_size * made.length**2
     reading = tokens * size * (3 * hidden + 3 * wide) + mask
     held = tokens * size * hidden * (2 + len(_levels(made)))
-    visual = int(made.length * VISUAL_SHARE)
-    return held + max(reading, _vision(made), draft_activations(made, config.train.micro_batch_size, made.length, visual))
+    drafting = draft_activations(made, config.train.micro_batch_size, made.length, made.visual)
+    return held + max(reading, _vision(made), drafting)
 
 
 def _vision(made: Plan) -> float:
@@ -205,7 +210,7 @@ def _flops(made: Plan) -> dict[str, float]:
     text = pair.target_parameters - pair.vision_parameters - target.vocab_size * target.hidden_size
     attention = 2 * made.length * target.hidden_size * target.num_layers  # causal: half of the pairs, QK and AV
     logits = 2 * _words(made) * target.hidden_size * tokens * (1 - VISUAL_SHARE)
-    steps, read = config.objective.steps, _rows(pair.draft, made.length, int(made.length * VISUAL_SHARE)) / made.length
+    steps, read = config.objective.steps, _rows(pair.draft, made.length, made.visual) / made.length
     return {
         "vision": 2 * pair.vision_parameters * tokens * VISUAL_SHARE * merged,
         "text": (2 * text + attention) * tokens,

@@ -74,12 +74,11 @@ class Watch:
         if self.asked_to_stop:
             return RankFailed("stopped at once; what was saved before is whole, go on with run.resume=true", EXIT_STOPPED)
         first = min(reports, key=lambda report: (report.is_echo, report.time), default=None)
-        killed = sorted((code == -signal.SIGTERM, pid, -code) for pid, code in self.first_dead.items() if code < 0)
-        for is_terminated, pid, number in killed[:1]:
-            if not is_terminated or first is None or first.is_echo:
-                name = signal.Signals(number).name
-                hint = " (out of memory?)" if name == "SIGKILL" else ""
-                return RankFailed(f"rank {ranks.get(pid, '?')} was killed by {name}{hint}", EXIT_CRASH)
+        killed = {pid: signal.Signals(-code).name for pid, code in self.first_dead.items() if code < 0}
+        pid = min(killed, key=lambda pid: killed[pid] == "SIGTERM", default=None)
+        if pid is not None and (killed[pid] != "SIGTERM" or first is None or first.is_echo):
+            hint = " (out of memory?)" if killed[pid] == "SIGKILL" else ""
+            return RankFailed(f"rank {ranks.get(pid, '?')} was killed by {killed[pid]}{hint}", EXIT_CRASH)
         if first is not None:
             return RankFailed(first.message, first.exit_code, first.details)
         return RankFailed("a rank ended before it could say why; run with launch.ranks=1 to see", EXIT_CRASH)

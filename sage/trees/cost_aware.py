@@ -159,9 +159,8 @@ class CostAware(Policy):
         self._drafting_s = 0.0
         self._is_studied = self.rounds < STUDIED or self._skipped > 0 or self.rounds % STUDIED_ONE_IN == 0
         self._masses: list[tuple[int, float, float]] = []
-        self._levels: list[list[Child]] = []
+        self._paths: list[float] = []
         self._frontier: list[Child] = [(1.0, 1.0, 0)]
-        self._asked, self._weighed = 0, (0.0, 0.0)  # levels the draft was asked for; gain and price of the last one weighed
         self._plan = {
             "price": self._prices.time,
             "gain": 0.0,
@@ -175,36 +174,28 @@ class CostAware(Policy):
 
     def grow(self, frontier: Frontier) -> HostGrowth | None:
         """Nodes that may be worth verifying, P(v) >= lambda * dc_t; one wait for the device per level."""
-        level = self._asked = frontier.level
+        level = self._plan["asked"] = frontier.level
         node_price, likeliest = self._prices.node, self.calibrator.likeliest if self.calibrate else _face_value
+        self._drafting_s += self._prices.level_s[len(frontier.rows) - 1]
         children: list[Child] = []
         first = 0
-        for (path, _, _), probs in zip(self._frontier, frontier.rows, strict=True):
-            for pick, accepted in enumerate(likeliest(probs, level, node_price / max(path, LEAST_PATH)), first):
-                children.append((path * accepted, accepted, pick))
+        for (path, own, _), probs in zip(self._frontier, frontier.rows, strict=True):
+            acceptance = likeliest(probs, level, node_price / max(path, LEAST_PATH))
+            if self._is_studied:
+                self._masses.append((level - 1, own, sum(acceptance)))
+            children += [(path * accepted, accepted, pick) for pick, accepted in enumerate(acceptance, first)]
             first += len(probs)
-        if self._is_studied:
-            self._note_level(frontier, children)
         if not children:
             return None
         if len(children) > self.node_budget:
             children = sorted(sorted(children, reverse=True)[: self.node_budget], key=itemgetter(2))
-        self._levels.append(children)
+        self._plan["levels"] = level
+        self._paths += [path for path, _, _ in children]
         going_on = children
         if frontier.ends and self.sees_ends:
             going_on = [child for child in children if child[2] not in frontier.ends]
-        expand = self._worth_expanding(level, going_on)
-        self._frontier = expand
+        self._frontier = expand = self._worth_expanding(level, going_on)
         return HostGrowth([pick for _, _, pick in children], [pick for _, _, pick in expand])
-
-    def _note_level(self, frontier: Frontier, children: list[Child]) -> None:
-        """What the pass should have taken, and which mass it found below each node that it was asked about."""
-        width, num_candidates = len(frontier.rows), len(frontier.rows[0])
-        self._drafting_s += self._prices.level_s[width - 1]
-        found = [0.0] * width
-        for _, accepted, pick in children:
-            found[pick // num_candidates] += accepted
-        self._masses += [(frontier.level - 1, own, mass) for (_, own, _), mass in zip(self._frontier, found, strict=True)]
 
     def _worth_expanding(self, level: int, children: list[Child]) -> list[Child]:
         """The new nodes to draft from: the width with the best gain less price; none if it does not pay."""
@@ -218,13 +209,10 @@ class CostAware(Policy):
             total += gain
             if total - price > best_net:
                 best_net, best_gain, best_width = total - price, total, width
-        self._weighed = best_gain, prices[max(best_width, 1) - 1]
-        width = best_width if self.stop else self.max_width
+        self._plan["gain"], self._plan["level_cost"] = best_gain, prices[max(best_width, 1) - 1]
         if self.stop and best_net <= 0:
             return []
-        if width >= len(children):
-            return children
-        chosen = {pick for _, pick in gains[:width]}
+        chosen = {pick for _, pick in gains[: best_width if self.stop else self.max_width]}
         return [child for child in children if child[2] in chosen]
 
     def select(self, drafted: Drafted) -> list[int] | None:
@@ -232,11 +220,10 @@ class CostAware(Policy):
 
         In that order: the path that is likeliest to be accepted then tends to stand first.
         """
-        paths = [path for children in self._levels for path, _, _ in children]
-        gain, level_cost = self._weighed
-        self._plan.update(gain=gain, level_cost=level_cost, asked=self._asked, levels=len(self._levels), drafted=len(paths))
+        paths = self._paths
         if not paths:
             return None
+        self._plan["drafted"] = len(paths)
         order = sorted(range(len(paths)), key=paths.__getitem__, reverse=True)  # stable: equals keep their order
         del order[self.node_budget :]
         verify_s, price = self._prices.verify_s, self._prices.time
