@@ -38,14 +38,22 @@ class Ending:
 
     def cut(self, tokens: list[int]) -> list[int]:
         """Adds tokens to the answer up to its end; returns those that belong to it."""
-        start = len(self.tokens)
-        for token in tokens[: self.room]:
+        kept = tokens[: self.room]
+        if self.stop or not self.eos.isdisjoint(kept):
+            kept = self._up_to_the_end(kept)
+        else:
+            self.tokens += kept
+        self.is_over = self.is_over or self.room == 0
+        return kept
+
+    def _up_to_the_end(self, tokens: list[int]) -> list[int]:
+        """Adds tokens one by one until one ends the answer; returns those added."""
+        for count, token in enumerate(tokens, start=1):
             self.tokens.append(token)
             if token in self.eos or (self.stop and self._completes_a_stop_string()):
                 self.is_over = True
-                break
-        self.is_over = self.is_over or self.room == 0
-        return self.tokens[start:]
+                return tokens[:count]
+        return tokens
 
     def _completes_a_stop_string(self) -> bool:
         longest = max(len(text.encode()) for text in self.stop)

@@ -99,15 +99,15 @@ class Generation:
     request: Request
     clock: Clock
     stats: Stats
-    tokens: list[int] = field(default_factory=list)
-    drafted: list[bool] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The answer so far."""
+        return self.request.ending.tokens
 
     def rounds(self) -> Iterator[Round]:
         """Runs the request; yields each round as it is accepted."""
-        for round_ in decode(self.request, self.clock, self.stats):
-            self.tokens += round_.tokens
-            self.drafted += [True] * round_.num_drafted + [False] * (len(round_.tokens) - round_.num_drafted)
-            yield round_
+        yield from decode(self.request, self.clock, self.stats)
         self.clock.lap("other")
         self.stats.time_s = self.clock.seconds()
 
@@ -123,7 +123,14 @@ class Generation:
     def output(self) -> Output:
         """The answer so far."""
         tokenizer = self.target.processor.tokenizer if self.target.processor else None
-        return Output(longs(self.tokens, CPU), self.stats, longs(self.drafted, CPU).bool(), tokenizer)
+        return Output(longs(self.tokens, CPU), self.stats, self._drafted(), tokenizer)
+
+    def _drafted(self) -> Tensor:
+        """`Output.drafted`: one token of the prefill's, then each round's accepted ones and, unless it was cut, its bonus."""
+        flags = bytearray(1)
+        for accepted in self.stats.accepted:
+            flags += b"\1" * accepted + b"\0"
+        return torch.frombuffer(flags, dtype=torch.bool)[: self.stats.new_tokens]
 
 
 def start(

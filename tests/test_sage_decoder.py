@@ -14,6 +14,7 @@ from transformers import DynamicCache
 import sage
 from sage import generation
 from sage.decoder import Round
+from sage.drafts.session import EagleSession
 from sage.trees import Policy
 
 LENGTH = 32
@@ -138,6 +139,55 @@ def test_eos_cuts_inside_an_accepted_path(
     with_oracle(answer)
     out = sage.generate(tiny_llava, sage.new_draft(tiny_llava), inputs, policy=small(policy), max_new_tokens=LENGTH)
     assert out.tokens.tolist() == answer[: first + 1]
+
+
+@pytest.mark.parametrize("eos_at", [None, 0, 5])
+@pytest.mark.parametrize("length", [1, 2, 3, 7, LENGTH])
+def test_drafted_marks_the_tokens_that_each_round_says_were_drafted(
+    length: int, eos_at: int | None, tiny_llava: sage.Target, with_oracle: Callable[..., None]
+) -> None:
+    inputs = make_inputs(tiny_llava)
+    answer = hugging_face(tiny_llava, inputs)
+    tiny_llava.eos_token_ids = [] if eos_at is None else [answer[eos_at]]
+    with_oracle(answer)
+    run = generation.start(tiny_llava, sage.new_draft(tiny_llava), inputs, policy="sage", max_new_tokens=length)
+    assert run.output().drafted.tolist() == []
+    marks: list[bool] = []
+    for emitted in run.rounds():
+        marks += [place < emitted.num_drafted for place in range(len(emitted.tokens))]
+        assert run.output().drafted.tolist() == marks
+    assert len(marks) == len(run.output().tokens)
+
+
+def test_generate_enters_inference_mode_once(
+    tiny_qwen: sage.Target, with_oracle: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = make_inputs(tiny_qwen)
+    with_oracle(hugging_face(tiny_qwen, inputs))
+    entered: list[bool] = []
+    mode = torch.inference_mode
+    monkeypatch.setattr(torch, "inference_mode", lambda: entered.append(True) or mode())
+    out = sage.generate(tiny_qwen, sage.new_draft(tiny_qwen), inputs, policy="sage", max_new_tokens=LENGTH)
+    assert out.stats.rounds > 1
+    assert len(entered) == 1
+
+
+@pytest.mark.parametrize(("policy", "has_masks"), [("chain", False), ("static", True)])
+def test_a_chain_is_drafted_without_a_mask(
+    policy: str, has_masks: bool, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    masks: list[bool] = []
+    raw = EagleSession._mask
+
+    def spy(session: EagleSession, rows: torch.Tensor) -> torch.Tensor | None:
+        mask = raw(session, rows)
+        masks.append(mask is not None)
+        return mask
+
+    monkeypatch.setattr(EagleSession, "_mask", spy)
+    sage.generate(tiny_qwen, random_draft(tiny_qwen, seed=0), make_inputs(tiny_qwen), policy=policy, max_new_tokens=8)
+    assert masks
+    assert any(masks) is has_masks
 
 
 def test_counts_agree_with_each_other(tiny_qwen: sage.Target, with_oracle: Callable[..., None]) -> None:

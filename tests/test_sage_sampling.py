@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
 import torch
 from conftest import OracleSession, in_float64, make_inputs, make_qwen
+from hypothesis import given
+from hypothesis import strategies as st
 from test_sage_targets import make_processor
 from test_sage_verify import tree_of
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -175,6 +178,44 @@ def test_words_need_a_tokenizer(tiny_qwen: sage.Target) -> None:
     for options in ({"bad_words": ["a"]}, {"stop": ["a"]}):
         with pytest.raises(ValueError, match="the target has no tokenizer"):
             sage.generate(tiny_qwen, None, make_inputs(tiny_qwen), policy="autoregressive", **options)
+
+
+class Letters:
+    """A tokenizer whose tokens are letters."""
+
+    def decode(self, tokens: Sequence[int], **options: Any) -> str:
+        return "".join(chr(ord("a") + token) for token in tokens)
+
+
+def one_by_one(tokens: Sequence[int], most: int, eos: Collection[int], stop: Sequence[str]) -> tuple[list[int], bool]:
+    """The answer, and whether it is over."""
+    kept: list[int] = []
+    for token in tokens[:most]:
+        kept.append(token)
+        if token in eos or any(word in Letters().decode(kept) for word in stop):
+            return kept, True
+    return kept, len(kept) == most
+
+
+@given(
+    rounds=st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4), max_size=6),
+    most=st.integers(1, 12),
+    eos=st.frozensets(st.integers(0, 5), max_size=2),
+    stop=st.lists(st.text("abcdef", min_size=1, max_size=3), max_size=2),
+)
+def test_an_answer_ends_where_it_ends_token_by_token(
+    rounds: list[list[int]], most: int, eos: frozenset[int], stop: list[str]
+) -> None:
+    ending = Ending(most, eos, stop, Letters())
+    given_tokens: list[int] = []
+    for tokens in rounds:
+        before = len(ending.tokens)
+        given_tokens += tokens
+        kept = ending.cut(tokens)
+        assert ending.tokens[before:] == kept
+        assert (ending.tokens, ending.is_over) == one_by_one(given_tokens, most, eos, stop)
+        if ending.is_over:
+            return
 
 
 def test_empty_stop_string() -> None:
