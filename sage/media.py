@@ -60,7 +60,7 @@ def open_picture(source: Any, allow_urls: bool = False) -> Image.Image:
 def check_picture(source: Any) -> None:
     """Raises ValueError where a picture's file is absent; reads nothing."""
     if isinstance(source, (str, Path)) and not str(source).startswith("data:"):
-        _check_path(source, f"image {source}: ")
+        _check_path(source, f"image {_name(source)}: ")
 
 
 def open_clip(
@@ -89,7 +89,7 @@ def open_clip(
 
 def _frames(source: Any, num_frames: int, segment: Segment, frames_per_s: float) -> Sequence[Any]:
     if isinstance(source, (str, Path)):
-        _check_path(source, f"video {source}: ")
+        _check_path(source, f"video {_name(source)}: ")
         if not Path(source).is_dir():
             return read_video(Path(source), num_frames, segment)
         source = frame_files(Path(source))
@@ -127,6 +127,8 @@ def _stream(source: Any) -> Any:
 def _check_path(source: Any, prefix: str = "") -> None:
     if str(source).startswith(("http://", "https://")):
         raise ValueError(f"{prefix}a URL; download it and give the file (training must not depend on the web)")
+    if not str(source).strip():  # which Path would take for the current folder
+        raise ValueError(f"{prefix}an empty path; name a file")
     if not Path(source).exists():
         raise ValueError(f"{prefix}no such file")
 
@@ -178,5 +180,5 @@ def _why(error: Exception) -> str:
 
 def _name(source: Any) -> str:
     if isinstance(source, (str, Path)):
-        return str(source)[:200]
+        return str(source)[:200] if str(source).strip() else repr(source)
     return f"({len(source)} bytes)" if isinstance(source, bytes) else f"({type(source).__name__})"

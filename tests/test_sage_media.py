@@ -100,6 +100,10 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
             open_picture(tmp_path / name)
     with pytest.raises(ValueError, match=f"^image {tmp_path}/gone.png: no such file$"):
         open_picture(tmp_path / "gone.png")
+    for empty in ("", " "):
+        for opens in (open_picture, open_clip, check_picture):
+            with pytest.raises(ValueError, match=f"^(image|video) '{empty}': an empty path; name a file$"):
+                opens(empty)
     with pytest.raises(ValueError, match=f"^image {tmp_path}: Is a directory$"):
         open_picture(tmp_path)
     with pytest.raises(ValueError, match="a URL; download it"):
