@@ -176,8 +176,8 @@ def _headline_note(found: Found) -> str:
         return ""
     return (
         "Speedup, decode only, over the fastest autoregressive decoder of the same run; *identical* counts texts equal to "
-        "the target's own, both targets together. Policies as tuned on the validation split; `hf_assisted` needs a smaller "
-        "model of the family."
+        "the target's own, both targets together. Policies as tuned on the validation split; `hf_assisted` drafts with a "
+        "smaller model, distilled from some of the target's own layers."
     )
 
 
