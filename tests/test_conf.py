@@ -205,6 +205,8 @@ WRONG = {
     "decode.assistant=/no/such": "decode.assistant=/no/such: has no effect; add hf_assisted to decode.baselines",
     "decode.policies=[]": "decode.policies=: allowed: one or more different names",
     "decode.policies=[sage,sage]": "decode.policies=sage,sage: allowed: one or more different names",
+    "decode.options.sage=5": "decode.options.sage=5: allowed: options by name; for example decode.options.sage={}",
+    "decode.options.static=null": "decode.options.static=None: allowed: options by name",
     "decode.num_prompts=0": "decode.num_prompts=0: allowed: 1 or more",
     "draft.num_attention_heads=6 draft.num_key_value_heads=4": "draft.num_key_value_heads=4: allowed: a divisor of",
     "launch.gpus=2 launch.ranks=4": "launch.ranks=4: allowed: the same as launch.gpus=2",

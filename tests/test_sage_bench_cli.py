@@ -136,6 +136,10 @@ def test_replay_and_calibration_of_a_learning_policy(folders, tmp_path):
     [
         (["--policy", "sage:max_width"], "--policy sage:max_width: 'max_width' is not an option; write POLICY:option=value"),
         (["--policy", "sage:colour=1"], "--policy sage:colour=1: policy.sage: unknown option 'colour'"),
+        (["--policy", "sage:max_depth=abc"], "--policy sage:max_depth=abc: policy.sage.max_depth: 'abc' is not allowed"),
+        (["--policy", "cost_aware:max_depth=abc"], "policy.cost_aware.max_depth: 'abc' is not allowed; give a whole number"),
+        (["--policy", "chain:depth=2.5"], "policy.chain.depth: 2.5 is not allowed; give a whole number of at least 1"),
+        (["--policy", "static:paths=abc"], "policy.static.paths: 'abc' is not allowed; give a list of paths"),
         (["--policy", "x=oracle"], "policy: 'oracle' is unknown"),
         (["--policies", "chain", "--policy", "chain=chain:depth=2"], "'chain' names two runners; write LABEL=POLICY"),
         (["--policy", "hf_generate=chain:depth=2"], "'hf_generate' names two runners"),

@@ -1,8 +1,9 @@
-"""EAGLE-2, Spec-LLaVA, TALON and DDD: hand-worked trees, slow twins of each rule, bounds, options."""
+"""EAGLE-2, Spec-LLaVA, TALON and DDD: hand-worked trees, slow twins of each rule, bounds; options of every policy."""
 
 from __future__ import annotations
 
 import inspect
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -405,12 +406,52 @@ def test_rounds_do_not_leak_into_each_other() -> None:
         ("talon", {"ratio": 0.0}, r"policy\.talon\.ratio: 0\.0 is not allowed; give a number above 0 and below 1"),
         ("talon", {"ratio": "much"}, r"policy\.talon\.ratio: 'much' is not allowed"),
         ("talon", {"max_depth": 0}, r"policy\.talon\.max_depth: 0 is not allowed; give a whole number of at least 1 or null"),
+        ("chain", {"depth": 0}, r"policy\.chain\.depth: 0 is not allowed; .* at least 1; the policy autoregressive drafts"),
+        ("static", {"paths": []}, r"policy\.static\.paths: \[\] is not allowed; give a list of paths, for example \[\[0\]"),
+        ("static", {"paths": [()]}, r"policy\.static\.paths: \(\) is no path; give the ranks along it, whole numbers"),
+        ("static", {"paths": [[0], [-1]]}, r"policy\.static\.paths: \[-1\] is no path"),
+        ("static", {"paths": [[0], 1]}, r"policy\.static\.paths: 1 is no path"),
+        ("static", {"paths": ["0"]}, r"policy\.static\.paths: '0' is no path"),
+        ("static", {"paths": [[False]]}, r"policy\.static\.paths: \[False\] is no path"),
+        ("sage", {"window": 0}, r"policy\.sage\.window: 0 is not allowed; give a whole number of at least 1; history=false"),
+        ("sage", {"top_k": 1}, r"policy\.sage\.top_k: 1 is not allowed; give a whole number of at least 2"),
+        ("sage", {"max_nodes": 1}, r"policy\.sage\.max_nodes: 1 is not allowed"),
+        ("sage", {"min_depth": 0}, r"policy\.sage\.min_depth: 0 is not allowed"),
+        ("sage", {"min_width": 4, "max_width": 3}, r"policy\.sage: min_width=4, max_width=3; give 1 <= min_width <= max_width"),
+        ("sage", {"threshold": "foo"}, r"policy\.sage\.threshold: 'foo' is not allowed; choose one of cumulative, node$"),
+        ("sage", {"alpha_from": []}, r"policy\.sage\.alpha_from: \[\] is not allowed; choose one of accepted, root, current$"),
+        ("sage", {"history_low": -1}, r"policy\.sage\.history_low: -1 is not allowed; give a finite number of at least 0$"),
+        ("sage", {"history_low": 4}, r"policy\.sage: history_low=4, history_high=3\.0; give history_low <= history_high"),
+        ("sage", {"history": "false"}, r"policy\.sage\.history: 'false' is not allowed; give true or false"),
+        ("cost_aware", {"max_depth": 0}, r"policy\.cost_aware\.max_depth: 0 is not allowed"),
+        ("cost_aware", {"retry_every": 0}, r"policy\.cost_aware\.retry_every: 0 is not allowed"),
+        ("cost_aware", {"memory": 1.5}, r"policy\.cost_aware\.memory: 1\.5 .* finite number of at least 0 and at most 1$"),
         ("talon", {"depth": 3}, r"policy\.talon: unknown option 'depth'; choose from total, top_k, ratio, max_depth"),
     ],
 )
 def test_options_out_of_range_are_named(name: str, options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sage.policy(name, **options)
+
+
+def wrong_values(default: object) -> list[object]:
+    """What no option of the default's type takes."""
+    if isinstance(default, str):
+        return ["abc", 1, None]
+    if isinstance(default, bool):
+        return ["abc", 1, None]
+    return ["abc", "3", True, [3], math.nan, math.inf, -1, *([2.5, 10.0] if isinstance(default, int) else [])]
+
+
+@pytest.mark.parametrize("name", sage.POLICIES)
+def test_every_option_of_every_policy_is_checked(name: str) -> None:
+    """Among them what a command line makes of a slip of the finger: a word, a text, a fraction, NaN."""
+    for option, parameter in inspect.signature(type(sage.policy(name))).parameters.items():
+        if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:  # autoregressive has none
+            continue
+        for value in wrong_values(parameter.default):
+            with pytest.raises(ValueError, match=rf"^policy\.{name}\.{option}: .*; (give|choose) "):
+                sage.policy(name, **{option: value})
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -264,8 +264,10 @@ def test_a_batch_without_answers_is_refused(targets: dict[str, Path], cache: Pat
 
 def test_nothing_is_written_before_everything_fits(targets: dict[str, Path], cache: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with pytest.raises(ValueError, match="min_depth=3, max_depth=1"):
-        run_rank(configure(targets["qwen2_5_vl"], run, cache, "decode.options.sage.max_depth=1"))
+    for option, message in {"max_depth=1": "min_depth=3, max_depth=1", "window=0": "window: 0 is not allowed"}.items():
+        with pytest.raises(ValueError, match=rf"decode\.options\.sage: policy\.sage.*{message}"):
+            run_rank(configure(targets["qwen2_5_vl"], run, cache, f"decode.options.sage.{option}"))
+    assert not run.exists()
     assert run_rank(configure(targets["qwen2_5_vl"], run, cache)) == 0
     other = tmp_path / "other"
     with pytest.raises(ValueError, match="was made for llava_onevision|was made for qwen2_5_vl"):

@@ -124,6 +124,9 @@ def check_decode(decode: DecodeConfig) -> None:
     for name in (*names, *decode.options):
         if name not in PolicyName.__members__:
             _refuse("decode.policies", name, ", ".join(PolicyName.__members__), "drop or rename it")
+    for name, options in decode.options.items():
+        if not isinstance(options, dict):
+            _refuse(f"decode.options.{name}", options, "options by name", f"for example decode.options.{name}={{}}")
     if not names or len(set(names)) < len(names):
         _refuse("decode.policies", names, "one or more different names", "list each policy once")
     _at_least("decode.num_prompts", decode.num_prompts, 1)

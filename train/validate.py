@@ -39,6 +39,7 @@ from sage.bench.replays import all_policies, replays
 from sage.bench.report import PACKAGES, versions
 from sage.bench.runners import HF_ASSISTED, find_assistant
 from sage.generation import generate
+from sage.trees import Policy
 from sage.trees import policy as new_policy
 from train.config import DecodeConfig, Precision
 from train.report import render_page, write_plots
@@ -138,16 +139,24 @@ def build_runners(decode: DecodeConfig, target: Any, draft: Any) -> list[Runner]
     """The policies with their options, then the baselines; our own autoregressive loop always takes part.
 
     Raises:
-        ValueError: an unknown policy, option or baseline, a drafting policy without a draft, or `hf_assisted` without a model.
+        ValueError: an unknown policy or baseline, an option that a policy does not take, measured or not, a drafting policy
+            without a draft, or `hf_assisted` without a model.
     """
     names = [str(name) for name in decode.policies]
-    policies = {name: new_policy(name, **decode.options.get(name, {})) for name in names}
+    policies = {name: _policy(name, decode.options.get(name, {})) for name in dict.fromkeys([*names, *decode.options])}
     if needing := [name for name in names if name != AUTOREGRESSIVE and draft is None]:
         raise ValueError(f"decode.policies: {', '.join(needing)} need a draft; give one, or measure autoregressive alone")
-    runners: list[Runner] = [PolicyRunner(target, draft, name, policy) for name, policy in policies.items()]
+    runners: list[Runner] = [PolicyRunner(target, draft, name, policies[name]) for name in names]
     others = dict.fromkeys([AUTOREGRESSIVE, *(str(name) for name in decode.baselines)])
     assistant = find_assistant(target, decode.assistant, draft) if HF_ASSISTED in others else None
     return runners + [baseline_runner(target, name, assistant) for name in others if name not in names]
+
+
+def _policy(name: str, options: dict[str, Any]) -> Policy:
+    try:
+        return new_policy(name, **options)
+    except ValueError as error:
+        raise ValueError(f"decode.options.{name}: {error}" if options else str(error)) from error
 
 
 def sampling(decode: DecodeConfig) -> Sampling:

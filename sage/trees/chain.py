@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sage.trees.base import Policy
+from sage.trees.options import check_count
 from sage.trees.tree import Frontier, HostGrowth
 
 _FIRST, _LAST = HostGrowth([0], [0]), HostGrowth([0], [])
@@ -13,6 +14,9 @@ class Chain(Policy):
 
     Args:
         depth: drafted tokens per round.
+
+    Raises:
+        ValueError: `depth` is no whole number, or below 1.
     """
 
     name = "chain"
@@ -20,8 +24,7 @@ class Chain(Policy):
     candidates = 1
 
     def __init__(self, depth: int = 5) -> None:
-        if depth < 1:
-            raise ValueError(f"policy.chain.depth: {depth} is below 1; use the policy autoregressive to draft nothing")
+        check_count("policy.chain.depth", depth, 1, "; the policy autoregressive drafts nothing")
         self.depth = depth
         self.max_nodes = depth + 1
 

@@ -29,6 +29,7 @@ from sage.calibration import Calibrator, Reliability
 from sage.costs import Costs
 from sage.longs import CPU, doubles, longs
 from sage.trees.base import Policy
+from sage.trees.options import check_count, check_number, check_switch
 from sage.trees.pricing import CONFIDENCE_BINS, ChildMass, Prices
 from sage.trees.tree import Drafted, Frontier, HostGrowth, Outcome
 
@@ -88,9 +89,12 @@ class CostAware(Policy):
         retry_every: int = 16,
         memory: float = 0.98,
     ) -> None:
-        for option, value in (("max_depth", max_depth), ("max_nodes", max_nodes), ("max_width", max_width), ("top_k", top_k)):
-            if value < 1:
-                raise ValueError(f"policy.cost_aware.{option}: {value} is below 1; give at least 1")
+        counts = {"max_depth": max_depth, "max_nodes": max_nodes, "max_width": max_width, "top_k": top_k}
+        for option, count in (counts | {"retry_every": retry_every}).items():
+            check_count(f"policy.cost_aware.{option}", count, 1)
+        for option, switch in {"calibrate": calibrate, "stop": stop, "sees_ends": sees_ends}.items():
+            check_switch(f"policy.cost_aware.{option}", switch)
+        check_number("policy.cost_aware.memory", memory, 0, 1)
         self.max_depth, self.node_budget, self.max_width = max_depth, max_nodes, max_width
         self.candidates = top_k
         self.calibrate, self.stop, self.sees_ends = calibrate, stop, sees_ends

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from sage.trees.eagle2 import Eagle2
-from sage.trees.ranking import check_count, check_share
+from sage.trees.options import check_count, check_share
 
 
 class Ddd(Eagle2):

@@ -8,7 +8,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from sage.trees.base import Policy
-from sage.trees.ranking import best_children, best_nodes, check_count
+from sage.trees.options import check_count
+from sage.trees.ranking import best_children, best_nodes
 from sage.trees.tree import Drafted, Frontier, Growth
 
 

@@ -1,4 +1,4 @@
-"""What policies that rank paths share: the best children of a frontier, the best nodes of a tree, and checks of options.
+"""What policies that rank paths share: the best children of a frontier, the best nodes of a tree.
 
 One order everywhere: the probability of the path, largest first; among equals what stands first in the tree. A parent always
 comes before its children in it: it stands first, and its probability is at least theirs (a factor never exceeds 1, and rounding
@@ -35,25 +35,3 @@ def best_nodes(drafted: Drafted, count: int) -> Tensor:
     """Indices [M], increasing, of the `count` most probable nodes; the root is the first of them."""
     order = drafted.path_probs.sort(descending=True, stable=True).indices
     return order[:count].sort().values
-
-
-def check_count(key: str, value: int, least: int, remedy: str = "") -> None:
-    """Refuses anything but a whole number of at least `least`.
-
-    Raises:
-        ValueError: names the dotted key, the value and what is allowed.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{key}: {value!r} is not allowed; give a whole number of at least {least}{remedy}")
-
-
-def check_share(key: str, value: float, is_zero_allowed: bool = False) -> None:
-    """Refuses anything but a probability below 1, and 0 unless allowed.
-
-    Raises:
-        ValueError: names the dotted key, the value and what is allowed.
-    """
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not (0 < value < 1 or (is_zero_allowed and value == 0)):
-        least = "at least 0" if is_zero_allowed else "above 0"
-        raise ValueError(f"{key}: {value!r} is not allowed; give a number {least} and below 1")

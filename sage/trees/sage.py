@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from sage.trees.base import Policy
+from sage.trees.options import check_choice, check_count, check_number, check_switch
 from sage.trees.static import STATIC_TREE, Static
 from sage.trees.tree import Frontier, HostGrowth, Outcome
 
@@ -101,7 +102,7 @@ class Sage(Policy):
         max_depth_ceiling: how far the history may raise it.
 
     Raises:
-        ValueError: bounds in the wrong order.
+        ValueError: an option that is out of range or no number, or bounds in the wrong order.
     """
 
     name = "sage"
@@ -123,10 +124,16 @@ class Sage(Policy):
         history_high: float = 3.0,
         max_depth_ceiling: int = 12,
     ) -> None:
-        _check("depth", 1, min_depth, max_depth)
-        _check("width", 1, min_width, max_width)
-        if top_k < 2 or max_nodes < 2:
-            raise ValueError(f"policy.sage: top_k={top_k} and max_nodes={max_nodes} must both be at least 2")
+        _check_bounds("depth", min_depth, max_depth)
+        _check_bounds("width", min_width, max_width)
+        check_count("policy.sage.top_k", top_k, 2)
+        check_count("policy.sage.max_nodes", max_nodes, 2)
+        check_choice("policy.sage.threshold", threshold, Threshold)
+        check_choice("policy.sage.alpha_from", alpha_from, AlphaSource)
+        check_switch("policy.sage.history", history)
+        check_count("policy.sage.window", window, 1, "; history=false looks back on nothing")
+        _check_history(history_low, history_high)
+        check_count("policy.sage.max_depth_ceiling", max_depth_ceiling, 1)
         self.min_depth, self.max_depth = min_depth, max_depth
         self.min_width, self.max_width = min_width, max_width
         self.top_k = top_k
@@ -215,6 +222,15 @@ class Sage(Policy):
             self.ceiling = min(self.max_depth_ceiling, self.ceiling + 1)
 
 
-def _check(what: str, least: int, low: int, high: int) -> None:
-    if not least <= low <= high:
-        raise ValueError(f"policy.sage: min_{what}={low}, max_{what}={high}; need {least} <= min_{what} <= max_{what}")
+def _check_bounds(what: str, low: int, high: int) -> None:
+    check_count(f"policy.sage.min_{what}", low, 1)
+    check_count(f"policy.sage.max_{what}", high, 1)
+    if low > high:
+        raise ValueError(f"policy.sage: min_{what}={low}, max_{what}={high}; give 1 <= min_{what} <= max_{what}")
+
+
+def _check_history(low: float, high: float) -> None:
+    check_number("policy.sage.history_low", low, 0)
+    check_number("policy.sage.history_high", high, 0)
+    if low > high:
+        raise ValueError(f"policy.sage: history_low={low}, history_high={high}; give history_low <= history_high")

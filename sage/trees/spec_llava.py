@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from sage.trees.base import Policy
-from sage.trees.ranking import best_children, best_nodes, check_count, check_share
+from sage.trees.options import check_count, check_share, check_switch
+from sage.trees.ranking import best_children, best_nodes
 from sage.trees.tree import Drafted, Frontier, Growth
 
 
@@ -54,6 +55,7 @@ class SpecLlava(Policy):
         check_count("policy.spec_llava.branch", branch, 1)
         check_count("policy.spec_llava.steps", steps, 0)
         check_share("policy.spec_llava.min_confidence", min_confidence, is_zero_allowed=True)
+        check_switch("policy.spec_llava.follow_kept", follow_kept)
         self.budget, self.branch, self.steps = budget, branch, steps
         self.min_confidence, self.follow_kept = min_confidence, follow_kept
         self.candidates = max(budget, branch)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from sage.trees.base import Policy
+from sage.trees.options import is_count
 from sage.trees.tree import Frontier, HostGrowth
 
 Path = tuple[int, ...]
@@ -24,16 +26,20 @@ class Static(Policy):
 
     Args:
         paths: one tuple of child ranks per node; every prefix of a path must be a path.
+
+    Raises:
+        ValueError: no paths, one that is empty or no list of ranks, or one without its prefix.
     """
 
     name = "static"
     on_host = True
 
     def __init__(self, paths: Sequence[Sequence[int]] = STATIC_TREE) -> None:
+        _check_paths(paths)
         nodes = sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))
         orphans = [path for path in nodes if len(path) > 1 and path[:-1] not in nodes]
-        if not nodes or orphans:
-            raise ValueError(f"policy.static.paths: {orphans or 'empty'}; every prefix of a path must be a path itself")
+        if orphans:
+            raise ValueError(f"policy.static.paths: {orphans}; every prefix of a path must be a path itself")
         self.candidates = 1 + max(rank for path in nodes for rank in path)
         self.max_nodes = len(nodes) + 1
         self._levels = [_level(nodes, depth) for depth in range(1, len(nodes[-1]) + 1)]
@@ -44,6 +50,22 @@ class Static(Policy):
         if num_candidates not in self._growth:
             self._growth[num_candidates] = [_growth(*level, num_candidates) for level in self._levels]
         return self._growth[num_candidates][frontier.level - 1]
+
+
+def _check_paths(paths: Any) -> None:
+    """Refuses anything but a list of lists of child ranks, none of them empty."""
+    if not _is_list(paths) or not paths:
+        raise ValueError(f"policy.static.paths: {paths!r} is not allowed; give a list of paths, for example [[0], [1], [0, 0]]")
+    for path in paths:
+        if not _is_list(path) or not path or not all(is_count(rank, 0) for rank in path):
+            raise ValueError(
+                f"policy.static.paths: {path!r} is no path; give the ranks along it, whole numbers of at least 0, "
+                f"for example [0, 1]"
+            )
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
 def _growth(rows: list[int], ranks: list[int], expand: list[int], num_candidates: int) -> HostGrowth:

@@ -6,7 +6,8 @@ Shapes: F frontier nodes, K children per node, M chosen.
 from __future__ import annotations
 
 from sage.trees.base import Policy
-from sage.trees.ranking import best_children, check_count, check_share
+from sage.trees.options import check_count, check_share
+from sage.trees.ranking import best_children
 from sage.trees.tree import Frontier, Growth
 
 
