@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from sage import cli
@@ -87,15 +85,16 @@ def _content(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _target_path(args: argparse.Namespace) -> str:
+    from sage.folders import read_config
+
     if args.target:
         return args.target
     if not args.draft:
         raise ValueError("--target: missing; give a target folder or hub id, or a --draft that remembers its target")
-    config = Path(args.draft) / "config.json"
-    path = json.loads(config.read_text()).get("target_path") if config.is_file() else None
+    path = read_config(args.draft).get("target_path")
     if not path:
-        raise ValueError(f"--draft: {args.draft}: no draft there, or it does not say its target; give --target as well")
-    return path
+        raise ValueError(f"--draft: {args.draft}: it does not say its target; give --target as well")
+    return str(path)
 
 
 def _explain(policy: Any, stats: Any) -> None:

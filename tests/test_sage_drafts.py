@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import in_float64, make_inputs, make_qwen, random_draft
+from data_prep_helpers import save_target
 
 import sage
-from sage.drafts import Eagle3Draft, new_session
+from sage import cli
+from sage.drafts import Eagle3Draft, ModelDraft, new_session, open_draft
 from sage.drafts.eagle3 import default_levels
 from sage.drafts.layer import Rope, join_maps
 
@@ -177,6 +180,31 @@ class TestEagle3:
             sage.new_draft(tiny_qwen, vocabulary=torch.tensor([1, 2]))
 
 
+def cut(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+
+
+def resize(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (config.get("text_config") or config)["intermediate_size"] = 56
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "weights cut": (cut, "its weights cannot be read (Error while deserializing header"),
+    "weights gone": (lambda folder: (folder / "model.safetensors").unlink(), "its weights cannot be read (Error no file named"),
+    "weights no tensors": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+        "its weights cannot be read (not a file of tensors)",
+    ),
+    "sizes": (resize, "its weights do not fit its config: "),
+    "config cut": (lambda folder: (folder / "config.json").write_text('{"model_type": '), "cannot read its config.json ("),
+    "config no text": (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe"), "cannot read its config.json ("),
+    "config a list": (lambda folder: (folder / "config.json").write_text("[]"), "its config.json"),
+}
+
+
 class TestMistakes:
     def test_missing_folder(self, tiny_qwen: sage.Target, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"no draft there \(config.json is missing\)"):
@@ -199,8 +227,41 @@ class TestMistakes:
         state = load_file(tmp_path / "model.safetensors")
         del state["fc.weight"]
         save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
-        with pytest.raises(ValueError, match=r"do not fit its config: fc.weight"):
+        with pytest.raises(ValueError, match=r"do not fit its config: fc.weight is missing; save or copy it again"):
             sage.load_draft(tmp_path, tiny_qwen)
+
+    @pytest.mark.parametrize("what", ["draft", "target"])
+    @pytest.mark.parametrize("damage", DAMAGES)
+    def test_a_damaged_folder_is_named_in_one_line(
+        self, tmp_path: Path, what: str, damage: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Both sides: a draft or a target, and a target in the role of a draft."""
+        target = sage.load_target(save_target("qwen2_5_vl", tmp_path / "target"))
+        random_draft(target).save_pretrained(tmp_path / "draft")
+        broken, (harm, message) = tmp_path / what, DAMAGES[damage]
+        harm(broken)
+        tries = {"draft": [lambda: sage.load_draft(broken, target)], "target": [lambda: sage.load_target(broken)]}[what]
+        if what == "target" and "config" not in damage:  # without a config it is no target
+            tries.append(lambda: sage.load_draft(broken, target))
+        capsys.readouterr()
+        for load in tries:
+            assert cli.run(lambda load=load: load() and None) == 2
+            said = capsys.readouterr().err
+            error = said[said.index("error: ") :]  # after a progress bar
+            assert error.startswith(f"error: {what}: {broken}: ") and len(error.splitlines()) == 1 and "REPORT" not in said
+            assert message in error and "again" in error.rsplit(";", 1)[1]
+
+    def test_a_head_is_in_the_targets_dtype_and_a_smaller_model_in_any(self, tmp_path: Path) -> None:
+        target = sage.load_target(save_target("qwen2_5_vl", tmp_path / "target"))
+        random_draft(target).save_pretrained(tmp_path / "draft")
+        with pytest.raises(
+            ValueError, match=r"draft: .*draft: in torch\.bfloat16, .* target in torch\.float32; leave dtype out"
+        ):
+            sage.load_draft(tmp_path / "draft", target, dtype=torch.bfloat16)
+        assert open_draft(tmp_path / "draft", target, torch.bfloat16).dtype == torch.bfloat16  # as training needs it
+        small = sage.load_draft(tmp_path / "target", target, dtype=torch.bfloat16)
+        assert isinstance(small, ModelDraft) and small.model.dtype == torch.bfloat16
+        sage.generate(target, small, target.prepare([{"role": "user", "content": "hello"}]), policy="chain", max_new_tokens=4)
 
     def test_unknown_kind_and_key(self, tiny_qwen: sage.Target) -> None:
         with pytest.raises(ValueError, match="'eagel' is unknown; choose one of eagle, eagle3"):
@@ -231,7 +292,7 @@ class TestJoinedMaps:
         assert attention.qkv.is_joined and sum(p.numel() for p in draft.parameters()) == before
         assert attention.k_proj.weight.untyped_storage().data_ptr() == attention.q_proj.weight.untyped_storage().data_ptr()
         draft.save_pretrained(tmp_path)
-        for name, value in sage.load_draft(tmp_path, tiny_target, dtype=torch.float64).state_dict().items():
+        for name, value in open_draft(tmp_path, tiny_target, torch.float64).state_dict().items():
             assert torch.equal(value, draft.state_dict()[name]), name
 
     def test_a_cast_or_a_gradient_step_is_never_read_from_stale_memory(self, tiny_target: sage.Target) -> None:

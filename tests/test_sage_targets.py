@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 from conftest import IMAGE_TOKEN, VIDEO_TOKEN, in_float64, make_inputs, make_llava, make_qwen
+from data_prep_helpers import save_target
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlavaOnevisionImageProcessorPil, PreTrainedTokenizerFast, Qwen2VLImageProcessorPil
 
 import sage
+from data_prep.cli import load_processor
 from sage.media import open_clip, open_picture
 from sage.targets import Processor
 
@@ -213,6 +216,40 @@ class TestMistakes:
         (tmp_path / "config.json").write_text("{")
         with pytest.raises(ValueError, match="cannot read its config.json"):
             sage.load_target(tmp_path)
+
+    @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava_onevision"])
+    @pytest.mark.parametrize(
+        ("files", "message"),
+        [
+            (["tokenizer.json", "tokenizer_config.json"], "its tokenizer "),
+            (["tokenizer.json"], "its tokenizer or image processor cannot be read"),
+            (["preprocessor_config.json"], "its tokenizer or image processor cannot be read"),
+        ],
+    )
+    def test_files_that_are_missing_beside_the_weights(
+        self, tmp_path: Path, family: str, files: list[str], message: str
+    ) -> None:
+        """transformers makes up an empty tokenizer for some families."""
+        folder = save_target(family, tmp_path / "target")
+        for file in files:
+            (folder / file).unlink()
+        for load in (sage.load_target, lambda folder: load_processor(str(folder))):
+            with pytest.raises(ValueError, match=f"^target: .*target: {message}.*; copy the files that came with the model"):
+                load(folder)
+
+    def test_another_models_tokenizer(self, tmp_path: Path) -> None:
+        folder, other = (save_target(family, tmp_path / family) for family in ("qwen2_5_vl", "llava_onevision"))
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            (folder / file).write_bytes((other / file).read_bytes())
+        with pytest.raises(ValueError, match=r"its tokenizer does not know '<\|image_pad\|>' as \d+, the pictures' token"):
+            sage.load_target(folder)
+
+    def test_weights_of_more_layers_are_said_to_be_left_aside(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        folder = save_target("qwen2_5_vl", tmp_path / "target")
+        state = load_file(folder / "model.safetensors")
+        save_file(state | {"spare.weight": torch.zeros(2)}, folder / "model.safetensors", metadata={"format": "pt"})
+        sage.load_target(folder)
+        assert "target: 1 of its tensors are not used: spare.weight" in caplog.text
 
     def test_tensors_without_processor_cannot_prepare(self, tiny_qwen: sage.Target) -> None:
         with pytest.raises(ValueError, match="has no processor"):

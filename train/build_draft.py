@@ -17,7 +17,7 @@ from torch import Tensor
 import sage
 from checkpoints.export.writing import refuse_damaged
 from data_prep.vocabulary import count_tokens, most_frequent
-from sage.drafts import Draft, ModelDraft, shallow_model
+from sage.drafts import Draft, ModelDraft, open_draft, shallow_model
 from train.config import Config, ConfigError
 from train.draft_config import (
     CompressorConfig,
@@ -50,7 +50,7 @@ def build_student(config: Config, target: sage.Target, dataset: Any, ranks: Rank
         draft = fresh_draft(config, target, draft_vocabulary(chosen, target, dataset, ranks))
     else:
         refuse_damaged(Path(chosen.path))
-        draft = sage.load_draft(chosen.path, target, dtype=torch.float32)
+        draft = open_draft(chosen.path, target, torch.float32)
         if kind_of(draft) is not chosen.kind:
             raise ConfigError(f"draft.path={chosen.path}: holds draft={kind_of(draft)}, but draft={chosen.kind} is asked for")
         _check_same(chosen, draft)

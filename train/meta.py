@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConf
 
 import sage
 from sage.drafts import Eagle3Draft, EagleDraft, Head, ModelDraft
+from sage.folders import read_config
 from sage.targets import is_target_folder
 from train.build_draft import STUDENTS, fresh_draft, kind_of
 from train.config import Config, ConfigError
@@ -103,8 +104,7 @@ def meta_draft(config: Config, target: sage.Target) -> nn.Module:
 
 
 def _meta_head(folder: Path) -> Head:
-    path = folder / "config.json"
-    sizes = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    sizes = read_config(folder)
     for kind in (EagleDraft, Eagle3Draft):
         if sizes.get("model_type") == kind.config_class.model_type:
             with torch.device("meta"):

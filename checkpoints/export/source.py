@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from checkpoints.export.folder import CONFIG
 from checkpoints.export.writing import refuse_damaged
 from checkpoints.store import STEP_NAME, StateStore
 from sage.drafts import Eagle3Draft, EagleDraft, Head
+from sage.folders import load_weights
 from sage.targets import is_target_folder
 
 RUN_MARK, PROVENANCE, REPORT = "config.yaml", "provenance.json", "report.json"
@@ -141,12 +141,5 @@ def load_trained(folder: Path) -> Head:
         raise ValueError(
             f"{folder}: model_type {stored.get('model_type')!r} is not a draft of ours; --import reads foreign ones"
         )
-    try:
-        draft, found = kind.from_pretrained(folder, dtype="auto", output_loading_info=True)
-    except (OSError, RuntimeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{folder}: its weights cannot be read ({' '.join(str(error).split())})") from error
-    wrong = sorted(map(str, [*found["missing_keys"], *found["unexpected_keys"], *found["mismatched_keys"]]))
-    if wrong:
-        raise ValueError(f"{folder}: its weights do not fit its config: {', '.join(wrong)}")
-    head: Head = draft.eval()
-    return head
+    head: Head = load_weights(kind, folder, "draft", dtype="auto")
+    return head.eval()

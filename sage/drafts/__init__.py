@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from sage.drafts.eagle3 import Eagle3Config, Eagle3Draft, default_levels
 from sage.drafts.model import ModelDraft, ModelSession, check_pair, shallow_model
 from sage.drafts.pruning import KEEP_ALL, PruneMethod, Pruning
 from sage.drafts.session import DraftSession, EagleSession
+from sage.folders import load_weights, read_config
 from sage.targets import Target, is_target_folder, load_target
 
 KINDS = ("eagle", "eagle3")
@@ -79,26 +79,35 @@ def load_draft(path: str | Path, target: Target, dtype: torch.dtype | None = Non
 
     Args:
         path: folder with config.json and model.safetensors.
-        dtype: None = the target's.
+        dtype: None = the target's; a head, which reads the target's features, takes no other.
 
     Raises:
-        ValueError: no draft there, weights missing, or made for another target; names both sides.
+        ValueError: no draft there, a damaged one, a head in another dtype, or one made for another target; names both sides.
+    """
+    draft = open_draft(path, target, dtype or target.dtype)
+    if not isinstance(draft, ModelDraft) and draft.dtype != target.dtype:
+        raise ValueError(
+            f"draft: {path}: in {draft.dtype}, but it reads the features of a target in {target.dtype}; leave dtype out"
+        )
+    return draft
+
+
+def open_draft(path: str | Path, target: Target, dtype: torch.dtype) -> Draft:
+    """`load_draft` in any dtype: training keeps a head in float32 beside a target in bfloat16.
+
+    Raises:
+        ValueError: as `load_draft`, but for the dtype.
     """
     folder = Path(path)
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"draft: {folder}: no draft there (config.json is missing); give a run's draft/ folder")
+    stored = read_config(folder)
     if is_target_folder(folder):
-        return ModelDraft(load_target(folder, dtype or target.dtype, target.device), target)
-    stored = json.loads((folder / "config.json").read_text())
+        return ModelDraft(load_target(folder, dtype, target.device), target)
     kinds: dict[str, Any] = {head.config_class.model_type: head for head in (EagleDraft, Eagle3Draft)}
-    kind = kinds.get(stored.get("model_type"))
+    kind = kinds.get(str(stored.get("model_type")))
     if kind is None or not stored.get("target"):
         raise ValueError(f"draft: {folder}: model_type {stored.get('model_type')!r} is not a draft of ours")
     _check_target(stored["target"], target, folder)
-    draft, report = kind.from_pretrained(folder, dtype=dtype or target.dtype, output_loading_info=True)
-    wrong = sorted(map(str, [*report["missing_keys"], *report["unexpected_keys"], *report["mismatched_keys"]]))
-    if wrong:
-        raise ValueError(f"draft: {folder}: its weights do not fit its config: {', '.join(wrong)}; save it again")
+    draft: Head = load_weights(kind, folder, "draft", dtype=dtype)
     return draft.to(target.device).eval()
 
 
@@ -175,5 +184,6 @@ __all__ = [
     "load_draft",
     "new_draft",
     "new_session",
+    "open_draft",
     "shallow_model",
 ]

@@ -7,18 +7,19 @@ Shapes: B batch, T tokens, N tree nodes, S keys, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText, BatchFeature
 
 from sage.attention import AttentionRecorder, causal_mask, tile_mask, use_tree_attention
 from sage.cache import TreeCache
+from sage.folders import load_weights, read_config, reason
 from sage.targets.family import Family, Inputs, Prompt
 from sage.targets.llava_onevision import LlavaOnevision
 from sage.targets.processing import Messages, Processor
@@ -231,26 +232,47 @@ def load_target(
         kwargs: handed to `from_pretrained`.
 
     Raises:
-        ValueError: the folder does not exist, or holds no known vision-language model.
+        ValueError: the folder does not exist, is damaged or incomplete, or holds no known vision-language model.
     """
     path = str(path_or_id)
     if _looks_local(path) and not Path(path).is_dir():
         raise ValueError(f"target: {path}: no such folder; give a local folder or a hub id like Qwen/Qwen2.5-VL-7B-Instruct")
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError, StrictDataclassError) as error:
+        raise ValueError(f"target: {path}: cannot read its config.json ({reason(error)}); copy the model again") from error
+    processor = load_processor(path, _family(config))
+    kind = AutoModelForImageTextToText
+    model = load_weights(kind, path, "target", may_have_more=True, dtype=dtype or "auto", **kwargs)
+    return Target(model.to(device), processor)
+
+
+def load_processor(path: str, family: Family) -> Processor:
+    """The tokenizer and image processor of a target's folder or hub id.
+
+    Raises:
+        ValueError: their files are missing, damaged, or another model's.
+    """
+    remedy = "copy the files that came with the model (tokenizer.json, tokenizer_config.json, preprocessor_config.json)"
+    try:
+        processor = Processor.from_pretrained(path, family)
     except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise ValueError(f"target: {path}: cannot read its config.json ({first})") from error
-    family = _family(config)
-    model = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype or "auto", **kwargs)
-    return Target(model.to(device), Processor.from_pretrained(path, family))
+        raise ValueError(
+            f"target: {path}: its tokenizer or image processor cannot be read ({reason(error)}); {remedy}"
+        ) from error
+    wanted, token = family.config.image_token_id, family.image_token
+    if processor.tokenizer.convert_tokens_to_ids(token) != wanted:
+        raise ValueError(
+            f"target: {path}: its tokenizer does not know {token!r} as {wanted}, the pictures' token in config.json; {remedy}"
+        )
+    return processor
 
 
 def is_target_folder(path: str | Path) -> bool:
     """Whether a folder's config.json is that of a model of a known family."""
     try:
-        kind = json.loads((Path(path) / "config.json").read_text()).get("model_type")
-    except (OSError, json.JSONDecodeError):
+        kind = read_config(path).get("model_type")
+    except ValueError:
         return False
     return kind in {family.model_type for family in FAMILIES}
 
