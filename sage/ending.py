@@ -6,28 +6,47 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 
+def texts(key: str, value: Sequence[str] | str | None, effect: str) -> tuple[str, ...]:
+    """An option of several texts; a bare string is one of them, None is none.
+
+    Args:
+        key: the option's name, for messages.
+        effect: what an empty text would do.
+
+    Raises:
+        ValueError: an empty text, or something that is no text.
+    """
+    found = (value,) if isinstance(value, str) else () if value is None else value
+    if not isinstance(found, Collection) or not all(isinstance(text, str) for text in found):
+        raise ValueError(f"{key}: {value!r} is not allowed; give a text or a list of texts")
+    if not all(found):
+        raise ValueError(f"{key}: an empty text would {effect}; leave it out")
+    return tuple(found)
+
+
 class Ending:
     """Cuts emitted tokens where the answer ends.
 
     Args:
         max_new_tokens: at least 1.
         eos: token ids that end the answer; kept.
-        stop: texts that end the answer; the token that completes one is kept.
+        stop: texts that end the answer, or one text; the token that completes one is kept.
         tokenizer: needed for `stop`.
 
     Raises:
-        ValueError: a length limit below 1, an empty stop string, or stop strings without a tokenizer.
+        ValueError: a length limit below 1, a stop string that is empty or no text, or stop strings without a tokenizer.
     """
 
-    def __init__(self, max_new_tokens: int, eos: Collection[int] = (), stop: Sequence[str] = (), tokenizer: Any = None) -> None:
+    def __init__(
+        self, max_new_tokens: int, eos: Collection[int] = (), stop: Sequence[str] | str | None = (), tokenizer: Any = None
+    ) -> None:
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens: {max_new_tokens} is not allowed; ask for at least 1")
-        if stop and tokenizer is None:
+        self.stop = texts("stop", stop, "end every answer")
+        if self.stop and tokenizer is None:
             raise ValueError("stop: the target has no tokenizer to find stop strings with; use sage.load_target(path)")
-        if not all(stop):
-            raise ValueError("stop: an empty stop string would end every answer; leave it out")
         self.max_new_tokens, self.eos = max_new_tokens, frozenset(eos)
-        self.stop, self.tokenizer = tuple(stop), tokenizer
+        self.tokenizer = tokenizer
         self.tokens: list[int] = []
         self.is_over = False
 

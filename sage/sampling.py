@@ -27,6 +27,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from sage.ending import texts
 from sage.trees.tree import Tree
 
 
@@ -41,8 +42,8 @@ class Sampling:
         min_p: drop tokens less likely than this share of the likeliest; 0 = none.
         repetition_penalty: above 1 makes tokens of prompt and answer less likely; 1 = off.
         min_new_tokens: no EOS before so many tokens.
-        bad_words: texts never to emit.
-        logits_processor: Hugging Face processors, applied to each node with that node's own prefix.
+        bad_words: texts never to emit, or one text.
+        logits_processor: Hugging Face processors, or one, applied to each node with that node's own prefix.
         seed: of the noise.
     """
 
@@ -52,7 +53,7 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     min_new_tokens: int = 0
-    bad_words: Sequence[str] = ()
+    bad_words: Sequence[str] | str | None = ()
     logits_processor: Any = field(default_factory=list)
     seed: int = 0
 
@@ -79,7 +80,7 @@ class Chooser:
         tokenizer: needed for `bad_words`.
 
     Raises:
-        ValueError: bad words without a tokenizer.
+        ValueError: bad words that are empty or no texts, or without a tokenizer; a logits processor that cannot be called.
     """
 
     def __init__(self, sampling: Sampling, prompt_ids: Tensor, eos: Sequence[int] = (), tokenizer: Any = None) -> None:
@@ -187,16 +188,24 @@ def _context_processors(
     processors = LogitsProcessorList()
     if sampling.repetition_penalty != 1:
         processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
-    if sampling.bad_words:
+    if bad_words := texts("bad_words", sampling.bad_words, "forbid every answer"):
         if tokenizer is None:
             raise ValueError("bad_words: the target has no tokenizer to spell them with; use sage.load_target(path)")
-        spellings = [prefix + word for word in sampling.bad_words for prefix in ("", " ")]
+        spellings = [prefix + word for word in bad_words for prefix in ("", " ")]
         ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in spellings]
         processors.append(NoBadWordsLogitsProcessor(ids, eos_token_id=list(eos)))
     if sampling.min_new_tokens and eos:
         processors.append(MinNewTokensLengthLogitsProcessor(num_prompt, sampling.min_new_tokens, list(eos), device=device))
-    processors.extend(sampling.logits_processor)
+    processors.extend(_given_processors(sampling.logits_processor))
     return processors
+
+
+def _given_processors(value: Any) -> list[Any]:
+    """`Sampling.logits_processor` as a list; a bare processor is one of them, None is none."""
+    found = [] if value is None else value if isinstance(value, (list, tuple)) else [value]
+    if wrong := [one for one in found if not callable(one)]:
+        raise ValueError(f"logits_processor: {wrong[0]!r} cannot be called; give Hugging Face processors, or one")
+    return list(found)
 
 
 def _warpers(sampling: Sampling) -> LogitsProcessorList:

@@ -218,9 +218,46 @@ def test_an_answer_ends_where_it_ends_token_by_token(
             return
 
 
-def test_empty_stop_string() -> None:
-    with pytest.raises(ValueError, match="empty stop string"):
-        Ending(5, stop=[""], tokenizer=object())
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([""], "an empty text would"),
+        ("", "an empty text would"),
+        (["a", ""], "an empty text would"),
+        ([5], r"\[5\] is not allowed; give a text or a list of texts"),
+        (5, "5 is not allowed; give a text or a list of texts"),
+    ],
+)
+def test_texts_that_are_none(value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^stop: {message}"):
+        Ending(5, stop=value, tokenizer=object())
+    with pytest.raises(ValueError, match=f"^bad_words: {message}"):
+        chooser(bad_words=value)
+
+
+def test_one_text_or_processor_is_as_good_as_a_list_of_one() -> None:
+    target = make_qwen()
+    target = sage.Target(target.model, make_processor(target))
+    inputs = make_inputs(target)
+
+    class Flipped(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            return -scores
+
+    def say(**options: Any) -> list[int]:
+        return sage.generate(target, None, inputs, policy="autoregressive", max_new_tokens=60, **options).tokens.tolist()
+
+    free = say()
+    text = target.processor.tokenizer.decode
+    word = next(
+        text(free[i : i + 2]) for i in range(3, len(free)) if text(free[i : i + 2]).isprintable() and text(free[i : i + 2])
+    )
+    for name, value in {"stop": word, "bad_words": word, "logits_processor": Flipped()}.items():
+        assert say(**{name: value}) == say(**{name: [value]})
+        assert say(**{name: None}) == free
+    assert say(stop=word) != free and say(logits_processor=Flipped()) != free
+    with pytest.raises(ValueError, match="logits_processor: 5 cannot be called; give Hugging Face processors, or one"):
+        say(logits_processor=5)
 
 
 def test_nan_is_an_error_not_a_token() -> None:
