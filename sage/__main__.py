@@ -33,7 +33,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prune", type=float, default=0.0, help="share of the visual tokens the draft does not read")
     parser.add_argument("--prune-method", default="attention", help="attention, uniform or random")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cpu", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--explain", action="store_true", help="say for every round why its tree was shaped as it was")
     parser.add_argument("--show-drafted", action="store_true", help="colour what the draft guessed and the target kept")
@@ -42,8 +42,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     """Console entry."""
-    args = parse_args()
-    sys.exit(cli.run(lambda: _generate(args)))
+    sys.exit(cli.run(lambda: _generate(parse_args())))
 
 
 def _generate(args: argparse.Namespace) -> None:
@@ -56,7 +55,12 @@ def _generate(args: argparse.Namespace) -> None:
     logging.disable_progress_bar()
     messages = [{"role": "user", "content": _content(args)}]
     policy = sage.policy(args.policy)
-    target = sage.load_target(_target_path(args), dtype=getattr(torch, args.dtype), device=args.device)
+    path = _target_path(args)
+    if policy.candidates and not args.draft:
+        raise ValueError(
+            f"--draft: missing, and the policy {args.policy!r} needs one; give a draft folder or --policy autoregressive"
+        )
+    target = sage.load_target(path, dtype=getattr(torch, args.dtype), device=cli.device(args.device))
     draft = sage.load_draft(args.draft, target) if args.draft else None
     generation = start(
         target,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,20 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 
 class TestCommand:
+    def test_debug_shows_the_traceback(self, tmp_path: Path, command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        words = [str(tmp_path / "nowhere"), "--format", "eagle3", "--out", str(tmp_path / "out")]
+        assert command(*words)[0] == 2
+        monkeypatch.setattr(sys, "argv", ["sage-export", *words, "--debug"])
+        with pytest.raises(ValueError, match="nowhere"):
+            main()
+
+    def test_a_draft_without_a_manifest_and_with_half_its_weights(self, home: Path, tmp_path: Path, command: Any) -> None:
+        shutil.copytree(home / "lone", tmp_path / "draft")
+        weights = tmp_path / "draft" / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:2000])
+        code, _, error = command(tmp_path / "draft", "--format", "eagle3", "--out", tmp_path / "out")
+        assert code == 2 and f"draft: {tmp_path / 'draft'}: its weights cannot be read (Error while" in error
+
     def test_export_of_a_run(self, home: Path, tmp_path: Path, command: Any) -> None:
         code, out, _ = command(home / "run", "--format", "eagle3", "--out", tmp_path / "out")
         assert code == 0

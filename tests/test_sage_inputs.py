@@ -15,7 +15,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import sage
 from sage import cli
-from sage.__main__ import _generate, parse_args
+from sage.__main__ import _generate, main, parse_args
 
 LENGTH = 10
 MAKERS = {"qwen2_5_vl": make_qwen, "llava_onevision": make_llava}
@@ -130,6 +130,61 @@ class TestCommand:
         assert self.run(folders, *words) == 2
         error = capsys.readouterr().err.strip().splitlines()[-1]
         assert error.startswith("error: ") and message in error
+
+    @pytest.mark.parametrize("device", ["foo", "meta", "cuda:99", "cuda:x", ""])
+    def test_a_device_that_is_none_here(
+        self, folders: tuple[str, str], device: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert self.run(folders, "--device", device) == 2
+        error = capsys.readouterr().err.strip()
+        assert error.startswith(f"error: --device {device}: torch cannot use it, and sees ") and "auto, cpu" in error
+        assert len(error.splitlines()) == 1
+
+    def test_devices(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert cli.device("cpu") == torch.device("cpu")
+        assert cli.device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        with pytest.raises(ValueError, match="and sees 2 GPU.* here; choose one of auto, cpu, cuda, cuda:0, cuda:1$"):
+            cli.device("foo")
+
+    def command(self, monkeypatch: pytest.MonkeyPatch, *words: str) -> Any:
+        """What the console script ends with."""
+        monkeypatch.setattr("sys.argv", ["sage-generate", "--prompt", "Hi", *words])
+        with pytest.raises(SystemExit) as end:
+            main()
+        return end.value.code
+
+    def test_a_policy_that_drafts_needs_a_draft(
+        self, folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert self.command(monkeypatch, "--target", folders[0]) == 2
+        message = "--draft: missing, and the policy 'sage' needs one; give a draft folder or --policy autoregressive"
+        assert capsys.readouterr().err.strip() == f"error: {message}"
+        words = ["--target", folders[0], "--policy", "autoregressive", "--max-new-tokens", "2"]
+        assert self.command(monkeypatch, *words) == 0
+
+    def test_debug_shows_the_traceback(self, folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+        words = ["--target", folders[0], "--policy", "sgae"]
+        assert self.command(monkeypatch, *words) == 2
+        monkeypatch.setattr("sys.argv", ["sage-generate", "--prompt", "Hi", *words, "--debug"])
+        with pytest.raises(ValueError, match="'sgae' is unknown"):
+            main()
+
+    def test_the_draft_tells_the_target_or_what_is_wrong_with_it(
+        self, folders: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert self.command(monkeypatch, "--draft", folders[1], "--max-new-tokens", "2") == 0
+        for content, message in {
+            None: "no draft there (config.json is missing)",
+            "{": "cannot read its config.json (",
+            "{}": "it does not say its target; give --target as well",
+        }.items():
+            if content is not None:
+                (tmp_path / "config.json").write_text(content)
+            capsys.readouterr()
+            assert self.command(monkeypatch, "--draft", str(tmp_path)) == 2
+            assert f"draft: {tmp_path}: {message}" in capsys.readouterr().err
 
     def test_weights_that_give_nan_name_the_pass(
         self, folders: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

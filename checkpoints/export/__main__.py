@@ -78,8 +78,7 @@ def _add_import(group: argparse._ArgumentGroup) -> None:
 
 def main() -> None:
     """Console entry."""
-    args = parse_args()
-    sys.exit(cli.run(lambda: _run(args)))
+    sys.exit(cli.run(lambda: _run(parse_args())))
 
 
 def _run(args: argparse.Namespace) -> int:

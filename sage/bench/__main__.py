@@ -26,6 +26,7 @@ from sage.bench.roofline import roofline_costs
 from sage.bench.runners import AUTOREGRESSIVE, HF_ASSISTED, PolicyRunner, Runner, Sampling, baseline_runner, find_assistant
 from sage.bench.shapes import Shape, layers_that_fit, shape_named
 from sage.bench.table import format_table
+from sage.cli import device as named_device
 from sage.cli import run
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _compare(args: argparse.Namespace, command: str) -> None:
     own = options.contestants(args.policies, args.policy)
-    device = _device(args.device)
+    device = named_device(args.device)
     target = sage.load_target(args.target, dtype=DTYPES[args.dtype] if args.dtype else None, device=device)
     draft = None if args.draft is None else sage.load_draft(args.draft, target)
     runners = _runners(target, draft, own, args)
@@ -90,7 +91,7 @@ def _costs(args: argparse.Namespace) -> None:
 
 
 def _measured_costs(args: argparse.Namespace, shape: Shape, grid: dict[str, list[int]]) -> dict[str, Any]:
-    device, dtype, layers = _device(args.device), DTYPES[args.dtype], args.layers
+    device, dtype, layers = named_device(args.device), DTYPES[args.dtype], args.layers
     if layers is None:
         layers = layers_that_fit(shape, dtype, device)
         layers = layers if device.type == "cuda" else min(layers, CPU_LAYERS)
@@ -118,14 +119,6 @@ def _replay(
     """Our contestants and every policy that is not among them."""
     policies = {one.label: sage.policy(one.policy, **one.options) for one in own}
     return replays(target, draft, prompts, sampling, policies | all_policies({}, leave_out=[one.policy for one in own]))
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"--device {name}: no GPU that torch can use; choose cpu")
-    return torch.device(name)
 
 
 def _progress(done: int, total: int) -> None:
