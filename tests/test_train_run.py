@@ -262,11 +262,15 @@ def test_a_batch_without_answers_is_refused(targets: dict[str, Path], cache: Pat
             fit(run)
 
 
-def test_nothing_is_written_before_everything_fits(targets: dict[str, Path], cache: Path, tmp_path: Path) -> None:
+def test_nothing_is_written_before_everything_fits(
+    targets: dict[str, Path], cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = tmp_path / "run"
-    for option, message in {"max_depth=1": "min_depth=3, max_depth=1", "window=0": "window: 0 is not allowed"}.items():
-        with pytest.raises(ValueError, match=rf"decode\.options\.sage: policy\.sage.*{message}"):
-            run_rank(configure(targets["qwen2_5_vl"], run, cache, f"decode.options.sage.{option}"))
+    with monkeypatch.context() as patch:
+        patch.setattr("train.build.build_target", lambda *_: pytest.fail("options are checked before anything is loaded"))
+        for option, message in {"max_depth=1": "min_depth=3, max_depth=1", "window=0": "window: 0 is not allowed"}.items():
+            with pytest.raises(ValueError, match=rf"decode\.options\.sage: policy\.sage.*{message}"):
+                run_rank(configure(targets["qwen2_5_vl"], run, cache, f"decode.options.sage.{option}"))
     assert not run.exists()
     assert run_rank(configure(targets["qwen2_5_vl"], run, cache)) == 0
     other = tmp_path / "other"
@@ -312,10 +316,16 @@ def test_a_state_holds_no_pickle(targets: dict[str, Path], cache: Path, tmp_path
 
 
 def test_training_goes_on_from_a_saved_draft(targets: dict[str, Path], cache: Path, tmp_path: Path) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
+    """In float32, also beside a target in bfloat16, whose dtype would round every weight by up to 0.4%."""
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     assert run_rank(configure(targets["qwen2_5_vl"], first, cache)) == 0
-    assert run_rank(configure(targets["qwen2_5_vl"], second, cache, f"draft.path={first / 'draft'}", "optim.lr=1e-12")) == 0
+    changes = (f"draft.path={first / 'draft'}", "optim.lr=1e-12")
+    mixed = ("target.dtype=bf16", "train.precision=fp32", "train.max_steps=1")
+    assert run_rank(configure(targets["qwen2_5_vl"], second, cache, *changes)) == 0
     assert_close(weights(first), weights(second), 1e-9)
+    assert run_rank(configure(targets["qwen2_5_vl"], third, cache, *changes, *mixed)) == 0
+    state = load_file(third / "state" / "step_00000001" / "weight.safetensors")
+    assert_close(weights(first), {name.removeprefix("draft."): value for name, value in state.items()}, 1e-9)
 
 
 def test_a_flipped_byte_in_a_draft_is_found_by_all_who_read_it(targets: dict[str, Path], cache: Path, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ from train.sharding import Shards, load_sharded
 from train.student import Student
 from train.teacher import Teacher
 from train.tracking import Tracker, check_tracking, open_tracker
-from train.validate import DTYPES, bench_prompt, build_runners
+from train.validate import DTYPES, bench_prompt, build_policies, build_runners
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,7 @@ def building(config: Config, ranks: Ranks) -> Iterator[Run]:
     set_threads(config, ranks)
     seed_everything(config.seed, ranks.rank)
     check_tracking(config)
+    build_policies(config.decode)
     accumulation = check_batch(config, ranks.world_size)
     target, shards = build_target(config, ranks)
     assert target.processor is not None
@@ -139,7 +140,7 @@ def build_loader(config: Config, ranks: Ranks, dataset: Any, target: sage.Target
 def prepare_prompts(config: Config, target: sage.Target, draft: Any, ranks: Ranks) -> list[Any]:
     """Held-out prompts, on the ranks that decode; empty on the others.
 
-    Prompts are prepared once, policies and their options tried as well, so that a mistake shows before training, not after.
+    Prompts are prepared once, the runners built as well, so that a mistake shows before training, not after.
     """
     prompts = []
     if ranks.is_main:

@@ -139,17 +139,26 @@ def build_runners(decode: DecodeConfig, target: Any, draft: Any) -> list[Runner]
     """The policies with their options, then the baselines; our own autoregressive loop always takes part.
 
     Raises:
-        ValueError: an unknown policy or baseline, an option that a policy does not take, measured or not, a drafting policy
-            without a draft, or `hf_assisted` without a model.
+        ValueError: an unknown policy, option or baseline, a drafting policy without a draft, or `hf_assisted` without a model.
     """
     names = [str(name) for name in decode.policies]
-    policies = {name: _policy(name, decode.options.get(name, {})) for name in dict.fromkeys([*names, *decode.options])}
+    policies = build_policies(decode)
     if needing := [name for name in names if name != AUTOREGRESSIVE and draft is None]:
         raise ValueError(f"decode.policies: {', '.join(needing)} need a draft; give one, or measure autoregressive alone")
     runners: list[Runner] = [PolicyRunner(target, draft, name, policies[name]) for name in names]
     others = dict.fromkeys([AUTOREGRESSIVE, *(str(name) for name in decode.baselines)])
     assistant = find_assistant(target, decode.assistant, draft) if HF_ASSISTED in others else None
     return runners + [baseline_runner(target, name, assistant) for name in others if name not in names]
+
+
+def build_policies(decode: DecodeConfig) -> dict[str, Policy]:
+    """Every policy that is measured or has options, with these; takes no time, so a mistake shows before anything is loaded.
+
+    Raises:
+        ValueError: an unknown policy, or an option that it does not take; names the key.
+    """
+    names = dict.fromkeys([*map(str, decode.policies), *decode.options])
+    return {name: _policy(name, decode.options.get(name, {})) for name in names}
 
 
 def _policy(name: str, options: dict[str, Any]) -> Policy:

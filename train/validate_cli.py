@@ -195,12 +195,13 @@ def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     from data_prep.build import prompts
     from sage.bench import format_table
     from train.ranks import pick_device
-    from train.validate import DTYPES, validate
+    from train.validate import DTYPES, build_policies, validate
 
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     if config.launch.threads is not None:
         torch.set_num_threads(config.launch.threads)
+    build_policies(config.decode)
     dtype = DTYPES[config.decode.dtype or config.target.dtype]
     device = pick_device(str(config.launch.device), 0)
     options = {"revision": config.target.revision} if config.target.revision is not None else {}
