@@ -10,8 +10,6 @@ import base64
 import binascii
 import io
 import re
-import struct
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,15 +18,11 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 from transformers.image_utils import load_image
 
-from sage.video import Segment, read_video, spaced, within
+from sage.video import BROKEN, MAX_PIXELS, TOO_MANY_PIXELS, Segment, read_video, spaced, unwarned, within
 
 MIN_SIDE = 2  # a picture of one pixel shows nothing, and a target cannot tell its channels from its rows
 MAX_ASPECT = 200  # Qwen2.5-VL's own limit; beyond it patches are slivers
-MAX_PIXELS = 100_000_000
 DEFAULT_FRAMES = 16
-# What PIL's decoders raise on damaged bytes; each format has its own ways (AVIF: RuntimeError, TIFF: TypeError, ...).
-BROKEN = (OSError, SyntaxError, EOFError, RuntimeError, TypeError, LookupError, ArithmeticError, struct.error)
-BOMB = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 SIXTEEN_BIT = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
 
 
@@ -43,8 +37,7 @@ def open_picture(source: Any, allow_urls: bool = False) -> Image.Image:
     """
     name = _name(source)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
+        with unwarned():
             if allow_urls and str(source).startswith(("http://", "https://")):
                 source = _download(str(source))
             if isinstance(source, Image.Image):
@@ -53,7 +46,7 @@ def open_picture(source: Any, allow_urls: bool = False) -> Image.Image:
                 return _normalised(picture)
     except ValueError as error:
         raise ValueError(f"image {name}: {error}") from error
-    except (*BROKEN, *BOMB) as error:
+    except (*BROKEN, Image.DecompressionBombError) as error:
         raise ValueError(f"image {name}: {_why(error)}") from error
 
 
@@ -81,7 +74,7 @@ def open_clip(
     frames = _frames(source, num_frames, segment, frames_per_s)
     if not len(frames):
         raise ValueError(f"video {_name(source)}: no frames")
-    pictures = [open_picture(frames[i]) for i in spaced(len(frames), num_frames)]
+    pictures = _open_frames([frames[i] for i in spaced(len(frames), num_frames)], f"video {_name(source)}")
     if len({picture.size for picture in pictures}) > 1:
         raise ValueError(f"video {_name(source)}: frames of different sizes")
     return pictures
@@ -96,6 +89,13 @@ def _frames(source: Any, num_frames: int, segment: Segment, frames_per_s: float)
     return [source[i] for i in within(len(source), frames_per_s, segment)] if len(source) else []
 
 
+def _open_frames(frames: Sequence[Any], name: str) -> list[Image.Image]:
+    try:
+        return [open_picture(frame) for frame in frames]
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
 def frame_files(folder: Path) -> list[Path]:
     """The picture files of a folder in natural order (frame2 before frame10)."""
     known = Image.registered_extensions()
@@ -106,7 +106,7 @@ def frame_files(folder: Path) -> list[Path]:
 def _download(url: str) -> Image.Image:
     try:
         return load_image(url)
-    except (UnidentifiedImageError, *BOMB):
+    except (UnidentifiedImageError, Image.DecompressionBombError):
         raise
     except Exception as error:  # transformers fetches with whichever client is installed, each with errors of its own
         raise ValueError(f"could not be fetched ({error})") from error
@@ -171,8 +171,8 @@ def _from_wide_grey(picture: Image.Image) -> Image.Image:
 def _why(error: Exception) -> str:
     if isinstance(error, UnidentifiedImageError):
         return "not a picture in a known format"
-    if isinstance(error, BOMB):
-        return f"too many pixels, allowed: at most {MAX_PIXELS}"
+    if isinstance(error, Image.DecompressionBombError):
+        return TOO_MANY_PIXELS
     if isinstance(error, OSError) and error.strerror:  # the system's own: a folder, no permission
         return error.strerror
     return f"broken or truncated ({error})"

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import struct
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,10 @@ from PIL import Image
 
 VIDEO_SUFFIXES = (".mp4", ".mkv", ".webm", ".avi", ".mov", ".m4v", ".gif")
 READERS = ("av", "cv2")
+# What PIL's decoders raise on damaged bytes; each format has its own ways (AVIF: RuntimeError, TIFF: TypeError, ...).
+BROKEN = (OSError, SyntaxError, EOFError, RuntimeError, TypeError, LookupError, ArithmeticError, struct.error)
+MAX_PIXELS = 100_000_000  # of a picture or a frame
+TOO_MANY_PIXELS = f"too many pixels, allowed: at most {MAX_PIXELS}"
 
 Segment = tuple[float, float] | None  # seconds
 
@@ -21,18 +29,38 @@ def read_video(path: Path, num_frames: int, segment: Segment = None) -> list[Ima
     Raises:
         ValueError: no reader is installed, or the file is not a video.
     """
-    if path.suffix.lower() == ".gif":
-        try:
-            return _read_gif(path, num_frames)
-        except (OSError, SyntaxError, EOFError) as error:
-            raise ValueError(f"video {path}: not a readable video ({error})") from error
-    reader = next((name for name in READERS if importlib.util.find_spec(name)), None)
-    if reader is None:
-        raise ValueError(f"video {path}: no video reader is installed; pip install av, or give a folder of frames")
-    frames = _read_av(path, num_frames, segment) if reader == "av" else _read_cv2(path, num_frames, segment)
+    reader = "gif" if path.suffix.lower() == ".gif" else _reader(path)
+    try:
+        with unwarned():
+            frames = _read(reader, path, num_frames, segment)
+    except Image.DecompressionBombError as error:
+        raise ValueError(f"video {path}: {TOO_MANY_PIXELS}") from error
+    except (ValueError, *BROKEN) as error:
+        raise ValueError(f"video {path}: not a readable video ({error})") from error
     if not frames:
         raise ValueError(f"video {path}: no frames could be read")
     return frames
+
+
+def _reader(path: Path) -> str:
+    name = next((name for name in READERS if importlib.util.find_spec(name)), None)
+    if name is None:
+        raise ValueError(f"video {path}: no video reader is installed; pip install av, or give a folder of frames")
+    return name
+
+
+def _read(reader: str, path: Path, num_frames: int, segment: Segment) -> list[Image.Image]:
+    if reader == "gif":
+        return _read_gif(path, num_frames)
+    return _read_av(path, num_frames, segment) if reader == "av" else _read_cv2(path, num_frames, segment)
+
+
+@contextmanager
+def unwarned() -> Iterator[None]:
+    """Keeps PIL from warning of big pictures; its limit for that is below `MAX_PIXELS`, that of its error above."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        yield
 
 
 def spaced(total: int, count: int) -> list[int]:
@@ -77,8 +105,8 @@ def _read_av(path: Path, num_frames: int, segment: Segment) -> list[Image.Image]
         wanted = _wanted(total, rate, segment, num_frames)
         with av.open(str(path)) as container:
             return [frame.to_image() for i, frame in enumerate(container.decode(video=0)) if i in wanted]
-    except (OSError, ValueError, IndexError) as error:
-        raise ValueError(f"video {path}: not a readable video ({error})") from error
+    except av.error.FFmpegError as error:  # some are exceptions of no common kind
+        raise ValueError(str(error)) from error
 
 
 def _read_cv2(path: Path, num_frames: int, segment: Segment) -> list[Image.Image]:
@@ -87,11 +115,15 @@ def _read_cv2(path: Path, num_frames: int, segment: Segment) -> list[Image.Image
     total, rate = int(capture.get(cv2.CAP_PROP_FRAME_COUNT)), capture.get(cv2.CAP_PROP_FPS) or 1.0
     wanted = _wanted(total, rate, segment, num_frames)
     frames: list[Image.Image] = []
-    for index in range(total):
-        found, frame = capture.read()
-        if not found:
-            break
-        if index in wanted:
-            frames.append(Image.fromarray(cv2.cvtColor(frame, cv2.COLOR_BGR2RGB)))
-    capture.release()
+    try:
+        for index in range(total):
+            found, frame = capture.read()
+            if not found:
+                break
+            if index in wanted:
+                frames.append(Image.fromarray(cv2.cvtColor(frame, cv2.COLOR_BGR2RGB)))
+    except cv2.error as error:  # an exception of no common kind
+        raise ValueError(str(error)) from error
+    finally:
+        capture.release()
     return frames
