@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -155,7 +156,7 @@ def _check_path(source: Any, prefix: str = "") -> None:
         raise ValueError(f"{prefix}a URL; download it and give the file (training must not depend on the web)")
     if not str(source).strip():  # which Path would take for the current folder
         raise ValueError(f"{prefix}an empty path; name a file")
-    if not Path(source).exists():
+    if not os.path.exists(source):  # unlike Path.exists, False of a name that no file can have
         raise ValueError(f"{prefix}no such file")
 
 

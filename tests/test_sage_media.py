@@ -157,6 +157,8 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
         for opens in (open_picture, open_clip, check_picture):
             with pytest.raises(ValueError, match=f"^(image|video) '{empty}': an empty path; name a file$"):
                 opens(empty)
+    with pytest.raises(ValueError, match=f"^image {'x' * 200}: no such file$"):  # base64 without `data:`, say
+        open_picture("x" * 5000)
     with pytest.raises(ValueError, match=f"^image {tmp_path}: Is a directory$"):
         open_picture(tmp_path)
     with pytest.raises(ValueError, match="a URL; download it"):
