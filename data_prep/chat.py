@@ -19,13 +19,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor
 
 from data_prep.config import OnLong
-from data_prep.conversation import BadTemplate, Conversation, Message, Part, TooLong, check, media_parts, text_of
-from sage.media import open_clip, open_picture
-from sage.targets.processing import DEFAULT_FPS, Processor, Segment, TemplateFault
+from data_prep.conversation import BadTemplate, Conversation, Message, Part, TooLong, check, text_of
+from sage.targets.processing import Processor, Segment, TemplateFault, open_media
 
 Example = dict[str, Any]
 PRIVATE_USE = range(0xF0000, 0xF0100)
@@ -147,21 +145,13 @@ def _drop_shields(pieces: list[Segment], shield: str) -> list[Segment]:
 
 
 def _encode(conversation: Conversation, processor: Processor, num_frames: int) -> Example:
-    parts = list(media_parts(conversation.messages))
     try:
-        images = [open_picture(part["image"]) for part in parts if part["type"] == "image"]
-        videos = [_open_clip(part, num_frames) for part in parts if part["type"] == "video"]
-        fps = next((part["fps"] for part in parts if "fps" in part), DEFAULT_FPS)
+        images, videos, fps = open_media(conversation.messages, num_frames, allow_urls=False)
         return processor.encode(segments(conversation.messages, processor), images, videos, fps)
     except TemplateFault as error:
         raise conversation.bad(str(error), BadTemplate) from error
     except ValueError as error:
         raise conversation.bad(str(error)) from error
-
-
-def _open_clip(part: Part, num_frames: int) -> list[Image.Image]:
-    segment = (part["start"], part["end"]) if "start" in part and "end" in part else None
-    return open_clip(part["video"], num_frames, segment, part.get("fps", DEFAULT_FPS))
 
 
 def _shorten(

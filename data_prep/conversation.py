@@ -14,10 +14,11 @@ from typing import Any
 
 from PIL import Image
 
+from sage.video import CLIP_KEYS, clip_times
+
 ROLES = ("system", "user", "assistant")
 MEDIA = ("image", "video")
 MEDIA_KEYS = ("url", "path", "base64")
-CLIP_KEYS = ("fps", "start", "end")  # frames per second, and the segment in seconds
 # What data files write before or after a question whose picture belongs there. In the middle of a text it is a word like
 # any other ("how does the <video> tag work?") and is tokenised as such.
 PLACEHOLDER = re.compile(r"\A\s*<(?:image|video)>|<(?:image|video)>\s*\Z")
@@ -153,8 +154,13 @@ def _part(part: Any, index: int) -> Part:
     if kind in MEDIA:
         value = next((part[key] for key in (kind, *MEDIA_KEYS) if part.get(key) is not None), None)
         _check_media(kind, value, index)
-        return {"type": kind, kind: value, **{name: float(part[name]) for name in CLIP_KEYS if name in part}}
+        return {"type": kind, kind: value, **(_times(part, index) if kind == "video" else {})}
     raise ValueError(f"message {index}: part of type {kind!r}; allowed: text, image, video")
+
+
+def _times(part: Part, index: int) -> dict[str, float]:
+    clip_times(part, f"message {index}: video")
+    return {name: float(part[name]) for name in CLIP_KEYS if part.get(name) is not None}
 
 
 def _clean(text: str, index: int) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 from data_prep.chat import Example, visual_mask
 from data_prep.conversation import Conversation, media_parts
 from data_prep.stats import MEASURES, Statistics, short
-from sage.media import open_clip, open_picture
+from sage.media import open_clip_part, open_picture
 from sage.targets.processing import Processor
 
 THUMB = 224  # pixels
@@ -139,7 +139,7 @@ def _pictures(conversation: Conversation) -> str:
         if part["type"] == "image":
             shown += _img(part["image"])
         else:
-            frames = open_clip(part["video"], CLIP_FRAMES)
+            frames = open_clip_part(part, CLIP_FRAMES).frames
             shown += f'<div class="clip">{"".join(_img(frame, THUMB // 2) for frame in frames)}</div>'
     return shown
 

@@ -23,7 +23,7 @@ from data_prep.config import RegenerateConfig
 from data_prep.conversation import BadItem, Conversation, Message, check
 from data_prep.files import atomic_path, blaming, locked
 from data_prep.rowfile import MediaFolder, as_line
-from sage.media import open_clip, open_picture
+from sage.media import open_clip_part, open_picture
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
@@ -100,7 +100,7 @@ def answerer(target: Any, draft: Any, settings: RegenerateConfig, num_frames: in
     policy = settings.policy if draft is not None else "autoregressive"
 
     def say(messages: list[Message], seed: int) -> Answer:
-        inputs = target.prepare(_with_open_media(messages, num_frames))
+        inputs = target.prepare(with_open_media(messages, num_frames))
         out = sage.generate(target, draft, inputs, policy=policy, seed=seed, **options)
         return Answer(out.text, bool(len(out.tokens)) and int(out.tokens[-1]) in target.eos_token_ids)
 
@@ -140,15 +140,15 @@ def _seed(seed: int, name: str, turn: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}/{turn}".encode()).digest()[:4], "big") >> 1
 
 
-def _with_open_media(messages: list[Message], num_frames: int) -> list[Message]:
+def with_open_media(messages: list[Message], num_frames: int) -> list[Message]:
     """The messages with pictures as training sees them: same rotation, same frames of a clip."""
 
     def opened(part: dict[str, Any]) -> dict[str, Any]:
         if part["type"] == "image":
             return part | {"image": open_picture(part["image"])}
         if part["type"] == "video":
-            segment = (part["start"], part["end"]) if "start" in part and "end" in part else None
-            return part | {"video": open_clip(part["video"], num_frames, segment, part.get("fps", 1.0))}
+            clip = open_clip_part(part, num_frames)
+            return {"type": "video", "video": clip.frames, "fps": clip.fps}  # the segment is cut out already
         return part
 
     return [{**message, "content": [opened(part) for part in message["content"]]} for message in messages]

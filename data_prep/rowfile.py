@@ -15,9 +15,10 @@ from typing import Any
 
 from PIL import Image
 
-from data_prep.conversation import CLIP_KEYS, Conversation, Message, Part
+from data_prep.conversation import Conversation, Message, Part
 from data_prep.files import atomic_path
 from sage.media import open_picture
+from sage.video import CLIP_KEYS
 
 
 class MediaFolder:

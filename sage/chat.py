@@ -29,6 +29,7 @@ class Chat:
         self.policy = new_policy(policy) if isinstance(policy, str) else policy
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         self._past: Past | None = None
+        self._begun: tuple[Generation, dict[str, Any]] | None = None  # the turn under way, and what it asks
 
     def ask(self, text: str, images: Sequence[Any] = (), videos: Sequence[Any] = ()) -> Output:
         """Answers one more message.
@@ -46,18 +47,25 @@ class Chat:
         return self.finish(generation)
 
     def start(self, text: str, images: Sequence[Any] = (), videos: Sequence[Any] = ()) -> Generation:
-        """Begins a turn, for callers that stream it; end it with `finish`."""
+        """Begins a turn, for callers that stream it; end it with `finish`. A turn that is not ended was never asked."""
         media = [{"type": kind, kind: item} for kind, items in (("image", images), ("video", videos)) for item in items]
         message = {"role": "user", "content": [*media, {"type": "text", "text": text}]}
         inputs = self.target.prepare([*self.messages, message])
         past, self._past = self._past, None
         generation = start(self.target, self.draft, inputs, policy=self.policy, past=past, **self.options)
-        self.messages.append(message)
+        self._begun = generation, message
         return generation
 
     def finish(self, generation: Generation) -> Output:
-        """Ends a turn: its answer becomes part of the conversation."""
+        """Ends a turn: question and answer become part of the conversation.
+
+        Raises:
+            ValueError: it is not the turn begun last.
+        """
+        if self._begun is None or self._begun[0] is not generation:
+            raise ValueError("chat: this turn is not the one begun last; finish a turn before the next is begun")
         output = generation.output()
         self._past = generation.past()
-        self.messages.append({"role": "assistant", "content": [{"type": "text", "text": output.text}]})
+        self.messages += [self._begun[1], {"role": "assistant", "content": [{"type": "text", "text": output.text}]}]
+        self._begun = None
         return output

@@ -49,9 +49,15 @@ class Curve:
         share = (count - self.counts[lower]) / (self.counts[upper] - self.counts[lower])
         return self.seconds[lower] + share * (self.seconds[upper] - self.seconds[lower])
 
-    def correct(self, count: int, seconds: float, rate: float) -> None:
-        """Moves the correction towards one live timing; timings over three times off are interruptions, not costs."""
-        ratio = seconds / self(count)
+    def correct(self, expected: float, seconds: float, rate: float) -> None:
+        """Moves the correction towards one live timing; timings over three times off are interruptions, not costs.
+
+        Args:
+            expected: seconds by this table, as it is corrected so far.
+            seconds: what it took.
+            rate: how far to follow, 0 to 1.
+        """
+        ratio = seconds / expected
         if 1 / 3 < ratio < 3:
             self.scale *= ratio**rate
 
@@ -75,8 +81,10 @@ class Costs:
     overhead: float = 0.0
 
     def verify_s(self, nodes: int, context: int) -> float:
-        """c_t(n, S)."""
-        return self.verify(nodes) + self.verify.scale * self.verify_per_token * (context - self.context)
+        """c_t(n, S); however short S is, half of what it takes at `context` remains."""
+        at_context = self.verify(nodes)
+        longer_s = self.verify.scale * self.verify_per_token * (context - self.context)
+        return max(at_context + longer_s, at_context / 2)
 
     def state(self) -> dict[str, Any]:
         """As plain numbers, for JSON."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
@@ -21,6 +21,8 @@ from sage.stats import Clock, Stats
 from sage.targets import Features, Prompt, Target
 from sage.trees import Policy
 from sage.trees import policy as new_policy
+
+UNFINISHED = "\ufffd"  # what tokenizers write for the bytes of a character that is not all there
 
 
 @dataclass
@@ -156,6 +158,7 @@ def start(
         raise ValueError(f"draft: the policy {policy.name!r} needs one; load it with sage.load_draft(path, target)")
     if draft is not None:
         check_draft(draft, target, pruning)
+    inputs = _unpadded(inputs, target.family.pixel_keys)
     prompt_ids = inputs["input_ids"]
     tokenizer = target.processor.tokenizer if target.processor else None
     ending = Ending(max_new_tokens, target.eos_token_ids, stop, tokenizer)
@@ -180,6 +183,24 @@ def start(
         read=read,
     )
     return Generation(target, request, clock, Stats())
+
+
+def _unpadded(inputs: Mapping[str, Any], pixel_keys: Collection[str]) -> Mapping[str, Any]:
+    """Inputs of one prompt without padding tokens, which only a batch needs.
+
+    Raises:
+        ValueError: the attention mask leaves nothing.
+    """
+    mask = inputs.get("attention_mask")
+    if mask is None or len(mask) != 1 or bool(mask.all()):
+        return inputs
+    is_kept, shape = mask[0].bool(), inputs["input_ids"].shape
+    if not is_kept.any():
+        raise ValueError("inputs: the attention mask hides every token; give a prompt")
+    return {
+        key: value[:, is_kept] if isinstance(value, Tensor) and value.shape == shape and key not in pixel_keys else value
+        for key, value in inputs.items()
+    }
 
 
 def _sampling(options: dict[str, Any]) -> Sampling:
@@ -236,9 +257,11 @@ def pieces(generation: Generation) -> Iterator[Piece]:
         before = len(generation.tokens) - len(round_.tokens)
         for end, is_drafted in ((before + round_.num_drafted, True), (len(generation.tokens), False)):
             text = tokenizer.decode(generation.tokens[:end], skip_special_tokens=True)
-            if len(text) > len(shown) and not text.endswith("\ufffd"):
-                yield Piece(text[len(shown) :], is_drafted)
-                shown = text
+            is_last = generation.request.ending.is_over and end == len(generation.tokens)
+            whole = text if is_last else text.rstrip(UNFINISHED)
+            if len(whole) > len(shown):
+                yield Piece(whole[len(shown) :], is_drafted)
+                shown = whole
 
 
 def _capacity(target: Target, input_ids: Tensor, max_new_tokens: int, policy: Policy) -> int:

@@ -1,7 +1,7 @@
 """Pictures and clips of any sort -> RGB pictures a vision tower can trust.
 
-Owns: opening and normalising; limits on size; sampling frames. Does not own: resizing and patches (the target's own
-image processor does that).
+Owns: opening and normalising, what message parts name included; limits on size. Does not own: reading video files and which
+frames are taken (sage.video), resizing and patches (the target's own image processor does that).
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import os
 import re
-import struct
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,15 +19,12 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 from transformers.image_utils import load_image
 
-from sage.video import Segment, read_video, spaced, within
+from sage.video import BROKEN, MAX_PIXELS, TOO_MANY_PIXELS, Clip, Segment, clip_times, read_video, sample, unwarned
 
 MIN_SIDE = 2  # a picture of one pixel shows nothing, and a target cannot tell its channels from its rows
 MAX_ASPECT = 200  # Qwen2.5-VL's own limit; beyond it patches are slivers
-MAX_PIXELS = 100_000_000
 DEFAULT_FRAMES = 16
-# What PIL's decoders raise on damaged bytes; each format has its own ways (AVIF: RuntimeError, TIFF: TypeError, ...).
-BROKEN = (OSError, SyntaxError, EOFError, RuntimeError, TypeError, LookupError, ArithmeticError, struct.error)
-BOMB = (Image.DecompressionBombError, Image.DecompressionBombWarning)
+DEFAULT_FPS = 2.0  # of frames that come without; Qwen2.5-VL's own
 SIXTEEN_BIT = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
 
 
@@ -43,8 +39,7 @@ def open_picture(source: Any, allow_urls: bool = False) -> Image.Image:
     """
     name = _name(source)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
+        with unwarned():
             if allow_urls and str(source).startswith(("http://", "https://")):
                 source = _download(str(source))
             if isinstance(source, Image.Image):
@@ -53,7 +48,7 @@ def open_picture(source: Any, allow_urls: bool = False) -> Image.Image:
                 return _normalised(picture)
     except ValueError as error:
         raise ValueError(f"image {name}: {error}") from error
-    except (*BROKEN, *BOMB) as error:
+    except (*BROKEN, Image.DecompressionBombError) as error:
         raise ValueError(f"image {name}: {_why(error)}") from error
 
 
@@ -63,37 +58,69 @@ def check_picture(source: Any) -> None:
         _check_path(source, f"image {_name(source)}: ")
 
 
-def open_clip(
-    source: Any, num_frames: int | None = None, segment: Segment = None, frames_per_s: float = 1.0
-) -> list[Image.Image]:
-    """Frames, a folder of frames, or a video file -> at most `num_frames` RGB frames, evenly spaced.
+def source_of(part: dict[str, Any], kind: str) -> Any:
+    """What a message part of this kind ("image" or "video") shows.
+
+    Raises:
+        ValueError: it names nothing.
+    """
+    for key in (kind, "url", "path", "base64"):
+        if part.get(key) is not None:
+            return part[key]
+    raise ValueError(f"{kind}: a message part of this type names no {kind}; add the key {kind!r}")
+
+
+def open_clip_part(part: dict[str, Any], num_frames: int | None = None) -> Clip:
+    """The clip of a message part, from its `start` to its `end`, at its `fps` where it is frames.
+
+    Args:
+        num_frames: as in `open_clip`.
+
+    Raises:
+        ValueError: as `open_clip`, or one of the three is not what it should be.
+    """
+    source = source_of(part, "video")
+    segment, fps = clip_times(part, f"video {_name(source)}")
+    return open_clip(source, num_frames, segment, DEFAULT_FPS if fps is None else fps)
+
+
+def open_clip(source: Any, num_frames: int | None = None, segment: Segment = None, frames_per_s: float = DEFAULT_FPS) -> Clip:
+    """Frames, a folder of frames, or a video file -> at most `num_frames` RGB frames, evenly spaced, and their rate.
 
     Args:
         num_frames: None takes every frame in hand, and `DEFAULT_FRAMES` of a folder or a file.
         segment: (from, to) in seconds; None for the whole.
-        frames_per_s: of frames and folders of them; a video file knows its own.
+        frames_per_s: of frames and folders of them, before any are left out; a video file knows its own.
 
     Raises:
         ValueError: nothing there, frames of different sizes, or no reader for video files.
     """
     if num_frames is None:
         num_frames = DEFAULT_FRAMES if isinstance(source, (str, Path)) else len(source)
-    frames = _frames(source, num_frames, segment, frames_per_s)
-    if not len(frames):
+    frames, fps = _sampled(source, num_frames, segment, frames_per_s)
+    if not frames:
         raise ValueError(f"video {_name(source)}: no frames")
-    pictures = [open_picture(frames[i]) for i in spaced(len(frames), num_frames)]
+    pictures = _open_frames(frames, f"video {_name(source)}")
     if len({picture.size for picture in pictures}) > 1:
         raise ValueError(f"video {_name(source)}: frames of different sizes")
-    return pictures
+    return Clip(pictures, fps)
 
 
-def _frames(source: Any, num_frames: int, segment: Segment, frames_per_s: float) -> Sequence[Any]:
+def _sampled(source: Any, num_frames: int, segment: Segment, frames_per_s: float) -> tuple[Sequence[Any], float]:
     if isinstance(source, (str, Path)):
         _check_path(source, f"video {_name(source)}: ")
         if not Path(source).is_dir():
             return read_video(Path(source), num_frames, segment)
         source = frame_files(Path(source))
-    return [source[i] for i in within(len(source), frames_per_s, segment)] if len(source) else []
+    wanted, fps = sample(len(source), frames_per_s, segment, num_frames)
+    return [source[i] for i in wanted], fps
+
+
+def _open_frames(frames: Sequence[Any], name: str) -> list[Image.Image]:
+    try:
+        return [open_picture(frame) for frame in frames]
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def frame_files(folder: Path) -> list[Path]:
@@ -106,7 +133,7 @@ def frame_files(folder: Path) -> list[Path]:
 def _download(url: str) -> Image.Image:
     try:
         return load_image(url)
-    except (UnidentifiedImageError, *BOMB):
+    except (UnidentifiedImageError, Image.DecompressionBombError):
         raise
     except Exception as error:  # transformers fetches with whichever client is installed, each with errors of its own
         raise ValueError(f"could not be fetched ({error})") from error
@@ -129,7 +156,7 @@ def _check_path(source: Any, prefix: str = "") -> None:
         raise ValueError(f"{prefix}a URL; download it and give the file (training must not depend on the web)")
     if not str(source).strip():  # which Path would take for the current folder
         raise ValueError(f"{prefix}an empty path; name a file")
-    if not Path(source).exists():
+    if not os.path.exists(source):  # unlike Path.exists, False of a name that no file can have
         raise ValueError(f"{prefix}no such file")
 
 
@@ -171,8 +198,8 @@ def _from_wide_grey(picture: Image.Image) -> Image.Image:
 def _why(error: Exception) -> str:
     if isinstance(error, UnidentifiedImageError):
         return "not a picture in a known format"
-    if isinstance(error, BOMB):
-        return f"too many pixels, allowed: at most {MAX_PIXELS}"
+    if isinstance(error, Image.DecompressionBombError):
+        return TOO_MANY_PIXELS
     if isinstance(error, OSError) and error.strerror:  # the system's own: a folder, no permission
         return error.strerror
     return f"broken or truncated ({error})"

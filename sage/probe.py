@@ -19,6 +19,7 @@ VERIFY_NODES = (1, 2, 4, 8, 16, 32, 64)
 DRAFT_WIDTHS = (1, 2, 4, 8, 16)
 LONGER_NODES = 16
 REPEATS = 16
+LEAST_SPAN = 1024  # tokens between the two contexts
 
 
 @torch.inference_mode()
@@ -27,9 +28,12 @@ def measure_costs(target: Target, draft: Draft, context: int, longer: int) -> Co
 
     Args:
         context: S to measure at.
-        longer: a second S, for the dependence on the context.
+        longer: a second S, for the dependence on the context. `LEAST_SPAN` above `context` is used if that is more and within
+            the target's limit: over fewer tokens the difference is noise.
     """
     room = max(VERIFY_NODES)
+    limit = int(target.text_config.max_position_embeddings) - room
+    longer = max(longer, min(context + LEAST_SPAN, limit))
     cache = target.new_cache(longer + room)
     cache.storage.zero_()
 

@@ -34,6 +34,10 @@ def row(image: str | None = None, conversations: Any = None) -> bytes:
     return json.dumps(content | ({"image": image} if image else {})).encode()
 
 
+def clip_row(clip: str) -> bytes:
+    return json.dumps({"conversations": said("<video>What?", "Red."), "video": clip}).encode()
+
+
 GOOD = row("good.png")
 # (the broken line, a phrase of the reason)
 BROKEN: dict[str, tuple[bytes, str]] = {
@@ -42,6 +46,8 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "no picture at all": (row("text.png"), r"image .*text\.png: not a picture in a known format"),
     "1x1": (row("dot.png"), r"image .*dot\.png: 1x1 pixels, allowed: at least 2 a side"),
     "20000x20": (row("strip.png"), r"image .*strip\.png: 20000x20 pixels, allowed: sides within"),
+    "damaged GIF": (clip_row("cut.gif"), r"video .*cut\.gif: not a readable video"),
+    "GIF cut inside a header": (clip_row("header.gif"), r"video .*header\.gif: not a readable video"),
     "wrong role": (row(None, said("What?", "Red.", roles=("robot", "gpt"))), "turn 0: from 'robot'; allowed: human"),
     "no question": (row(None, said("Red.", roles=("gpt",))), "message 0: 'assistant' after 'nothing', expected 'user'"),
     "two user turns in a row": (
@@ -64,6 +70,9 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Image.effect_noise((64, 64), 90).convert("RGB").save(folder / "cut.jpg")
     (folder / "cut.jpg").write_bytes((folder / "cut.jpg").read_bytes()[:900])
     (folder / "text.png").write_text("no picture")
+    picture().save(folder / "clip.gif", save_all=True, append_images=[picture(16, "blue")])
+    (folder / "cut.gif").write_bytes((folder / "clip.gif").read_bytes()[:70])  # PIL: IndexError
+    (folder / "header.gif").write_bytes((folder / "clip.gif").read_bytes()[:78])  # PIL: struct.error
     picture(1).save(folder / "dot.png")
     Image.new("RGB", (20000, 20)).save(folder / "strip.png")
     Image.new("CMYK", (16, 16), (0, 255, 255, 0)).save(folder / "cmyk.jpg")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -112,6 +113,44 @@ def test_prompt_part_is_what_generation_sees(family: str) -> None:
                 processor.tokenizer.decode(ids).split()
             )
         assert torch.equal(example["pixel_values"], prompt["pixel_values"])
+
+
+@pytest.mark.parametrize("family", [QWEN, LLAVA])
+@pytest.mark.parametrize("times", [{}, {"fps": 4.0}, {"start": 1.0, "end": 2.5}, {"start": 0.5, "fps": 3.0}, {"end": None}])
+def test_clips_are_to_training_what_they_are_to_inference(family: str, times: dict[str, Any], tmp_path: Path) -> None:
+    """The same frames at the same rate, of frames, a folder and a file, two clips in one conversation."""
+    frames = [picture(16, colour) for colour in ("red", "green", "blue", "yellow", "black", "white", "gray", "pink")]
+    for i, frame in enumerate(frames):
+        frame.save(tmp_path / f"{i}.png")
+    frames[0].save(tmp_path.with_suffix(".gif"), save_all=True, append_images=frames[1:], duration=500)
+    processor = make_processor(family)
+    for source in (frames, str(tmp_path), str(tmp_path.with_suffix(".gif"))):
+        asked = user("What?")
+        asked["content"] = [{"type": "video", "video": source, **times}] * 2 + asked["content"]
+        example = build_example(Conversation("c", [asked, says("a")]), processor)
+        prompt = processor.prepare([asked])
+        assert "pixel_values_videos" in prompt
+        for key in set(processor.family.pixel_keys) & prompt.keys():
+            assert torch.equal(example[key], prompt[key]), key
+
+
+def test_clip_of_frames_that_are_all_used_is_at_two_frames_per_second() -> None:
+    """The pocket's clips: four frames that say nothing of a rate."""
+    frames = [picture(16, colour) for colour in ("red", "green", "blue", "yellow")]
+    processor = make_processor(QWEN)
+    example = build_example(Conversation("c", [user(frames, "Hi?"), says("a")]), processor)
+    assert torch.equal(example["second_per_grid_ts"], torch.ones(1))
+    stills = processor.image_processor(images=frames, return_tensors="pt")["pixel_values"].view(2, 2, 16, 3, 2, 16)
+    assert torch.equal(example["pixel_values_videos"].view(2, 16, 3, 2, 16), stills[..., 0, :].permute(0, 2, 3, 1, 4))
+    half = build_example(Conversation("c", [user(frames, "Hi?"), says("a")]), processor, num_frames=2)
+    assert half["second_per_grid_ts"].tolist() == [2.0]
+
+
+def test_training_does_not_fetch_pictures() -> None:
+    shown: dict[str, Any] = user("Hi?")
+    shown["content"].insert(0, {"type": "image", "image": "https://example.com/a.png"})
+    with pytest.raises(BadItem, match=r"a URL; download it and give the file"):
+        build_example(Conversation("c", [shown, says("a")]), make_processor(QWEN))
 
 
 def test_answer_may_quote_what_a_user_may_not() -> None:

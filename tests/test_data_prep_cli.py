@@ -73,6 +73,16 @@ def test_page_shows_what_is_supervised() -> None:
     assert html.count("<svg") == 6
 
 
+def test_page_shows_the_segment_of_a_clip() -> None:
+    processor = make_processor("llava_onevision")
+    asked = user([picture()] * 8, "Hi?")
+    asked["content"][0] |= {"start": 1.0, "end": 2.0}  # two of them, at two per second
+    talk = Conversation("c", [asked, says("a")], "one")
+    example = build_example(talk, processor)
+    html = page("title", measure([(talk, example)], 1, Counter(), processor), [(talk, example)], processor)
+    assert html.count("data:image/jpeg;base64,") == 2
+
+
 def test_convert_and_back(tmp_path: Path) -> None:
     """Rows written by `convert` give the very examples of the source, pictures and clips included."""
     config = DataConfig(num_examples=8, cache_dir=str(tmp_path / "cache"))

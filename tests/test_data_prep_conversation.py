@@ -50,6 +50,10 @@ def test_pieces_of_an_answer_are_one_answer() -> None:
         ([{"role": "user", "content": [{"type": "text"}]}], "a text part without text"),
         ([{"role": "user", "content": [{"type": "image"}]}, says("a")], "an image part with nothing"),
         ([{"role": "user", "content": [{"type": "video", "video": []}]}, says("a")], "a video part without frames"),
+        (
+            [{"role": "user", "content": [{"type": "video", "video": "a.mp4", "start": "soon"}]}, says("a")],
+            "message 0: video: start 'soon', allowed: a number",
+        ),
         ([user("  "), says("a")], "message 0: an empty user message"),
         ([user("a"), {"role": "assistant", "content": [{"type": "image", "image": "x"}]}], "in a assistant message"),
         ([user("<image>\nWhat?"), says("a")], "placeholder <image> without a picture"),

@@ -257,7 +257,7 @@ def test_levels_are_exact_or_not_used(family: str) -> None:
     assert kind == (STILL if family == "qwen2_5_vl" else LEVEL)
     assert stored.dtype == np.uint8
     assert np.array_equal(table.unpack(kind, stored), values)
-    clip, _ = processor.family.clips(processor.image_processor, [[picture(), picture(colour="blue")]], 2.0)
+    clip, _ = processor.family.clips(processor.image_processor, [[picture(), picture(colour="blue")]], [2.0])
     kind, stored = table.pack(clip["pixel_values_videos"].numpy())
     assert kind == LEVEL
     assert np.array_equal(table.unpack(kind, stored), clip["pixel_values_videos"].numpy())

@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_prep_helpers import make_target, picture, says, user
+import torch
+from data_prep_helpers import make_processor, make_target, picture, says, user
 
 import sage
 from data_prep.build import build_dataset
+from data_prep.chat import build_example
 from data_prep.cli import regenerate_data
 from data_prep.config import DataConfig, RegenerateConfig, SourceConfig
 from data_prep.conversation import Conversation, Message, text_of
-from data_prep.regenerate import Answer, part_path, regenerate, skipped_path
+from data_prep.regenerate import Answer, part_path, regenerate, skipped_path, with_open_media
 
 PROVENANCE = {"target": "t", "draft": None, "data": "d"}
 SETTINGS = RegenerateConfig(max_new_tokens=8)
@@ -158,6 +160,18 @@ def test_finished_file_is_not_made_again(whole: dict[str, bytes], tmp_path: Path
     run(tmp_path / "whole" / "out.jsonl", never, provenance=PROVENANCE | {"draft": "a better one"})
     with pytest.raises(ValueError, match=r"out.jsonl: holds rows made otherwise \(target: t there, u here\)"):
         run(tmp_path / "whole" / "out.jsonl", never, provenance=PROVENANCE | {"target": "u"})
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava_onevision"])
+def test_the_target_is_shown_the_clip_that_training_shows(family: str) -> None:
+    frames = [picture(16, colour) for colour in ("red", "green", "blue", "yellow", "black", "white", "gray", "pink")]
+    clip = {"type": "video", "video": frames, "start": 1.0, "end": 3.0}
+    asked: list[Message] = [{"role": "user", "content": [clip, {"type": "text", "text": "What?"}]}]
+    processor = make_processor(family)
+    shown = processor.prepare(with_open_media(asked, 2))
+    example = build_example(Conversation("c", [*asked, says("a")]), processor, num_frames=2)
+    for key in set(processor.family.pixel_keys) & shown.keys():
+        assert torch.equal(example[key], shown[key]), key
 
 
 @pytest.mark.slow

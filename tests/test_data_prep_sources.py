@@ -56,7 +56,7 @@ def messages(folder: Path) -> SourceConfig:
         {"type": "image", "image": "a.png"},
         {"type": "image_url", "image_url": {"url": "a.png"}},
         {"type": "image", "path": "a.png"},
-        {"type": "video", "video": "clip"},
+        {"type": "video", "video": "clip", "start": None, "end": None},
         {"type": "video", "video": ["clip/1.png", "clip/2.png"], "fps": 1},
     ]
     rows: list[dict[str, Any]] = [{"messages": [{"role": "user", "content": [part, question]}, answer]} for part in shown]
@@ -177,7 +177,7 @@ def test_message_rows(tmp_path: Path) -> None:
     found = opened(messages(tmp_path), tmp_path / "cache")
     pictures = [item.messages[0]["content"][0] for item in found]
     assert [part.get("image") for part in pictures[:3] + pictures[5:]] == [f"{tmp_path}/a.png"] * 5
-    assert pictures[3]["video"] == f"{tmp_path}/clip"
+    assert pictures[3] == {"type": "video", "video": f"{tmp_path}/clip"}
     assert pictures[4] == {"type": "video", "video": [f"{tmp_path}/clip/1.png", f"{tmp_path}/clip/2.png"], "fps": 1.0}
     assert all(item.messages[0]["content"][1:] == [{"type": "text", "text": "What?"}] for item in found)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import make_llava, make_qwen, random_draft
 from test_sage_targets import make_processor, picture
+from transformers import LogitsProcessor, LogitsProcessorList
 
 import sage
 from sage.generation import Past, start
@@ -113,6 +114,34 @@ def test_a_failed_turn_leaves_the_conversation_alone(ready: sage.Target) -> None
         chat.ask("two", images=["nowhere.png"])
     assert chat.messages == before
     assert chat.ask("three").stats.new_tokens <= 3
+
+
+class Breaks(LogitsProcessor):
+    """Fails in the middle of an answer."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise ValueError("in the middle")
+
+
+def test_a_turn_that_was_not_finished_was_never_asked(ready: sage.Target) -> None:
+    target = in_double(ready)
+    chat = sage.Chat(target, None, policy="autoregressive", max_new_tokens=3)
+    chat.ask("one", images=[picture(16, 8)])
+    before = [*chat.messages]
+    chat.options["logits_processor"] = LogitsProcessorList([Breaks()])
+    with pytest.raises(ValueError, match="in the middle"):
+        chat.ask("two")
+    del chat.options["logits_processor"]
+    abandoned = chat.start("three")
+    next(abandoned.rounds())
+    assert chat.messages == before
+    answer = chat.ask("four")
+    asked = [*before, {"role": "user", "content": [{"type": "text", "text": "four"}]}]
+    fresh = sage.generate(target, None, target.prepare(asked), policy="autoregressive", max_new_tokens=3)
+    assert torch.equal(answer.tokens, fresh.tokens)
+    assert chat.messages[:-1] == asked
+    with pytest.raises(ValueError, match="chat: this turn is not the one begun last"):
+        chat.finish(abandoned)
 
 
 def test_nothing_shared_is_nothing_kept(tiny_qwen: sage.Target) -> None:

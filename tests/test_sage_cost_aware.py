@@ -13,9 +13,11 @@ from slow_trees import SlowTree, add_growth, numbers
 from torch import Tensor
 
 import sage
+from sage import probe
 from sage.calibration import Calibrator, Reliability
 from sage.costs import Costs, Curve
 from sage.decoder import decode
+from sage.probe import LEAST_SPAN
 from sage.sampling import Chooser, Sampling, agreement
 from sage.stats import RoundTimes, Stats
 from sage.trees import Frontier, Outcome, Tree
@@ -121,10 +123,28 @@ class TestCurve:
 
     def test_live_timings_move_it_and_interruptions_do_not(self) -> None:
         curve = Curve([1, 3], [1.0, 2.0])
-        curve.correct(2, 1.5 * 1.2, 1.0)
+        curve.correct(curve(2), 1.5 * 1.2, 1.0)
         assert curve(3) == pytest.approx(2.4)
-        curve.correct(2, 100.0, 1.0)
+        curve.correct(curve(2), 100.0, 1.0)
         assert curve(3) == pytest.approx(2.4)
+
+    def test_a_pass_over_a_shorter_context_still_takes_time(self) -> None:
+        costs = Costs(Curve([1, 3], [1.0, 2.0], 1.5), Curve([1], [0.1]), context=1000, verify_per_token=0.01)
+        assert costs.verify_s(3, 1100) == pytest.approx(1.5 * (2.0 + 1.0))
+        assert costs.verify_s(3, 0) == pytest.approx(1.5 * 2.0 / 2)
+
+    def test_contexts_are_far_enough_apart_to_tell_a_slope_from_noise(
+        self, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tiny_qwen.text_config.max_position_embeddings = limit = 4096
+        seen: set[int] = set()
+        tree_pass = tiny_qwen.tree_pass
+        monkeypatch.setattr(probe, "REPEATS", 2)
+        monkeypatch.setattr(tiny_qwen, "tree_pass", lambda *args: (seen.add(args[3].length), tree_pass(*args))[1])
+        for context, longer, expected in ((10, 12, 10 + LEAST_SPAN), (10, 2000, 2000), (3900, 3901, limit - 64)):
+            seen.clear()
+            probe.measure_costs(tiny_qwen, sage.new_draft(tiny_qwen), context, longer)
+            assert seen == {context, expected}
 
 
 class TestTree:
@@ -262,6 +282,19 @@ class TestLearning:
             policy.rounds = 0
         assert together.state() == one_by_one.state()
         assert together._prices == one_by_one._prices
+
+    @pytest.mark.parametrize("context", [0, 400, 4000])
+    def test_timings_as_the_tables_have_them_correct_nothing(self, context: int) -> None:
+        """At any context: what a longer one costs is in the table already."""
+        policy = self.after(0)
+        policy.costs.context, policy.costs.verify_per_token = 800, 1e-3
+        tree, _ = toy_tree(policy, root=(1,))
+        seconds = policy.costs.verify_s(len(tree), context)
+        outcome = Outcome(1, tree, [0, 1], context, times=lambda: RoundTimes(seconds, [(1, policy.costs.draft(1))], seconds))
+        for _ in range(50):
+            policy._correct_costs(outcome)
+        assert policy.costs.verify.scale == pytest.approx(1.0)
+        assert policy.costs.draft.scale == pytest.approx(1.0)
 
     def test_the_state_holds_every_round(self) -> None:
         policy = self.after(5)

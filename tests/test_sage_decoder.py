@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import EOS, OracleSession, in_float64, make_inputs, make_llava, make_qwen, random_draft
 from sage_toy_helpers import make_policy
-from transformers import DynamicCache
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 import sage
 from sage import generation
@@ -159,6 +160,43 @@ def test_drafted_marks_the_tokens_that_each_round_says_were_drafted(
     assert len(marks) == len(run.output().tokens)
 
 
+class Dictated(LogitsProcessor):
+    """Makes the target say `answer`, whatever it thinks."""
+
+    def __init__(self, start: int, answer: list[int]) -> None:
+        self.start, self.answer = start, answer
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        said = torch.full_like(scores, -1e9)
+        said[:, self.answer[input_ids.shape[1] - self.start]] = 0
+        return said
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes of characters of one to four; cut anywhere it writes replacement characters."""
+
+    table = "a☕é😀 b".encode()
+
+    def decode(self, tokens: list[int], **options: object) -> str:
+        return bytes(self.table[token % len(self.table)] for token in tokens).decode(errors="replace")
+
+
+@pytest.mark.parametrize("length", range(1, 2 * len(Bytes.table) + 2))
+def test_a_stream_is_the_whole_text_in_whole_characters(length: int, with_oracle: Callable[..., None]) -> None:
+    target = make_qwen()
+    target.processor, target.eos_token_ids = SimpleNamespace(tokenizer=Bytes()), []
+    answer = list(range(2 * len(Bytes.table) + 1))
+    with_oracle(answer)
+    inputs, draft = make_inputs(target), sage.new_draft(target)
+    told = LogitsProcessorList([Dictated(inputs["input_ids"].shape[1], answer)])
+    options = {"policy": "chain", "max_new_tokens": length, "logits_processor": told}
+    expected = Bytes().decode(answer[:length])
+    assert sage.generate(target, draft, inputs, **options).text == expected
+    pieces = list(sage.stream(target, draft, inputs, **options))
+    assert "".join(pieces) == expected
+    assert not any("\ufffd" in piece for piece in pieces[:-1])
+
+
 def test_generate_enters_inference_mode_once(
     tiny_qwen: sage.Target, with_oracle: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,6 +255,25 @@ def test_text_only_and_two_pictures(tiny_qwen: sage.Target) -> None:
     for inputs in (text, two):
         out = sage.generate(tiny_qwen, draft, inputs, policy="sage", max_new_tokens=12)
         assert out.tokens.tolist() == hugging_face(tiny_qwen, inputs, 12)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_nothing(side: str, tiny_target: sage.Target) -> None:
+    inputs = in_float64(tiny_target, make_inputs(tiny_target))
+    draft = random_draft(tiny_target, seed=0)
+    expected = hugging_face(tiny_target, inputs, 12)
+    padding = (5, 0) if side == "left" else (0, 5)
+    ids = inputs["input_ids"]
+    padded = {
+        key: torch.nn.functional.pad(value, padding) if value.shape == ids.shape else value for key, value in inputs.items()
+    }
+    padded["attention_mask"] = torch.nn.functional.pad(torch.ones_like(ids), padding)
+    for policy in ("autoregressive", "sage"):
+        out = sage.generate(tiny_target, draft, padded, policy=policy, max_new_tokens=12)
+        assert out.tokens.tolist() == expected
+        assert out.stats.prompt_tokens == ids.shape[1]
+    with pytest.raises(ValueError, match="the attention mask hides every token"):
+        sage.generate(tiny_target, draft, {**inputs, "attention_mask": torch.zeros_like(ids)}, max_new_tokens=12)
 
 
 def test_requests_do_not_leak_into_each_other(tiny_qwen: sage.Target) -> None:

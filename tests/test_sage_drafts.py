@@ -307,6 +307,19 @@ class TestJoinedMaps:
             hidden = torch.randn(1, 2, draft.config.hidden_size, dtype=torch.float64)
             assert torch.equal(attention.qkv(hidden), torch.cat([linear(hidden) for linear in attention.qkv.maps], -1))
 
+    @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+    def test_a_draft_that_has_decoded_still_learns_everywhere(self, tiny_target: sage.Target, kind: str) -> None:
+        options = {"feature_levels": [1, 2, 3]} if kind == "eagle3" else {}
+        draft: Any = random_draft(tiny_target, kind, **options).eval()
+        sage.generate(tiny_target, draft, make_inputs(tiny_target), policy="static", max_new_tokens=4)
+        layer = draft.layer if kind == "eagle" else draft.midlayer
+        assert layer.self_attn.qkv.is_joined and layer.mlp.gate_up.is_joined
+        embeds, features = torch.randn(2, 1, 5, draft.config.hidden_size, generator=torch.Generator().manual_seed(0))
+        out = draft.train()(embeds, features, tiny_target.family.decode_positions(torch.arange(5)))
+        out.square().sum().backward()
+        silent = [name for name, value in layer.named_parameters() if value.grad is None or not value.grad.any()]
+        assert not silent
+
     def test_a_draft_in_training_is_left_alone(self, tiny_target: sage.Target) -> None:
         draft: Any = sage.new_draft(tiny_target, "eagle", seed=0).train()
         new_session(draft, tiny_target, 8)

@@ -13,6 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlavaOnevisionImageProcessorPil, PreTrainedTokenizerFast, Qwen2VLImageProcessorPil
+from transformers.video_utils import VideoMetadata
 
 import sage
 from data_prep.cli import load_processor
@@ -159,6 +160,37 @@ def test_odd_frame_is_repeated_and_lengths_must_agree_for_llava() -> None:
     assert clip["video_grid_thw"].tolist() == [[2, 2, 2]]
     with pytest.raises(ValueError, match=r"clips of one conversation have \[2, 3\] frames"):
         make_processor(llava).encode([(llava.family.video_token * 2, False)], videos=[[picture(8, 8)] * 2, [picture(8, 8)] * 3])
+
+
+def test_each_clip_has_seconds_of_its_own() -> None:
+    target = make_qwen()
+    processor = make_processor(target)
+    clips = [{"type": "video", "video": [picture(8, 8)] * 4, **rate} for rate in ({"fps": 1}, {}, {"fps": 4.0})]
+    assert processor.prepare(user(*clips, "when?"))["second_per_grid_ts"].tolist() == [2.0, 1.0, 0.5]
+    with pytest.raises(ValueError, match=r"^video: 1 clip\(s\) and 2 value\(s\) of fps; give one for each clip$"):
+        processor.encode([(target.family.video_token, False)], videos=[[picture(8, 8)] * 4], fps=[1.0, 2.0])
+
+
+def test_a_file_tells_its_seconds_as_hugging_face_counts_them(tmp_path: Path) -> None:
+    """A minute of 48 frames is shown by 16 of them: two of those, a step in time, are 7.5 s."""
+    frames = [picture(8, 8, i) for i in range(48)]
+    frames[0].save(tmp_path / "minute.gif", save_all=True, append_images=frames[1:], duration=1250)
+    inputs = make_processor(make_qwen()).prepare(user({"type": "video", "video": str(tmp_path / "minute.gif")}, "when?"))
+    assert inputs["video_grid_thw"][0, 0] == 8
+    theirs = VideoMetadata(total_num_frames=48, fps=0.8, frames_indices=list(range(1, 48, 3))).sampled_fps
+    assert inputs["second_per_grid_ts"].tolist() == pytest.approx([7.5])
+    assert inputs["second_per_grid_ts"].tolist() == pytest.approx([2 / theirs])
+
+
+def test_only_the_segment_of_a_clip_is_shown(ready: sage.Target, tmp_path: Path) -> None:
+    frames = [picture(8, 8, i) for i in range(12)]
+    for i, frame in enumerate(frames):
+        frame.save(tmp_path / f"{i}.png")
+    expected = ready.prepare(user({"type": "video", "video": frames[3:9], "fps": 3}, "what?"))
+    for source in (frames, str(tmp_path)):
+        found = ready.prepare(user({"type": "video", "video": source, "fps": 3, "start": 1, "end": 3}, "what?"))
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
 @pytest.mark.parametrize("make", [make_qwen, make_llava])

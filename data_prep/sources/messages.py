@@ -17,6 +17,7 @@ from data_prep.sources.base import Source
 from data_prep.sources.json_rows import JsonRows
 from data_prep.sources.llava_json import media_list, no_left_overs, place_media
 from data_prep.sources.rows import Row, RowSource, need_path
+from sage.video import CLIP_KEYS
 
 URL_TYPES = {"image_url": "image", "video_url": "video"}
 
@@ -67,8 +68,7 @@ def _part(part: Any, index: int, media: dict[str, list[Any]], media_root: str) -
         value = media_list(value, media_root)
     else:
         value = media_list(value, media_root)[0]
-    kept = {name: float(part[name]) for name in ("fps", "start", "end") if name in part}
-    return {"type": kind, kind: value, **kept}
+    return {"type": kind, kind: value, **{name: part[name] for name in CLIP_KEYS if part.get(name) is not None}}
 
 
 def open_source(label: str, config: SourceConfig, split: Split, cache_dir: str) -> Source:

@@ -91,7 +91,7 @@ class Joined:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[.., D] -> [.., sum of sizes]."""
-        if self.is_joined:
+        if self.is_joined and not torch.is_grad_enabled():  # the tensor is nobody's parameter: no gradient goes through it
             return nn.functional.linear(hidden, self.weight)
         return torch.cat([linear(hidden) for linear in self.maps], -1)
 

@@ -29,7 +29,7 @@ class ModelDraft:
 
     def __init__(self, model: Target, target: Target) -> None:
         check_pair(model, target)
-        self.model = model
+        self.model, self.target = model, target
 
 
 @torch.no_grad()

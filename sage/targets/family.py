@@ -80,8 +80,12 @@ class Family(ABC):
         """Pixel inputs of one conversation's pictures and the number of visual tokens of each."""
 
     @abstractmethod
-    def clips(self, image_processor: Any, videos: list[list[Any]], fps: float) -> tuple[Inputs, list[int]]:
-        """Pixel inputs of one conversation's videos (lists of frames) and the number of visual tokens of each."""
+    def clips(self, image_processor: Any, videos: list[list[Any]], fps: list[float]) -> tuple[Inputs, list[int]]:
+        """Pixel inputs of one conversation's videos (lists of frames) and the number of visual tokens of each.
+
+        Args:
+            fps: frames per second of each video, as its frames are here.
+        """
 
     def token_inputs(self, input_ids: Tensor) -> Inputs:
         """Per-token inputs the family needs beside `input_ids` [T]; none by default."""

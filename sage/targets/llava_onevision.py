@@ -50,7 +50,7 @@ class LlavaOnevision(Family):
             rows, columns = int(rows // ratio), int(columns // ratio)
         return self._side**2 + rows * (columns + 1)
 
-    def clips(self, image_processor: Any, videos: list[list[Any]], fps: float) -> tuple[Inputs, list[int]]:
+    def clips(self, image_processor: Any, videos: list[list[Any]], fps: list[float]) -> tuple[Inputs, list[int]]:
         """Frames are resized to one tile each; positions carry no time, so `fps` changes nothing here."""
         lengths = {len(frames) for frames in videos}
         if len(lengths) > 1:

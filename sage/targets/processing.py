@@ -20,12 +20,11 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoImageProcessor, AutoTokenizer, BatchFeature
 
-from sage.media import open_clip, open_picture
+from sage.media import DEFAULT_FPS, open_clip_part, open_picture, source_of
 from sage.targets.family import Family, Inputs
 
 Messages = list[dict[str, Any]]
 Segment = tuple[str, bool]
-DEFAULT_FPS = 2.0
 
 
 class TemplateFault(ValueError):
@@ -95,7 +94,7 @@ class Processor:
         segments: list[Segment],
         images: list[Image.Image] | None = None,
         videos: list[list[Image.Image]] | None = None,
-        fps: float = DEFAULT_FPS,
+        fps: list[float] | None = None,
     ) -> Inputs:
         """Tokenises pieces of a rendered chat and attaches the pictures.
 
@@ -105,13 +104,13 @@ class Processor:
             segments: (text, supervised) in order.
             images: pictures in the order of their placeholders.
             videos: clips as lists of frames, likewise.
-            fps: frames per second of the clips.
+            fps: frames per second of each clip; None is `DEFAULT_FPS` for all.
 
         Returns:
             input_ids [T], loss_mask [T] bool, the family's per-token inputs [T] and its stacked pixel inputs.
 
         Raises:
-            ValueError: placeholders and pictures differ in number.
+            ValueError: placeholders and pictures, or clips and values of `fps`, differ in number.
         """
         counts, pixels = self._pixels(images or [], videos or [], fps)
         pieces = [(self._expand(text, counts), supervised) for text, supervised in segments]
@@ -125,13 +124,16 @@ class Processor:
         return {"input_ids": input_ids, "loss_mask": loss_mask, **self.family.token_inputs(input_ids), **pixels}
 
     def _pixels(
-        self, images: list[Image.Image], videos: list[list[Image.Image]], fps: float
+        self, images: list[Image.Image], videos: list[list[Image.Image]], fps: list[float] | None
     ) -> tuple[dict[str, list[int]], Inputs]:
         counts: dict[str, list[int]] = {self.family.image_token: [], self.family.video_token: []}
         pixels: Inputs = {}
         if images:
             found, counts[self.family.image_token] = self.family.pictures(self.image_processor, images)
             pixels |= found
+        fps = [DEFAULT_FPS] * len(videos) if fps is None else fps
+        if len(fps) != len(videos):
+            raise ValueError(f"video: {len(videos)} clip(s) and {len(fps)} value(s) of fps; give one for each clip")
         if videos:
             found, counts[self.family.video_token] = self.family.clips(self.image_processor, videos, fps)
             pixels |= found
@@ -170,26 +172,25 @@ class Processor:
         return 0 if pad is None else pad
 
 
-def open_media(messages: Messages) -> tuple[list[Image.Image], list[list[Image.Image]], float]:
-    """Opens every picture and clip of the messages, in reading order.
+def open_media(
+    messages: Messages, num_frames: int | None = None, allow_urls: bool = True
+) -> tuple[list[Image.Image], list[list[Image.Image]], list[float]]:
+    """Opens every picture and clip of the messages, in reading order; prompts and training examples come through here.
+
+    Args:
+        num_frames: at most so many frames of each clip; None as in `sage.media.open_clip`.
+        allow_urls: fetch pictures that are URLs.
 
     Returns:
-        pictures (RGB, EXIF rotation applied), clips as frames, and the clips' frames per second.
+        pictures (RGB, EXIF rotation applied), clips as frames, and each clip's frames per second.
 
     Raises:
         ValueError: a file is missing or not a picture; names it.
     """
-    images: list[Image.Image] = []
-    videos: list[list[Image.Image]] = []
-    fps = DEFAULT_FPS
-    for message in messages:
-        for part in _parts(message, "image", "video"):
-            if part["type"] == "image":
-                images.append(open_picture(_source(part, "image"), allow_urls=True))
-            else:
-                videos.append(open_clip(_source(part, "video")))
-                fps = float(part.get("fps", fps))
-    return images, videos, fps
+    parts = [part for message in messages for part in _parts(message, "image", "video")]
+    images = [open_picture(source_of(part, "image"), allow_urls) for part in parts if part["type"] == "image"]
+    clips = [open_clip_part(part, num_frames) for part in parts if part["type"] == "video"]
+    return images, [clip.frames for clip in clips], [clip.fps for clip in clips]
 
 
 def _parts(message: dict[str, Any], *kinds: str) -> list[dict[str, Any]]:
@@ -200,13 +201,6 @@ def _parts(message: dict[str, Any], *kinds: str) -> list[dict[str, Any]]:
 def _text(message: dict[str, Any]) -> str:
     content = message.get("content", "")
     return content if isinstance(content, str) else "".join(part["text"] for part in _parts(message, "text"))
-
-
-def _source(part: dict[str, Any], kind: str) -> Any:
-    for key in (kind, "url", "path", "base64"):
-        if part.get(key) is not None:
-            return part[key]
-    raise ValueError(f"{kind}: a message part of this type names no {kind}; add the key {kind!r}")
 
 
 def _pad(values: list[Tensor], fill: int) -> Tensor:

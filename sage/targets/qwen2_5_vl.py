@@ -24,11 +24,11 @@ class Qwen2_5_VL(Family):
             image_processor, out["image_grid_thw"]
         )
 
-    def clips(self, image_processor: Any, videos: list[list[Any]], fps: float) -> tuple[Inputs, list[int]]:
+    def clips(self, image_processor: Any, videos: list[list[Any]], fps: list[float]) -> tuple[Inputs, list[int]]:
         """Frames become patches of `temporal_patch_size` neighbours; an odd last frame is repeated."""
         patches, grids = zip(*(self._clip(image_processor, frames) for frames in videos), strict=True)
         grid = torch.stack(grids)
-        seconds = torch.full((len(videos),), image_processor.temporal_patch_size / fps)
+        seconds = torch.tensor([image_processor.temporal_patch_size / rate for rate in fps])
         inputs = {"pixel_values_videos": torch.cat(patches), "video_grid_thw": grid, "second_per_grid_ts": seconds}
         return inputs, self._tokens(image_processor, grid)
 

@@ -137,7 +137,7 @@ class Target:
         """Chat messages -> inputs of one prompt, ending where the assistant begins.
 
         Args:
-            messages: Hugging Face chat messages; images as path, URL or PIL picture, videos as frames.
+            messages: Hugging Face chat messages; images as path, URL or PIL picture, videos as frames, folder or file.
 
         Raises:
             ValueError: no processor at hand, an empty prompt, or a picture that cannot be read.

@@ -297,9 +297,10 @@ class CostAware(Policy):
     def _correct_costs(self, outcome: Outcome) -> None:
         assert self.costs is not None
         times = outcome.times()
-        self.costs.verify.correct(len(outcome.tree), times.verify_s, LIVE_RATE)
+        expected_s = self.costs.verify_s(len(outcome.tree), outcome.context)
+        self.costs.verify.correct(expected_s, times.verify_s, LIVE_RATE)
         for width, seconds in times.draft:
-            self.costs.draft.correct(width, seconds, LIVE_RATE)
+            self.costs.draft.correct(self.costs.draft(width), seconds, LIVE_RATE)
         explained = times.verify_s + sum(seconds for _, seconds in times.draft)
         self.costs.overhead += LIVE_RATE * (max(times.total_s - explained, 0.0) - self.costs.overhead)
 
