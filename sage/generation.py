@@ -142,7 +142,7 @@ def start(
     policy: str | Policy = "sage",
     max_new_tokens: int = 256,
     pruning: Pruning = KEEP_ALL,
-    stop: Sequence[str] = (),
+    stop: Sequence[str] | str | None = (),
     past: Past | None = None,
     **sampling: Any,
 ) -> Generation:
@@ -221,7 +221,7 @@ def generate(target: Target, draft: Draft | None, inputs: Any, **options: Any) -
         options:
             policy: a name of `sage.POLICIES` or `sage.policy(...)`; default "sage".
             max_new_tokens: default 256.
-            stop: texts that end the answer.
+            stop: texts that end the answer, or one text.
             temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens, bad_words, logits_processor, seed: see
                 `sage.sampling.Sampling`; the same seed gives the same text under every policy.
             pruning: `sage.Pruning(ratio, method)`, which visual tokens the draft reads; the target sees them all.
