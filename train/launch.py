@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NoReturn
 from checkpoints.files import write_text
 from train.checks import check_batch
 from train.config import Config, ConfigError, Device
-from train.failures import describe
+from train.failures import STOPPED_AT_ONCE, RankFailed, describe
 from train.hydra_app import EXIT_DONE, EXIT_STOPPED, configure_logging
 from train.joining import join_environment
 from train.stopping import StopSignal, ignore_termination
@@ -57,7 +57,23 @@ def launch(config: Config) -> int:
         return _run_joined(config)
     check_batch(config, asked or 1)
     check_devices(config, asked or 1)
-    return run_rank(config) if (asked or 1) == 1 else spawn(config, asked or 1)
+    return run_alone(config) if (asked or 1) == 1 else spawn(config, asked or 1)
+
+
+def run_alone(config: Config) -> int:
+    """The one rank of a run, in this process.
+
+    Raises:
+        RankFailed: it was stopped at once, and something had been saved before.
+    """
+    try:
+        return run_rank(config)
+    except KeyboardInterrupt as error:
+        from train.resume import state_folder
+
+        if any(state_folder(config.run.dir).glob("step_*")):
+            raise RankFailed(STOPPED_AT_ONCE, EXIT_STOPPED) from error
+        raise
 
 
 def run_rank(config: Config) -> int:

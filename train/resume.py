@@ -45,6 +45,7 @@ class TrainState:
         best: highest validation score so far.
         best_step: where that was.
         stale: validations since then, none of them better.
+        validated_step: where the last validation was; 0: none yet.
         data: what the run is trained on, by content (see train.same_data); None in states of before that was kept.
     """
 
@@ -54,6 +55,7 @@ class TrainState:
     best: float | None = None
     best_step: int | None = None
     stale: int = 0
+    validated_step: int = 0
     data: dict[str, str] | None = None
 
 
@@ -106,6 +108,7 @@ def load_state(store: StateStore, engine: Engine, ranks: Ranks) -> TrainState:
         return TrainState()
     trainer = json.loads((folder / TRAINER).read_text())
     saved_by = trainer.pop("world_size")
+    trainer.setdefault("validated_step", trainer["step"])  # states of before that was kept
     engine.load(folder)
     if ranks.rank < saved_by:
         set_rng_state(read_tensors(folder / _rank_file(ranks.rank)), ranks.device)
