@@ -292,7 +292,9 @@ def test_a_file_is_no_run_folder(tmp_path: Path) -> None:
         check(config_in(tmp_path))
 
 
-@pytest.mark.parametrize("change", ["seed=1", "train.global_batch_size=64", "draft.input_norm=false", "score.metric=speedup"])
+@pytest.mark.parametrize(
+    "change", ["seed=1", "train.global_batch_size=64", "draft.input_norm=false", "score.metric=speedup", "data.cache=rows"]
+)
 def test_resuming_another_run_is_refused_by_key(tmp_path: Path, change: str) -> None:
     first = config_in(tmp_path)
     (tmp_path / "run").mkdir()

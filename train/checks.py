@@ -41,7 +41,7 @@ BINDING = (
     *("seed", "target.path", "target.revision", "target.dtype", "draft.", "data.", "score."),
     *("train.global_batch_size", "train.precision", "train.length_window"),
 )
-FREE = ("data.num_workers", "data.cache", "data.bad_list")
+FREE = ("data.num_workers", "data.bad_list")  # not data.cache: where lengths are known, batches are others
 
 
 def check(config: Config) -> None:
