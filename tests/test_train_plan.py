@@ -275,3 +275,8 @@ def test_an_unknown_hub_id_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="target.path=nobody/nothing: cannot read its config.json"):
         target_architecture("nobody/nothing")
+
+
+def test_heads_that_the_targets_key_and_value_heads_do_not_divide_are_no_plan() -> None:
+    with pytest.raises(ValueError, match="draft.num_attention_heads=3: allowed: a multiple of draft.num_key_value_heads=4"):
+        big("qwen2_5_vl_7b", "draft.num_attention_heads=3")
