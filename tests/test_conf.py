@@ -228,6 +228,9 @@ WRONG = {
     "draft=model draft.num_layers=2 objective.feature_noise=0.1": "objective.feature_noise=0.1: allowed: 0 with draft=model",
     "draft=model draft.num_layers=2 draft.image_inputs=token": "draft.image_inputs",
     "draft=eagle3 draft.path=. draft.draft_vocab_size=100": "draft.draft_vocab_size=100: allowed: null with draft.path",
+    "draft=model draft.num_layers=2 deepspeed.shard_target=true": "deepspeed.shard_target=true: allowed: false with",
+    "draft=model draft.num_layers=2 deepspeed=zero3 launch.ranks=2": "deepspeed.stage=3: allowed: 0 to 2 with draft=model on 2",
+    "draft=model draft.num_layers=2 draft.train_part=all deepspeed=zero1 launch.ranks=2": "deepspeed.stage=1: allowed: 0 with",
     "deepspeed=zero0 deepspeed.offload_optimizer=cpu": "deepspeed.offload_optimizer=cpu: allowed: none with stage 0",
     "train.patience=3": "train.patience=3: allowed: 0 without train.validate_every",
     "train.patience=-1": "train.patience=-1: allowed: 0 or more",
@@ -294,7 +297,9 @@ def test_a_file_is_no_run_folder(tmp_path: Path) -> None:
         check(config_in(tmp_path))
 
 
-@pytest.mark.parametrize("change", ["seed=1", "train.global_batch_size=64", "draft.input_norm=false", "score.metric=speedup"])
+@pytest.mark.parametrize(
+    "change", ["seed=1", "train.global_batch_size=64", "draft.input_norm=false", "score.metric=speedup", "data.cache=rows"]
+)
 def test_resuming_another_run_is_refused_by_key(tmp_path: Path, change: str) -> None:
     first = config_in(tmp_path)
     (tmp_path / "run").mkdir()

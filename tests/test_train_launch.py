@@ -290,6 +290,15 @@ def test_another_number_of_ranks_than_started_is_refused(monkeypatch: pytest.Mon
         launch(two_ranks(tmp_path, tmp_path / "run"))
 
 
+def test_what_so_many_ranks_cannot_share_is_refused_inside_a_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"deepspeed.stage=3: allowed: 0 to 2 with draft=model on 2 ranks; a rank without"):
+        launch(
+            two_ranks(tmp_path, tmp_path / "run", "launch.ranks=null", "draft=model", "draft.num_layers=1", "deepspeed=zero3")
+        )
+
+
 def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = two_ranks(tmp_path, tmp_path / "run", "launch.device=cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -13,6 +13,7 @@ from train_helpers import make_target
 
 import sage
 from sage.drafts.spans import Marks
+from train.checks import check
 from train.cli import train
 from train.config import Config, ConfigError
 from train.hydra_app import compose
@@ -213,6 +214,33 @@ def test_the_change_that_is_named_makes_it_fit(memory: int) -> None:
     assert not made.fits and made.change and _fits_with(made, made.change)
 
 
+SMALLER = ["draft=model", "draft.num_layers=2", "train.global_batch_size=64"]
+
+
+@pytest.mark.parametrize(
+    ("target", "overrides", "never"),
+    [
+        ("qwen2_5_vl_7b", [*SMALLER, "launch.gpus=2"], {"deepspeed=zero3", "deepspeed.shard_target=true"}),
+        ("qwen2_5_vl_7b", [*SMALLER, "draft.train_part=all", "deepspeed=zero0", "launch.gpus=2"], {"deepspeed=zero1"}),
+        ("qwen2_5_vl_72b", ["launch.gpus=8", "train.validate_on=all"], {"deepspeed.shard_target=true"}),
+    ],
+)
+@pytest.mark.parametrize("memory", [30, 40, 60, 80])
+def test_no_change_is_named_that_would_be_refused(target: str, overrides: list[str], never: set[str], memory: int) -> None:
+    made = big(target, *overrides, f"launch.gpu_memory_gb={memory}")
+    assert not never & set(made.change or [])
+    if made.change is not None:
+        accepted = big(target, *overrides, f"launch.gpu_memory_gb={memory}", *made.change)
+        check(accepted.config)
+        assert accepted.fits
+
+
+def test_what_may_not_be_combined_does_not_hide_what_helps() -> None:
+    """All changes together are refused for this draft; a smaller micro-batch alone is enough."""
+    made = big("qwen2_5_vl_7b", *SMALLER, "launch.gpus=2", "train.micro_batch_size=32", "launch.gpu_memory_gb=60")
+    assert not made.fits and made.change is not None
+
+
 def test_where_nothing_helps_that_is_said() -> None:
     made = big("qwen2_5_vl_72b", "launch.gpu_memory_gb=8")
     assert made.change is None and "no change of batch" in render(made).splitlines()[-1]
@@ -250,3 +278,8 @@ def test_an_unknown_hub_id_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="target.path=nobody/nothing: cannot read its config.json"):
         target_architecture("nobody/nothing")
+
+
+def test_heads_that_the_targets_key_and_value_heads_do_not_divide_are_no_plan() -> None:
+    with pytest.raises(ValueError, match="draft.num_attention_heads=3: allowed: a multiple of draft.num_key_value_heads=4"):
+        big("qwen2_5_vl_7b", "draft.num_attention_heads=3")

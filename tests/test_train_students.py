@@ -207,6 +207,10 @@ class TestMistakes:
             (["draft=eagle3", "draft.draft_vocab_size=99999"], r"draft.draft_vocab_size=99999: allowed: at most the target's"),
             (["draft=eagle3"], r"draft.feature_levels: a target of 2 layers has no default"),
             (["draft=eagle3", "draft.feature_levels=[0,1,9]"], r"draft.feature_levels=\[0, 1, 9\]: allowed: 0 to 2"),
+            (
+                ["draft.num_attention_heads=3"],
+                r"draft.num_attention_heads=3: allowed: a multiple of draft.num_key_value_heads=2",
+            ),
             (["draft=model", "draft.num_layers=2"], r"draft.num_layers: 2; allowed: 1 to 1"),
         ],
     )

@@ -36,6 +36,7 @@ from train.progress import open_display
 from train.provenance import write_provenance
 from train.ranks import Ranks
 from train.resume import TrainState, load_state, seed_everything, state_folder
+from train.same_data import check_same_data, data_content
 from train.schedule import total_steps
 from train.sharding import Shards, load_sharded
 from train.student import Student
@@ -71,7 +72,7 @@ def building(config: Config, ranks: Ranks) -> Iterator[Run]:
     engine = Engine(student, config, ranks, accumulation)
     is_well = False
     try:
-        state = load_state(store, engine, ranks) if config.run.resume else TrainState()
+        state = restore(config, store, engine, ranks, dataset)
         tracker = open_run_folder(config, ranks, target, dataset.fingerprint, state)
         display = open_display(steps, state.step, config.train.log_interval_s, ranks.is_main)
         feed = loader(state.step)
@@ -101,6 +102,19 @@ def building(config: Config, ranks: Ranks) -> Iterator[Run]:
     finally:
         if is_well or ranks.world_size == 1:  # else it could wait for ranks that are gone
             engine.close()
+
+
+def restore(config: Config, store: StateStore, engine: Engine, ranks: Ranks, dataset: Any) -> TrainState:
+    """How far the run had come, restored into engine and generators; of a new run its beginning.
+
+    Raises:
+        ValueError: every state is damaged, or it is another draft's, or the data has changed since.
+    """
+    state = load_state(store, engine, ranks) if config.run.resume else TrainState()
+    content = ranks.share(data_content(config, dataset) if ranks.is_main else None)
+    check_same_data(config, state.data, content)
+    state.data = content
+    return state
 
 
 def build_target(config: Config, ranks: Ranks) -> tuple[sage.Target, Shards | None]:

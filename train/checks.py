@@ -27,7 +27,7 @@ from train.config import (
     Schedule,
     ValidateOn,
 )
-from train.draft_config import CompressorKind, DraftKind, Eagle3DraftConfig, ModelDraftConfig
+from train.draft_config import CompressorKind, DraftKind, Eagle3DraftConfig, ModelDraftConfig, TrainedPart
 
 RUN_MARK = "config.yaml"  # the file that makes a folder a run
 MAX_STAGE = 3
@@ -41,7 +41,7 @@ BINDING = (
     *("seed", "target.path", "target.revision", "target.dtype", "draft.", "data.", "score."),
     *("train.global_batch_size", "train.precision", "train.length_window"),
 )
-FREE = ("data.num_workers", "data.cache", "data.bad_list")
+FREE = ("data.num_workers", "data.bad_list")  # not data.cache: where lengths are known, batches are others
 
 
 def check(config: Config) -> None:
@@ -62,7 +62,7 @@ def check(config: Config) -> None:
     _check_train(config)
     _check_optim(config)
     _check_objective(config)
-    _check_deepspeed(config)
+    check_deepspeed(config, config.launch.gpus or config.launch.ranks or 1)
     _check_launch(config)
     check_decode(config.decode)
     _check_score(config)
@@ -278,7 +278,12 @@ def _check_score(config: Config) -> None:
         _refuse("train.patience", config.train.patience, "0 when no policy drafts", "add one to decode.policies")
 
 
-def _check_deepspeed(config: Config) -> None:
+def check_deepspeed(config: Config, world_size: int) -> None:
+    """What is spread over the ranks, for a known number of ranks.
+
+    Raises:
+        ConfigError: a stage or a switch that cannot be, or not together with this draft, validation or number of ranks.
+    """
     deepspeed = config.deepspeed
     if not 0 <= deepspeed.stage <= MAX_STAGE:
         _refuse("deepspeed.stage", deepspeed.stage, "0, 1, 2 or 3", "choose deepspeed=zero0..zero3")
@@ -292,6 +297,24 @@ def _check_deepspeed(config: Config) -> None:
         _refuse("train.validate_on", "all", "auto or main with deepspeed.shard_target=true", "every pass takes all ranks")
     for key in derived & set(deepspeed.extra):
         raise ConfigError(f"deepspeed.extra.{key}: derived from train.* and optim.*, so it may not be given here")
+    if isinstance(config.draft, ModelDraftConfig):
+        _check_spread_model(config, config.draft, world_size)
+
+
+def _check_spread_model(config: Config, draft: ModelDraftConfig, world_size: int) -> None:
+    """A model reads pictures with a vision tower of its own: not at all on a rank whose micro-batch has none."""
+    stage = config.deepspeed.stage
+    if config.deepspeed.shard_target and draft.path is None:
+        remedy = "layers are copied from a whole target; give draft.path=DIR, a smaller model's folder"
+        _refuse("deepspeed.shard_target", "true", "false with draft=model and draft.num_layers", remedy)
+    waiting = "a rank without pictures would leave the others waiting"
+    if world_size > 1 and stage and draft.train_part is TrainedPart.all:
+        remedy = f"{waiting}; choose deepspeed=zero0 or draft.train_part=text"
+        _refuse("deepspeed.stage", stage, f"0 with draft=model draft.train_part=all on {world_size} ranks", remedy)
+    if world_size > 1 and stage == MAX_STAGE:
+        _refuse(
+            "deepspeed.stage", stage, f"0 to 2 with draft=model on {world_size} ranks", f"{waiting}; choose deepspeed=zero2"
+        )
 
 
 def _check_launch(config: Config) -> None:

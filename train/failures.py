@@ -17,6 +17,7 @@ ECHO = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket|timed out|recvvalue|remote (worker|process)|nccl",
     re.IGNORECASE,
 )
+STOPPED_AT_ONCE = "stopped at once; what was saved before is whole, go on with run.resume=true"
 LOST = "lost another rank, which was killed or lost its machine (out of memory? see the system's log)"
 
 

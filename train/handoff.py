@@ -11,8 +11,9 @@ import shutil
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -30,6 +31,7 @@ from train.loop import Run
 from train.ranks import Ranks
 from train.resume import rng_state, set_rng_state
 from train.score import score_of
+from train.stopping import StopSignal
 from train.validate import validate
 
 logger = logging.getLogger(__name__)
@@ -54,16 +56,24 @@ def save_draft(run: Run) -> Path:
 def validate_draft(run: Run, prompts: list[Any]) -> None:
     """Saves the draft, measures what was saved, keeps it as `draft_best/` if none before was better.
 
-    The random generators are left as they were, so validating more or less often does not change a run. Every rank has to
-    call it.
+    The random generators are left as they were, so validating more or less often does not change a run. After a signal it ends
+    with the prompt at hand, and `run.is_stopping` is set. Every rank has to call it.
 
     Args:
         prompts: all of them, on the ranks that decode.
     """
     folder, generators = save_draft(run), rng_state(run.ranks.device)
-    report = _measure(run, folder, prompts)
+    report, is_stopped = None, False
+    try:
+        report = _measure(run, folder, prompts)
+    except Stopped:
+        is_stopped = True
     set_rng_state(generators, run.ranks.device)
-    score = run.ranks.share(None if report is None else score_of(report, run.config.score))  # the other ranks wait here
+    score = None if report is None else score_of(report, run.config.score)
+    score, run.is_stopping = run.ranks.share((score, is_stopped))  # the other ranks wait here
+    if run.is_stopping:
+        logger.info("stopped while validating at step %d; that is made up when the run goes on", run.state.step)
+        return
     if report is not None:
         run.tracker.log(flatten(report), run.state.step)
         run.report = report
@@ -102,12 +112,25 @@ def all_ranks_decode(config: Config, ranks: Ranks) -> bool:
     return config.train.validate_on is ValidateOn.all
 
 
+class Stopped(Exception):
+    """A signal has come while prompts were decoded."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What this rank decodes, and how the ranks' measurements become one; `merge` answers None except on rank 0."""
+    """What this rank decodes, and how the ranks' measurements become one; `merge` answers None except on rank 0.
+
+    `give_up` takes the place of `merge` on a rank that does not go on: with it, every rank that merges raises `Stopped`.
+    """
 
     prompts: Sequence[Any]
     merge: Callable[[Measurement | None], Measurement | None]
+    give_up: Callable[[], object]
+
+    def look(self, stop: StopSignal, done: int, total: int) -> None:
+        """Called after each of `total` prompts: gives up where a signal has come and prompts are left."""
+        if stop.is_set and done < total:
+            self.give_up()
 
 
 def part_of(run: Run, prompts: Sequence[Any]) -> Part:
@@ -119,8 +142,9 @@ def part_of(run: Run, prompts: Sequence[Any]) -> Part:
     ranks = run.ranks
     if all_ranks_decode(run.config, ranks):
         chosen = first_turns(prompts, run.config.decode.num_prompts)
-        return Part(prompts=chosen[ranks.rank :: ranks.world_size], merge=lambda own: _merged(own, ranks))
-    return Part(prompts=prompts if ranks.is_main else (), merge=lambda own: own if ranks.is_main else None)
+        own = chosen[ranks.rank :: ranks.world_size]
+        return Part(prompts=own, merge=partial(_merged, ranks), give_up=partial(_merged, ranks, None, is_stopped=True))
+    return Part(prompts=prompts if ranks.is_main else (), merge=lambda own: own if ranks.is_main else None, give_up=_give_up)
 
 
 def first_turns(prompts: Sequence[Any], limit: int) -> list[Any]:
@@ -135,9 +159,15 @@ def first_turns(prompts: Sequence[Any], limit: int) -> list[Any]:
     return chosen
 
 
-def _merged(own: Measurement | None, ranks: Ranks) -> Measurement | None:
-    found = ranks.gather(own)
-    return interleave([part for part in found if part is not None]) if ranks.is_main else None
+def _merged(ranks: Ranks, own: Measurement | None, is_stopped: bool = False) -> Measurement | None:
+    found = ranks.gather((own, is_stopped))
+    if any(has_given_up for _, has_given_up in found):
+        _give_up()
+    return interleave([part for part, _ in found if part is not None]) if ranks.is_main else None
+
+
+def _give_up() -> NoReturn:
+    raise Stopped
 
 
 def interleave(parts: Sequence[Measurement]) -> Measurement:
@@ -160,7 +190,11 @@ def interleave(parts: Sequence[Measurement]) -> Measurement:
 
 @torch.no_grad()
 def _measure(run: Run, folder: Path, prompts: list[Any]) -> dict[str, Any] | None:
-    """The report, on rank 0; None elsewhere. Every rank has to call it."""
+    """The report, on rank 0; None elsewhere. Every rank has to call it.
+
+    Raises:
+        Stopped: after a signal, on every rank that decodes.
+    """
     part = part_of(run, prompts)
     if not part.prompts:
         if run.shards is not None:
@@ -179,6 +213,7 @@ def _measure(run: Run, folder: Path, prompts: list[Any]) -> dict[str, Any] | Non
             run.config.run.dir,
             part.prompts,
             draft_name=str(folder),
+            progress=partial(part.look, run.stop),
             merge=part.merge,
         )
 

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from checkpoints.files import write_text
-from train.checks import check_batch
+from train.checks import check_batch, check_deepspeed
 from train.config import Config, ConfigError, Device
-from train.failures import describe
+from train.failures import STOPPED_AT_ONCE, RankFailed, describe
 from train.hydra_app import EXIT_DONE, EXIT_STOPPED, configure_logging
 from train.joining import join_environment
 from train.stopping import StopSignal, ignore_termination
@@ -42,7 +42,8 @@ def launch(config: Config) -> int:
         the exit code: 0 done, 3 stopped by a signal after saving.
 
     Raises:
-        ConfigError: the number of ranks contradicts the launcher we are inside of, or the batch does not split evenly.
+        ConfigError: the number of ranks contradicts the launcher we are inside of, or neither the batch nor the draft can be
+            spread over so many.
         RankFailed: a rank died.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # lost connections are told in our words
@@ -53,11 +54,28 @@ def launch(config: Config) -> int:
             key = "launch.gpus" if config.launch.gpus else "launch.ranks"
             raise ConfigError(f"{key}={asked}: {started} rank(s) were started from outside; leave {key} unset there")
         check_batch(config, started)
+        check_deepspeed(config, started)
         configure_logging(config.debug, is_speaking=os.environ["RANK"] == "0")
         return _run_joined(config)
     check_batch(config, asked or 1)
     check_devices(config, asked or 1)
-    return run_rank(config) if (asked or 1) == 1 else spawn(config, asked or 1)
+    return run_alone(config) if (asked or 1) == 1 else spawn(config, asked or 1)
+
+
+def run_alone(config: Config) -> int:
+    """The one rank of a run, in this process.
+
+    Raises:
+        RankFailed: it was stopped at once, and something had been saved before.
+    """
+    try:
+        return run_rank(config)
+    except KeyboardInterrupt as error:
+        from train.resume import state_folder
+
+        if any(state_folder(config.run.dir).glob("step_*")):
+            raise RankFailed(STOPPED_AT_ONCE, EXIT_STOPPED) from error
+        raise
 
 
 def run_rank(config: Config) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -80,14 +80,17 @@ def fit(run: Run) -> bool:
     """Trains to the end, or to the step boundary after a signal.
 
     Returns:
-        whether the end was reached; either way the state is saved and, at the end, the draft validated.
+        whether the end was reached; either way the state is saved and, at the end, the draft validated. A validation that a
+        signal has skipped or cut short is made up when the run goes on.
     """
     with closing(run.loader.__iter__()) as steps:
         return _fit(run, steps)
 
 
 def _fit(run: Run, steps: Iterator[MicroBatches]) -> bool:
-    train, state, saved_at, validated_at = run.config.train, run.state, run.state.step, None
+    train, state, saved, validated_at = run.config.train, run.state, replace(run.state), None
+    if _is_due(state.step, train.validate_every) and state.validated_step != state.step < run.total_steps:
+        validated_at = _validate(run)
     while state.step < run.total_steps and not (run.is_stopping or run.has_stalled):
         run.profile.at(state.step)
         lr = learning_rate(run.config.optim, state.step, run.total_steps)
@@ -98,20 +101,33 @@ def _fit(run: Run, steps: Iterator[MicroBatches]) -> bool:
             run.tracker.log(metrics, state.step)
         run.display.update(state.step, run.meter.latest)
         if _is_due(state.step, train.validate_every) and not run.is_stopping:
-            with run.meter.paused():
-                run.validate(run)
-            validated_at = state.step
+            validated_at = _validate(run)
         if _is_due(state.step, train.save_every) or run.is_stopping:
-            with run.meter.paused():
-                save_state(run.store, run.engine, run.ranks, state)
-            saved_at = state.step
-    if run.is_stopping and state.step < run.total_steps:
-        return False
-    if validated_at != state.step:
+            saved = _save(run)
+    if saved.step != state.step:  # ahead of the last validation, which takes long and may be interrupted
+        saved = _save(run)
+    if validated_at != state.step and not run.is_stopping:
+        _validate(run)
+    if (state.best_step, state.stale) != (saved.best_step, saved.stale):
+        _save(run)
+    return not run.is_stopping
+
+
+def _validate(run: Run) -> int | None:
+    """The step validated at; None where a signal has cut it short."""
+    with run.meter.paused():
         run.validate(run)
-    if saved_at != state.step:
-        save_state(run.store, run.engine, run.ranks, state)
-    return True
+    if run.is_stopping:
+        return None
+    run.state.validated_step = run.state.step
+    return run.state.step
+
+
+def _save(run: Run) -> TrainState:
+    """What was saved of how far the run has come."""
+    with run.meter.paused():
+        save_state(run.store, run.engine, run.ranks, run.state)
+    return replace(run.state)
 
 
 def train_step(run: Run, micro_batches: MicroBatches, lr: float) -> float:

@@ -19,7 +19,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from sage.drafts.operators import Conv, Resampler
-from train.checks import MAX_STAGE, check_batch
+from train.checks import MAX_STAGE, check_batch, check_deepspeed
 from train.config import Config, ConfigError, Offload, Precision
 from train.meta import Pair, build_on_meta
 
@@ -242,7 +242,7 @@ def find_change(made: Plan) -> list[str] | None:
     kinds = _changes(made.config, made.ranks)
     *own, gpus = kinds
     strongest = [kind[-1] for kind in own]
-    if not any(_fits_with(made, [*strongest, *more]) for more in [[], *([number] for number in gpus)]):
+    if not any(_is_enough(made, [*strongest, *more]) for more in [[], *([number] for number in gpus)]):
         return None  # not even with all of them together
     for number in range(1, len(kinds) + 1):
         for chosen in itertools.combinations(kinds, number):
@@ -280,6 +280,25 @@ def doubles(value: int, highest: int) -> Iterator[int]:
 
 
 def _fits_with(made: Plan, change: list[str]) -> bool:
+    """Whether a change is allowed and makes the run fit."""
+    try:
+        check_deepspeed(*_changed(made, change))
+    except ConfigError:
+        return False
+    return _is_enough(made, change)
+
+
+def _is_enough(made: Plan, change: list[str]) -> bool:
+    """Whether the run would fit, allowed or not."""
+    config, ranks = _changed(made, change)
+    try:
+        return estimate(config, made.pair, ranks).fits
+    except ConfigError:  # the batch does not split among so many
+        return False
+
+
+def _changed(made: Plan, change: list[str]) -> tuple[Config, int]:
+    """The configuration with these overrides, and its number of ranks."""
     config = deepcopy(made.config)
     ranks = made.ranks
     for override in change:
@@ -290,10 +309,7 @@ def _fits_with(made: Plan, change: list[str]) -> bool:
             config.deepspeed.stage = int(value.removeprefix("zero"))
         else:
             _set(config, key, value)
-    try:
-        return estimate(config, made.pair, ranks).fits
-    except ConfigError:  # the batch does not split among so many
-        return False
+    return config, ranks
 
 
 def _set(config: Any, key: str, value: str) -> None:

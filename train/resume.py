@@ -1,8 +1,8 @@
 """Exact resume: what a run is besides weights, and how a whole state is saved and read back.
 
 A state holds the engine's files (float32 weights and AdamW's moments, whole and by name), `trainer.json` (step, tokens, best
-score) and one `rank_00000.safetensors` per rank (every random generator). The learning rate is a function of the step, and
-the data position follows from the step and the seed, so neither needs a file. Nothing in it is a pickle.
+score, which data) and one `rank_00000.safetensors` per rank (every random generator). The learning rate is a function of the
+step, and the data position follows from the step and the seed, so neither needs a file. Nothing in it is a pickle.
 
 On as many ranks a resumed run goes on bit for bit. On another number the same batches come in the same order from the same
 weights, moments and schedule; what differs is the order in which float32 sums run, and random draws of the training step
@@ -45,6 +45,8 @@ class TrainState:
         best: highest validation score so far.
         best_step: where that was.
         stale: validations since then, none of them better.
+        validated_step: where the last validation was; 0: none yet.
+        data: what the run is trained on, by content (see train.same_data); None in states of before that was kept.
     """
 
     step: int = 0
@@ -53,6 +55,8 @@ class TrainState:
     best: float | None = None
     best_step: int | None = None
     stale: int = 0
+    validated_step: int = 0
+    data: dict[str, str] | None = None
 
 
 def save_state(store: StateStore, engine: Engine, ranks: Ranks, state: TrainState) -> None:
@@ -104,6 +108,7 @@ def load_state(store: StateStore, engine: Engine, ranks: Ranks) -> TrainState:
         return TrainState()
     trainer = json.loads((folder / TRAINER).read_text())
     saved_by = trainer.pop("world_size")
+    trainer.setdefault("validated_step", trainer["step"])  # states of before that was kept
     engine.load(folder)
     if ranks.rank < saved_by:
         set_rng_state(read_tensors(folder / _rank_file(ranks.rank)), ranks.device)

@@ -77,7 +77,13 @@ class HeadStudent(Student):
     def __init__(self, draft: Head, objective: Objective, noise: float = 0.0) -> None:
         super().__init__(draft, objective)
         self.noise = noise
-        self.levels, self.token_map = draft.levels, draft.token_map
+        self.levels = draft.levels
+
+    @property
+    def token_map(self) -> Tensor | None:  # type: ignore[override]
+        """The draft's own, asked for anew: a state that is loaded brings the words it was trained on."""
+        found: Tensor | None = self.draft.token_map
+        return found
 
     @property
     def for_decoder(self) -> Head:  # type: ignore[override]

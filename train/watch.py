@@ -17,7 +17,7 @@ from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
-from train.failures import Failure, RankFailed
+from train.failures import STOPPED_AT_ONCE, Failure, RankFailed
 from train.hydra_app import EXIT_CRASH, EXIT_STOPPED
 from train.stopping import STOP_SIGNALS
 
@@ -72,7 +72,7 @@ class Watch:
         reports = [Failure(**json.loads(path.read_text())) for path in self.folder.glob("rank_*.json")]
         ranks = {int(path.read_text()): int(path.stem.split("_")[1]) for path in self.folder.glob("rank_*.pid")}
         if self.asked_to_stop:
-            return RankFailed("stopped at once; what was saved before is whole, go on with run.resume=true", EXIT_STOPPED)
+            return RankFailed(STOPPED_AT_ONCE, EXIT_STOPPED)
         first = min(reports, key=lambda report: (report.is_echo, report.time), default=None)
         killed = {pid: signal.Signals(-code).name for pid, code in self.first_dead.items() if code < 0}
         pid = min(killed, key=lambda pid: killed[pid] == "SIGTERM", default=None)

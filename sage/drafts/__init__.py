@@ -35,7 +35,7 @@ def new_draft(
         config: overrides of `EagleConfig` or `Eagle3Config`.
 
     Raises:
-        ValueError: unknown kind or config key.
+        ValueError: unknown kind or config key, or attention heads that key and value heads do not divide.
     """
     if kind not in KINDS:
         raise ValueError(f"draft: {kind!r} is unknown; choose one of {', '.join(KINDS)}")
@@ -46,11 +46,18 @@ def new_draft(
         raise ValueError(f"draft.{unknown[0]}: unknown; choose from {', '.join(sorted(known))}")
     if vocabulary is not None and kind != "eagle3":
         raise ValueError(f"draft: a reduced vocabulary belongs to eagle3, not to {kind}, which borrows the target's lm_head")
+    sizes |= config
+    heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
+    if heads % kv_heads:
+        raise ValueError(
+            f"draft.num_attention_heads={heads}: allowed: a multiple of draft.num_key_value_heads={kv_heads}; change one "
+            f"(a size that is not given is the target's)"
+        )
     with torch.random.fork_rng(enabled=seed is not None):
         if seed is not None:
             torch.manual_seed(seed)
         with torch.device("meta") if _is_meta(target) else nullcontext():
-            draft = _build(target, kind, {**sizes, **config}, vocabulary)
+            draft = _build(target, kind, sizes, vocabulary)
     return draft.to(device=target.device, dtype=target.dtype)
 
 
