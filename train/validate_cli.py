@@ -24,6 +24,7 @@ from train.checks import RUN_MARK, check_decode, check_path
 from train.compare import run_command
 from train.config import ConfigError, DataConfig, DecodeConfig, DraftChoice, TargetConfig, ValidateConfig
 from train.hydra_app import EXIT_DONE, configure_logging, run_app
+from train.target_path import CHOICE, key_of, target_dtype, target_name
 
 Group = TypeVar("Group", TargetConfig, DataConfig, DecodeConfig)
 DRAFT_FILE, BEST, TRAINER = "config.json", "draft_best", "trainer.json"
@@ -118,6 +119,7 @@ def settle(config: ValidateConfig, checkpoint: Checkpoint, overrides: Sequence[s
     Raises:
         ConfigError: the target is said nowhere, or the run's config.yaml cannot be used.
     """
+    overrides = [word for word in overrides if word != CHOICE]  # it came with target.path, and a run knows its target
     if checkpoint.run is not None:
         saved = _load(checkpoint.run / RUN_MARK)
         return replace(
@@ -126,7 +128,8 @@ def settle(config: ValidateConfig, checkpoint: Checkpoint, overrides: Sequence[s
             data=overlay(config.data, _group(saved, "data", DataConfig, checkpoint.run), "data", overrides),
             decode=overlay(config.decode, _group(saved, "decode", DecodeConfig, checkpoint.run), "decode", overrides),
         )
-    if any(_key(word) in ("target", "target.path") for word in overrides):
+    said = {key_of(word) for word in overrides}
+    if said & {"target", "target.path"}:
         return config
     path = json.loads((checkpoint.draft / DRAFT_FILE).read_text(encoding="utf-8")).get("target_path")
     if not path:
@@ -134,12 +137,13 @@ def settle(config: ValidateConfig, checkpoint: Checkpoint, overrides: Sequence[s
             f"target: missing; {checkpoint.draft} belongs to no run and does not name its target; "
             "give target=NAME or target.path=DIR"
         )
-    return replace(config, target=replace(config.target, name=Path(path).name, path=path))
+    dtype = config.target.dtype if "target.dtype" in said else target_dtype(path)
+    return replace(config, target=replace(config.target, name=target_name(path), path=path, dtype=dtype))
 
 
 def overlay(composed: Group, saved: Group, group: str, overrides: Sequence[str]) -> Group:
     """`saved`, with the fields that the command line names taken from `composed`; a choice (`group=NAME`) takes them all."""
-    keys = [_key(word) for word in overrides]
+    keys = [key_of(word) for word in overrides]
     if any(key == group or key.startswith(f"{group}/") for key in keys):
         return composed
     named = {key.split(".")[1] for key in keys if key.startswith(f"{group}.")}
@@ -151,10 +155,6 @@ def _merged(saved: Any, composed: Any) -> Any:
     if not (isinstance(saved, dict) and isinstance(composed, dict)):
         return composed
     return saved | {key: _merged(saved.get(key), value) for key, value in composed.items()}
-
-
-def _key(override: str) -> str:
-    return override.split("=", 1)[0].lstrip("+~").split("@")[0]
 
 
 def _run_of(draft: Path) -> Path | None:
