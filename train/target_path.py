@@ -11,15 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from train.config import Precision
+from train.words import key_of
 
 CHOICE = "target=by_path"
 CONFIG_FILE = "config.json"
 DTYPES = {"float32": Precision.fp32}  # fp16 is trained in bf16 too, and so is what does not say
-
-
-def key_of(word: str) -> str:
-    """`+group@package=choice` -> `group`; `key=value` -> `key`."""
-    return word.split("=", 1)[0].lstrip("+~").split("@")[0]
 
 
 def with_choice(words: Sequence[str]) -> list[str]:

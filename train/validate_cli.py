@@ -14,7 +14,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -24,10 +23,13 @@ from train.checks import RUN_MARK, check_decode, check_path
 from train.compare import run_command
 from train.config import ConfigError, DataConfig, DecodeConfig, DraftChoice, TargetConfig, ValidateConfig
 from train.hydra_app import EXIT_DONE, configure_logging, run_app
-from train.target_path import CHOICE, key_of, target_dtype, target_name
+from train.target_path import CHOICE, target_dtype, target_name
+from train.words import key_of, launch_keys, refuse_idle, task_words
 
 Group = TypeVar("Group", TargetConfig, DataConfig, DecodeConfig)
 DRAFT_FILE, BEST, TRAINER = "config.json", "draft_best", "trainer.json"
+CHOSEN = {"decode/policy": {"policies", "options"}, "data/validation": {"validation"}}  # what a choice within a group brings
+IDLE = dict.fromkeys(launch_keys("device", "threads"), "in sage-validate, which measures in one process; drop it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +69,8 @@ def run_validation(config: ValidateConfig, overrides: Sequence[str] | None = Non
         ConfigError: no checkpoint, no target, or a setting out of range; before any model is loaded.
         ValueError: a draft made for another target, or a prompt that cannot be prepared.
     """
-    said = list(HydraConfig.get().overrides.task) if overrides is None else list(overrides)
+    said = task_words() if overrides is None else list(overrides)
+    refuse_idle(said, IDLE)
     checkpoint = find_checkpoint(config)
     config = settle(config, checkpoint, said)
     check_decode(config.decode)
@@ -142,12 +145,18 @@ def settle(config: ValidateConfig, checkpoint: Checkpoint, overrides: Sequence[s
 
 
 def overlay(composed: Group, saved: Group, group: str, overrides: Sequence[str]) -> Group:
-    """`saved`, with the fields that the command line names taken from `composed`; a choice (`group=NAME`) takes them all."""
+    """`saved`, with the fields that the command line names taken from `composed`.
+
+    `group=NAME` names all of them; `decode/policy=NAMES` and `data/validation=NAMES` name those that such a choice brings.
+    """
     keys = [key_of(word) for word in overrides]
-    if any(key == group or key.startswith(f"{group}/") for key in keys):
+    if group in keys:
         return composed
-    named = {key.split(".")[1] for key in keys if key.startswith(f"{group}.")}
-    return replace(saved, **{name: _merged(getattr(saved, name), getattr(composed, name)) for name in named})
+    chosen = {name for key in keys if key.startswith(f"{group}/") for name in CHOSEN[key]}
+    named = {key.split(".")[1] for key in keys if key.startswith(f"{group}.")} - chosen
+    changed = {name: getattr(composed, name) for name in chosen}
+    changed |= {name: _merged(getattr(saved, name), getattr(composed, name)) for name in named}
+    return replace(saved, **changed)
 
 
 def _merged(saved: Any, composed: Any) -> Any:
