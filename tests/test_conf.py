@@ -58,8 +58,9 @@ POLICY_FILES = sorted((config_dir() / "decode" / "policy").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_every_choice_composes_validates_and_builds(choice: str) -> None:
+def test_every_choice_composes_validates_and_builds(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the meta device, so that a 72B target takes no more than a pocket one; a plan needs no data on this machine."""
+    monkeypatch.setenv("WANDB_MODE", "offline")  # nobody is logged in where tests run
     config = compose("config", ["launch.plan=true", choice, *NEEDS.get(choice, [])], Config)
     check(config)
     build_without_weights(config)
