@@ -10,11 +10,14 @@ import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from rich.console import Console
 
+from checkpoints.store import SaveFailed
+from train.build import open_run_folder
 from train.cli import main
 from train.config import (
     Config,
@@ -63,6 +66,30 @@ def test_resuming_drops_what_was_logged_after_the_saved_step_and_a_torn_line(tmp
     sink.log({"step": 3, "loss": 9.0}, 3)
     sink.close()
     assert read_metrics(path) == [*LINES[:2], {"step": 3, "loss": 9.0}]
+
+
+def test_a_full_disk_names_the_file_and_the_remedy(tmp_path: Path) -> None:
+    """`/dev/full` answers every write as a full disk does; a run ends with exit code 1, as when a state cannot be saved."""
+    sink = Jsonl(tmp_path / "metrics.jsonl", 0)
+    sink.close()
+    sink.file = io.TextIOWrapper(io.BufferedWriter(io.FileIO("/dev/full", "w")), line_buffering=True)
+    with pytest.raises(
+        SaveFailed, match=r"metrics\.jsonl: could not be saved \(.*No space left.*then go on with run\.resume=true"
+    ):
+        sink.log({"step": 1}, 1)
+    with pytest.raises(OSError, match="No space left"):
+        sink.close()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SaveFailed, match=r"file/metrics\.jsonl: could not be saved \(.*File exists"):
+        Jsonl(tmp_path / "file" / "metrics.jsonl", 0)
+    assert SaveFailed.exit_code == 1
+
+
+def test_a_run_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    ranks, target = Ranks(0, 1, torch.device("cpu")), cast(Any, None)
+    with pytest.raises(SaveFailed, match=r"file/run: could not be saved \(.*Not a directory.*then start again"):
+        open_run_folder(config_in(tmp_path / "file" / "run"), ranks, target, "abc", TrainState())
 
 
 def test_a_new_run_starts_an_empty_file(tmp_path: Path) -> None:

@@ -52,6 +52,13 @@ def test_what_the_command_line_says_wins_and_out_moves_the_report(run, tmp_path)
     assert report["options"] == {"sage": {"max_depth": 5}} and list(report["baselines"]) == ["autoregressive"]
 
 
+def test_where_the_report_cannot_go_is_said_before_anything_is_loaded(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(sage, "load_target", None)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"file/here/validation/step_00000012/report\.json: could not be written .*another place"):
+        measured(f"checkpoint={run}", f"out={tmp_path}/file/here")
+
+
 def test_a_draft_folder_without_a_run_takes_its_target_from_the_command_line(run, tmp_path):
     target_folder = OmegaConf.load(run / "config.yaml").target.path
     draft = save_draft(tmp_path / "mine", sage.load_target(target_folder))

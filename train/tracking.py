@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from checkpoints.files import write_text
+from checkpoints.tensors import saving
 from train.config import Config, ConfigError, TrackingKind, WandbConfig, WandbMode
 
 logger = logging.getLogger(__name__)
@@ -59,16 +60,22 @@ class Jsonl:
     Args:
         path: `runs/NAME/metrics.jsonl`.
         from_step: steps already behind the run.
+
+    Raises:
+        SaveFailed: the file cannot be written; so does `log`.
     """
 
     def __init__(self, path: Path, from_step: int) -> None:
         kept = [line for line in read_metrics(path) if line["step"] <= from_step]
-        write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
-        self.file = path.open("a", buffering=1)
+        self.path = path
+        with saving(path):
+            write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+            self.file = path.open("a", buffering=1)
 
     def log(self, metrics: Metrics, step: int) -> None:
         if "step" in metrics:
-            self.file.write(json.dumps(dict(metrics)) + "\n")
+            with saving(self.path):
+                self.file.write(json.dumps(dict(metrics)) + "\n")
 
     def close(self) -> None:
         self.file.close()

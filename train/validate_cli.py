@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from checkpoints.store import STEP_NAME, StateStore, step_name
+from data_prep.files import check_writable
 from sage.cli import run
 from train.checks import RUN_MARK, check_decode, check_path
 from train.compare import run_command
@@ -195,7 +196,11 @@ def _group(saved: Any, name: str, schema: type[Group], run: Path) -> Group:
 
 
 def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Loads what is needed, measures, writes."""
+    """Loads what is needed, measures, writes.
+
+    Raises:
+        CannotWrite: there can be no report, known before anything is loaded.
+    """
     import torch
     from transformers.utils import logging as transformers_logging
 
@@ -204,8 +209,10 @@ def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     from data_prep.build import prompts
     from sage.bench import format_table
     from train.ranks import pick_device
-    from train.validate import DTYPES, build_policies, validate
+    from train.validate import DTYPES, REPORT, build_policies, step_folder, validate
 
+    home, step = config.out or checkpoint.home, _step(checkpoint)
+    check_writable(step_folder(home, step) / REPORT)
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     if config.launch.threads is not None:
@@ -217,10 +224,7 @@ def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     target = sage.load_target(config.target.path, dtype=dtype, device=device, **options)
     draft = load_any(checkpoint.draft, target)
     held_out = prompts(config.data, "validation", config.decode.num_prompts)
-    home = config.out or checkpoint.home
-    report = validate(
-        config, target, draft, _step(checkpoint), home, held_out, draft_name=str(checkpoint.draft), progress=_progress
-    )
+    report = validate(config, target, draft, step, home, held_out, draft_name=str(checkpoint.draft), progress=_progress)
     assert report is not None  # nobody else measures
     return report | {"table": format_table(report)}
 
