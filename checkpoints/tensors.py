@@ -42,8 +42,11 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 @contextmanager
-def saving(folder: Path) -> Iterator[None]:
-    """Within the block a write below `folder` that fails is told in one line.
+def saving(path: Path, then: str = "go on with run.resume=true") -> Iterator[None]:
+    """Within the block a write to `path`, or below it, that fails is told in one line.
+
+    Args:
+        then: what to do once there is room.
 
     Raises:
         SaveFailed: in place of the error of system or library.
@@ -51,5 +54,4 @@ def saving(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        remedy = "make room or repair that folder, then go on with run.resume=true"
-        raise SaveFailed(f"{folder}: could not be saved ({error}); {remedy}") from error
+        raise SaveFailed(f"{path}: could not be saved ({error}); make room or repair that folder, then {then}") from error

@@ -45,7 +45,7 @@ class ConversationDataset(Dataset[Example]):
         weights: list[float] | None = None,
     ) -> None:
         self.config, self.sources, self.index, self.processor = config, sources, index, processor
-        self.fingerprint = index.folder.name
+        self.fingerprint = index.fingerprint
         self.skipped = SkipList(skip_path(config, index), strict=config.on_bad is OnBad.error)
         self.mix = Mix(index.source, weights)
 

@@ -84,6 +84,8 @@ def locked(path: Path) -> Iterator[None]:
 def atomic_path(path: Path) -> Iterator[Path]:
     """A temporary path that becomes `path` (file or folder) only when the block ends without an error.
 
+    An older folder goes just before; whoever has files of it open keeps them.
+
     Raises:
         CannotWrite: the disk is full or not to be written to; nothing is left there.
     """
@@ -95,6 +97,8 @@ def atomic_path(path: Path) -> Iterator[Path]:
             if temporary.is_file():
                 with temporary.open("rb") as file:
                     os.fsync(file.fileno())
+            if temporary.is_dir() and path.is_dir():
+                shutil.rmtree(path)
             os.replace(temporary, path)
     finally:
         if temporary.is_dir():

@@ -13,17 +13,17 @@ import multiprocessing.connection
 import os
 import threading
 import time
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from data_prep.chat import build_example
+from data_prep.chat import Example, build_example
 from data_prep.config import DataConfig, OnBad, Split
-from data_prep.conversation import BadItem
+from data_prep.conversation import BadItem, Conversation, TooLong
 from data_prep.files import atomic_path, default_cache_dir, locked, prune
 from data_prep.pixels import PixelTable
 from data_prep.progress import with_progress
@@ -37,6 +37,7 @@ from sage.targets.processing import Processor
 logger = logging.getLogger(__name__)
 Item = tuple[str, int, Packed]  # id, source number, fields
 SKIPPED, STORE = "skipped.jsonl", "store"
+BAD = "bad.npy"  # which items were broken, to be looked at again: a missing picture may have come back
 KEPT = 8  # prepared sets of examples that stay in the cache folder; each may be hundreds of MB
 CHUNK = 64  # examples handed to a worker at once
 PARALLEL_FROM = 20_000  # below this, starting workers (seconds: each imports torch) costs more than they save
@@ -49,18 +50,20 @@ class Index:
         source: which source, int64 [N].
         row: which item of it, int64 [N].
         folder: where the index is kept; `skipped.jsonl` in it lists the rest.
+        fingerprint: content hash of the items.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.source, self.row = np.load(folder / "index.npy")
+        self.fingerprint = content_hash(folder.name, hashlib.sha256((folder / "index.npy").read_bytes()).hexdigest())
 
     def __len__(self) -> int:
         return len(self.row)
 
 
 def prepare_index(config: DataConfig, sources: list[Source], split: Split) -> Index:
-    """Checks every item (all but its pixels) once and keeps which are good.
+    """Checks every item (all but its pixels) once and keeps which are good; again when one that was broken is good now.
 
     Raises:
         BadItem: the first broken item, where `on_bad` is `error`.
@@ -71,28 +74,28 @@ def prepare_index(config: DataConfig, sources: list[Source], split: Split) -> In
     key = content_hash(settings, kept, code_fingerprint())
     folder = default_cache_dir(config.cache_dir) / "index" / key
     with locked(folder):
-        if not folder.exists():
+        if not folder.exists() or _is_mended(folder, partial(_check_row, sources)):
             with atomic_path(folder) as temporary:
                 _write_index(config, sources, split, temporary)
-    return Index(folder)
+        return Index(folder)
 
 
 def prepare_examples(config: DataConfig, sources: list[Source], index: Index, processor: Processor) -> ExampleStore:
-    """Encodes every item of an index once; broken pictures are found here.
+    """Encodes every item of an index once; broken pictures are found here, and whether they were mended since.
 
     Raises:
         BadItem: the first broken item, where `on_bad` is `error`.
     """
     settings = {"max_length": config.max_length, "on_long": config.on_long, "num_frames": config.num_frames}
-    key = content_hash(index.folder.name, settings, processor_fingerprint(processor), code_fingerprint())
+    key = content_hash(index.fingerprint, settings, processor_fingerprint(processor), code_fingerprint())
     folder = default_cache_dir(config.cache_dir) / "examples" / key
     with locked(folder):
-        if not folder.exists():
+        if not folder.exists() or _is_mended(folder, partial(_build, config, sources, index, processor)):
             with atomic_path(folder) as temporary:
                 _write_examples(config, sources, index, processor, temporary)
             prune(folder.parent, KEPT)
         os.utime(folder, ns=(time.time_ns(),) * 2)  # the kernel's own stamp is milliseconds coarse
-    return ExampleStore(folder / STORE)
+        return ExampleStore(folder / STORE)
 
 
 def content_hash(*parts: Any) -> str:
@@ -121,10 +124,41 @@ def _holdout(config: DataConfig) -> float:
     return 0.0 if config.validation else config.holdout
 
 
+def _is_mended(folder: Path, use: Callable[..., object]) -> bool:
+    """Whether one of the items that were broken when `folder` was made can be used by now."""
+    for place in np.load(folder / BAD).tolist():
+        try:
+            use(*place)
+        except TooLong:
+            pass
+        except BadItem:
+            continue
+        logger.info("%s: an item that was broken is whole now; prepared again", folder)
+        return True
+    return False
+
+
+def _check_row(sources: list[Source], number: int, row: int) -> None:
+    sources[number].example(row)
+
+
+def _build(
+    config: DataConfig, sources: list[Source], index: Index, processor: Processor, position: int
+) -> tuple[Conversation, Example]:
+    """What is at a position of the index.
+
+    Raises:
+        BadItem: it is broken or too long.
+    """
+    conversation = sources[int(index.source[position])].conversation(int(index.row[position]))
+    return conversation, build_example(conversation, processor, config.max_length, config.on_long, config.num_frames)
+
+
 def _write_index(config: DataConfig, sources: list[Source], split: Split, folder: Path) -> None:
     folder.mkdir(parents=True)
     skipped = SkipList(folder / SKIPPED, strict=config.on_bad is OnBad.error)
     good: list[tuple[int, int]] = []
+    bad: list[tuple[int, int]] = []
     for number, source in enumerate(sources):
         before = len(good)
         for row in with_progress(range(len(source)), len(source), f"checking {source.name}:"):
@@ -135,6 +169,7 @@ def _write_index(config: DataConfig, sources: list[Source], split: Split, folder
                     good.append((number, row))
             except BadItem as error:
                 skipped.add(error)
+                bad.append((number, row))
         logger.info("%s: %d of %d items", source.name, len(good) - before, len(source))
     if not good:
         names = ", ".join(source.name for source in sources)
@@ -143,22 +178,27 @@ def _write_index(config: DataConfig, sources: list[Source], split: Split, folder
         )
         raise ValueError(f"data.sources: no usable item for {split} in {names}{why}; see data.on_bad and data.holdout")
     np.save(folder / "index.npy", np.array(good, dtype=np.int64).T)
+    np.save(folder / BAD, np.array(bad, dtype=np.int64).reshape(-1, 2))
 
 
 def _write_examples(config: DataConfig, sources: list[Source], index: Index, processor: Processor, folder: Path) -> None:
     folder.mkdir(parents=True)
     table = PixelTable.measure(processor)
     skipped = SkipList(folder / SKIPPED, strict=config.on_bad is OnBad.error)
+    bad: list[int] = []
 
     def good() -> Iterator[Item]:
         encoded = _encode_all(_Encoder(config, sources, index, processor, table), len(index))
-        for item in with_progress(encoded, len(index), "preparing"):
-            if isinstance(item, BadItem):
-                skipped.add(item)
-            else:
+        for position, item in enumerate(with_progress(encoded, len(index), "preparing")):
+            if not isinstance(item, BadItem):
                 yield item
+                continue
+            skipped.add(item)
+            if not isinstance(item, TooLong):
+                bad.append(position)
 
     number = write(folder / STORE, good(), table)
+    np.save(folder / BAD, np.array(bad, dtype=np.int64).reshape(-1, 1))
     if not number:
         raise ValueError(f"data.sources: not one of {len(index)} items became an example; see data.max_length")
     logger.info("prepared %d examples, skipped %d", number, len(index) - number)
@@ -173,15 +213,11 @@ class _Encoder:
         self.config, self.sources, self.index, self.processor, self.table = config, sources, index, processor, table
 
     def __call__(self, position: int) -> Item | BadItem:
-        number = int(self.index.source[position])
         try:
-            conversation = self.sources[number].conversation(int(self.index.row[position]))
-            example = build_example(
-                conversation, self.processor, self.config.max_length, self.config.on_long, self.config.num_frames
-            )
+            conversation, example = _build(self.config, self.sources, self.index, self.processor, position)
         except BadItem as error:
             return error
-        return conversation.id, number, pack(example, self.table)
+        return conversation.id, int(self.index.source[position]), pack(example, self.table)
 
 
 def _encode_all(encoder: _Encoder, total: int) -> Iterator[Item | BadItem]:

@@ -46,6 +46,7 @@ GROUPS = (
     "experiment",
 )
 NEEDS = {  # what a person has to give beside the choice itself
+    "target=by_path": ["target.path=Qwen/Qwen2.5-VL-7B-Instruct"],
     "draft=model": ["draft.num_layers=2"],
     "data=llava_instruct": ["data.path=/data/llava.json"],
     "experiment=specvlm": ["data.path=/data/llava.json"],
@@ -57,8 +58,9 @@ POLICY_FILES = sorted((config_dir() / "decode" / "policy").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_every_choice_composes_validates_and_builds(choice: str) -> None:
+def test_every_choice_composes_validates_and_builds(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the meta device, so that a 72B target takes no more than a pocket one; a plan needs no data on this machine."""
+    monkeypatch.setenv("WANDB_MODE", "offline")  # nobody is logged in where tests run
     config = compose("config", ["launch.plan=true", choice, *NEEDS.get(choice, [])], Config)
     check(config)
     build_without_weights(config)
@@ -176,7 +178,7 @@ WRONG = {
     "draft.input_norm=maybe": "draft.input_norm: wrong type; allowed: true or false",
     "decode.policies=[sgae]": "decode.policies[0]=sgae: wrong type",
     "decode.policies=sage": "decode.policies: wrong type; allowed: a list",
-    "target=foo": "target=foo: no such choice; allowed: llava_onevision_0_5b,",
+    "target=foo": "target=foo: no such choice; allowed: by_path, llava_onevision_0_5b,",
     "draft=eagel": "draft=eagel: no such choice (did you mean draft=eagle?)",
     "decode/policy=[stat]": "decode/policy=stat: no such choice (did you mean decode/policy=static?)",
     "train.max_steps": "train.max_steps: cannot be read as an override; write key=value",

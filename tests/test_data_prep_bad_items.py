@@ -15,6 +15,7 @@ import torch
 from data_prep_helpers import make_processor, picture, save_pictures
 from PIL import Image
 
+from data_prep import prepare
 from data_prep.build import build_dataset
 from data_prep.config import Cache, DataConfig, OnBad, SourceConfig
 from data_prep.conversation import BadItem
@@ -132,6 +133,31 @@ def test_a_broken_item_is_left_out_and_listed(name: str, cache: Cache, pictures:
     with pytest.raises(AssertionError, match=reason):
         raise AssertionError(listed["reason"])
     assert sum(reasons([listed]).values()) == 1
+
+
+@pytest.mark.parametrize("cache", list(Cache))
+@pytest.mark.parametrize("broken", [None, b"no picture"], ids=["missing", "broken"])
+def test_a_picture_that_came_back_is_used(
+    broken: bytes | None, cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is still broken stays out, and while nothing changes nothing is prepared again."""
+    home = tmp_path / "img"
+    save_pictures(home, "good.png")
+    if broken:
+        (home / "late.png").write_bytes(broken)
+    rows = [GOOD, row("late.png"), row("gone.png"), GOOD]
+    settings = config(tmp_path, home, rows, cache=cache, on_bad=OnBad.skip)
+    assert trained_on(settings, of=2) == ["0", "3"]
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "_write_index", None)
+        patch.setattr(prepare, "_write_examples", None)
+        assert trained_on(settings, of=2) == ["0", "3"]
+    save_pictures(home, "late.png")
+    for _ in range(2):
+        assert trained_on(settings, of=3) == ["0", "1", "3"]
+    if not broken:
+        listed = build_dataset(replace(settings, cache=Cache.rows), make_processor(FAMILIES[0])).skipped_items()
+        assert [item["index"].split()[0] for item in listed] == ["2"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

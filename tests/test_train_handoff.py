@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from train_helpers import command, make_target
 
+from checkpoints.store import SaveFailed
 from data_prep.conversation import Conversation
 from data_prep.turns import LATER
 from sage.bench.measure import BenchPrompt, Measurement
@@ -119,3 +120,17 @@ def test_a_run_without_progress_ends_early_and_keeps_its_best_draft(scores: list
     steps = [event for event in trace["traceEvents"] if event.get("name") == "Optimizer.step#AdamW.step"]
     assert len(steps) == 2
     assert (run / "report.md").read_text().startswith("# Run `run`")
+
+
+@pytest.mark.slow
+def test_a_page_that_cannot_be_written_ends_the_run_in_one_line(
+    scores: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    scores += [1.0]
+    monkeypatch.setattr("train.handoff.write_run_report", full)
+    words = [*command(make_target(tmp_path), tmp_path / "run", "train.max_steps=1"), "deepspeed=zero0", "launch.device=cpu"]
+    with pytest.raises(SaveFailed, match=r"/run: could not be saved .*No space left.*; make room .*run\.resume=true"):
+        run_rank(compose("config", words, Config))

@@ -6,14 +6,19 @@ import io
 import json
 import logging
 import math
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from rich.console import Console
 
+from checkpoints.store import SaveFailed
+from train.build import open_run_folder
+from train.cli import main
 from train.config import (
     Config,
     ConfigError,
@@ -35,7 +40,7 @@ from train.ranks import Ranks
 from train.resume import TrainState
 from train.schedule import learning_rate, total_steps
 from train.score import score_of
-from train.tracking import Jsonl, Tracker, check_tracking, open_tracker, read_metrics
+from train.tracking import Jsonl, Tracker, check_tracking, open_tracker, read_metrics, wandb_mode
 
 LINES = [{"step": step, "loss": 1.0 / step} for step in (1, 2, 3)]
 
@@ -61,6 +66,30 @@ def test_resuming_drops_what_was_logged_after_the_saved_step_and_a_torn_line(tmp
     sink.log({"step": 3, "loss": 9.0}, 3)
     sink.close()
     assert read_metrics(path) == [*LINES[:2], {"step": 3, "loss": 9.0}]
+
+
+def test_a_full_disk_names_the_file_and_the_remedy(tmp_path: Path) -> None:
+    """`/dev/full` answers every write as a full disk does; a run ends with exit code 1, as when a state cannot be saved."""
+    sink = Jsonl(tmp_path / "metrics.jsonl", 0)
+    sink.close()
+    sink.file = io.TextIOWrapper(io.BufferedWriter(io.FileIO("/dev/full", "w")), line_buffering=True)
+    with pytest.raises(
+        SaveFailed, match=r"metrics\.jsonl: could not be saved \(.*No space left.*then go on with run\.resume=true"
+    ):
+        sink.log({"step": 1}, 1)
+    with pytest.raises(OSError, match="No space left"):
+        sink.close()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SaveFailed, match=r"file/metrics\.jsonl: could not be saved \(.*File exists"):
+        Jsonl(tmp_path / "file" / "metrics.jsonl", 0)
+    assert SaveFailed.exit_code == 1
+
+
+def test_a_run_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    ranks, target = Ranks(0, 1, torch.device("cpu")), cast(Any, None)
+    with pytest.raises(SaveFailed, match=r"file/run: could not be saved \(.*Not a directory.*then start again"):
+        open_run_folder(config_in(tmp_path / "file" / "run"), ranks, target, "abc", TrainState())
 
 
 def test_a_new_run_starts_an_empty_file(tmp_path: Path) -> None:
@@ -119,6 +148,67 @@ def test_wandb_offline_is_a_real_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (log,) = (tmp_path / "wandb").glob(f"offline-run-*-{identity}/run-{identity}.wandb")
     assert log.stat().st_size > 0
     assert read_metrics(tmp_path / "metrics.jsonl") == LINES
+
+
+@pytest.fixture
+def logged_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No key in the environment, in wandb's settings or in a .netrc; the question itself is wandb's own."""
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "wandb"))
+
+
+LOGIN = r"tracking=wandb: nobody is logged in to wandb here; run `wandb login` .*, or .* tracking\.mode=offline$"
+
+
+@pytest.mark.usefixtures("logged_out")
+def test_wandb_without_a_login_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_in(tmp_path / "run", "tracking=wandb")
+    with pytest.raises(ConfigError, match=LOGIN):
+        check_tracking(config)
+    monkeypatch.setattr("sys.argv", ["sage-train", "tracking=wandb", f"run.dir={tmp_path}/run"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.startswith("error: tracking=wandb: nobody") and said.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("logged_out")
+@pytest.mark.parametrize("change", ["WANDB_API_KEY=" + 40 * "a", "WANDB_MODE=offline", "WANDB_MODE=disabled", "RANK=1"])
+def test_wandb_needs_a_login_on_rank_0_and_online_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    monkeypatch.setattr("train.tracking._has_login", lambda: "WANDB_API_KEY" in os.environ)
+    config = config_in(tmp_path, "tracking=wandb")
+    with pytest.raises(ConfigError, match=LOGIN):
+        check_tracking(config)
+    monkeypatch.setenv(*change.split("="))
+    check_tracking(config)
+    monkeypatch.delenv(change.split("=")[0])
+    check_tracking(config_in(tmp_path, "tracking=wandb", "tracking.mode=offline"))
+
+
+def test_the_environment_may_keep_wandb_offline_and_the_command_line_wins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert wandb_mode(WandbConfig()) == "disabled" and wandb_mode(WandbConfig(mode=WandbMode.offline)) == "offline"
+    monkeypatch.delenv("WANDB_MODE")
+    assert wandb_mode(WandbConfig()) == "online"
+
+
+@pytest.mark.parametrize("kind", ["UsageError", "CommError"])
+def test_what_wandb_refuses_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    wandb = pytest.importorskip("wandb")
+
+    def refuse(**_: object) -> None:
+        raise getattr(wandb.errors, kind)("server\nsays no")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(ConfigError, match=r"tracking=wandb: server says no; run `wandb login`"):
+        open_tracker(config_in(tmp_path, "tracking=wandb"), {}, 0)
 
 
 # -- provenance -----------------------------------------------------------------------------------------------------------

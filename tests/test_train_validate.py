@@ -9,10 +9,11 @@ from conftest import make_inputs, make_qwen
 from train_validate_helpers import save_target
 
 import sage
+from checkpoints.store import SaveFailed
 from data_prep.conversation import Conversation
 from sage.drafts.model import ModelDraft
 from train.config import Baseline, DecodeConfig, PolicyName, Precision
-from train.validate import bench_prompt, step_folder, this_command, validate
+from train.validate import bench_prompt, step_folder, this_command, validate, write
 
 # What docs promise for report.json; further keys are allowed.
 REPORT_KEYS = {"schema", "target", "draft", "device", "dtype", "prompts", "max_new_tokens", "temperature", "seed"}
@@ -174,3 +175,11 @@ def test_step_folders_sort_by_step():
 def test_the_command_can_be_pasted(monkeypatch, argv, shown):
     monkeypatch.setattr("sys.argv", argv)
     assert this_command() == shown
+
+
+def test_a_report_that_cannot_be_written_names_the_folder(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        SaveFailed, match=r"file/step: could not be saved \(.*Not a directory.*; make room .*, then measure again"
+    ):
+        write({}, tmp_path / "file" / "step")

@@ -52,6 +52,13 @@ def test_what_the_command_line_says_wins_and_out_moves_the_report(run, tmp_path)
     assert report["options"] == {"sage": {"max_depth": 5}} and list(report["baselines"]) == ["autoregressive"]
 
 
+def test_where_the_report_cannot_go_is_said_before_anything_is_loaded(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(sage, "load_target", None)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"file/here/validation/step_00000012/report\.json: could not be written .*another place"):
+        measured(f"checkpoint={run}", f"out={tmp_path}/file/here")
+
+
 def test_a_draft_folder_without_a_run_takes_its_target_from_the_command_line(run, tmp_path):
     target_folder = OmegaConf.load(run / "config.yaml").target.path
     draft = save_draft(tmp_path / "mine", sage.load_target(target_folder))
@@ -84,6 +91,8 @@ def test_run_and_draft_folders_are_told_apart(run):
         (["draft=/no/such"], "draft=/no/such: no draft there"),
         (["checkpoint={run}", "draft=draft_best"], "draft=draft_best: no draft of that name in .*; it has draft"),
         (["checkpoint={run}/state"], "neither a run .* nor a draft"),
+        (["checkpoint={run}", "launch.gpus=7"], "launch.gpus=7: has no effect in sage-validate.*; drop it"),
+        (["checkpoint={run}", "launch.plan=true"], "launch.plan=true: has no effect"),
         (["checkpoint={run}", "decode.num_prompts=0"], "decode.num_prompts=0: allowed: 1 or more"),
         (["checkpoint={run}", "target.path=/no/such"], "target.path=/no/such: no such folder"),
         (["checkpoint={run}", "decode.policies=[sage,oracle]"], "oracle.*one of autoregressive, chain"),
@@ -138,8 +147,28 @@ def test_only_named_fields_replace_the_runs_and_options_are_merged():
     assert (one.policies, one.num_prompts, one.options) == ([PolicyName.sage], 9, saved.options)
     two = overlay(given, saved, "decode", ["+decode.options.sage.max_depth=6"])
     assert two.options == {"sage": {"max_depth": 6, "top_k": 4}, "chain": {}} and two.num_prompts == 5
-    assert overlay(given, saved, "decode", ["decode/policy=[chain]"]) == given
+    assert overlay(given, saved, "decode", ["decode=default"]) == given
     assert overlay(given, saved, "decode", []) == saved
+
+
+def test_a_choice_within_a_group_replaces_what_it_brings_and_nothing_else(run):
+    whole = Checkpoint(draft=run / "draft", run=run)
+    for words in (
+        ["decode/policy=[autoregressive,chain]"],
+        ["decode/policy=[chain]", "decode.policies=[autoregressive,chain]"],
+    ):
+        settled = settle(composed(*words), whole, words)
+        assert settled.decode.policies == ["autoregressive", "chain"] and "sage" not in settled.decode.options
+        assert settled.decode.options["chain"] == {"depth": 5}
+        assert (settled.decode.num_prompts, settled.decode.max_new_tokens) == (2, 6)
+    words = ["decode/policy=[chain]", "decode.num_prompts=9", "decode.options.chain.depth=2"]
+    settled = settle(composed(*words), whole, words)
+    assert settled.decode.num_prompts == 9 and settled.decode.options == {"chain": {"depth": 2}}
+    saved = OmegaConf.load(run / "config.yaml").data
+    words = ["+data/validation=textvqa", "data.validation.textvqa.path=x"]
+    settled = settle(composed(*words), whole, words)
+    assert settled.data.validation["textvqa"].path == "x" and settled.data.name == saved.name
+    assert settled.data.max_length == 777 and settled.decode.num_prompts == 2
 
 
 # -- as a command ----------------------------------------------------------------------------------------------------

@@ -75,6 +75,7 @@ def save_run(folder: Path, target_folder: Path, num_prompts: int = 2) -> Path:
 target: {{name: tiny, path: {target_folder}, revision: null, dtype: fp32}}
 data:
   name: pocket
+  max_length: 777
   sources: {{pocket: {{kind: pocket}}}}
 decode:
   policies: [autoregressive, static]

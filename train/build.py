@@ -20,6 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 import sage
 from checkpoints.files import tidy, write_text
 from checkpoints.store import StateStore
+from checkpoints.tensors import saving
 from data_prep import StepLoader, build_dataset
 from data_prep import prompts as held_out_prompts
 from train.build_draft import build_student
@@ -166,15 +167,20 @@ def prepare_prompts(config: Config, target: sage.Target, draft: Any, ranks: Rank
 
 
 def open_run_folder(config: Config, ranks: Ranks, target: sage.Target, data_fingerprint: str, state: TrainState) -> Tracker:
-    """Writes config.yaml and provenance.json and opens the sinks, on rank 0."""
+    """Writes config.yaml and provenance.json and opens the sinks, on rank 0.
+
+    Raises:
+        SaveFailed: the folder cannot be written.
+    """
     if not ranks.is_main:
         return Tracker()
     folder = Path(config.run.dir)
-    tidy(folder)
     text = OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
     resolved = OmegaConf.to_container(OmegaConf.create(text))
-    write_text(folder / RUN_MARK, text)
-    write_provenance(folder, ranks, target, data_fingerprint, state.step)
+    with saving(folder, then="start again"):
+        tidy(folder)
+        write_text(folder / RUN_MARK, text)
+        write_provenance(folder, ranks, target, data_fingerprint, state.step)
     assert isinstance(resolved, dict)
     return open_tracker(config, {str(key): value for key, value in resolved.items()}, state.step)
 

@@ -18,6 +18,10 @@ def main() -> None:
 def train(config: Config) -> int:
     """Checks before torch is imported, then trains."""
     check(config)
+    if not config.launch.plan:
+        from train.tracking import check_tracking
+
+        check_tracking(config)
     configure_logging(config.debug)
     if config.launch.plan:
         from train.plan import plan

@@ -18,12 +18,23 @@ from data_prep.files import check_writable
 from train.checks import check_path
 from train.config import ConfigError, DataConfig, LaunchConfig, TargetConfig
 from train.hydra_app import EXIT_DONE, EXIT_STOPPED, configure_logging, run_app
+from train.words import launch_keys, refuse_idle, task_words
 
 
 class Action(StrEnum):
     check = "check"
     convert = "convert"
     regenerate = "regenerate"
+
+
+PART = "; data.num_examples=N takes a part of the data"
+ONE_PROCESS = {"launch.": "; ranks are for action=regenerate", "regenerate.": "; it is for action=regenerate"}
+IDLE = {  # keys that an action has no use for, and what to do instead
+    Action.check: ONE_PROCESS,
+    Action.convert: ONE_PROCESS | {"limit": PART, "shown": "; drop it"},
+    Action.regenerate: dict.fromkeys(launch_keys("gpus", "ranks", "device", "threads"), "; drop it")
+    | {"limit": PART, "shown": "; drop it"},
+}
 
 
 @dataclass(kw_only=True)
@@ -35,7 +46,7 @@ class DataCommand:
             target answer the prompts itself.
         split: which part of the data.
         out: the page (`check`; default `runs/data/NAME.html`) or the rows (`.jsonl`).
-        limit: examples to measure, 0 = all; of a stream the first ones. `shown` are on the page.
+        limit: examples to measure (`check`), 0 = all; of a stream the first ones. `shown` are on the page.
     """
 
     action: Action = Action.check
@@ -63,6 +74,7 @@ def run(config: DataCommand) -> int:
         ConfigError: a setting is wrong.
         ValueError: a file or an item is.
     """
+    refuse_idle(task_words(), {key: f"with action={config.action}{remedy}" for key, remedy in IDLE[config.action].items()})
     check(config)
     rank = int(os.environ.get("RANK", 0))
     configure_logging(config.debug, is_speaking=rank == 0)

@@ -79,7 +79,8 @@ def validate_draft(run: Run, prompts: list[Any]) -> None:
         run.report = report
     keep_best(run, folder, score)
     if run.ranks.is_main and run.meter.latest:  # something is logged
-        write_run_report(Path(run.config.run.dir))
+        with saving(Path(run.config.run.dir)):
+            write_run_report(Path(run.config.run.dir))
 
 
 def keep_best(run: Run, folder: Path, score: float | None) -> None:

@@ -26,6 +26,7 @@ from train import sweep
 from train.config import ConfigError, config_dir, register
 from train.config_errors import explain, is_config_mistake, refuse_unknown
 from train.sweep import Ending
+from train.target_path import target_dtype, target_name, with_choice
 
 EXIT_DONE, EXIT_CRASH, EXIT_USER, EXIT_STOPPED = 0, 1, 2, 3
 FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -52,6 +53,7 @@ def run_app(config_name: str, schema: type, task: Task, ending: Ending | None = 
         the exit code: the task's (the largest of a sweep), 2 after a user's mistake, 1 after anything unforeseen.
     """
     before = {name: os.environ.get(name) for name in (FULL_ERROR, sweep.FOLDER)}
+    sys.argv[1:] = with_choice(sys.argv[1:])
     job = SweepJob(schema, task, ending, wants_debug(), sweep.swept_keys(sys.argv[1:]))
     os.environ[FULL_ERROR] = "1"  # so that Hydra hands errors on instead of printing them and exiting
     register()
@@ -207,7 +209,7 @@ def compose(config_name: str, overrides: list[str], schema: type) -> Any:
     register_resolvers()
     try:
         with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
-            return to_object(hydra.compose(config_name, overrides=overrides), schema)
+            return to_object(hydra.compose(config_name, overrides=with_choice(overrides)), schema)
     except Exception as error:
         if is_config_mistake(error):
             raise ConfigError(explain(error, schema)) from error
@@ -220,8 +222,14 @@ def config_path() -> str:
 
 
 def register_resolvers() -> None:
-    """`${package_dir:NAME}` is the folder of an installed package, found without importing it."""
+    """What YAML files ask for by `${NAME:...}`.
+
+    `package_dir:PACKAGE` is the folder of an installed package, found without importing it; `target_name:PATH` and
+    `target_dtype:PATH` are told of a target by its path.
+    """
     OmegaConf.register_new_resolver("package_dir", _package_dir, replace=True)
+    OmegaConf.register_new_resolver("target_name", target_name, replace=True)
+    OmegaConf.register_new_resolver("target_dtype", target_dtype, replace=True)
 
 
 def configure_logging(debug: bool, is_speaking: bool = True) -> None:

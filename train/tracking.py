@@ -5,6 +5,8 @@ Owns: the line format, sinks and their life time. Does not own: what is measured
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import json
 import logging
 import os
@@ -14,10 +16,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from checkpoints.files import write_text
-from train.config import Config, ConfigError, TrackingKind, WandbConfig
+from checkpoints.tensors import saving
+from train.config import Config, ConfigError, TrackingKind, WandbConfig, WandbMode
 
 logger = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
+NO_LOGIN = ("offline", "disabled", "dryrun")  # ways of wandb that ask nothing of its server
+WANDB_REMEDY = "run `wandb login` or set WANDB_API_KEY, or keep it in the run folder with tracking.mode=offline"
 Metrics = Mapping[str, float | int]
 
 
@@ -55,16 +60,22 @@ class Jsonl:
     Args:
         path: `runs/NAME/metrics.jsonl`.
         from_step: steps already behind the run.
+
+    Raises:
+        SaveFailed: the file cannot be written; so does `log`.
     """
 
     def __init__(self, path: Path, from_step: int) -> None:
         kept = [line for line in read_metrics(path) if line["step"] <= from_step]
-        write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
-        self.file = path.open("a", buffering=1)
+        self.path = path
+        with saving(path):
+            write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+            self.file = path.open("a", buffering=1)
 
     def log(self, metrics: Metrics, step: int) -> None:
         if "step" in metrics:
-            self.file.write(json.dumps(dict(metrics)) + "\n")
+            with saving(self.path):
+                self.file.write(json.dumps(dict(metrics)) + "\n")
 
     def close(self) -> None:
         self.file.close()
@@ -88,7 +99,11 @@ class TensorBoard:
 
 
 class Wandb:
-    """One Weights & Biases run; resumed under the same id."""
+    """One Weights & Biases run; resumed under the same id.
+
+    Raises:
+        ConfigError: wandb refuses, or its server cannot be reached.
+    """
 
     def __init__(self, folder: Path, config: WandbConfig, name: str, resolved: dict[str, Any]) -> None:
         os.environ.setdefault("WANDB_SILENT", "true")
@@ -97,17 +112,20 @@ class Wandb:
         identity = folder / "wandb_id"
         if not identity.exists():
             write_text(identity, uuid.uuid4().hex[:12])
-        self.run = wandb.init(
-            project=config.project,
-            entity=config.entity,
-            group=config.group,
-            mode=str(config.mode),  # type: ignore[arg-type]
-            name=name,
-            id=identity.read_text(),
-            resume="allow",
-            dir=str(folder),
-            config=resolved,
-        )
+        try:
+            self.run = wandb.init(
+                project=config.project,
+                entity=config.entity,
+                group=config.group,
+                mode=wandb_mode(config),  # type: ignore[arg-type]
+                name=name,
+                id=identity.read_text(),
+                resume="allow",
+                dir=str(folder),
+                config=resolved,
+            )
+        except wandb.errors.Error as error:
+            raise ConfigError(f"tracking=wandb: {' '.join(str(error).split())}; {WANDB_REMEDY}") from error
 
     def log(self, metrics: Metrics, step: int) -> None:
         self.run.log(dict(metrics), step=step)
@@ -124,27 +142,58 @@ def open_tracker(config: Config, resolved: dict[str, Any], from_step: int) -> Tr
         from_step: 0, or the step a resumed run goes on from.
 
     Raises:
-        ConfigError: TensorBoard is asked for and not installed.
+        ConfigError: wandb does not let us in.
     """
-    folder = Path(config.run.dir)
-    tracker = Tracker([Jsonl(folder / METRICS, from_step)])
-    if config.tracking.kind is TrackingKind.tensorboard:
-        tracker.sinks.append(TensorBoard(folder / "tensorboard", from_step))
-    elif isinstance(config.tracking, WandbConfig):
-        tracker.sinks.append(Wandb(folder, config.tracking, config.run.name, resolved))
+    tracker = Tracker([Jsonl(Path(config.run.dir) / METRICS, from_step)])
+    try:
+        tracker.sinks += _mirrors(config, resolved, from_step)
+    except BaseException:
+        tracker.close()
+        raise
     return tracker
 
 
+def _mirrors(config: Config, resolved: dict[str, Any], from_step: int) -> list[Sink]:
+    """What is asked for beside metrics.jsonl."""
+    folder = Path(config.run.dir)
+    if config.tracking.kind is TrackingKind.tensorboard:
+        return [TensorBoard(folder / "tensorboard", from_step)]
+    if isinstance(config.tracking, WandbConfig):
+        return [Wandb(folder, config.tracking, config.run.name, resolved)]
+    return []
+
+
 def check_tracking(config: Config) -> None:
-    """Refuses a sink whose package is missing, before anything is written.
+    """Refuses a sink whose package is missing, and wandb where nobody is logged in, before anything is written.
 
     Raises:
-        ConfigError: names the package.
+        ConfigError: names the package, or how to log in.
     """
-    import importlib.util
-
     if config.tracking.kind is TrackingKind.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ConfigError("tracking=tensorboard: the package tensorboard is missing; pip install 'sage-draft[tensorboard]'")
+    is_main = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"  # the others have no tracker
+    if (
+        isinstance(config.tracking, WandbConfig)
+        and is_main
+        and wandb_mode(config.tracking) not in NO_LOGIN
+        and not _has_login()
+    ):
+        raise ConfigError(f"tracking=wandb: nobody is logged in to wandb here; {WANDB_REMEDY}")
+
+
+def wandb_mode(config: WandbConfig) -> str:
+    """`tracking.mode`; the environment's WANDB_MODE goes before `online`, the default."""
+    return str(config.mode) if config.mode is not WandbMode.online else os.environ.get("WANDB_MODE") or str(config.mode)
+
+
+def _has_login() -> bool:
+    """Whether wandb finds an API key or token, in the environment or its files; asks neither a person nor the server."""
+    os.environ.setdefault("WANDB_SILENT", "true")
+    import wandb
+
+    if "prompt" in inspect.signature(wandb.login).parameters:
+        return bool(wandb.login(prompt=False, verify=False))
+    return bool(os.environ.get("WANDB_IDENTITY_TOKEN_FILE") or wandb.api.api_key)  # older ones have no such question
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

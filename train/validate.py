@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from checkpoints.tensors import saving
 from data_prep.turns import asked_in_turn
 from sage.bench import (
     AUTOREGRESSIVE,
@@ -127,11 +128,16 @@ def step_folder(run_dir: str | Path, step: int) -> Path:
 
 
 def write(report: Mapping[str, Any], folder: Path) -> None:
-    """Writes plots, page and, last, the JSON: a folder with a report.json is whole."""
-    folder.mkdir(parents=True, exist_ok=True)
-    plots = write_plots(report, folder)
-    write_text(folder / PAGE, render_page(report, plots))
-    write_json(report, folder / REPORT)
+    """Writes plots, page and, last, the JSON: a folder with a report.json is whole.
+
+    Raises:
+        SaveFailed: the folder cannot be written.
+    """
+    with saving(folder, then="measure again (sage-validate), or go on with the run (run.resume=true)"):
+        folder.mkdir(parents=True, exist_ok=True)
+        plots = write_plots(report, folder)
+        write_text(folder / PAGE, render_page(report, plots))
+        write_json(report, folder / REPORT)
     logger.info("validation: %s", folder / PAGE)
 
 

@@ -14,19 +14,23 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from checkpoints.store import STEP_NAME, StateStore, step_name
+from data_prep.files import check_writable
 from sage.cli import run
 from train.checks import RUN_MARK, check_decode, check_path
 from train.compare import run_command
 from train.config import ConfigError, DataConfig, DecodeConfig, DraftChoice, TargetConfig, ValidateConfig
 from train.hydra_app import EXIT_DONE, configure_logging, run_app
+from train.target_path import CHOICE, target_dtype, target_name
+from train.words import key_of, launch_keys, refuse_idle, task_words
 
 Group = TypeVar("Group", TargetConfig, DataConfig, DecodeConfig)
 DRAFT_FILE, BEST, TRAINER = "config.json", "draft_best", "trainer.json"
+CHOSEN = {"decode/policy": {"policies", "options"}, "data/validation": {"validation"}}  # what a choice within a group brings
+IDLE = dict.fromkeys(launch_keys("device", "threads"), "in sage-validate, which measures in one process; drop it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +70,8 @@ def run_validation(config: ValidateConfig, overrides: Sequence[str] | None = Non
         ConfigError: no checkpoint, no target, or a setting out of range; before any model is loaded.
         ValueError: a draft made for another target, or a prompt that cannot be prepared.
     """
-    said = list(HydraConfig.get().overrides.task) if overrides is None else list(overrides)
+    said = task_words() if overrides is None else list(overrides)
+    refuse_idle(said, IDLE)
     checkpoint = find_checkpoint(config)
     config = settle(config, checkpoint, said)
     check_decode(config.decode)
@@ -118,6 +123,7 @@ def settle(config: ValidateConfig, checkpoint: Checkpoint, overrides: Sequence[s
     Raises:
         ConfigError: the target is said nowhere, or the run's config.yaml cannot be used.
     """
+    overrides = [word for word in overrides if word != CHOICE]  # it came with target.path, and a run knows its target
     if checkpoint.run is not None:
         saved = _load(checkpoint.run / RUN_MARK)
         return replace(
@@ -126,7 +132,8 @@ def settle(config: ValidateConfig, checkpoint: Checkpoint, overrides: Sequence[s
             data=overlay(config.data, _group(saved, "data", DataConfig, checkpoint.run), "data", overrides),
             decode=overlay(config.decode, _group(saved, "decode", DecodeConfig, checkpoint.run), "decode", overrides),
         )
-    if any(_key(word) in ("target", "target.path") for word in overrides):
+    said = {key_of(word) for word in overrides}
+    if said & {"target", "target.path"}:
         return config
     path = json.loads((checkpoint.draft / DRAFT_FILE).read_text(encoding="utf-8")).get("target_path")
     if not path:
@@ -134,16 +141,23 @@ def settle(config: ValidateConfig, checkpoint: Checkpoint, overrides: Sequence[s
             f"target: missing; {checkpoint.draft} belongs to no run and does not name its target; "
             "give target=NAME or target.path=DIR"
         )
-    return replace(config, target=replace(config.target, name=Path(path).name, path=path))
+    dtype = config.target.dtype if "target.dtype" in said else target_dtype(path)
+    return replace(config, target=replace(config.target, name=target_name(path), path=path, dtype=dtype))
 
 
 def overlay(composed: Group, saved: Group, group: str, overrides: Sequence[str]) -> Group:
-    """`saved`, with the fields that the command line names taken from `composed`; a choice (`group=NAME`) takes them all."""
-    keys = [_key(word) for word in overrides]
-    if any(key == group or key.startswith(f"{group}/") for key in keys):
+    """`saved`, with the fields that the command line names taken from `composed`.
+
+    `group=NAME` names all of them; `decode/policy=NAMES` and `data/validation=NAMES` name those that such a choice brings.
+    """
+    keys = [key_of(word) for word in overrides]
+    if group in keys:
         return composed
-    named = {key.split(".")[1] for key in keys if key.startswith(f"{group}.")}
-    return replace(saved, **{name: _merged(getattr(saved, name), getattr(composed, name)) for name in named})
+    chosen = {name for key in keys if key.startswith(f"{group}/") for name in CHOSEN[key]}
+    named = {key.split(".")[1] for key in keys if key.startswith(f"{group}.")} - chosen
+    changed = {name: getattr(composed, name) for name in chosen}
+    changed |= {name: _merged(getattr(saved, name), getattr(composed, name)) for name in named}
+    return replace(saved, **changed)
 
 
 def _merged(saved: Any, composed: Any) -> Any:
@@ -151,10 +165,6 @@ def _merged(saved: Any, composed: Any) -> Any:
     if not (isinstance(saved, dict) and isinstance(composed, dict)):
         return composed
     return saved | {key: _merged(saved.get(key), value) for key, value in composed.items()}
-
-
-def _key(override: str) -> str:
-    return override.split("=", 1)[0].lstrip("+~").split("@")[0]
 
 
 def _run_of(draft: Path) -> Path | None:
@@ -186,7 +196,11 @@ def _group(saved: Any, name: str, schema: type[Group], run: Path) -> Group:
 
 
 def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Loads what is needed, measures, writes."""
+    """Loads what is needed, measures, writes.
+
+    Raises:
+        CannotWrite: there can be no report, known before anything is loaded.
+    """
     import torch
     from transformers.utils import logging as transformers_logging
 
@@ -195,8 +209,10 @@ def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     from data_prep.build import prompts
     from sage.bench import format_table
     from train.ranks import pick_device
-    from train.validate import DTYPES, build_policies, validate
+    from train.validate import DTYPES, REPORT, build_policies, step_folder, validate
 
+    home, step = config.out or checkpoint.home, _step(checkpoint)
+    check_writable(step_folder(home, step) / REPORT)
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     if config.launch.threads is not None:
@@ -208,10 +224,7 @@ def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     target = sage.load_target(config.target.path, dtype=dtype, device=device, **options)
     draft = load_any(checkpoint.draft, target)
     held_out = prompts(config.data, "validation", config.decode.num_prompts)
-    home = config.out or checkpoint.home
-    report = validate(
-        config, target, draft, _step(checkpoint), home, held_out, draft_name=str(checkpoint.draft), progress=_progress
-    )
+    report = validate(config, target, draft, step, home, held_out, draft_name=str(checkpoint.draft), progress=_progress)
     assert report is not None  # nobody else measures
     return report | {"table": format_table(report)}
 
