@@ -7,7 +7,8 @@
       latest                  the name of the newest whole state
       best                    the name of the state of the best draft, if one was saved at that step
 
-Owns: names, hashes, retention. Does not own: atomic writing (checkpoints.files), what is inside a state (train.resume).
+Owns: names, hashes, retention, how a failed write is told. Does not own: atomic writing (checkpoints.files), what is inside a
+state (train.resume).
 """
 
 from __future__ import annotations
@@ -17,8 +18,12 @@ import json
 import logging
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
+
+from safetensors import SafetensorError
 
 from checkpoints.files import part_of, remove_folder, replace_folder, sync_tree, tidy, write_text
 
@@ -37,6 +42,22 @@ class SaveFailed(RuntimeError):
     """A state could not be written; the message says where, why, what is still there and how to go on."""
 
     exit_code = 1
+
+
+@contextmanager
+def saving(path: Path, then: str = "go on with run.resume=true") -> Iterator[None]:
+    """Within the block a write to `path`, or below it, that fails is told in one line.
+
+    Args:
+        then: what to do once there is room.
+
+    Raises:
+        SaveFailed: in place of the error of system or library.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise SaveFailed(f"{path}: could not be saved ({error}); make room or repair that folder, then {then}") from error
 
 
 class StateStore:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-
-from checkpoints.store import SaveFailed
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, str] | None = None) -> None:
@@ -39,19 +36,3 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         return load_file(path)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path}: cannot be read ({error})") from error
-
-
-@contextmanager
-def saving(path: Path, then: str = "go on with run.resume=true") -> Iterator[None]:
-    """Within the block a write to `path`, or below it, that fails is told in one line.
-
-    Args:
-        then: what to do once there is room.
-
-    Raises:
-        SaveFailed: in place of the error of system or library.
-    """
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise SaveFailed(f"{path}: could not be saved ({error}); make room or repair that folder, then {then}") from error

@@ -246,6 +246,28 @@ def test_the_first_report_counts_an_echo_less_and_a_kill_more(tmp_path: Path) ->
     assert watch.verdict().exit_code == 3
 
 
+class Child:
+    """A process whose exit code is found as listed, look by look."""
+
+    def __init__(self, *found: int | None) -> None:
+        self.found = list(found)
+
+    @property
+    def exitcode(self) -> int | None:
+        return self.found.pop(0) if len(self.found) > 1 else self.found[0]
+
+    def is_alive(self) -> bool:
+        return False
+
+
+def test_a_rank_that_dies_while_the_others_are_looked_at_is_not_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train.watch.GRACE_S", 0.0)
+    watch = Watch(tmp_path)
+    watch._children = {100: Child(None, -9), 101: Child(1)}  # looked at, killed, and its loss has ended the other one already
+    watch._watch()
+    assert watch.first_dead == {100: -9, 101: 1}
+
+
 def test_a_terminated_rank_says_more_than_the_echo_of_its_loss(tmp_path: Path) -> None:
     watch = Watch(tmp_path)
     lost = describe(RuntimeError("gloo: Connection closed by peer [127.0.0.1]:1"), 0)

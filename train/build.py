@@ -19,8 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import sage
 from checkpoints.files import tidy, write_text
-from checkpoints.store import StateStore
-from checkpoints.tensors import saving
+from checkpoints.store import StateStore, saving
 from data_prep import StepLoader, build_dataset
 from data_prep import prompts as held_out_prompts
 from train.build_draft import build_student

@@ -20,8 +20,7 @@ import torch
 import sage
 from checkpoints.files import part_of as part_folder
 from checkpoints.files import replace_folder
-from checkpoints.store import write_manifest
-from checkpoints.tensors import saving
+from checkpoints.store import saving, write_manifest
 from data_prep.conversation import Conversation
 from data_prep.turns import LATER
 from sage.bench.measure import Measurement

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from checkpoints.files import write_text
-from checkpoints.tensors import saving
+from checkpoints.store import saving
 from train.config import Config, ConfigError, TrackingKind, WandbConfig, WandbMode
 
 logger = logging.getLogger(__name__)

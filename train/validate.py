@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from checkpoints.tensors import saving
+from checkpoints.store import saving
 from data_prep.turns import asked_in_turn
 from sage.bench import (
     AUTOREGRESSIVE,

@@ -41,12 +41,14 @@ class Watch:
         while not self._done.wait(POLL_S):
             for child in set(active_children()) - self._others:
                 self._children.setdefault(int(child.pid or 0), child)
-            dead = {pid: child.exitcode for pid, child in self._children.items() if child.exitcode not in (None, 0)}
-            if dead:
-                self.first_dead = dead
+            if self._dead():
+                self.first_dead = self._dead()  # once more: whom its loss has ended may be seen dead before the one that died
                 self._done.wait(GRACE_S)
                 self.kill()
                 return
+
+    def _dead(self) -> dict[int, int]:
+        return {pid: child.exitcode for pid, child in self._children.items() if child.exitcode not in (None, 0)}
 
     def kill(self) -> None:
         """Ends every rank that is still there."""
