@@ -152,25 +152,3 @@ def _digest(folder: Path) -> str:
     for file in sorted(folder.glob("*.safetensors")):
         found.update(file.read_bytes())
     return f"{folder.name}:{found.hexdigest()[:16]}"
-
-
-def load_processor(path: str) -> Processor:
-    """A target's tokenizer and image processor without its weights.
-
-    Raises:
-        ValueError: no target of a known family there, or one whose tokenizer or image processor cannot be read.
-    """
-    from transformers import AutoConfig
-
-    from sage.targets.target import FAMILIES
-    from sage.targets.target import load_processor as read_processor
-
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"target: {path}: cannot read its config.json ({str(error).splitlines()[0]})") from error
-    for family in FAMILIES:
-        if family.model_type == config.model_type:
-            return read_processor(path, family(config))
-    known = ", ".join(family.model_type for family in FAMILIES)
-    raise ValueError(f"target: {path}: model_type {config.model_type!r} is not a known family; known: {known}")

@@ -16,9 +16,9 @@ from transformers import LlavaOnevisionImageProcessorPil, PreTrainedTokenizerFas
 from transformers.video_utils import VideoMetadata
 
 import sage
-from data_prep.cli import load_processor
 from sage.media import open_clip, open_picture
 from sage.targets import Processor
+from sage.targets.target import load_processor
 
 TEMPLATE = (
     "{% for m in messages %}<s>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"

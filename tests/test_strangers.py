@@ -11,7 +11,7 @@ from data_prep_helpers import save_target
 
 import sage
 from checkpoints.export import TargetFacts
-from data_prep.cli import load_processor
+from sage.targets.target import load_processor
 
 ROOT = Path(__file__).resolve().parents[1]
 CODE = "from pathlib import Path\nPath({mark!r}).touch()\nfrom transformers import PreTrainedConfig as Config, {base} as Mine\n"

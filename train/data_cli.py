@@ -83,8 +83,9 @@ def run(config: DataCommand) -> int:
     if config.action is Action.regenerate:
         return _regenerate_on_ranks(config)
     from data_prep import cli
+    from sage.targets.target import load_processor
 
-    processor = cli.load_processor(config.target.path)
+    processor = load_processor(config.target.path)
     if config.action is Action.convert:
         count = cli.convert(config.data, processor, str(config.split), out)
         print(f"{count} conversations: {out}")

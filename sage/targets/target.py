@@ -237,22 +237,23 @@ def load_target(
     path = str(path_or_id)
     if _looks_local(path) and not Path(path).is_dir():
         raise ValueError(f"target: {path}: no such folder; give a local folder or a hub id like Qwen/Qwen2.5-VL-7B-Instruct")
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError, StrictDataclassError) as error:
-        raise ValueError(f"target: {path}: cannot read its config.json ({reason(error)}); copy the model again") from error
-    processor = load_processor(path, _family(config))
+    processor = load_processor(path)
     kind = AutoModelForImageTextToText
     model = load_weights(kind, path, "target", may_have_more=True, dtype=dtype or "auto", **kwargs)
     return Target(model.to(device), processor)
 
 
-def load_processor(path: str, family: Family) -> Processor:
-    """The tokenizer and image processor of a target's folder or hub id.
+def load_processor(path: str) -> Processor:
+    """The tokenizer and image processor of a target's folder or hub id, without its weights.
 
     Raises:
-        ValueError: their files are missing, damaged, or another model's.
+        ValueError: no target of a known family there, or files that are missing, damaged, or another model's.
     """
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError, StrictDataclassError) as error:
+        raise ValueError(f"target: {path}: cannot read its config.json ({reason(error)}); copy the model again") from error
+    family = _family(config, f"{path}: ")
     remedy = "copy the files that came with the model (tokenizer.json, tokenizer_config.json, preprocessor_config.json)"
     try:
         processor = Processor.from_pretrained(path, family)
@@ -277,12 +278,12 @@ def is_target_folder(path: str | Path) -> bool:
     return kind in {family.model_type for family in FAMILIES}
 
 
-def _family(config: Any) -> Family:
+def _family(config: Any, where: str = "") -> Family:
     for family in FAMILIES:
         if config.model_type == family.model_type:
             return family(config)
     known = ", ".join(family.model_type for family in FAMILIES)
-    raise ValueError(f"target: model_type {config.model_type!r} is not a known family; known: {known}")
+    raise ValueError(f"target: {where}model_type {config.model_type!r} is not a known family; known: {known}")
 
 
 def _looks_local(path: str) -> bool:
