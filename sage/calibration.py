@@ -62,19 +62,24 @@ class Calibrator:
         of_logit, bias, of_margin, second, later, of_depth = self._plain
         bias += of_depth * (depth - 1)
         accepted: list[float] = []
-        best = max(probs[0], CLIP)
-        room = 1.0
+        best, room = max(probs[0], CLIP), 1.0
+        lead = log(best / max(probs[1], CLIP)) if len(probs) > 1 else MARGIN
         for rank, prob in enumerate(probs):
             if room < least:
                 break
-            prob = min(max(prob, CLIP), 1 - CLIP)
-            if rank == 0:
-                lead = log(prob / max(probs[1], CLIP)) if len(probs) > 1 else MARGIN
-                bias, at_rank = bias + second, bias + of_margin * min(lead, MARGIN)
-            else:
-                at_rank = bias + of_margin * max(log(prob / best), -MARGIN)
-                bias += later if rank == 1 else 0.0
-            chance = min(1 / (1 + exp(-of_logit * log(prob / (1 - prob)) - at_rank)), room)
+            if prob < CLIP:
+                prob = CLIP
+            elif prob > 1 - CLIP:
+                prob = 1 - CLIP
+            if rank:
+                lead = log(prob / best)
+                if rank < 3:
+                    bias += second if rank == 1 else later
+            if not -MARGIN < lead < MARGIN:
+                lead = MARGIN if lead > 0 else -MARGIN
+            chance = 1 / (1 + exp(-of_logit * log(prob / (1 - prob)) - bias - of_margin * lead))
+            if chance > room:
+                chance = room
             if not chance >= least:  # nor is a NaN
                 break
             accepted.append(chance)

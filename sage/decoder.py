@@ -5,7 +5,6 @@ Shapes: N tree nodes, V vocabulary, T prompt tokens.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from sage.cache import TreeCache
 from sage.drafts.pruning import KEEP_ALL, Pruning
 from sage.drafts.session import DraftSession
 from sage.ending import Ending
-from sage.longs import few_longs
+from sage.longs import Mailbox, few_longs
 from sage.sampling import Chooser
 from sage.stats import Clock, Stats
 from sage.targets import Features, Prompt, Target
@@ -53,6 +52,7 @@ class Request:
         cache: the target's, empty, large enough.
         pruning: which visual tokens the draft reads.
         read: features of everything the target has read, in order; those of an earlier turn to begin with.
+        mailbox: takes tokens to the draft.
     """
 
     target: Target
@@ -64,6 +64,7 @@ class Request:
     cache: TreeCache
     pruning: Pruning = KEEP_ALL
     read: list[Features] = field(default_factory=list)
+    mailbox: Mailbox = field(default_factory=Mailbox)
 
 
 def decode(request: Request, clock: Clock, stats: Stats) -> Iterator[Round]:
@@ -91,7 +92,7 @@ def decode(request: Request, clock: Clock, stats: Stats) -> Iterator[Round]:
             logits = session.prefill(request.pruning(request.prompt, known), known, first)
             stats.draft_context = session.context
         clock.lap("draft_prefill")
-    unread: list[tuple[Features, Tensor]] = []
+    unread: list[tuple[Features, list[int]]] = []
     yield Round(_emit([root], request, stats), 0)
 
     while not ending.is_over:
@@ -100,7 +101,7 @@ def decode(request: Request, clock: Clock, stats: Stats) -> Iterator[Round]:
             plan = policy.begin()
             clock.lap("policy")
             if session and unread and policy.wants_draft():
-                logits = catch_up(session, unread, clock, stats)
+                logits = catch_up(session, unread, request, stats)
             tree = draft_tree(root, None if unread else logits, request, clock, stats)
             start = cache.length
             position = request.prompt.next_position + (stats.new_tokens - 1)
@@ -108,8 +109,7 @@ def decode(request: Request, clock: Clock, stats: Stats) -> Iterator[Round]:
             target_logits = target.lm_head(features.last[0])
             clock.lap("verify", len(tree))
 
-            choices_N = chooser(target_logits, tree)
-            choices = choices_N.tolist()
+            choices = chooser(target_logits, tree).tolist()
             path, tokens = accept(tree, choices)
             emitted = _emit(tokens, request, stats)
             num_accepted = min(len(path) - 1, len(emitted))
@@ -117,10 +117,9 @@ def decode(request: Request, clock: Clock, stats: Stats) -> Iterator[Round]:
 
             cache.keep_path(start, path)
             if len(path) < len(tree):
-                rows = few_longs(tuple(path), tree.tokens.device)
-                features, choices_N = features.at(rows), choices_N.index_select(0, rows)
+                features = features.at(few_longs(tuple(path), tree.tokens.device))
             request.read.append(features)
-            unread.append((features, choices_N))
+            unread.append((features, tokens))
             root = tokens[-1]
             clock.lap("commit")
             policy.observe(_outcome(tree, path, num_accepted, choices, start, request, clock))
@@ -139,7 +138,7 @@ def draft_tree(root: int, logits: Tensor | None, request: Request, clock: Clock,
     last_level = request.ending.room - 1
     if logits is None or session is None or last_level == 0:
         return Tree.of_root(root, request.prompt.embeds.device)
-    builder = new_builder(policy, root, logits.device, request.ending.eos)
+    builder = new_builder(policy, root, logits.device, request.ending.eos, request.mailbox)
     for level in range(1, last_level + 1):
         probs, tokens = logits.float().softmax(-1).topk(min(policy.candidates, logits.shape[-1]))
         tokens = tokens if session.token_map is None else session.token_map[tokens]
@@ -166,16 +165,17 @@ def draft_tree(root: int, logits: Tensor | None, request: Request, clock: Clock,
 
 def _refuse_nan(frontier: Frontier, stats: Stats) -> None:
     for row in frontier.rows:
-        if math.isnan(row[0]):  # one makes the whole row so
+        if row[0] != row[0]:  # NaN, and one makes the whole row so
             where = f"level {frontier.level} after {stats.new_tokens} new tokens"
             raise ValueError(f"draft: its pass over {where} gave NaN; check its weights and dtype")
 
 
-def catch_up(session: DraftSession, unread: list[tuple[Features, Tensor]], clock: Clock, stats: Stats) -> Tensor:
+def catch_up(session: DraftSession, unread: list[tuple[Features, list[int]]], request: Request, stats: Stats) -> Tensor:
     """Lets the draft read what was accepted since it was last asked; the distribution below the root, [1, V]."""
-    features, tokens = zip(*unread, strict=True)
+    features = Features.join([one for one, _ in unread])
+    tokens = [token for _, several in unread for token in several]
     unread.clear()
-    logits = session.commit(Features.join(features), torch.cat(tokens))
+    logits = session.commit(features, request.mailbox.put(tokens, features.last.device))
     stats.draft_steps += 1
     return logits
 

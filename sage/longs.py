@@ -33,3 +33,29 @@ def onto(device: torch.device, made: Tensor) -> Tensor:
 def doubles(values: Sequence[float]) -> Tensor:
     """[M] float64 of M numbers, on the CPU."""
     return torch.frombuffer(array("d", values), dtype=torch.float64) if values else torch.empty(0, dtype=torch.float64)
+
+
+class Mailbox:
+    """A few numbers at a time as a tensor that is read at once: memory that both sides see, used again and again.
+
+    A new tensor takes several times as long, most of all between two passes, which leave nothing of it in the caches.
+    """
+
+    def __init__(self) -> None:
+        self._reserve(64)
+
+    def _reserve(self, size: int) -> None:
+        self._numbers = array("q", bytes(8 * size))
+        self._tensor = torch.frombuffer(self._numbers, dtype=torch.long)
+        self._parts: dict[int, Tensor] = {}
+
+    def put(self, values: Sequence[int], device: torch.device) -> Tensor:
+        """LongTensor [M] of M numbers; holds them until the next call."""
+        count = len(values)
+        if count > len(self._numbers):
+            self._reserve(2 * count)
+        for place, value in enumerate(values):
+            self._numbers[place] = value
+        if count not in self._parts:
+            self._parts[count] = self._tensor[:count]
+        return onto(device, self._parts[count])

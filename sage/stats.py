@@ -133,11 +133,12 @@ class Stats:
     rounds_log: list[dict[str, Any]] = field(default_factory=list)
 
     def note_round(self, depth: int, nodes: int, accepted: int, plan: dict[str, float]) -> None:
-        """Books one verified tree of `nodes` drafted nodes, `accepted` of which were kept."""
+        """Books one verified tree of `nodes` drafted nodes, `accepted` of which were kept; `plan` is kept, as its log line."""
         self.rounds += 1
         self.target_passes += 1
         self.accepted.append(accepted)
-        self.rounds_log.append({"depth": depth, "nodes": nodes, "accepted": accepted, **plan})
+        plan["depth"], plan["nodes"], plan["accepted"] = depth, nodes, accepted
+        self.rounds_log.append(plan)
 
     @property
     def mean_accepted_draft(self) -> float:

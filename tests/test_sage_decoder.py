@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 import sage
 from sage import generation
 from sage.decoder import Round
+from sage.drafts.model import ModelDraft
 from sage.drafts.session import EagleSession
 from sage.trees import Policy
 
@@ -115,6 +117,34 @@ def test_draft_after_commit_equals_a_draft_that_read_everything_at_once(tiny_tar
     known = session.committed
     assert known >= inputs["input_ids"].shape[1]
     torch.testing.assert_close(session.hidden[-1], whole[0, known - 1], atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "model"])
+def test_drafts_keep_no_tokens_they_were_told(kind: str, tiny_qwen: sage.Target) -> None:
+    """Tokens are on loan: the next ones take their place."""
+    inputs = make_inputs(tiny_qwen)
+
+    def said(spoils: bool) -> list[torch.Tensor]:
+        options = {"feature_levels": [1, 2, 3]} if kind == "eagle3" else {}
+        draft = ModelDraft(tiny_qwen, tiny_qwen) if kind == "model" else random_draft(tiny_qwen, kind, seed=1, **options)
+        run = generation.start(tiny_qwen, draft, inputs, policy="static", max_new_tokens=LENGTH)
+        session, heard = run.request.session, []
+
+        def spoiling(ask: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+            def asked(about: Any, tokens: torch.Tensor) -> torch.Tensor:
+                heard.append(ask(about, tokens))
+                if spoils:
+                    tokens.fill_(0)
+                return heard[-1]
+
+            return asked
+
+        session.expand, session.commit = spoiling(session.expand), spoiling(session.commit)
+        list(run.rounds())
+        return heard
+
+    spoiled, left = said(True), said(False)
+    assert len(left) > 4 and all(torch.equal(one, other) for one, other in zip(spoiled, left, strict=True))
 
 
 @pytest.mark.parametrize("policy", sage.POLICIES)

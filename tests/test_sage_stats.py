@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sage import stats
-from sage.longs import CPU, doubles, longs
+from sage.longs import CPU, Mailbox, doubles, longs
 
 
 def test_a_rounds_timings_can_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,6 +30,14 @@ def test_a_rounds_timings_can_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_numbers_become_tensors(values: list[int]) -> None:
     assert torch.equal(longs(values, CPU), torch.tensor(values, dtype=torch.long))
     assert torch.equal(doubles([0.5 * value for value in values]), 0.5 * torch.tensor(values, dtype=torch.float64))
+
+
+def test_a_mailbox_carries_what_was_put_last() -> None:
+    mailbox = Mailbox()
+    for values in ([7], [3, -1, 2**40], [], [5, 6, 7], list(range(200)), [4]):
+        assert torch.equal(mailbox.put(values, CPU), torch.tensor(values, dtype=torch.long))
+    first = mailbox.put([1, 2], CPU)
+    assert mailbox.put([3, 4], CPU).tolist() == first.tolist() == [3, 4]
 
 
 def test_what_is_skipped_is_booked_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:

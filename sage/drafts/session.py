@@ -42,7 +42,7 @@ class DraftSession(Protocol):
 
         Args:
             rows: LongTensor [F], each node's parent as a row of the previous call's result.
-            tokens: LongTensor [F], the nodes' tokens.
+            tokens: LongTensor [F], the nodes' tokens; not to be kept, the caller's next ones take their place.
 
         Returns:
             [F, U], the logits below each node.
@@ -53,7 +53,7 @@ class DraftSession(Protocol):
 
         Args:
             features: the target's true features [1, M, D] of the old root and the accepted tokens, the next root excluded.
-            tokens: LongTensor [M], the tokens after each of them, the next root last.
+            tokens: LongTensor [M], the tokens after each of them, the next root last; not to be kept either.
 
         Returns:
             [1, U], the logits below the next root.

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sage.longs import few_longs, longs
+from sage.longs import Mailbox, few_longs, longs
 from sage.trees.base import Policy
 from sage.trees.tree import Columns, Drafted, Frontier, Growth, HostGrowth, Said, Tree
 
@@ -38,7 +38,10 @@ class TreeBuilder(Drafted, Protocol):
         """Adds the level that the policy chose below the frontier last asked about."""
 
     def advance(self, growth: Any) -> tuple[Tensor, Tensor]:
-        """Makes the nodes that the policy expands the frontier; their rows in the last one and their tokens, [X] each."""
+        """Makes the nodes that the policy expands the frontier; their rows in the last one and their tokens, [X] each.
+
+        To be read before the next call.
+        """
 
     def tree(self, keep: Any = None) -> Tree:
         """The tree of the nodes `keep`, as `Policy.select` named them; None = all nodes.
@@ -48,22 +51,25 @@ class TreeBuilder(Drafted, Protocol):
         """
 
 
-def new_builder(policy: Policy, root: int, device: torch.device, eos: Collection[int] = ()) -> TreeBuilder:
+def new_builder(
+    policy: Policy, root: int, device: torch.device, eos: Collection[int] = (), mailbox: Mailbox | None = None
+) -> TreeBuilder:
     """The builder that understands a policy's answers.
 
     Args:
         root: token of the tree's root.
         device: where the tree is to be.
         eos: tokens that end the answer.
+        mailbox: of the request, which spares every round its own.
     """
-    return HostBuilder(root, device, eos) if policy.on_host else DeviceBuilder(root, device)
+    return HostBuilder(root, device, eos, mailbox) if policy.on_host else DeviceBuilder(root, device)
 
 
 class HostBuilder:
     """For a policy that answers in numbers; `ask` waits for the device. Arguments as for `new_builder`."""
 
-    def __init__(self, root: int, device: torch.device, eos: Collection[int] = ()) -> None:
-        self.device, self.eos = device, frozenset(eos)
+    def __init__(self, root: int, device: torch.device, eos: Collection[int] = (), mailbox: Mailbox | None = None) -> None:
+        self.device, self.eos, self.mailbox = device, frozenset(eos), mailbox or Mailbox()
         self._tokens, self._parents, self._depths = [root], [-1], [0]
         self._said: list[Said | None] = [None]
         self._asked = [0]  # the nodes that the draft was last asked about
@@ -76,8 +82,8 @@ class HostBuilder:
     def ask(self, probs: Tensor, tokens: Tensor) -> Frontier:
         self._level += 1
         rows, self._candidates = probs.tolist(), tokens.tolist()
-        for node, said in zip(self._asked, zip(rows, self._candidates, strict=True), strict=True):
-            self._said[node] = said
+        for node, row, words in zip(self._asked, rows, self._candidates, strict=True):
+            self._said[node] = (row, words)
         return Frontier(self._level, probs, rows=rows, ends=_ends(self._candidates, self.eos))
 
     def add(self, growth: HostGrowth) -> None:
@@ -91,11 +97,17 @@ class HostBuilder:
         self._said += [None] * added
 
     def advance(self, growth: HostGrowth) -> tuple[Tensor, Tensor]:
-        width, first = len(self._candidates[0]), len(self._tokens) - len(growth.picks)
-        node_of = {pick: node for node, pick in enumerate(growth.picks, start=first)}
-        self._asked = [node_of[pick] for pick in growth.expand]
-        rows = few_longs(tuple([pick // width for pick in growth.expand]), self.device)
-        return rows, longs([self._tokens[node] for node in self._asked], self.device)
+        width, picks = len(self._candidates[0]), growth.picks
+        first = len(self._tokens) - len(picks)
+        rows: list[int] = []
+        tokens: list[int] = []
+        self._asked = []
+        for pick in growth.expand:
+            node = first + picks.index(pick)
+            rows.append(pick // width)
+            tokens.append(self._tokens[node])
+            self._asked.append(node)
+        return few_longs(tuple(rows), self.device), self.mailbox.put(tokens, self.device)
 
     @property
     def path_probs(self) -> Tensor:
@@ -111,15 +123,20 @@ class HostBuilder:
         """`keep`: [R], the root first and every node's parent somewhere before it."""
         if keep is None:
             return Tree.of(Columns(self._tokens, self._parents, self._depths), self.device, self._said)
-        columns, said, place = Columns([], [], []), [], {-1: -1}
-        for index, node in enumerate(keep):
-            assert self._parents[node] in place, DROPPED
-            place[node] = index
-            columns.tokens.append(self._tokens[node])
-            columns.parents.append(place[self._parents[node]])
-            columns.depths.append(self._depths[node])
+        tokens: list[int] = []
+        parents: list[int] = []
+        depths: list[int] = []
+        said: list[Said | None] = []
+        place = {-1: -1}
+        for node in keep:
+            parent = self._parents[node]
+            assert parent in place, DROPPED
+            place[node] = len(tokens)
+            tokens.append(self._tokens[node])
+            parents.append(place[parent])
+            depths.append(self._depths[node])
             said.append(self._said[node])
-        return Tree.of(columns, self.device, said)
+        return Tree.of(Columns(tokens, parents, depths), self.device, said)
 
 
 class DeviceBuilder:

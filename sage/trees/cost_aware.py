@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 from torch import Tensor
@@ -39,9 +38,9 @@ LABELLED_RANKS = 4
 STUDIED = 256  # rounds that are all learned from; of the later ones, which hardly move what is known, one in STUDIED_ONE_IN
 STUDIED_ONE_IN = 4
 LEARN_EVERY = 64  # studied rounds per step of learning, once there have been as many; before that at 1, 2, 4, .. and 32
-LEAST_PATH = 1e-12  # an acceptance too small to matter, but one that can be divided by
+LEAST_PATH = 1e-12  # to divide by in place of an acceptance that is 0
 
-Child = tuple[float, float, int]  # P, own acceptance, pick
+Children = tuple[list[float], list[float], list[int]]  # P, own acceptance and pick of each, in the order of their picks
 
 
 @dataclass
@@ -164,7 +163,7 @@ class CostAware(Policy):
         self._is_studied = self.rounds < STUDIED or self._skipped > 0 or self.rounds % STUDIED_ONE_IN == 0
         self._masses: list[tuple[int, float, float]] = []
         self._paths: list[float] = []
-        self._frontier: list[Child] = [(1.0, 1.0, 0)]
+        self._frontier: list[tuple[float, float]] = [(1.0, 1.0)]
         self._plan = {
             "price": self._prices.time,
             "gain": 0.0,
@@ -179,34 +178,49 @@ class CostAware(Policy):
     def grow(self, frontier: Frontier) -> HostGrowth | None:
         """Nodes that may be worth verifying, P(v) >= lambda * dc_t; one wait for the device per level."""
         level = self._plan["asked"] = frontier.level
-        node_price, likeliest = self._prices.node, self.calibrator.likeliest if self.calibrate else _face_value
         self._drafting_s += self._prices.level_s[len(frontier.rows) - 1]
-        children: list[Child] = []
-        first = 0
-        for (path, own, _), probs in zip(self._frontier, frontier.rows, strict=True):
-            acceptance = likeliest(probs, level, node_price / max(path, LEAST_PATH))
-            if self._is_studied:
-                self._masses.append((level - 1, own, sum(acceptance)))
-            children += [(path * accepted, accepted, pick) for pick, accepted in enumerate(acceptance, first)]
-            first += len(probs)
-        if not children:
+        children = paths, chances, picks = self._children(frontier)
+        if not paths:
             return None
-        if len(children) > self.node_budget:
-            children = sorted(sorted(children, reverse=True)[: self.node_budget], key=itemgetter(2))
         self._plan["levels"] = level
-        self._paths += [path for path, _, _ in children]
-        going_on = children
-        if frontier.ends and self.sees_ends:
-            going_on = [child for child in children if child[2] not in frontier.ends]
-        self._frontier = expand = self._worth_expanding(level, going_on)
-        return HostGrowth([pick for _, _, pick in children], [pick for _, _, pick in expand])
+        self._paths += paths
+        expand = self._worth_expanding(children, frontier) if level < self.max_depth else []
+        self._frontier = [(paths[i], chances[i]) for i in expand]
+        return HostGrowth(picks, [picks[i] for i in expand])
 
-    def _worth_expanding(self, level: int, children: list[Child]) -> list[Child]:
-        """The new nodes to draft from: the width with the best gain less price; none if it does not pay."""
-        if level >= self.max_depth:
-            return []
-        prices, masses = self._prices.levels, self._prices.masses[level]
-        gains = [(path * masses[int(accepted * CONFIDENCE_BINS)], pick) for path, accepted, pick in children]
+    def _children(self, frontier: Frontier) -> Children:
+        """Every candidate whose P pays for a node of a usual tree; of too many the likeliest."""
+        likeliest = self.calibrator.likeliest if self.calibrate else _face_value
+        level, node_price = frontier.level, self._prices.node
+        paths: list[float] = []
+        chances: list[float] = []
+        picks: list[int] = []
+        first = 0
+        for (path, own), probs in zip(self._frontier, frontier.rows, strict=True):
+            accepted = likeliest(probs, level, node_price / (path or LEAST_PATH))
+            pick = first
+            for chance in accepted:
+                paths.append(path * chance)
+                picks.append(pick)
+                pick += 1
+            chances += accepted
+            if self._is_studied:
+                self._masses.append((level - 1, own, sum(accepted)))
+            first += len(probs)
+        if len(paths) <= self.node_budget:
+            return paths, chances, picks
+        kept = sorted(sorted(range(len(paths)), key=paths.__getitem__)[-self.node_budget :])
+        return [paths[i] for i in kept], [chances[i] for i in kept], [picks[i] for i in kept]
+
+    def _worth_expanding(self, children: Children, frontier: Frontier) -> list[int]:
+        """Which of the new nodes to draft from: the width with the best gain less price; none if it does not pay."""
+        prices, masses = self._prices.levels, self._prices.masses[frontier.level]
+        paths, chances, picks = children
+        gains: list[tuple[float, int]] = []
+        for i, path in enumerate(paths):
+            gains.append((path * masses[int(chances[i] * CONFIDENCE_BINS)], i))
+        if frontier.ends and self.sees_ends:
+            gains = [(gain, i) for gain, i in gains if picks[i] not in frontier.ends]
         gains.sort(reverse=True)
         total, best_net, best_gain, best_width = 0.0, -math.inf, 0.0, 0
         for width, ((gain, _), price) in enumerate(zip(gains, prices, strict=False), start=1):
@@ -216,8 +230,7 @@ class CostAware(Policy):
         self._plan["gain"], self._plan["level_cost"] = best_gain, prices[max(best_width, 1) - 1]
         if self.stop and best_net <= 0:
             return []
-        chosen = {pick for _, pick in gains[: best_width if self.stop else self.max_width]}
-        return [child for child in children if child[2] in chosen]
+        return sorted([i for _, i in gains[: best_width if self.stop else self.max_width]])
 
     def select(self, drafted: Drafted) -> list[int] | None:
         """The top n by P, n the best by expected tokens less priced time; ancestors come along because P never grows.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -47,11 +47,10 @@ class Tree:
 
     @classmethod
     def of(cls, columns: Columns, device: torch.device = CPU, said: Sequence[Said | None] = ()) -> Tree:
-        """The tree of these numbers; they go to the device in one piece."""
-        size = len(columns.tokens)
-        tokens, parents, depths = longs([*columns.tokens, *columns.parents, *columns.depths], device).split(size)
-        tree = cls(tokens, parents, depths, max(columns.depths), said)
-        tree.columns, tree.ancestors = columns, ancestors_of(columns.parents, device)
+        """The tree of these numbers."""
+        parents, depths, ancestors = _shape(tuple(columns.parents), tuple(columns.depths), device)
+        tree = cls(longs(columns.tokens, device), parents, depths, max(columns.depths), said)
+        tree.columns, tree.ancestors = columns, ancestors
         return tree
 
     @classmethod
@@ -83,6 +82,12 @@ class Tree:
         for _ in range(max(self.num_levels - 1, 0).bit_length()):
             reach = (reach @ reach).clamp_(max=1.0)
         return reach > 0
+
+
+@lru_cache(maxsize=1024)
+def _shape(parents: tuple[int, ...], depths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """`Tree.parents`, `depths` and `ancestors` of a tree without its tokens; one shape comes again and again. Read only."""
+    return longs(parents, device), longs(depths, device), ancestors_of(parents, device)
 
 
 def ancestors_of(parents: Sequence[int], device: torch.device) -> Tensor:
