@@ -5,11 +5,14 @@ All jobs run in the same two processes, which are started as srun would start th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from train_helpers import ROOT, command, environment, make_target, stopped_after
 
 from train.config import Config
 from train.hydra_app import compose
+from train.joining import PORTS
 from train.launch import run_rank
 from train.ranks import joined
 from train.resume import rng_state, set_rng_state
@@ -27,6 +31,7 @@ from train.resume import rng_state, set_rng_state
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")]
 
 STAGES = (0, 1, 2, 3)
+ports = iter(random.Random(os.getpid()).sample(PORTS, 100))
 LENGTH = ["train.max_steps=4", "objective.feature_noise=0"]
 WHERE = ["launch.device=cpu", "data.cache=examples"]
 
@@ -68,25 +73,36 @@ def run_two_ranks(home: Path, target: Path) -> None:
     jobs.append(job(home, target, "from_two", "deepspeed=zero3", *LENGTH) | {"stop": 2})
     jobs.append(job(home, target, "to_two", "deepspeed=zero2", "run.resume=true", "deepspeed.shard_target=true", *LENGTH))
     (home / "jobs.json").write_text(json.dumps(jobs))
-    processes = [
-        subprocess.Popen(
+    errors = [home / f"errors_{rank}.txt" for rank in range(2)]
+    processes = [start_rank(home, rank, errors[rank]) for rank in range(2)]
+    while any(process.poll() is None for process in processes) and not any(process.poll() for process in processes):
+        time.sleep(0.1)  # each gives up by itself in the end
+    for process in processes:
+        process.kill()  # what is left where one has failed
+    assert [process.wait() for process in processes] == [0, 0], "\n\n".join(file.read_text() for file in errors)
+
+
+def start_rank(home: Path, rank: int, errors: Path) -> subprocess.Popen[bytes]:
+    with errors.open("w") as told:
+        return subprocess.Popen(
             [sys.executable, ROOT / "tests/two_ranks.py", home / "jobs.json", home / f"notes_{rank}.json"],
             env={**environment(), "PYTHONPATH": f"{ROOT}:{ROOT}/tests", **slurm(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
+            stderr=told,
         )
-        for rank in range(2)
-    ]
-    errors = [process.communicate(timeout=300)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n\n".join(errors)
 
 
 def job(home: Path, target: Path, name: str, *overrides: str) -> dict[str, Any]:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     arguments = [*command(target, home / name), *WHERE, "train.micro_batch_size=1", *overrides]
-    return {"name": name, "arguments": arguments, "port": port, "stop": 0, "is_judged": False}
+    return {"name": name, "arguments": arguments, "port": free_port(), "stop": 0, "is_judged": False}
+
+
+def free_port() -> int:
+    """One that no connection is given before its job begins."""
+    for port in ports:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("localhost", port))
+            return port
+    raise AssertionError("no port is free")
 
 
 def slurm(rank: int) -> dict[str, str]:

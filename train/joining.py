@@ -7,7 +7,7 @@ import re
 
 from train.config import ConfigError
 
-PORTS = range(20_000, 40_000)  # SLURM jobs find their meeting port in here, by job number
+PORTS = range(20_000, 32_000)  # SLURM jobs find their meeting port in here, by job number; Linux gives connections others
 
 
 def join_environment() -> int | None:
