@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -91,6 +92,19 @@ def test_the_readme_gets_the_headline_between_its_marks(measured: Path) -> None:
     text = (measured / "README.md").read_text()
     assert text.startswith("first\n") and text.endswith("\nlast\n") and "old" not in text
     assert "**`cost_aware`**" in text
+
+
+@pytest.mark.slow
+def test_a_page_of_several_machines_says_which_measured_what(measured: Path) -> None:
+    files = Figures(measured / "docs" / FIGURES).read_all()
+    assert "on machine" not in page.render(files, [])
+    files["length"]["machine"]["cpu"] = "another"
+    files["policies_llava"]["machine"]["cpu"] = "another"
+    text = page.render(files, [])
+    numbers = {line[0] for line in text.splitlines() if re.match(r"\d\. Measured on", line)}
+    assert numbers == {"1", "2"}
+    (length,), (policies,) = (re.findall(rf"`make results-{item}`.*, on (.*?);", text) for item in ("length", "policies"))
+    assert policies == "machines 1 and 2" and length in ("machine 1", "machine 2")
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from sage.bench import write_text
 from train.report import style
 from train.results import dynamics_page, plots, policies_page, studies_page, studies_plot, training_page
 from train.results.lab import FIGURES
-from train.results.parts import Finding, Found, Picture, Section, paragraphs
+from train.results.parts import Finding, Found, Picture, Section, listed, paragraphs
 from train.results.store import Json
 from train.results.tables import table
 
@@ -181,10 +181,25 @@ def _headline_note(found: Found) -> str:
     )
 
 
+def _machines(files: Mapping[str, Json]) -> dict[str, int]:
+    """Where it was measured, each place with its number on the page."""
+    lines = dict.fromkeys(_machine_line(content) for content in files.values())
+    return {line: number for number, line in enumerate(lines, start=1)}
+
+
 def _machine(files: Mapping[str, Json]) -> str:
     """Where it was measured; a list if not all on one machine."""
-    lines = {_machine_line(content): None for content in files.values()}
-    return "\n".join(lines) if len(lines) < 2 else "\n".join(f"* {line}" for line in lines)
+    lines = _machines(files)
+    return "\n".join(lines) if len(lines) < 2 else "\n".join(f"{number}. {line}" for line, number in lines.items())
+
+
+def _where(names: Collection[str], files: Mapping[str, Json]) -> str:
+    """Which of several machines these figures come from; nothing if there is but one."""
+    lines = _machines(files)
+    if len(lines) < 2:
+        return ""
+    numbers = sorted({lines[_machine_line(files[name])] for name in names})
+    return f", on {'machine' if len(numbers) == 1 else 'machines'} {listed([str(number) for number in numbers])}"
 
 
 def _machine_line(content: Json) -> str:
@@ -219,7 +234,7 @@ def _section(number: int, section: Section, files: Mapping[str, Json], drawn: Co
     sources = ", ".join(f"[{name}.json]({FIGURES}/{name}.json)" for name in names)
     return paragraphs(
         f"## {number}. {section.title}",
-        f"`make results-{section.item}`, {seconds:.0f} s of measuring after training; {sources}.",
+        f"`make results-{section.item}`, {seconds:.0f} s of measuring after training{_where(names, files)}; {sources}.",
         *(f"![{picture.caption}]({FIGURES}/{picture.file})" for picture in section.pictures if picture.file in drawn),
         section.body(found),
     )
