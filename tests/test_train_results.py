@@ -22,7 +22,7 @@ from train.checks import check
 from train.config import Config
 from train.hydra_app import compose
 from train.results import __main__ as command
-from train.results import ablations, confidence, entropy, page, policies_page, runs, training_page, tuning
+from train.results import ablations, confidence, entropy, page, policies_page, runs, studies_page, training_page, tuning
 from train.results.items import ITEMS, chosen
 from train.results.lab import FIGURES
 from train.results.settings import load_settings
@@ -272,6 +272,18 @@ def test_what_held_is_decided_by_the_figures() -> None:
     first, second = training_page.epoch_findings({"epochs": {"runs": runs_of}})
     assert first.holds and not second.holds
     assert "step back is -0.50" in second.said
+
+
+def test_host_work_is_judged_for_our_policies_and_for_all() -> None:
+    def found(ours: float, others: float) -> list[bool]:
+        shares = {"acceptance": 0.01, "cache commit": 0.0, "policy and tree": 0.05, "other": 0.0}
+        rows = {"sage": 0.04, "cost_aware": ours, "eagle2": others}
+        policies = {name: {"shares": {**shares, "not model compute": share}} for name, share in rows.items()}
+        return [one.holds for one in studies_page._measured("qwen", policies)]
+
+    assert found(0.05, 0.05) == [True, True]
+    assert found(0.05, 0.051) == [True, False]
+    assert found(0.051, 0.01) == [False, False]
 
 
 @pytest.mark.slow
