@@ -133,7 +133,7 @@ class Stats:
     rounds_log: list[dict[str, Any]] = field(default_factory=list)
 
     def note_round(self, depth: int, nodes: int, accepted: int, plan: dict[str, float]) -> None:
-        """Books one verified tree of `nodes` drafted nodes, `accepted` of which were kept; `plan` is kept, as its log line."""
+        """Books one verified tree of `nodes` drafted nodes, `accepted` of them kept; `plan` becomes its line of the log."""
         self.rounds += 1
         self.target_passes += 1
         self.accepted.append(accepted)

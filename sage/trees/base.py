@@ -40,7 +40,10 @@ class Policy(ABC):
         """Forgets the last request."""
 
     def begin(self) -> dict[str, float]:
-        """Plans a round; returns figures worth logging (`alpha`, `planned_depth`, `width`), which `grow` may add to."""
+        """Plans a round; returns figures worth logging (`alpha`, `planned_depth`, `width`), which `grow` may add to.
+
+        A new dict for every round: it becomes that round's line of `Stats.rounds_log`.
+        """
         return {}
 
     def wants_draft(self) -> bool:
