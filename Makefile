@@ -33,10 +33,10 @@ lint: $(VENV)/installed
 
 # docs/results.md: about an hour on two cores, less where runs and figures are there; RESULTS_ARGS=--quick tries every item.
 results: $(VENV)/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m train.results $(RESULTS_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.papers $(RESULTS_ARGS)
 
 results-%: $(VENV)/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m train.results $* $(RESULTS_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.papers $* $(RESULTS_ARGS)
 
 # speculators wants older transformers and datasets, and torchvision, which would replace torch: an own environment for it.
 $(INTEROP)/installed: tests/interop/requirements.txt

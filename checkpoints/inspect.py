@@ -10,9 +10,9 @@ from checkpoints.description import UNKNOWN, Description
 from checkpoints.export.expressible import COMPRESSOR, told_compressor
 from checkpoints.export.facts import read_json
 from checkpoints.export.folder import CONFIG, Weights
-from checkpoints.export.layout import Head
+from checkpoints.export.formats.layout import Head
 from checkpoints.export.source import BEST, KINDS, LAST, PROVENANCE, RUN_MARK, find_source
-from checkpoints.export.validator import check_folder
+from checkpoints.export.validator.validator import check_folder
 from checkpoints.export.writing import ABOUT, find_damage, is_sealed, settle
 from checkpoints.store import MANIFEST, STEP_NAME, BadState, StateStore, step_name, verify
 from sage.targets import is_target_folder

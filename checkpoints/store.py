@@ -8,7 +8,7 @@
       best                    the name of the state of the best draft, if one was saved at that step
 
 Owns: names, hashes, retention, how a failed write is told. Does not own: atomic writing (checkpoints.files), what is inside a
-state (train.resume).
+state (train.state.resume).
 """
 
 from __future__ import annotations

@@ -9,14 +9,14 @@ from typing import Any
 
 from data_prep.config import Cache, DataConfig, OnBad, SourceConfig, Split, validate
 from data_prep.conversation import BadItem, Conversation
-from data_prep.dataset import ConversationDataset, StoredDataset, skip_path, weights_of
+from data_prep.dataset.dataset import ConversationDataset, StoredDataset, skip_path, weights_of
+from data_prep.dataset.prepare import SKIPPED, content_hash, prepare_examples, prepare_index
+from data_prep.dataset.skip_log import SkipList, read_skipped, reasons
+from data_prep.dataset.stream import StreamDataset
 from data_prep.files import default_cache_dir
-from data_prep.prepare import SKIPPED, content_hash, prepare_examples, prepare_index
-from data_prep.skipped import SkipList, read_skipped, reasons
 from data_prep.sources import open_source, open_stream
 from data_prep.sources.base import Source, Stream, as_prompt, group, in_split
-from data_prep.stream import StreamDataset
-from sage.targets.processing import Processor
+from sage.inputs.processing import Processor
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """A conversation -> token ids and a loss mask, through the target's own chat template.
 
 Owns: where an answer begins and ends in the rendered text, markers quoted in text, what to do with long examples.
-Does not own: tokenising and pixels (sage.targets.processing).
+Does not own: tokenising and pixels (sage.inputs.processing).
 
 Stock templates carry no markers of where an answer is, and an answer may itself contain what looks like one. So the
 conversation is rendered twice, once with a probe in each answer's place:
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from data_prep.config import OnLong
 from data_prep.conversation import BadTemplate, Conversation, Message, Part, TooLong, check, text_of
-from sage.targets.processing import Processor, Segment, TemplateFault, open_media
+from sage.inputs.processing import Processor, Segment, TemplateFault, open_media
 
 Example = dict[str, Any]
 PRIVATE_USE = range(0xF0000, 0xF0100)

@@ -1,7 +1,7 @@
 """The one shape every source of conversations yields, and the rules it must obey.
 
 Owns: Conversation, its validation, the error that names a bad item. Does not own: file formats (data_prep.sources),
-opening pictures (sage.media), the chat template (data_prep.chat).
+opening pictures (sage.inputs.media), the chat template (data_prep.chat).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from PIL import Image
 
-from sage.video import CLIP_KEYS, clip_times
+from sage.inputs.video import CLIP_KEYS, clip_times
 
 ROLES = ("system", "user", "assistant")
 MEDIA = ("image", "video")

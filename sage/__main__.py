@@ -89,7 +89,7 @@ def _content(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _target_path(args: argparse.Namespace) -> str:
-    from sage.folders import read_config
+    from sage.model_files import read_config
 
     if args.target:
         return args.target

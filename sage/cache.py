@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from sage.longs import few_longs
+from sage.host_tensors import few_longs
 
 
 class _Layer(CacheLayerMixin):

@@ -16,10 +16,10 @@ from torch import Tensor
 from sage.cache import TreeCache
 from sage.drafts.pruning import KEEP_ALL, Pruning
 from sage.drafts.session import DraftSession
-from sage.ending import Ending
-from sage.longs import Mailbox, few_longs
+from sage.host_tensors import Mailbox, few_longs
 from sage.sampling import Chooser
 from sage.stats import Clock, Stats
+from sage.stopping_rules import Ending
 from sage.targets import Features, Prompt, Target
 from sage.trees import Frontier, Outcome, Policy, Tree, new_builder
 from sage.verify import accept

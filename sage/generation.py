@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from sage.cache import TreeCache
+from sage.costs.measure import measure_costs
 from sage.decoder import Request, Round, decode
 from sage.drafts import KEEP_ALL, Draft, Pruning, check_draft, new_session
-from sage.ending import Ending
-from sage.longs import CPU, longs
-from sage.probe import measure_costs
+from sage.host_tensors import CPU, longs
 from sage.sampling import Chooser, Sampling
 from sage.stats import Clock, Stats
+from sage.stopping_rules import Ending
 from sage.targets import Features, Prompt, Target
 from sage.trees import Policy
 from sage.trees import policy as new_policy

@@ -27,7 +27,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from sage.ending import texts
+from sage.stopping_rules import texts
 from sage.trees.tree import Tree
 
 

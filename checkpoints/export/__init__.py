@@ -14,23 +14,23 @@ if TYPE_CHECKING:
     from checkpoints.export.exporting import Exported, Options, export
     from checkpoints.export.expressible import Allowed
     from checkpoints.export.facts import TargetFacts
-    from checkpoints.export.findings import BadExport, Check, Finding
+    from checkpoints.export.formats.layout import Flavour, Format
     from checkpoints.export.importing import Reading, read_eagle3
-    from checkpoints.export.layout import Flavour, Format
-    from checkpoints.export.validator import check_folder
+    from checkpoints.export.validator.findings import BadExport, Check, Finding
+    from checkpoints.export.validator.validator import check_folder
 
 _HOME = {
     "Allowed": "expressible",
-    "BadExport": "findings",
-    "Check": "findings",
+    "BadExport": "validator.findings",
+    "Check": "validator.findings",
     "Exported": "exporting",
-    "Finding": "findings",
-    "Flavour": "layout",
-    "Format": "layout",
+    "Finding": "validator.findings",
+    "Flavour": "formats.layout",
+    "Format": "formats.layout",
     "Options": "exporting",
     "Reading": "importing",
     "TargetFacts": "facts",
-    "check_folder": "validator",
+    "check_folder": "validator.validator",
     "convert": "converting",
     "export": "exporting",
     "load_any": "converting",

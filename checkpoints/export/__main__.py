@@ -158,7 +158,7 @@ def _check(args: argparse.Namespace) -> int:
 
 def _export(args: argparse.Namespace) -> int:
     from checkpoints.export import export
-    from checkpoints.export.layout import Format
+    from checkpoints.export.formats.layout import Format
 
     if not args.format:
         raise ValueError(f"--format: missing; choose one of {', '.join(Format)}")

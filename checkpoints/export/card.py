@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints.export.facts import TargetFacts
-from checkpoints.export.layout import Flavour, Format
+from checkpoints.export.formats.layout import Flavour, Format
 from checkpoints.export.reload import Reload
 from checkpoints.export.serving import serve_commands
 from checkpoints.export.source import Source

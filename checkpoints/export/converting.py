@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 import sage
-from checkpoints.export.embedding import ENDING, target_embedding
 from checkpoints.export.facts import TargetFacts, read_json
 from checkpoints.export.folder import CONFIG, Weights, read_config
+from checkpoints.export.formats.embedding import ENDING, target_embedding
+from checkpoints.export.formats.layout import Head
 from checkpoints.export.importing import PREFIXES, Reading, read_eagle3
-from checkpoints.export.layout import Head
 from checkpoints.export.writing import ABOUT, refuse_damaged, writing
 from checkpoints.files import write_text
 from sage.drafts import Eagle3Draft

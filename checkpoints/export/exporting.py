@@ -13,18 +13,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from checkpoints.export.card import CardFacts, render_card
-from checkpoints.export.eagle import eagle_config, eagle_tensors
-from checkpoints.export.eagle3 import eagle3_config, eagle3_tensors
-from checkpoints.export.embedding import ENDING, target_embedding
 from checkpoints.export.expressible import COMPRESSOR, Allowed, check_expressible
 from checkpoints.export.facts import TargetFacts
-from checkpoints.export.findings import BadExport, Check
 from checkpoints.export.folder import CONFIG, WEIGHTS
-from checkpoints.export.layout import Flavour, Format
+from checkpoints.export.formats.eagle import eagle_config, eagle_tensors
+from checkpoints.export.formats.eagle3 import eagle3_config, eagle3_tensors
+from checkpoints.export.formats.embedding import ENDING, target_embedding
+from checkpoints.export.formats.layout import Flavour, Format
+from checkpoints.export.formats.speculators import speculators_config, speculators_tensors
 from checkpoints.export.reload import Reload, compare_reload
 from checkpoints.export.source import Source, find_source, headline, load_trained
-from checkpoints.export.speculators import speculators_config, speculators_tensors
-from checkpoints.export.validator import check_folder
+from checkpoints.export.validator.findings import BadExport, Check
+from checkpoints.export.validator.validator import check_folder
 from checkpoints.export.writing import ABOUT, writing
 from checkpoints.files import write_text
 from sage.drafts import Head

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from checkpoints.export.facts import TargetFacts
-from checkpoints.export.layout import FEATURE_LEVELS, Flavour, Format
+from checkpoints.export.formats.layout import FEATURE_LEVELS, Flavour, Format
 from sage.drafts import Eagle3Config, EagleConfig
 
 SERVED_FAMILIES = ("qwen2_5_vl",)  # by vLLM 0.33 and SGLang 0.5.23; LLaVA-OneVision by neither

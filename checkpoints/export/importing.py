@@ -17,9 +17,18 @@ from torch import Tensor
 
 from checkpoints.export.facts import TargetFacts, read_json
 from checkpoints.export.folder import CONFIG, Weights, read_config
-from checkpoints.export.layout import FEATURE_LEVELS, LEVELS_KEY, Format, Head, Table, default_levels, eagle3_table, is_ours
-from checkpoints.export.speculators import eagle3_name
-from checkpoints.export.tensor_checks import find_bad_maps
+from checkpoints.export.formats.layout import (
+    FEATURE_LEVELS,
+    LEVELS_KEY,
+    Format,
+    Head,
+    Table,
+    default_levels,
+    eagle3_table,
+    is_ours,
+)
+from checkpoints.export.formats.speculators import eagle3_name
+from checkpoints.export.validator.tensor_checks import find_bad_maps
 from checkpoints.export.writing import ABOUT
 from sage.drafts import Eagle3Config, Eagle3Draft
 

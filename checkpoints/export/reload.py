@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoints.export.eagle import from_eagle_tensors
 from checkpoints.export.facts import TargetFacts
-from checkpoints.export.findings import BadExport
 from checkpoints.export.folder import Weights, read_config
+from checkpoints.export.formats.eagle import from_eagle_tensors
+from checkpoints.export.formats.layout import Format, Head
 from checkpoints.export.importing import read_eagle3
-from checkpoints.export.layout import Format, Head
+from checkpoints.export.validator.findings import BadExport
 from sage.drafts import Eagle3Draft, EagleConfig, EagleDraft
 from sage.drafts import Head as Draft
 

@@ -6,8 +6,8 @@ import json
 
 from checkpoints.export.expressible import SERVED_FAMILIES
 from checkpoints.export.facts import TargetFacts
-from checkpoints.export.layout import Flavour, Format
-from checkpoints.export.speculators import SPECULATIVE_TOKENS
+from checkpoints.export.formats.layout import Flavour, Format
+from checkpoints.export.formats.speculators import SPECULATIVE_TOKENS
 
 SGLANG_TOPK, SGLANG_NODES = 4, 16
 

@@ -13,7 +13,7 @@ from checkpoints.export.folder import CONFIG
 from checkpoints.export.writing import refuse_damaged
 from checkpoints.store import STEP_NAME, StateStore
 from sage.drafts import Eagle3Draft, EagleDraft, Head
-from sage.folders import load_weights
+from sage.model_files import load_weights
 from sage.targets import is_target_folder
 
 RUN_MARK, PROVENANCE, REPORT = "config.yaml", "provenance.json", "report.json"

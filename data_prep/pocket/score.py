@@ -20,7 +20,7 @@ from data_prep.conversation import Conversation
 from data_prep.pocket import world
 from data_prep.pocket.grammar import Score, score_answer
 from sage import cli
-from sage.targets.processing import open_media
+from sage.inputs.processing import open_media
 
 KINDS = ("colour", "shape", "size", "position", "sign", "height")
 LIMIT = 200  # tokens of an answer

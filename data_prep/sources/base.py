@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from data_prep.config import Split
 from data_prep.conversation import BadItem, Conversation, check, media_parts
-from sage.media import check_picture
+from sage.inputs.media import check_picture
 
 
 class Source(ABC):

@@ -18,8 +18,8 @@ from data_prep.config import SourceConfig, Split
 from data_prep.conversation import BadItem, Message
 from data_prep.sources.base import Source
 from data_prep.sources.rows import Row, RowSource, need_path
-from sage.media import frame_files
-from sage.video import VIDEO_SUFFIXES
+from sage.inputs.media import frame_files
+from sage.inputs.video import VIDEO_SUFFIXES
 
 PROMPT = "Describe it in detail."
 

@@ -17,7 +17,7 @@ from data_prep.sources.base import Source
 from data_prep.sources.json_rows import JsonRows
 from data_prep.sources.llava_json import media_list, no_left_overs, place_media
 from data_prep.sources.rows import Row, RowSource, need_path
-from sage.video import CLIP_KEYS
+from sage.inputs.video import CLIP_KEYS
 
 URL_TYPES = {"image_url": "image", "video_url": "video"}
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from data_prep.config import SourceConfig, Split
 from data_prep.conversation import Conversation, Message, Part
+from data_prep.multi_turn import LATER
 from data_prep.sources.base import Source
 from data_prep.sources.json_rows import JsonRows
 from data_prep.sources.rows import ListRows, MediaFinder, Row, Rows, RowSource, need_path
-from data_prep.turns import LATER
 
 ONE_WORD = "Answer the question using a single word or phrase."
 ONE_LETTER = "Answer with the option's letter from the given choices directly."

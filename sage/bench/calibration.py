@@ -11,8 +11,8 @@ from typing import Any
 
 from sage.bench.measure import Measurement
 from sage.bench.runners import PolicyRunner, Run, Runner
-from sage.calibration import Reliability
-from sage.trees.cost_aware import CostAware
+from sage.costs.calibration import Reliability
+from sage.trees.cost_aware.policy import CostAware
 
 
 def calibration(runners: Sequence[Runner], measurement: Measurement) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sage.bench.table import BOOKKEEPING, decode_shares
-from sage.costs import Curve
+from sage.costs.tables import Curve
 
 
 def project(report: Mapping[str, Any], costs: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """What each policy would have achieved on the same drafts: the prompts of a measurement recorded once, then replayed.
 
-Recording decodes every prompt once more, untimed; replaying runs no model. See sage.recording and sage.replay.
+Recording decodes every prompt once more, untimed; replaying runs no model. See sage.replay.recording and sage.replay.replay.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any
 import sage
 from sage.bench.measure import BenchPrompt
 from sage.bench.runners import AUTOREGRESSIVE, Sampling, on_device
-from sage.costs import Costs
-from sage.probe import measure_costs
-from sage.recording import WIDE, Recording, record
-from sage.replay import Replayed, replay
+from sage.costs.measure import measure_costs
+from sage.costs.tables import Costs
+from sage.replay.recording import WIDE, Recording, record
+from sage.replay.replay import Replayed, replay
 from sage.trees import Policy
 
 
@@ -27,7 +27,7 @@ def replays(
         policies: fresh ones by label; those that do not draft are left out.
 
     Returns:
-        {"recorder": {...}, "rounds": int, "policies": {label: figures of `sage.replay.Replayed.summary`}}; {} where nothing is
+        {"recorder": {...}, "rounds": int, "policies": {label: figures of `Replayed.summary`}}; {} where nothing is
         left to replay. `tokens_per_s` is predicted from passes timed here, which leave out a policy's own time.
 
     Raises:

@@ -14,7 +14,7 @@ from sage.drafts.eagle3 import Eagle3Config, Eagle3Draft, default_levels
 from sage.drafts.model import ModelDraft, ModelSession, check_pair, shallow_model
 from sage.drafts.pruning import KEEP_ALL, PruneMethod, Pruning
 from sage.drafts.session import DraftSession, EagleSession
-from sage.folders import load_weights, read_config
+from sage.model_files import load_weights, read_config
 from sage.targets import Target, is_target_folder, load_target
 
 KINDS = ("eagle", "eagle3")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from sage.drafts.compressor import Compressor, check_compressor
+from sage.drafts.compressor.compressor import Compressor, check_compressor
 from sage.drafts.head import DraftHead
 from sage.drafts.layer import DraftLayer, Rope
 from sage.targets import Features, Target
@@ -31,7 +31,7 @@ class EagleConfig(PreTrainedConfig):
         target_path: where the target was loaded from, for people and for `sage-generate`.
         input_norm: normalise the input of the layer's attention (EagleVLM does, EAGLE-1 does not).
         image_inputs: `embed` feeds visual embeddings at picture positions, `token` the placeholder's embedding.
-        compressor: what stands for pictures, `{"kind": "pool", "ratio": 20}` (see `sage.drafts.compressor`); None: all tokens.
+        compressor: what stands for pictures, `{"kind": "pool", "ratio": 20}` (see `Compressor`); None: all tokens.
     """
 
     model_type = "sage_eagle"

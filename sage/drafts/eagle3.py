@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sage.drafts.compressor import Compressor
+from sage.drafts.compressor.compressor import Compressor
 from sage.drafts.eagle import EagleConfig
 from sage.drafts.head import DraftHead
 from sage.drafts.layer import MLP, Attention, Rope

@@ -2,7 +2,7 @@
 
 Owns: the form of a head's forward pass, in decoding (on a cache, under a tree mask) and in training (unrolled). Does not own:
 layers (sage.drafts.layer), what an unrolled step attends to (sage.drafts.unroll), what stands for a picture
-(sage.drafts.compressor).
+(sage.drafts.compressor.compressor).
 
 Shapes: B batch, T tokens, P pairs, Q rows they are shortened to, D hidden, K unrolled steps.
 """
@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from sage.drafts.compressor import Compressor, Gate
-from sage.drafts.operators import Conv, Resampler
-from sage.drafts.spans import Marks, Shortened
+from sage.drafts.compressor.compressor import Compressor, Gate
+from sage.drafts.compressor.operators import Conv, Resampler
+from sage.drafts.compressor.spans import Marks, Shortened
 from sage.drafts.unroll import Chains
 from sage.targets import Features, Target
 

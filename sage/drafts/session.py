@@ -12,10 +12,10 @@ from torch import Tensor
 
 from sage.attention import causal_mask, tile_mask
 from sage.cache import TreeCache
+from sage.drafts.compressor.spans import Marks, ends_of_turn
 from sage.drafts.eagle import EagleDraft
 from sage.drafts.eagle3 import Eagle3Draft
 from sage.drafts.layer import join_maps
-from sage.drafts.spans import Marks, ends_of_turn
 from sage.targets import Features, Prompt, Target
 
 

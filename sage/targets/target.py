@@ -19,11 +19,11 @@ from transformers import AutoConfig, AutoModelForImageTextToText, BatchFeature
 
 from sage.attention import AttentionRecorder, causal_mask, tile_mask, use_tree_attention
 from sage.cache import TreeCache
-from sage.folders import load_weights, read_config, reason
+from sage.inputs.processing import Messages, Processor
+from sage.model_files import load_weights, read_config, reason
+from sage.targets.families.llava_onevision import LlavaOnevision
+from sage.targets.families.qwen2_5_vl import Qwen2_5_VL
 from sage.targets.family import Family, Inputs, Prompt
-from sage.targets.llava_onevision import LlavaOnevision
-from sage.targets.processing import Messages, Processor
-from sage.targets.qwen2_5_vl import Qwen2_5_VL
 
 FAMILIES: tuple[type[Family], ...] = (Qwen2_5_VL, LlavaOnevision)
 

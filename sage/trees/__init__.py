@@ -10,7 +10,7 @@ from sage.trees.autoregressive import Autoregressive
 from sage.trees.base import Policy
 from sage.trees.builder import TreeBuilder, new_builder
 from sage.trees.chain import Chain
-from sage.trees.cost_aware import CostAware
+from sage.trees.cost_aware.policy import CostAware
 from sage.trees.ddd import Ddd
 from sage.trees.eagle2 import Eagle2
 from sage.trees.sage import Sage

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from sage.costs import Costs
+from sage.costs.tables import Costs
 from sage.trees.tree import Drafted, Frontier, Growth, HostGrowth, Outcome
 
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sage.longs import Mailbox, few_longs, longs
+from sage.host_tensors import Mailbox, few_longs, longs
 from sage.trees.base import Policy
 from sage.trees.tree import Columns, Drafted, Frontier, Growth, HostGrowth, Said, Tree
 

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from sage.longs import CPU, longs, onto
+from sage.host_tensors import CPU, longs, onto
 from sage.stats import RoundTimes
 
 Said = tuple[list[float], list[int]]  # the draft's K largest probabilities below a node, descending, and their tokens

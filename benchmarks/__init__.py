@@ -1,0 +1,1 @@
+"""Benchmarks and studies, run from a checkout; not part of the wheel."""

@@ -1,0 +1,69 @@
+"""How long the draft's entropy remembers (SAGE's Figure 2, arXiv 2602.00523), and whose alpha foretells a round's length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import sqrt
+
+from benchmarks.papers.confidence import nodes_on_path
+from benchmarks.papers.lab import Lab
+from benchmarks.papers.store import Json
+from sage.replay.recording import Recording
+from sage.trees.sage import confidence_of
+
+Series = list[list[float]]  # one list per answer
+
+
+def measure_entropy(lab: Lab) -> None:
+    """`entropy`, for every target."""
+    study, targets = lab.settings.entropy, list(lab.settings.targets)
+    inputs = lab.origin(*(lab.settings.main[target] for target in targets)) | lab.study(study)
+    lab.make("entropy", "entropy", inputs, lambda: {"targets": {target: _measure(lab, target) for target in targets}})
+
+
+def _measure(lab: Lab, target: str) -> Json:
+    study = lab.settings.entropy
+    recordings = lab.recordings(target, lab.tested(target, study))
+    tokens = [[confidence_of(one.probs) for one in nodes_on_path(own, "", study.candidates)] for own in recordings]
+    rounds = [_root_alphas(own, study.candidates) for own in recordings]
+    lengths = [_lengths(own) for own in recordings]
+    return {
+        "prompts": len(recordings),
+        "tokens": sum(map(len, tokens)),
+        "rounds": sum(map(len, rounds)),
+        "by_token": [correlation(tokens, tokens, lag) for lag in range(1, study.lags + 1)],
+        "by_round": [correlation(rounds, rounds, lag) for lag in range(1, study.lags + 1)],
+        "length_from_this_round": correlation(rounds, lengths, 0),
+        "length_from_last_round": correlation(rounds, lengths, 1),
+    }
+
+
+def _root_alphas(recording: Recording, candidates: int) -> list[float]:
+    return [confidence_of(recorded.said[()][0][:candidates].tolist()) for recorded in recording.rounds]
+
+
+def _lengths(recording: Recording) -> list[float]:
+    """Tokens of the answer that follow each round's start along the recorded drafts."""
+    found = []
+    for recorded in recording.rounds:
+        answer, depth = tuple(recording.tokens[recorded.position :]), 0
+        while depth < len(answer) and answer[:depth] in recorded.said and answer[depth] in recorded.said[answer[:depth]][1]:
+            depth += 1
+        found.append(float(depth))
+    return found
+
+
+def correlation(first: Series, second: Series, lag: int) -> float | None:
+    """Pearson's, of what is `lag` places apart within the same answer; None without any spread."""
+    pairs = [pair for a, b in zip(first, second, strict=True) for pair in zip(a, b[lag:], strict=False)]
+    return pearson([x for x, _ in pairs], [y for _, y in pairs])
+
+
+def pearson(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """Pearson's correlation; None without any spread."""
+    if len(first) < 2:
+        return None
+    mean_x, mean_y = sum(first) / len(first), sum(second) / len(second)
+    spread = sqrt(sum((x - mean_x) ** 2 for x in first) * sum((y - mean_y) ** 2 for y in second))
+    shared = sum((x - mean_x) * (y - mean_y) for x, y in zip(first, second, strict=True))
+    return shared / spread if spread > 0 else None

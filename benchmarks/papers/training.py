@@ -1,0 +1,42 @@
+"""Acceptance by training epoch: SpecVLM's finding (arXiv 2509.11815) that more online epochs keep helping."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from benchmarks.papers import runs
+from benchmarks.papers.lab import Lab
+from benchmarks.papers.store import Json
+from train.monitor.sinks import METRICS, read_metrics
+from train.report.compare import read_reports
+from train.report.run_page import measured_against_estimate
+
+FIGURES = ("tokens_per_target_pass", "mean_accepted_draft", "speedup", "match", "total", "rounds")
+
+
+def measure_epochs(lab: Lab) -> None:
+    """`epochs`: what each validation of the runs measured."""
+    names = lab.settings.epochs.runs
+    inputs = lab.origin(*names) | {"epochs": asdict(lab.settings.epochs)}
+    lab.make("epochs", "epochs", inputs, lambda: {"runs": {name: _curve(lab, name) for name in names}})
+
+
+def _curve(lab: Lab, name: str) -> Json:
+    folder = lab.run(name)
+    lines = read_metrics(folder / METRICS)
+    reports = read_reports(folder)
+    measured = measured_against_estimate(lines, reports)
+    return {
+        "command": runs.command(lab.settings, name),
+        "target": lab.settings.training.runs[name].target,
+        "prompts": reports[-1][1]["prompts"],
+        "training_s": lines[-1]["time_s"],
+        "tokens": lines[-1]["tokens"],
+        "points": [_point(row, epoch) for epoch, row in enumerate(measured, start=1)],
+    }
+
+
+def _point(row: dict[str, Any], epoch: int) -> Json:
+    policies = {name: {key: part[key] for key in FIGURES} for name, part in row["policies"].items()}
+    return {"epoch": epoch, "step": row["step"], "estimate": row["estimate"], "policies": policies}

@@ -1,0 +1,1 @@
+"""`python -m benchmarks.training`: the cost of the objective against the naive loss, and of a step against its parts."""

@@ -1,0 +1,173 @@
+"""A whole optimizer step against its parts: the teacher's forward alone, and the draft's forward and backward alone.
+
+What is left, the overhead, is the engine, the optimizer, the checks of every step, metrics and waiting for data.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import torch
+
+import sage
+from benchmarks.training.measuring import describe_machine, now, peak, reset_peak
+from checkpoints.store import StateStore
+from sage.bench.shapes import Shape, random_target
+from train.config.checks import check_batch
+from train.config.schema import Config, Precision
+from train.distill.build import build_student
+from train.distill.pairs import count_supervised
+from train.distill.student import Student
+from train.engine.engine import Engine
+from train.launch.ranks import Ranks
+from train.monitor.metrics import Meter
+from train.monitor.profiler import ProfileWindow
+from train.monitor.progress import Silent
+from train.monitor.sinks import Tracker
+from train.run.build import build_teacher, building
+from train.run.loop import MicroBatches, Run, train_step
+from train.state.resume import TrainState
+
+GIB = 2**30
+DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16}
+
+
+@dataclass
+class Parts:
+    """Seconds of each measured step and of its parts alone."""
+
+    step: list[float] = field(default_factory=list)
+    wait: list[float] = field(default_factory=list)
+    teacher: list[float] = field(default_factory=list)
+    forward: list[float] = field(default_factory=list)
+    backward: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+    def ratios(self) -> list[float]:
+        """Step, waiting included, over the sum of its parts; one per step, so that load hits both sides."""
+        alone = zip(self.teacher, self.forward, self.backward, strict=True)
+        steps = zip(self.step, self.wait, strict=True)
+        return [(step + wait) / sum(parts) for (step, wait), parts in zip(steps, alone, strict=True)]
+
+
+class RandomFeed:
+    """Optimizer steps of random tokens, the second half of each sequence supervised; ready at once."""
+
+    def __init__(self, config: Config, target: sage.Target, length: int, accumulation: int) -> None:
+        shape = (config.train.micro_batch_size, length)
+        ids = torch.randint(target.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+        mask = torch.arange(length).expand(shape) >= length // 2
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "loss_mask": mask, **target.family.token_inputs(ids)}
+        self.step = [batch] * accumulation
+
+    def __iter__(self) -> Generator[MicroBatches, None, None]:
+        while True:
+            yield self.step
+
+
+@contextmanager
+def run_of_shape(config: Config, ranks: Ranks, shape: Shape, num_layers: int, length: int) -> Iterator[Run]:
+    """A run on a random target of a shape; it reads no file and writes none.
+
+    Raises:
+        ValueError: no layer, or more than the shape has.
+    """
+    if not 1 <= num_layers <= shape.num_layers:
+        raise ValueError(f"--layers {num_layers}: {shape.name} takes 1 to {shape.num_layers}")
+    accumulation = check_batch(config, ranks.world_size)
+    target = random_target(shape, num_layers, DTYPES[config.target.dtype], ranks.device, length + 1)
+    feed = RandomFeed(config, target, length, accumulation)
+    student = build_student(config, target, None, ranks)
+    engine = Engine(student, config, ranks, accumulation)
+    try:
+        yield Run(
+            config=config,
+            ranks=ranks,
+            engine=engine,
+            teacher=build_teacher(config, target, student),
+            loader=feed,
+            store=StateStore(Path("unused"), 1),
+            tracker=Tracker(),
+            display=Silent(),
+            meter=Meter(feed),
+            state=TrainState(),
+            total_steps=1,
+            validate=lambda run: None,
+            profile=ProfileWindow("unused", None, ranks.rank),
+        )
+    finally:
+        engine.close()
+
+
+@contextmanager
+def run_of_target(config: Config, ranks: Ranks) -> Iterator[Run]:
+    """The run a configuration describes, with its data, in a folder that is thrown away."""
+    with tempfile.TemporaryDirectory(prefix="train-bench-") as folder:
+        config.run.dir = str(Path(folder) / "run")
+        with building(config, ranks) as run:
+            yield run
+
+
+def measure(run: Run, num_steps: int, warmup: int) -> str:
+    """Times steps and, on the same batches, their parts alone, in turn; the text to print."""
+    device, parts = run.ranks.device, Parts()
+    alone = copy.deepcopy(run.engine.student)
+    before = reset_peak(device)
+    steps = run.loader.__iter__()
+    try:
+        for number in range(warmup + num_steps):
+            _measure_step(run, alone, steps, parts if number >= warmup else Parts())
+    finally:
+        steps.close()
+    return _text(run, parts, peak(device) - before)
+
+
+def _measure_step(run: Run, alone: Student, steps: Iterator[MicroBatches], parts: Parts) -> None:
+    device = run.ranks.device
+    start = now(device)
+    batches = next(steps)
+    ready = now(device)
+    train_step(run, batches, run.config.optim.lr)
+    parts.wait.append(ready - start)
+    parts.step.append(now(device) - ready)
+    parts.tokens.append(sum(int(batch["attention_mask"].sum()) for batch in batches))
+    teacher_s = forward_s = backward_s = 0.0
+    trained = [p for p in alone.parameters() if p.requires_grad]
+    for batch in batches:
+        begin = now(device)
+        pairs = run.teacher(batch)
+        taught = now(device)
+        loss = alone(pairs, run.teacher.lm_head)[0] / count_supervised(batch["loss_mask"])
+        drafted = now(device)
+        torch.autograd.grad(loss, trained)
+        end = now(device)
+        teacher_s, forward_s, backward_s = teacher_s + taught - begin, forward_s + drafted - taught, backward_s + end - drafted
+    parts.teacher.append(teacher_s)
+    parts.forward.append(forward_s)
+    parts.backward.append(backward_s)
+
+
+def _text(run: Run, parts: Parts, peak_bytes: int) -> str:
+    ratios, config = sorted(parts.ratios()), run.config
+    step_s = median(s + w for s, w in zip(parts.step, parts.wait, strict=True))
+    rows = [("teacher forward", parts.teacher), ("draft forward, loss", parts.forward), ("draft backward", parts.backward)]
+    waited = sum(parts.wait) / (sum(parts.step) + sum(parts.wait))
+    return "\n".join(
+        (
+            f"{run.teacher.target.name}, draft={config.draft.kind}, {len(ratios)} steps of {config.train.global_batch_size} = "
+            f"{config.train.micro_batch_size} x {run.engine.accumulation}, {median(parts.tokens):.0f} tokens, "
+            f"ZeRO {config.deepspeed.stage}, {config.train.precision}",
+            "",
+            f"{'whole step':<20} {1e3 * step_s:9.1f} ms   {median(parts.tokens) / step_s:,.0f} tokens/s",
+            *(f"{name:<20} {1e3 * median(seconds):9.1f} ms alone" for name, seconds in rows),
+            f"step / parts: {median(ratios):.3f} ({ratios[0]:.3f}-{ratios[-1]:.3f}); data wait {100 * waited:.2f}% of the time",
+            f"peak {peak_bytes / GIB:.2f} GiB beyond weights and optimizer state",
+            describe_machine(run.ranks.device),
+        )
+    )

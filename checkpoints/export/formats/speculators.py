@@ -1,0 +1,67 @@
+"""The `speculators` format, which vLLM serves: the tensors of `eagle3` under `layers.0`, and a config that explains itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from checkpoints.export.facts import TargetFacts
+from checkpoints.export.formats.eagle3 import eagle3_tensors, layer_config
+from checkpoints.export.formats.layout import LEVELS_KEY, SPECULATORS_CLASS
+
+VERSION = "0.9.0"  # of the PyPI package that these configs are checked against
+SPECULATIVE_TOKENS = 3
+
+
+def speculators_config(draft: Any, facts: TargetFacts, dtype: torch.dtype) -> dict[str, Any]:
+    """config.json of the `speculators` format; arguments as in `eagle3_config`.
+
+    There is no top-level model_type: a reader takes the folder for a speculator by `speculators_model_type`.
+    """
+    name = str(dtype).removeprefix("torch.")
+    return {
+        "architectures": [SPECULATORS_CLASS],
+        "speculators_model_type": "eagle3",
+        "speculators_version": VERSION,
+        "draft_vocab_size": draft.draft_vocab_size,
+        "norm_before_residual": draft.norm_before_residual,
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "norm_output": False,
+        "target_hidden_size": None,
+        LEVELS_KEY: list(draft.feature_levels),
+        "dtype": name,
+        "torch_dtype": name,
+        "tie_word_embeddings": False,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": SPECULATIVE_TOKENS,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
+            ],
+            "verifier": {"name_or_path": facts.name, "architectures": [facts.architecture]},
+        },
+        "transformer_layer_config": {"model_type": "llama", **layer_config(draft, facts), "torch_dtype": name},
+    }
+
+
+def speculators_tensors(state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """A trained draft's tensors under the format's names."""
+    tensors = eagle3_tensors(state, dtype)
+    return {_renamed(name, "midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+
+
+def eagle3_name(name: str) -> str:
+    """A tensor's name in the `eagle3` format."""
+    return _renamed(name, "layers.0.", "midlayer.")
+
+
+def _renamed(name: str, old: str, new: str) -> str:
+    return new + name.removeprefix(old) if name.startswith(old) else name

@@ -1,0 +1,1 @@
+"""Checks an exported folder: its configuration, its tensors, and whether they fit the target."""

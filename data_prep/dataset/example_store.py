@@ -1,0 +1,127 @@
+"""Ready-made examples in a folder: one flat file per field, read through the page cache by every rank.
+
+Layout: `meta.json` (ids, source of each, fields), `FIELD.bin` (all values one after the other), `FIELD.shape.npy`
+[N, dims] (-1: absent), `table.npy` (see data_prep.dataset.pixel_codec).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+
+from data_prep.dataset.pixel_codec import PixelTable
+
+Packed = dict[str, np.ndarray]
+PIXELS = ("pixel_values", "pixel_values_videos")
+
+
+def pack(example: dict[str, Any], table: PixelTable) -> Packed:
+    """Tensors of one example -> arrays by field, pixels as levels where that is exact."""
+    packed: Packed = {}
+    for key, value in example.items():
+        if key in PIXELS:
+            kind, array = table.pack(value.numpy())
+            packed[f"{key}@{kind}"] = array
+        elif isinstance(value, torch.Tensor):
+            packed[key] = value.numpy()
+    return packed
+
+
+def unpack(packed: Packed, table: PixelTable) -> dict[str, torch.Tensor]:
+    """The tensors that `pack` was given."""
+    example = {}
+    for key, array in packed.items():
+        name, marked, kind = key.partition("@")
+        example[name] = torch.from_numpy(table.unpack(kind, array) if marked else array)
+    return example
+
+
+def write(folder: Path, items: Iterable[tuple[str, int, Packed]], table: PixelTable) -> int:
+    """Writes (id, source number, packed example) items into a fresh folder; returns how many.
+
+    Raises:
+        ValueError: a field changes its dtype or number of dimensions between examples.
+    """
+    folder.mkdir(parents=True)
+    ids: list[str] = []
+    sources: list[int] = []
+    fields: dict[str, dict[str, Any]] = {}
+    files: dict[str, IO[bytes]] = {}
+    shapes: dict[str, list[tuple[int, ...] | None]] = {}
+    try:
+        for name, source, packed in items:
+            for key, array in packed.items():
+                _open_field(folder, key, array, len(ids), fields, files, shapes)
+                files[key].write(np.ascontiguousarray(array).tobytes())
+                shapes[key].append(array.shape)
+            ids.append(name)
+            sources.append(source)
+            for key in fields:
+                shapes[key] += [None] * (len(ids) - len(shapes[key]))
+    finally:
+        for file in files.values():
+            file.close()
+    for key, field in fields.items():
+        absent = (-1,) * field["dims"]
+        np.save(folder / f"{key}.shape.npy", np.array([s or absent for s in shapes[key]], dtype=np.int64))
+    np.save(folder / "table.npy", table.values)
+    meta = {"ids": ids, "sources": sources, "fields": fields, "frames": table.frames}
+    (folder / "meta.json").write_text(json.dumps(meta))
+    return len(ids)
+
+
+def _open_field(folder: Path, key: str, array: np.ndarray, position: int, fields: Any, files: Any, shapes: Any) -> None:
+    field = {"dtype": str(array.dtype), "dims": array.ndim}
+    if key not in fields:
+        fields[key] = field
+        files[key] = (folder / f"{key}.bin").open("wb")
+        shapes[key] = [None] * position
+    elif fields[key] != field:
+        raise ValueError(f"{folder}: field {key} is {field} here and {fields[key]} before")
+
+
+class ExampleStore:
+    """Examples of a folder written by `write`; pixels are unpacked on access, nothing else is held in memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        meta = json.loads((folder / "meta.json").read_text())
+        self.ids: list[str] = meta["ids"]
+        self.sources = np.array(meta["sources"], dtype=np.int64)
+        self.table = PixelTable(np.load(folder / "table.npy"), meta["frames"])
+        self._fields = {key: _Field(folder, key, field["dtype"]) for key, field in meta["fields"].items()}
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        packed = {key: array for key, field in self._fields.items() if (array := field.get(index)) is not None}
+        return {"id": self.ids[index], **unpack(packed, self.table)}
+
+    def column(self, key: str) -> np.ndarray:
+        """All values of a per-token field, one example after the other."""
+        return self._fields[key].values
+
+    def lengths(self) -> np.ndarray:
+        """Tokens per example [N]."""
+        return self._fields["input_ids"].shapes[:, 0]
+
+
+class _Field:
+    def __init__(self, folder: Path, key: str, dtype: str) -> None:
+        self.shapes = np.load(folder / f"{key}.shape.npy")
+        sizes = np.where(self.shapes[:, 0] < 0, 0, self.shapes.prod(axis=1))
+        self.ends = sizes.cumsum()
+        self.values = np.memmap(folder / f"{key}.bin", dtype=dtype, mode="r")
+
+    def get(self, index: int) -> np.ndarray | None:
+        shape = tuple(self.shapes[index])
+        if shape and shape[0] < 0:
+            return None
+        end = int(self.ends[index])
+        return np.array(self.values[end - int(np.prod(shape)) : end]).reshape(shape)

@@ -1,0 +1,183 @@
+"""One HTML file to look at data: pictures, tokens coloured by supervised or not, histograms. Needs no network.
+
+Owns: the page. Does not own: the numbers (data_prep.tools.stats).
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from data_prep.chat import Example, visual_mask
+from data_prep.conversation import Conversation, media_parts
+from data_prep.tools.stats import MEASURES, Statistics, short
+from sage.inputs.media import open_clip_part, open_picture
+from sage.inputs.processing import Processor
+
+THUMB = 224  # pixels
+CLIP_FRAMES = 4
+BINS = 24
+STYLE = """
+:root { --ink: #1b1f24; --soft: #667085; --line: #d8dde4; --back: #ffffff; --card: #f7f8fa; --yes: #b7e4c7; --bar: #4c8df6; }
+@media (prefers-color-scheme: dark) { :root {
+  --ink: #e6e9ee; --soft: #97a1b0; --line: #343b46; --back: #14171c; --card: #1c2027; --yes: #1f5a3a; --bar: #6ea4ff; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 1100px; padding: 24px 16px 64px; background: var(--back); color: var(--ink);
+  font: 15px/1.5 system-ui, sans-serif; }
+h1 { font-size: 22px; margin: 0 0 4px; } h2 { font-size: 17px; margin: 32px 0 12px; }
+p, small { color: var(--soft); margin: 0 0 12px; }
+table { border-collapse: collapse; } td, th { padding: 3px 14px 3px 0; text-align: right; font-variant-numeric: tabular-nums; }
+td:first-child, th:first-child { text-align: left; white-space: nowrap; } th { color: var(--soft); font-weight: 500; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(320px, 1fr)); gap: 16px; }
+.chart, .example { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 12px 14px; }
+.chart b { font-weight: 600; font-size: 13px; } .chart svg { width: 100%; height: 130px; display: block; }
+.chart rect { fill: var(--bar); } .chart text { fill: var(--soft); font-size: 11px; }
+.wide { overflow-x: auto; }
+.tables { display: flex; flex-wrap: wrap; gap: 0 56px; }
+.example { margin: 0 0 16px; } .head { display: flex; flex-wrap: wrap; gap: 4px 16px; color: var(--soft); font-size: 13px; }
+.head b { color: var(--ink); } .pictures { display: flex; flex-wrap: wrap; gap: 8px; margin: 10px 0; }
+.pictures img { max-width: 100%; height: auto; border-radius: 4px; border: 1px solid var(--line); image-rendering: auto; }
+.clip { display: flex; flex-wrap: wrap; gap: 2px; }
+.tokens { font: 13px/1.9 ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
+.tokens span { border-bottom: 1px solid var(--line); margin-right: 1px; padding: 1px 0; }
+.tokens .y { background: var(--yes); border-radius: 2px; }
+.tokens .v { background: var(--line); border-radius: 8px; padding: 1px 7px; border: 0; color: var(--soft);
+  white-space: nowrap; }
+.legend span { color: var(--ink); padding: 1px 6px; border-radius: 3px; } .legend .y { background: var(--yes); }
+.legend .v { background: var(--line); border-radius: 8px; }
+"""
+
+
+def page(title: str, statistics: Statistics, shown: list[tuple[Conversation, Example]], processor: Processor) -> str:
+    """The whole page as HTML.
+
+    Args:
+        shown: the examples to show, with the conversations they were made from.
+    """
+    charts = "".join(_histogram(label, statistics.values[name]) for name, label in MEASURES.items())
+    examples = "".join(_example(conversation, example, processor) for conversation, example in shown)
+    legend = (
+        '<p class="legend"><span class="y">supervised</span> tokens are what the draft learns to predict; '
+        'the rest is context. <span class="v">picture &times; n</span> stands for n visual tokens.</p>'
+    )
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head><body>'
+        f"<h1>{escape(title)}</h1><p>{statistics.headline}, "
+        f"{sum(statistics.skipped.values())} items skipped</p>"
+        f'<h2>Distributions</h2><div class="charts">{charts}</div>'
+        f"<h2>Numbers</h2>{_numbers(statistics)}{_counts(statistics)}"
+        f"<h2>Examples</h2>{legend}{examples}</body></html>\n"
+    )
+
+
+def _numbers(statistics: Statistics) -> str:
+    head = "".join(f"<th>{name}</th>" for name in ("", "min", "5%", "median", "95%", "max", "mean"))
+    rows = "".join(
+        f"<tr><td>{label}</td>" + "".join(f"<td>{short(value)}</td>" for value in statistics.quantiles(name)) + "</tr>"
+        for name, label in MEASURES.items()
+    )
+    return f'<div class="wide"><table><tr>{head}</tr>{rows}</table></div>'
+
+
+def _counts(statistics: Statistics) -> str:
+    tables = ""
+    for title, counts in (
+        ("Sources", statistics.sources),
+        ("Families", statistics.families),
+        ("Skipped, by reason", statistics.skipped),
+    ):
+        if counts:
+            rows = "".join(f"<tr><td>{escape(name)}</td><td>{count}</td></tr>" for name, count in counts.most_common())
+            tables += f"<div><h2>{title}</h2><table>{rows}</table></div>"
+    return f'<div class="tables">{tables}</div>'
+
+
+def _histogram(label: str, values: list[float]) -> str:
+    """A bar chart as inline SVG, 320 x 130 units, with the range below and the highest count above."""
+    low, high = min(values), max(values)
+    is_whole = all(value == int(value) for value in values)
+    bins = int(min(BINS, high - low + 1)) if is_whole else BINS
+    edges = (low - 0.5, high + 0.5) if is_whole else (low, high if high > low else low + 1e-9)
+    counts, _ = np.histogram(values, bins=bins, range=edges)
+    width, most = 320 / bins, max(1, int(counts.max()))
+    bars = "".join(
+        f'<rect x="{i * width + 0.5:.1f}" y="{110 - 95 * n / most:.1f}" width="{width - 1:.1f}" height="{95 * n / most:.1f}"/>'
+        for i, n in enumerate(counts.tolist())
+    )
+    return (
+        f'<div class="chart"><b>{escape(label)}</b><svg viewBox="0 0 320 130" role="img" aria-label="{escape(label)}">'
+        f'{bars}<text x="0" y="124">{low:.3g}</text><text x="320" y="124" text-anchor="end">{high:.3g}</text>'
+        f'<text x="320" y="10" text-anchor="end">up to {most} examples</text></svg></div>'
+    )
+
+
+def _example(conversation: Conversation, example: Example, processor: Processor) -> str:
+    visual = visual_mask(example, processor)
+    facts = {
+        "tokens": len(visual),
+        "visual": int(visual.sum()),
+        "supervised": int(example["loss_mask"].sum()),
+        "source": conversation.source,
+        "family": conversation.family or "-",
+    }
+    head = "".join(f"<span>{name} {escape(str(value))}</span>" for name, value in facts.items())
+    return (
+        f'<div class="example"><div class="head"><b>{escape(conversation.id)}</b>{head}</div>'
+        f'<div class="pictures">{_pictures(conversation)}</div>'
+        f'<div class="tokens">{_tokens(example, visual.tolist(), processor)}</div></div>'
+    )
+
+
+def _pictures(conversation: Conversation) -> str:
+    shown = ""
+    for part in media_parts(conversation.messages):
+        if part["type"] == "image":
+            shown += _img(part["image"])
+        else:
+            frames = open_clip_part(part, CLIP_FRAMES).frames
+            shown += f'<div class="clip">{"".join(_img(frame, THUMB // 2) for frame in frames)}</div>'
+    return shown
+
+
+def _img(picture: Any, side: int = THUMB) -> str:
+    small = open_picture(picture).copy()
+    small.thumbnail((2 * side, side))
+    stream = io.BytesIO()
+    small.save(stream, "JPEG", quality=88)
+    data = base64.b64encode(stream.getvalue()).decode()
+    return f'<img alt="" width="{small.width}" height="{small.height}" src="data:image/jpeg;base64,{data}">'
+
+
+def _tokens(example: Example, visual: list[bool], processor: Processor) -> str:
+    """One span per token; runs of visual tokens as one chip, bytes of one character as one span."""
+    ids, mask = example["input_ids"].tolist(), example["loss_mask"].tolist()
+    spans, position = [], 0
+    while position < len(ids):
+        end = position + 1
+        if visual[position]:
+            while end < len(ids) and ids[end] == ids[position]:
+                end += 1
+            name = "picture" if ids[position] == _image_id(processor) else "video"
+            spans.append(f'<span class="v">{name} &times; {end - position}</span>')
+        else:
+            text = processor.tokenizer.decode(ids[position:end])
+            while "\ufffd" in text and end < min(len(ids), position + 4):
+                end += 1
+                text = processor.tokenizer.decode(ids[position:end])
+            style = ' class="y"' if mask[position] else ""
+            spans.append(f"<span{style}>{_visible(text)}</span>")
+        position = end
+    return "".join(spans)
+
+
+def _image_id(processor: Processor) -> int:
+    return int(processor.tokenizer.convert_tokens_to_ids(processor.family.image_token))
+
+
+def _visible(text: str) -> str:
+    return escape(text).replace("\n", "&#9166;\n")

@@ -1,0 +1,1 @@
+"""Recorded decoding, and what other policies would have made of it without the models."""

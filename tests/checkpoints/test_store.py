@@ -1,0 +1,200 @@
+"""States are whole or not there, and damage is found when read."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoints.files import replace_folder, write_text
+from checkpoints.store import BadState, StateStore, verify
+
+ROOT = Path(__file__).parents[2]
+
+
+def save(store: StateStore, step: int, content: str = "weights") -> Path:
+    part = store.begin(step)
+    (part / "deep").mkdir()
+    (part / "a.bin").write_text(content)
+    (part / "deep" / "b.bin").write_text(content * 2)
+    return store.commit(step)
+
+
+FACTS = {"bytes": 1, "sha256": "0"}
+
+
+def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes a manifest and writes it as the store would."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+
+
+def test_a_committed_state_is_listed_hashed_and_named_latest(tmp_path: Path) -> None:
+    store = StateStore(tmp_path / "state")
+    folder = save(store, 100)
+    assert folder == tmp_path / "state" / "step_00000100"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["step"] == 100
+    assert set(manifest["files"]) == {"a.bin", "deep/b.bin"}
+    assert manifest["files"]["deep/b.bin"]["bytes"] == 14
+    assert (tmp_path / "state" / "latest").read_text() == "step_00000100\n"
+    assert store.newest() == folder
+
+
+def test_the_files_of_a_sealed_folder_are_as_open_as_the_folder(tmp_path: Path) -> None:
+    """safetensors writes for its owner alone; a draft is served by somebody else."""
+    part = StateStore(tmp_path / "state").begin(1)
+    (part / "deep").mkdir()
+    for path in (part / "a.bin", part / "deep" / "b.bin"):
+        path.write_text("weights")
+        path.chmod(0o600)
+    part.chmod(0o750)
+    folder = StateStore(tmp_path / "state").commit(1)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in folder.rglob("*") if path.is_file()}
+    assert modes == {"a.bin": 0o640, "b.bin": 0o640, "manifest.json": 0o640}
+    draft = tmp_path / ".draft.part"
+    draft.mkdir(mode=0o755)
+    (draft / "model.safetensors").touch(mode=0o600)
+    replace_folder(draft, tmp_path / "draft")
+    assert (tmp_path / "draft" / "model.safetensors").stat().st_mode & 0o777 == 0o644
+
+
+def test_the_last_the_best_and_every_nth_state_are_kept(tmp_path: Path) -> None:
+    store = StateStore(tmp_path, keep_last=2, keep_every=10)
+    for step in range(1, 14):
+        part = store.begin(step)
+        (part / "a.bin").write_text("x")
+        store.commit(step, best_step=None if step < 4 else 4)
+        assert len(store.steps()) <= 4
+    assert store.steps() == [4, 10, 12, 13]
+    assert (tmp_path / "best").read_text() == "step_00000004\n"
+    assert (tmp_path / "latest").read_text() == "step_00000013\n"
+
+
+def test_a_damaged_future_goes_with_the_next_save(tmp_path: Path) -> None:
+    """Else the state that was just saved could be the one that is let go."""
+    store = StateStore(tmp_path, keep_last=1)
+    save(store, 3)
+    (save(store, 9) / "a.bin").write_text("?")
+    assert save(store, 4) == store.newest()
+    assert store.steps() == [4]
+
+
+def test_what_was_not_committed_does_not_exist(tmp_path: Path) -> None:
+    store = StateStore(tmp_path)
+    assert store.newest() is None
+    good = save(store, 1)
+    (store.begin(2) / "a.bin").write_text("half")
+    assert store.newest() == good
+    assert list(store.begin(2).iterdir()) == []  # the next attempt starts clean
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    store = StateStore(tmp_path)
+    save(store, 1, "old")
+    assert (save(store, 1, "new") / "a.bin").read_text() == "new"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "a.bin").unlink(), "a.bin is missing"),
+        (lambda folder: (folder / "a.bin").write_text("shrt"), "a.bin has 4 bytes, its manifest.json says 7"),
+        (lambda folder: (folder / "a.bin").write_text("WEIGHTS"), "a.bin is damaged"),
+        (lambda folder: (folder / "manifest.json").write_text("{"), "manifest.json: damaged, not a manifest any more"),
+        (lambda folder: (folder / "manifest.json").unlink(), "manifest.json is missing"),
+        (lambda folder: (folder / "manifest.json").write_text('{"step": 2, "files": {"a.bin": 7}}'), "not a manifest any more"),
+        (lambda folder: edit(folder, lambda manifest: manifest["files"].update({"../../x": FACTS})), "leads out of the folder"),
+        (lambda folder: edit(folder, lambda manifest: manifest["files"].update({"/etc/x": FACTS})), "leads out of the folder"),
+        (lambda folder: edit(folder, lambda manifest: manifest.update(step=3)), "step 3 in a folder of step 2"),
+    ],
+)
+def test_damage_is_named_and_the_state_before_is_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: object, message: str
+) -> None:
+    store = StateStore(tmp_path)
+    good, bad = save(store, 1), save(store, 2)
+    assert callable(damage)
+    damage(bad)
+    with pytest.raises(BadState, match=message):
+        verify(bad)
+    checkpoints_logger = logging.getLogger("checkpoints")
+    checkpoints_logger.propagate = True
+    with caplog.at_level(logging.WARNING):
+        assert store.newest() == good
+    assert message in caplog.text
+
+
+def test_nothing_whole_is_an_error(tmp_path: Path) -> None:
+    store = StateStore(tmp_path)
+    (save(store, 1) / "a.bin").unlink()
+    with pytest.raises(BadState, match="no other state is whole"):
+        store.newest()
+
+
+def test_every_flipped_byte_is_found_and_the_file_named(tmp_path: Path) -> None:
+    store = StateStore(tmp_path)
+    folder = save(store, 3)
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        whole = path.read_bytes()
+        for position in range(len(whole)):
+            flipped = bytearray(whole)
+            flipped[position] ^= 1
+            path.write_bytes(flipped)
+            with pytest.raises(BadState) as caught:
+                verify(folder)
+            assert path.name in str(caught.value), (path.name, position)
+        path.write_bytes(whole)
+    verify(folder)
+
+
+@pytest.fixture
+def memory_folder() -> Iterator[Path]:
+    """A folder where flushing costs nothing, if this machine has one: thousands of flushes to a disk take minutes."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
+        yield Path(folder)
+
+
+@pytest.mark.slow
+def test_a_fault_at_any_write_leaves_a_whole_state(memory_folder: Path) -> None:
+    """Before, in the middle and after each file, at each flush and each rename: killed, or the disk full (store_faults.py)."""
+    script = [sys.executable, ROOT / "tests/support/store_faults.py", memory_folder]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    counts = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
+    assert len(counts) == 7 and all(int(count) > 40 for count in counts.values()), counts
+
+
+def test_a_save_that_fails_is_told_in_one_line(tmp_path: Path) -> None:
+    store = StateStore(tmp_path)
+    store.begin(1)
+    failed = store.abandon(1, "No space left on device")
+    assert "step 1 could not be saved (No space left on device); make room" in str(failed)
+    assert str(failed).endswith("nothing was saved before")
+    save(store, 1)
+    store.begin(2)
+    failed = store.abandon(2, "No space left on device")
+    assert str(failed).endswith("step 1 is saved; then go on with run.resume=true") and failed.exit_code == 1
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_replacing_text_and_folders_leaves_no_parts(tmp_path: Path) -> None:
+    write_text(tmp_path / "x.json", "1")
+    write_text(tmp_path / "x.json", "2")
+    for content in ("old", "new"):
+        (tmp_path / "part").mkdir()
+        (tmp_path / "part" / "w").write_text(content)
+        replace_folder(tmp_path / "part", tmp_path / "draft")
+    assert (tmp_path / "x.json").read_text() == "2"
+    assert (tmp_path / "draft" / "w").read_text() == "new"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["draft", "x.json"]

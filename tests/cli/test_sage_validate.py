@@ -1,0 +1,223 @@
+"""sage-validate: which draft, target and settings are meant, and one clear line for every mistake."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from support.validate_helpers import save_draft, save_run, save_target
+
+import sage
+from train.cli.validate import Checkpoint, _alias, find_checkpoint, overlay, run_validation, settle
+from train.config.hydra_app import compose
+from train.config.schema import ConfigError, DecodeConfig, PolicyName, ValidateConfig
+from train.report.__main__ import main as draw
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("validate")
+    return save_run(folder / "run", save_target(folder / "target"))
+
+
+def composed(*overrides):
+    return compose("validate", [_alias(word) for word in overrides], ValidateConfig)
+
+
+def measured(*overrides):
+    words = [_alias(word) for word in overrides]
+    return run_validation(compose("validate", words, ValidateConfig), words)
+
+
+# -- the whole way ---------------------------------------------------------------------------------------------------
+
+
+def test_a_run_folder_is_measured_as_its_own_config_says(run, capsys):
+    assert measured(f"checkpoint={run}") == 0
+    report = json.loads((run / "validation" / "step_00000012" / "report.json").read_text())
+    assert list(report["policies"]) == ["autoregressive", "static"]
+    assert (report["prompts"], report["max_new_tokens"], report["target"]) == (2, 6, "target")
+    assert report["policies"]["static"]["match"] == report["policies"]["static"]["match_hf"] == 2
+    shown = capsys.readouterr().out
+    assert "tokens/pass" in shown and str(run / "validation" / "step_00000012" / "report.md") in shown
+
+
+def test_what_the_command_line_says_wins_and_out_moves_the_report(run, tmp_path):
+    words = ["decode.policies=[sage]", "decode.num_prompts=1", "decode.baselines=[]"]
+    assert measured(f"checkpoint={run}", *words, f"out={tmp_path}") == 0
+    report = json.loads((tmp_path / "validation" / "step_00000012" / "report.json").read_text())
+    assert list(report["policies"]) == ["sage"] and report["prompts"] == 1 and report["max_new_tokens"] == 6
+    assert report["options"] == {"sage": {"max_depth": 5}} and list(report["baselines"]) == ["autoregressive"]
+
+
+def test_where_the_report_cannot_go_is_said_before_anything_is_loaded(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(sage, "load_target", None)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"file/here/validation/step_00000012/report\.json: could not be written .*another place"):
+        measured(f"checkpoint={run}", f"out={tmp_path}/file/here")
+
+
+def test_a_draft_folder_without_a_run_takes_its_target_from_the_command_line(run, tmp_path):
+    target_folder = OmegaConf.load(run / "config.yaml").target.path
+    draft = save_draft(tmp_path / "mine", sage.load_target(target_folder))
+    words = [f"target.path={target_folder}", "decode.policies=[chain]", "decode.num_prompts=1", "decode.max_new_tokens=4"]
+    assert measured(f"draft={draft}", *words) == 0
+    assert (draft / "validation" / "step_00000000" / "report.md").is_file()
+
+
+def test_a_draft_made_for_another_target_is_refused_with_both_sides(run, tmp_path):
+    other = save_target(tmp_path / "wide", hidden_size=64)
+    with pytest.raises(ValueError, match=r"hidden_size 32.*hidden_size 64"):
+        measured(f"checkpoint={run}", f"target.path={other}")
+
+
+# -- which draft -----------------------------------------------------------------------------------------------------
+
+
+def test_run_and_draft_folders_are_told_apart(run):
+    whole = Checkpoint(draft=run / "draft", run=run)
+    assert find_checkpoint(composed(f"checkpoint={run}")) == whole
+    assert find_checkpoint(composed(f"checkpoint={run / 'draft'}")) == whole
+    assert find_checkpoint(composed(f"draft={run / 'draft'}")) == whole
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "checkpoint: missing; give checkpoint=RUN_FOLDER"),
+        (["checkpoint=/no/such"], "checkpoint=/no/such: no such folder"),
+        (["draft=/no/such"], "draft=/no/such: no draft there"),
+        (["checkpoint={run}", "draft=draft_best"], "draft=draft_best: no draft of that name in .*; it has draft"),
+        (["checkpoint={run}/state"], "neither a run .* nor a draft"),
+        (["checkpoint={run}", "launch.gpus=7"], "launch.gpus=7: has no effect in sage-validate.*; drop it"),
+        (["checkpoint={run}", "launch.plan=true"], "launch.plan=true: has no effect"),
+        (["checkpoint={run}", "decode.num_prompts=0"], "decode.num_prompts=0: allowed: 1 or more"),
+        (["checkpoint={run}", "target.path=/no/such"], "target.path=/no/such: no such folder"),
+        (["checkpoint={run}", "decode.policies=[sage,oracle]"], "oracle.*one of autoregressive, chain"),
+        (["checkpoint={run}", "decode.polices=[sage]"], "decode.polices: unknown key .did you mean decode.policies"),
+    ],
+)
+def test_mistakes_are_one_line_that_names_the_remedy(run, words, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        measured(*(word.replace("{run}", str(run)) for word in words))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_draft_without_run_or_target_says_what_is_missing(run, tmp_path):
+    draft = save_draft(tmp_path / "mine", sage.load_target(OmegaConf.load(run / "config.yaml").target.path))
+    config = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "target_path"}))
+    with pytest.raises(ConfigError, match="target: missing; .* give target=NAME or target.path=DIR"):
+        measured(f"draft={draft}")
+
+
+def test_a_draft_that_remembers_its_target_needs_no_other_word(run, tmp_path):
+    draft = save_draft(tmp_path / "mine", sage.load_target(OmegaConf.load(run / "config.yaml").target.path))
+    config = draft / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"target_path": "some/target"}))
+    settled = settle(composed(f"draft={draft}"), Checkpoint(draft=draft, run=None), [f"draft.path={draft}"])
+    assert settled.target.path == "some/target"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("decode: [", "cannot be read"),
+        ("target: {name: t, path: x, dtype: fp32}", "has no data"),
+        ("target: {path: x, dtype: fp32}", "target: .* missing mandatory value: name"),
+        ("target: {name: t, path: x, dtype: fp7}", "target: .*fp7"),
+        ("target: {path: x, wings: 2}\ndata: {}\ndecode: {}", "target.wings is unknown to this version"),
+    ],
+)
+def test_a_damaged_run_is_named(run, tmp_path, content, message):
+    (tmp_path / "config.yaml").write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        settle(composed(), Checkpoint(draft=run / "draft", run=tmp_path), [])
+
+
+# -- which settings --------------------------------------------------------------------------------------------------
+
+
+def test_only_named_fields_replace_the_runs_and_options_are_merged():
+    saved = DecodeConfig(policies=[PolicyName.sage], num_prompts=5, options={"sage": {"max_depth": 5, "top_k": 4}})
+    given = DecodeConfig(policies=[PolicyName.chain], num_prompts=9, options={"sage": {"max_depth": 6}, "chain": {}})
+    one = overlay(given, saved, "decode", ["decode.num_prompts=9", "checkpoint=x"])
+    assert (one.policies, one.num_prompts, one.options) == ([PolicyName.sage], 9, saved.options)
+    two = overlay(given, saved, "decode", ["+decode.options.sage.max_depth=6"])
+    assert two.options == {"sage": {"max_depth": 6, "top_k": 4}, "chain": {}} and two.num_prompts == 5
+    assert overlay(given, saved, "decode", ["decode=default"]) == given
+    assert overlay(given, saved, "decode", []) == saved
+
+
+def test_a_choice_within_a_group_replaces_what_it_brings_and_nothing_else(run):
+    whole = Checkpoint(draft=run / "draft", run=run)
+    for words in (
+        ["decode/policy=[autoregressive,chain]"],
+        ["decode/policy=[chain]", "decode.policies=[autoregressive,chain]"],
+    ):
+        settled = settle(composed(*words), whole, words)
+        assert settled.decode.policies == ["autoregressive", "chain"] and "sage" not in settled.decode.options
+        assert settled.decode.options["chain"] == {"depth": 5}
+        assert (settled.decode.num_prompts, settled.decode.max_new_tokens) == (2, 6)
+    words = ["decode/policy=[chain]", "decode.num_prompts=9", "decode.options.chain.depth=2"]
+    settled = settle(composed(*words), whole, words)
+    assert settled.decode.num_prompts == 9 and settled.decode.options == {"chain": {"depth": 2}}
+    saved = OmegaConf.load(run / "config.yaml").data
+    words = ["+data/validation=textvqa", "data.validation.textvqa.path=x"]
+    settled = settle(composed(*words), whole, words)
+    assert settled.data.validation["textvqa"].path == "x" and settled.data.name == saved.name
+    assert settled.data.max_length == 777 and settled.decode.num_prompts == 2
+
+
+# -- as a command ----------------------------------------------------------------------------------------------------
+
+
+def command(*words):
+    return subprocess.run(
+        [sys.executable, "-m", "train.cli.validate", *words], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.slow
+def test_the_command_answers_a_mistake_with_one_line_and_code_2(run, tmp_path):
+    for words in (["checkpoint=/no/such"], ["checkpont=x"], [f"checkpoint={run}", f"target.path={tmp_path}"]):
+        done = command(*words)
+        assert done.returncode == 2 and done.stdout == ""
+        assert done.stderr.startswith("error: ") and len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_the_commands_help_names_its_keys():
+    done = command("--help")
+    assert done.returncode == 0 and "sage-validate checkpoint=runs/demo" in done.stdout and "num_prompts" in done.stdout
+
+
+def test_reports_can_be_drawn_again(run, tmp_path, monkeypatch, capsys):
+    report = run / "validation" / "step_00000012" / "report.json"
+    if not report.is_file():
+        measured(f"checkpoint={run}")
+    monkeypatch.setattr("sys.argv", ["report", str(report), "--out", str(tmp_path)])
+    draw()
+    assert (tmp_path / "report.md").read_text() == report.with_name("report.md").read_text()
+    assert (tmp_path / "speed.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "no such file"), ("{", "not JSON"), ('{"kind": "costs"}', "not a report")]
+)
+def test_what_is_no_report_cannot_be_drawn(tmp_path, monkeypatch, content, message):
+    path = tmp_path / "r.json"
+    if content is not None:
+        path.write_text(content)
+    monkeypatch.setattr("sys.argv", ["report", str(path)])
+    with pytest.raises(ValueError, match=message):
+        draw()
+
+
+def test_cpu_threads_are_set_from_launch(run, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    measured(f"checkpoint={run}", "launch.threads=1", "decode.policies=[autoregressive]", f"out={tmp_path}")
+    assert asked == [1]

@@ -1,0 +1,80 @@
+"""Settings that cannot be meant are refused with their dotted key."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import data_prep
+from data_prep.config import Cache, DataConfig, OnBad, SourceConfig, Split, validate
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"sources": {}}, "data.sources: empty"),
+        ({"sources": {"a": SourceConfig(kind="excel")}}, "data.sources.a.kind: 'excel'; allowed: chartqa, folder"),
+        ({"sources": {"a": SourceConfig(weight=0.0)}}, "data.sources.a.weight: 0.0; allowed: above 0"),
+        ({"sources": {"a": SourceConfig(weight=1.0), "b": SourceConfig()}}, "give a weight to each or to none"),
+        ({"sources": {"a": SourceConfig(num_examples=-1)}}, "data.sources.a.num_examples: -1; allowed: 0 or more"),
+        ({"sources": {"a": SourceConfig(path="x")}}, "data.sources.a.path: x; has no effect on kind pocket"),
+        ({"sources": {"a": SourceConfig(streaming=True)}}, "has no effect on kind pocket, which heeds families"),
+        ({"sources": {"a": SourceConfig(kind="messages", families=["x"])}}, "data.sources.a.families"),
+        ({"validation": {"v": SourceConfig(kind="gqa", prompt="x")}}, "data.validation.v.prompt: x; has no effect"),
+        ({"path": "rows.json"}, "data.path: rows.json; has no effect, no source of data=pocket takes it"),
+        ({"max_length": 1}, "data.max_length: 1; allowed: 2 or more"),
+        ({"num_frames": 0}, "data.num_frames: 0"),
+        ({"num_workers": -1}, "data.num_workers: -1"),
+        ({"shuffle_block": 0}, "data.shuffle_block: 0"),
+        ({"holdout": 0.5}, "data.holdout: 0.5; allowed: from 0 to below 0.5"),
+        (
+            {"sources": {"a": SourceConfig(kind="hub", streaming=True), "b": SourceConfig(kind="hub")}},
+            "streaming and prepared sources in one mix",
+        ),
+        (
+            {"sources": {"a": SourceConfig(kind="hub", streaming=True)}, "cache": Cache.examples},
+            "stream all, with data.cache=rows",
+        ),
+    ],
+)
+def test_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        validate(DataConfig(**config))
+    assert message in str(caught.value)
+
+
+def test_defaults_are_valid() -> None:
+    validate(DataConfig())
+
+
+def test_no_shipped_choice_leaves_items_out_unasked() -> None:
+    files = sorted((Path(__file__).parents[2] / "conf" / "data").glob("*.yaml"))
+    assert len(files) > 5
+    assert [path.name for path in files if "on_bad" in yaml.safe_load(path.read_text())] == []
+    assert DataConfig().on_bad == OnBad.error
+
+
+def test_top_level_keys_fill_what_a_source_leaves_empty() -> None:
+    sources = {"a": SourceConfig(kind="llava_json"), "b": SourceConfig(kind="llava_json", path="own", num_examples=3)}
+    config = DataConfig(sources=sources, path="shared", num_examples=9)
+    resolved = config.resolved(Split.train)
+    assert [(source.path, source.num_examples) for source in resolved.values()] == [("shared", 9), ("own", 3)]
+    assert config.resolved(Split.validation).keys() == sources.keys()
+    config.validation = {"v": SourceConfig(kind="gqa")}
+    assert config.resolved(Split.validation) == {"v": SourceConfig(kind="gqa")}
+
+
+def test_settings_need_no_torch() -> None:
+    code = "import sys, data_prep, data_prep.config as c; c.validate(c.DataConfig()); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_public_names() -> None:
+    assert all(getattr(data_prep, name) is not None for name in data_prep.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = data_prep.nothing

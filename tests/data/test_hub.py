@@ -1,0 +1,114 @@
+"""A data set repository as the hub lays it out, in a local folder: read whole and streamed, by configuration and split."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import datasets
+import pytest
+from support.data_helpers import make_target, png, train_step, turns
+
+from data_prep.batching.loader import StepLoader
+from data_prep.build import build_dataset, prompts
+from data_prep.config import DataConfig, OnBad, SourceConfig
+from data_prep.sources.hub import TableRows, load_table
+
+README = """---
+configs:
+- config_name: ai2d
+  data_files: [{split: train, path: ai2d/train-*}, {split: test, path: ai2d/test-*}]
+- config_name: geo
+  data_files: geo/train-*
+---
+"""
+
+
+@pytest.fixture(params=["README.md", "folders alone"])
+def repository(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Two configurations of LLaVA-OneVision-Data's columns, each with six training rows in two shards and two test rows."""
+    features = datasets.Features(
+        {
+            "id": datasets.Value("string"),
+            "image": datasets.Image(),
+            "conversations": [{"from": datasets.Value("string"), "value": datasets.Value("string")}],
+            "data_source": datasets.Value("string"),
+        }
+    )
+    folder = tmp_path / "LLaVA-OneVision-Data"
+    for config, colour in (("ai2d", "red"), ("geo", "blue")):
+        (folder / config).mkdir(parents=True)
+        for name, ids in (("train-00000-of-00002", "abc"), ("train-00001-of-00002", "def"), ("test-00000-of-00001", "yz")):
+            table = {
+                "id": [f"{config}-{i}" for i in ids],
+                "image": [{"bytes": png(colour), "path": None}] * len(ids),
+                "conversations": [turns("<image>\nWhat?", f"It is {colour}.")] * len(ids),
+                "data_source": [config] * len(ids),
+            }
+            datasets.Dataset.from_dict(table, features).to_parquet(folder / config / f"{name}.parquet")
+    if request.param == "README.md":
+        (folder / "README.md").write_text(README)
+    return folder
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_configurations_and_splits_are_kept_apart(repository: Path, tmp_path: Path, streaming: bool) -> None:
+    """Above all: the test rows are in no training data."""
+    for config, split, expected in (("ai2d", "train", "abcdef"), ("geo", "train", "abcdef"), ("ai2d", "test", "yz")):
+        table = load_table(str(repository), config, split, str(tmp_path / "cache"), streaming)
+        assert [row["id"] for row in table] == [f"{config}-{i}" for i in expected]
+    for config, split, message in (("nope", "train", "nope"), ("ai2d", "dev", "subset 'ai2d', split 'dev'")):
+        with pytest.raises(ValueError, match=f"data set .*LLaVA-OneVision-Data: .*{message}"):
+            load_table(str(repository), config, split, str(tmp_path / "cache"), streaming)
+
+
+def test_streamed_and_whole_give_the_same_examples(repository: Path, tmp_path: Path) -> None:
+    """One pass of the stream is the table, and the stream trains."""
+    target = make_target("qwen2_5_vl")
+    source = SourceConfig(kind="llava_onevision", path=str(repository), subset="ai2d")
+    config = DataConfig(sources={"it": source}, holdout=0.0, cache_dir=str(tmp_path / "cache"), shuffle_block=3)
+    whole = build_dataset(config, target.processor)
+    source.streaming = True
+    stream = build_dataset(config, target.processor)
+    for i, found in enumerate(stream.one_pass("train")):
+        assert found.messages == whole.conversation(i).messages
+        assert {key: str(value) for key, value in stream.build(found).items()} == {
+            key: str(value) for key, value in whole[i].items()
+        }
+    assert i == 5
+    loader = iter(StepLoader(stream, target.processor.collate, 4, 4))
+    for _ in range(2):  # eight examples of six: the stream starts over
+        (batch,) = next(loader)
+        assert 0 < train_step(target, batch) < 20
+    loader.close()  # type: ignore[attr-defined]
+
+
+def test_prompts_from_a_stream(repository: Path, tmp_path: Path) -> None:
+    source = SourceConfig(kind="llava_onevision", path=str(repository), subset="ai2d", split="test", streaming=True)
+    config = DataConfig(validation={"it": source}, cache_dir=str(tmp_path / "cache"), on_bad=OnBad.skip)
+    assert [found.meta["answer"] for found in prompts(config)] == ["It is red."] * 2
+
+
+def test_the_same_files_have_the_same_fingerprint(repository: Path, tmp_path: Path) -> None:
+    digests = {TableRows(str(repository), "ai2d", "train", str(tmp_path / "cache")).digest for _ in range(2)}
+    assert len(digests) == 1
+    assert TableRows(str(repository), "geo", "train", str(tmp_path / "cache")).digest not in digests
+
+
+def test_what_save_to_disk_wrote_with_its_splits(tmp_path: Path) -> None:
+    parts = {split: datasets.Dataset.from_dict({"id": [split]}) for split in ("train", "test")}
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "disk")
+    for split in parts:
+        assert [row["id"] for row in load_table(str(tmp_path / "disk"), "", split, "", streaming=False)] == [split]
+    with pytest.raises(ValueError, match=r"data set .*disk: .*split 'dev'"):
+        load_table(str(tmp_path / "disk"), "", "dev", "", streaming=False)
+
+
+def test_a_name_the_hub_does_not_answer_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: object, **__: object) -> None:
+        raise ConnectionError("Couldn't reach\nthe Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(
+        ValueError, match=r"data set nobody/nothing: Couldn't reach the Hub; check path, subset and split \(here subset ''"
+    ):
+        load_table("nobody/nothing", "", "train", "", streaming=True)

@@ -1,0 +1,420 @@
+"""Who gets which example when: independent of ranks, micro-batches and restarts, and ahead of the trainer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.data_helpers import make_processor, save_pictures
+
+from data_prep.batching.buckets import grouped
+from data_prep.batching.loader import BATCHES_AHEAD, StepLoader, _Maker
+from data_prep.build import build_dataset
+from data_prep.config import Cache, DataConfig, SourceConfig
+from data_prep.conversation import BadItem, Conversation
+from data_prep.dataset.mixing import Mix, permutation, turn
+from data_prep.dataset.stream import StreamDataset
+from data_prep.sources.base import Stream
+
+
+class Numbers:
+    """A data set whose example i is the token i."""
+
+    def __init__(self, size: int, weights: list[float] | None = None, sources: list[int] | None = None) -> None:
+        self.size = size
+        self.mix = Mix(np.array(sources or [0] * size), weights)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return {"id": f"n{number}", "input_ids": torch.tensor([number])}
+
+    def epoch(self, seed: int, epoch: int) -> np.ndarray:
+        return self.mix.epoch(seed, epoch)
+
+
+def collate(examples: list[dict[str, Any]]) -> dict[str, Any]:
+    rows = [example["input_ids"] for example in examples]
+    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
+    return {"input_ids": padded, "attention_mask": (padded >= 0).long()}
+
+
+def take(loader: StepLoader, count: int) -> list[list[list[str]]]:
+    """The ids of the first steps: [step][micro-batch][example]."""
+    steps = iter(loader)
+    found = [[batch["ids"] for batch in step] for step in islice(steps, count)]
+    steps.close()  # type: ignore[attr-defined]
+    return found
+
+
+def as_sets(steps: list[list[list[str]]]) -> list[set[str]]:
+    return [{name for micro in step for name in micro} for step in steps]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 40), st.integers(0, 3), st.sampled_from([(1, 4), (2, 2), (4, 1), (1, 2), (2, 1), (1, 1)]))
+def test_any_layout_sees_the_same_steps(size: int, seed: int, layout: tuple[int, int]) -> None:
+    world_size, micro = layout
+    data = Numbers(size)
+    whole = take(StepLoader(data, collate, 4, 4, seed=seed), 6)
+    ranks = [take(StepLoader(data, collate, 4, micro, rank, world_size, seed), 6) for rank in range(world_size)]
+    for step in range(6):
+        dealt = [names for m in range(4 // (micro * world_size)) for rank in ranks for names in rank[step][m]]
+        assert dealt == whole[step][0]
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 30), st.integers(0, 12))
+def test_resume_goes_on_with_the_very_next_step(size: int, start: int) -> None:
+    data = Numbers(size)
+    whole = take(StepLoader(data, collate, 4, 2), 14)
+    assert take(StepLoader(data, collate, 4, 2, start_step=start), 14 - start) == whole[start:]
+
+
+def test_known_lengths_put_like_beside_like_within_a_step() -> None:
+    data, plain = Numbers(12), Numbers(12)
+    data.lengths = np.array([5, 9, 1, 7, 3, 3, 8, 2, 6, 4, 9, 1])  # type: ignore[attr-defined]
+    steps, unsorted = take(StepLoader(data, collate, 6, 2), 2), take(StepLoader(plain, collate, 6, 2), 2)
+    assert as_sets(steps) == as_sets(unsorted) and steps != unsorted
+    for step in steps:
+        lengths = [int(data.lengths[int(name[1:])]) for micro in step for name in micro]  # type: ignore[attr-defined]
+        assert lengths == sorted(lengths, reverse=True)
+
+
+class Long(Numbers):
+    """Example i has lengths[i] tokens, which the data set may know beforehand."""
+
+    def __init__(self, lengths: np.ndarray, is_known: bool) -> None:
+        super().__init__(len(lengths))
+        self.sizes = lengths
+        if is_known:
+            self.lengths = lengths
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return {"id": f"n{number}", "input_ids": torch.full((int(self.sizes[number]),), number)}
+
+
+def tokens_of(steps: list[list[list[str]]], lengths: np.ndarray) -> list[list[int]]:
+    return [[int(lengths[int(name[1:])]) for micro in step for name in micro] for step in steps]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 50), st.integers(1, 6), st.integers(1, 5), st.integers(0, 3), st.integers(0, 9))
+def test_grouping_keeps_an_epoch_whole_and_sorts_only_within_windows(
+    size: int, step: int, window: int, epoch: int, seed: int
+) -> None:
+    generator = np.random.default_rng(seed)
+    order, lengths, first = generator.permutation(size), generator.integers(1, 9, size), epoch * size
+    found = grouped(order, lengths, first, step, window, seed)
+    assert sorted(found) == sorted(order)
+    for position in range(size):  # nothing leaves its window
+        window_of = (first + position) // (step * window)
+        members = [n for n in range(size) if (first + n) // (step * window) == window_of]
+        assert found[position] in order[members]
+    assert grouped(order, lengths, first, step, 1, seed).shape == order.shape
+
+
+def test_a_window_makes_steps_of_like_lengths_and_shuffles_them() -> None:
+    lengths = np.arange(1, 65)
+    order = np.random.default_rng(0).permutation(64)
+    found = lengths[grouped(order, lengths, 0, 4, 16, 0)].reshape(16, 4)
+    assert (found[:, 0] - found[:, -1] == 3).all()  # four neighbours in length
+    assert found[:, 0].tolist() != sorted(found[:, 0], reverse=True)  # but not a run from long to short
+    assert grouped(order, lengths, 0, 4, 16, 0).tolist() == grouped(order, lengths, 0, 4, 16, 0).tolist()
+    assert grouped(order, lengths, 0, 4, 16, 1).tolist() != grouped(order, lengths, 0, 4, 16, 0).tolist()
+
+
+def lengths_like_conversations(number: int) -> np.ndarray:
+    """Pictures of many sizes, a log-normal text behind them."""
+    generator = np.random.default_rng(0)
+    return (generator.integers(30, 130, number) + np.exp(generator.normal(3.2, 0.9, number))).astype(int)
+
+
+@pytest.mark.parametrize(("is_known", "window", "most"), [(True, 16, 0.02), (True, 1, 0.06), (False, 16, 0.10)])
+def test_little_of_a_batch_is_padding(is_known: bool, window: int, most: float) -> None:
+    """Shares of a layout with 2 ranks, 64 examples per step, 4 per micro-batch."""
+    lengths = lengths_like_conversations(64 * 16)
+    loaders = [StepLoader(Long(lengths, is_known), collate, 64, 4, rank, 2, length_window=window) for rank in range(2)]
+    steps = [take(loader, 16) for loader in loaders]
+    share = 1 - sum(loader.tokens for loader in loaders) / sum(loader.slots for loader in loaders)
+    assert 0 < share < most
+    names = [name for rank in steps for step in rank for micro in step for name in micro]
+    assert sorted(names) == sorted(f"n{i}" for i in range(len(lengths)))  # still everything once
+
+
+def test_unknown_lengths_are_sorted_within_a_ranks_share() -> None:
+    lengths = lengths_like_conversations(24)
+    steps = take(StepLoader(Long(lengths, False), collate, 12, 2, 1, 2), 4)
+    other = take(StepLoader(Long(lengths, False), collate, 12, 2, 0, 2), 4)
+    whole = take(StepLoader(Long(lengths, False), collate, 12, 12), 4)
+    assert [a | b for a, b in zip(as_sets(steps), as_sets(other), strict=True)] == as_sets(whole)
+    for row in tokens_of(steps, lengths):
+        assert row == sorted(row, reverse=True)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 9), st.booleans())
+def test_grouped_order_resumes_anywhere(start: int, is_known: bool) -> None:
+    data = Long(lengths_like_conversations(30), is_known)
+    whole = take(StepLoader(data, collate, 4, 2, length_window=3), 12)
+    assert take(StepLoader(data, collate, 4, 2, start_step=start, length_window=3), 12 - start) == whole[start:]
+
+
+def test_an_epoch_shows_everything_once_and_the_next_one_in_another_order() -> None:
+    loader = StepLoader(Numbers(12), collate, 4, 4)
+    assert loader.steps_per_epoch == 3
+    steps = take(loader, 6)
+    first, second = ([name for step in half for name in step[0]] for half in (steps[:3], steps[3:]))
+    assert sorted(first) == sorted(second) == sorted(f"n{i}" for i in range(12))
+    assert first != second
+    assert take(StepLoader(Numbers(12), collate, 4, 4, seed=1), 6) != steps
+
+
+def test_batches_that_do_not_divide_are_refused() -> None:
+    for sizes in ((4, 3, 1), (4, 2, 3), (0, 1, 1)):
+        with pytest.raises(ValueError, match="train.global_batch_size: .; allowed: a multiple of train.micro_batch"):
+            StepLoader(Numbers(4), collate, sizes[0], sizes[1], 0, sizes[2])
+
+
+def test_errors_reach_the_trainer_and_nothing_hangs() -> None:
+    class Broken(Numbers):
+        def __getitem__(self, number: int) -> dict[str, Any]:
+            raise BadItem("rows.json", number, "cut short")
+
+    with pytest.raises(BadItem, match="rows.json: item . cut short|rows.json: item .: cut short"):
+        next(iter(StepLoader(Broken(4), collate, 4, 4)))
+    steps = iter(StepLoader(Numbers(4), collate, 4, 4))
+    next(steps)
+    steps.close()  # type: ignore[attr-defined]
+    assert not [thread for thread in threading.enumerate() if thread.name == "step-loader"]
+
+
+def test_prepares_ahead_of_the_trainer() -> None:
+    class Counted(Numbers):
+        made = 0
+
+        def __getitem__(self, number: int) -> dict[str, Any]:
+            self.made += 1
+            return super().__getitem__(number)
+
+    data = Counted(64)
+    steps = iter(StepLoader(data, collate, 4, 4))
+    next(steps)
+    deadline = time.monotonic() + 20
+    while data.made < 4 * BATCHES_AHEAD and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert 4 * BATCHES_AHEAD <= data.made <= 4 * (BATCHES_AHEAD + 2)  # ahead, but not without end
+    steps.close()  # type: ignore[attr-defined]
+
+
+def test_waiting_is_counted() -> None:
+    class Gated(Numbers):
+        gate = threading.Event()
+
+        def __getitem__(self, number: int) -> dict[str, Any]:
+            self.gate.wait(20)
+            return super().__getitem__(number)
+
+    data = Gated(64)
+    loader = StepLoader(data, collate, 4, 4)
+    steps = iter(loader)
+    threading.Timer(0.2, data.gate.set).start()
+    next(steps)
+    assert 0.15 < loader.wait_s < 15
+    steps.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+def test_worker_processes_give_the_same(tmp_path: Path) -> None:
+    processor = make_processor("qwen2_5_vl")
+    dataset = build_dataset(DataConfig(num_examples=6, cache_dir=str(tmp_path)), processor)
+    alone, together = (iter(StepLoader(dataset, processor.collate, 4, 2, num_workers=n)) for n in (0, 2))
+    for first, second in islice(zip(alone, together, strict=True), 3):
+        for a, b in zip(first, second, strict=True):
+            assert a.keys() == b.keys()
+            assert all(torch.equal(a[key], b[key]) if key != "ids" else a[key] == b[key] for key in a)
+    alone.close()  # type: ignore[attr-defined]
+    together.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava_onevision"])
+def test_a_pocket_batch_costs_a_fraction_of_a_step(family: str, tmp_path: Path) -> None:
+    """A step of the pocket trainer takes 300 ms or more; its batch, made meanwhile, may take 60 ms of one core."""
+    processor = make_processor(family)
+    config = DataConfig(num_examples=64, cache=Cache.examples, cache_dir=str(tmp_path))
+    make = _Maker(build_dataset(config, processor), processor.collate)
+    make(list(range(16)))
+    begin = time.thread_time()
+    for first in (0, 16, 32, 48):
+        make(list(range(first, first + 16)))
+    assert (time.thread_time() - begin) / 4 < 0.06
+
+
+# -- mixing -----------------------------------------------------------------------------------------------------------
+
+
+def test_weights_are_shares_of_every_epoch() -> None:
+    sources = [0] * 6 + [1] * 2
+    mix = Mix(np.array(sources), [1.0, 3.0])
+    epochs = [mix.epoch(0, epoch) for epoch in range(3)]
+    for order in epochs:
+        assert np.bincount(np.array(sources)[order]).tolist() == [2, 6]
+    assert sorted(number for order in epochs for number in order if number < 6) == list(range(6))  # goes on, not over
+    assert np.bincount(epochs[0])[6:].tolist() == [3, 3]
+    assert mix.epoch(0, 1).tolist() == epochs[1].tolist()
+    assert mix.epoch(1, 1).tolist() != epochs[1].tolist()
+
+
+def test_weight_of_an_empty_source_is_an_error() -> None:
+    with pytest.raises(ValueError, match="source number 0 has a weight but no usable item"):
+        Mix(np.array([1, 1]), [1.0, 1.0])
+
+
+def test_permutation_depends_on_its_key_alone() -> None:
+    torch.manual_seed(1)
+    first = permutation(20, 3, "a")
+    torch.manual_seed(2)
+    assert permutation(20, 3, "a").tolist() == first.tolist()
+    assert permutation(20, 3, "b").tolist() != first.tolist()
+    assert sorted(first) == list(range(20))
+
+
+def test_turns_follow_the_weights() -> None:
+    taken = [0, 0]
+    order = []
+    for _ in range(6):
+        order.append(turn([2.0, 1.0], taken))
+        taken[order[-1]] += 1
+    assert order == [0, 1, 0, 0, 1, 0]
+
+
+# -- streams ----------------------------------------------------------------------------------------------------------
+
+
+class Talk(Stream):
+    """Text conversations out of nowhere; those numbered in `bad` are broken."""
+
+    def __init__(self, name: str, size: int, bad: tuple[int, ...] = ()) -> None:
+        self.name, self.size, self.bad = name, size, bad
+        self.started: list[int] = []
+
+    def iterate(self, start: int) -> Iterator[Conversation | BadItem]:
+        self.started.append(start)
+        for i in range(start, self.size):
+            if i in self.bad:
+                yield BadItem(self.name, i, "broken")
+            else:
+                said = [{"role": "user", "content": "q"}, {"role": "assistant", "content": str(i)}]
+                yield Conversation(f"{self.name}{i}", said, self.name, meta={"index": i})
+
+    def fingerprint(self) -> str:
+        return self.name
+
+
+def stream(folder: Path, *streams: Stream, weights: tuple[float, ...] = (), **changes: Any) -> StreamDataset:
+    sources = {s.name: SourceConfig(weight=w) for s, w in zip(streams, weights or [None] * len(streams), strict=True)}
+    config = DataConfig(sources=sources, holdout=0.0, shuffle_block=8, **changes)
+    return StreamDataset(config, list(streams), make_processor("qwen2_5_vl"), folder / "skipped.jsonl")
+
+
+def stream_loader(dataset: StreamDataset, micro: int = 2, rank: int = 0, world_size: int = 1, start: int = 0) -> StepLoader:
+    return StepLoader(dataset, dataset.processor.collate, 4, micro, rank, world_size, 5, start)
+
+
+def test_stream_of_any_layout_resumes_anywhere(tmp_path: Path) -> None:
+    def made() -> StreamDataset:
+        return stream(tmp_path, Talk("a", 13), Talk("b", 7), weights=(2.0, 1.0))
+
+    whole = take(stream_loader(made(), 4), 9)
+    assert stream_loader(made()).steps_per_epoch is None
+    for start in range(9):
+        assert take(stream_loader(made(), 4, start=start), 9 - start) == whole[start:]
+    ranks = [take(stream_loader(made(), 2, rank, 2), 9) for rank in range(2)]
+    assert [[ranks[0][s][0] + ranks[1][s][0]] for s in range(9)] == whole
+
+
+def test_stream_that_ends_starts_over(tmp_path: Path) -> None:
+    names = [name for step in take(stream_loader(stream(tmp_path, Talk("a", 6)), 4), 6) for name in step[0]]
+    assert np.bincount([int(name[1:]) for name in names]).tolist() == [4] * 6
+    with pytest.raises(ValueError, match="a: not one item in it"):
+        take(stream_loader(stream(tmp_path, Talk("a", 0))), 1)
+
+
+def test_resumed_stream_skips_to_its_place(tmp_path: Path) -> None:
+    talk = Talk("a", 100)
+    take(stream_loader(stream(tmp_path, talk), start=10), 1)
+    assert talk.started == [40]  # ten steps of four: the block that position 40 opens
+
+
+def test_broken_stream_items_are_replaced_and_listed(tmp_path: Path) -> None:
+    dataset = stream(tmp_path, Talk("a", 16, bad=(2, 3, 11)), on_bad="skip")
+    steps = take(stream_loader(dataset, 4), 4)
+    assert as_sets(steps)[0]
+    assert {name for step in as_sets(steps) for name in step} == {f"a{i}" for i in range(16) if i not in (2, 3, 11)}
+    assert all(len(step[0]) == 4 for step in steps)
+    assert len((tmp_path / "skipped.jsonl").read_text().splitlines()) == 3
+    with pytest.raises(BadItem, match="a: item 2: broken"):
+        take(stream_loader(stream(tmp_path, Talk("a", 16, bad=(2,)))), 2)
+
+
+@pytest.mark.parametrize("weight", [None, 1.0])
+def test_streaming_a_table(tmp_path: Path, weight: float | None) -> None:
+    import datasets
+
+    save_pictures(tmp_path, "a.png")
+    rows = {"question": [f"q{i}" for i in range(10)], "answer": [f"a{i}" for i in range(10)], "image": ["a.png"] * 10}
+    datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "t.parquet")
+    source = SourceConfig(kind="hub", path=str(tmp_path / "t.parquet"), streaming=True, num_examples=8, weight=weight)
+    config = DataConfig(
+        sources={"it": source}, media_root=str(tmp_path), shuffle_block=4, holdout=0.0, cache_dir=str(tmp_path / "c")
+    )
+    processor = make_processor("qwen2_5_vl")
+    dataset = build_dataset(config, processor)
+    whole = take(StepLoader(dataset, processor.collate, 4, 4), 4)
+    assert as_sets(whole[:2])[0] | as_sets(whole[:2])[1] == {str(i) for i in range(8)}
+    assert take(StepLoader(dataset, processor.collate, 4, 4, start_step=1), 3) == whole[1:]
+
+
+KILLED = """
+import time, numpy, torch
+from data_prep.batching.loader import StepLoader
+
+class Numbers:
+    def __len__(self): return 4
+    def __getitem__(self, number): return {"id": str(number)}
+    def epoch(self, seed, epoch): return numpy.arange(4)
+
+def collate(examples): return {"attention_mask": torch.ones(1, 1), "loss_mask": torch.ones(1, 1)}
+
+if __name__ == "__main__":
+    steps = iter(StepLoader(Numbers(), collate, 2, 2, num_workers=2))
+    next(steps)
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+def test_workers_end_with_a_killed_rank(tmp_path: Path) -> None:
+    """Whoever reads its output would wait for them for ever: they hold its end of the pipe."""
+    (tmp_path / "main.py").write_text(KILLED)
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    with subprocess.Popen(
+        [sys.executable, tmp_path / "main.py"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+    ) as rank:
+        assert rank.stdout is not None and rank.stdout.readline() == b"ready\n"
+        rank.kill()
+        assert rank.communicate(timeout=30)[0] == b""

@@ -1,0 +1,267 @@
+"""Prepared once: what is kept, when it is made anew, what is left out, and several processes at once."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from support.data_helpers import make_processor, picture, save_pictures
+
+from data_prep.build import build_dataset
+from data_prep.chat import build_example
+from data_prep.config import Cache, DataConfig, OnBad, OnLong, SourceConfig
+from data_prep.conversation import BadItem
+from data_prep.dataset import prepare
+from data_prep.dataset.pixel_codec import LEVEL, STILL, PixelTable
+from data_prep.dataset.skip_log import read_skipped, reasons
+from data_prep.pocket import world
+
+
+def same(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    """Equal fields, types and bits."""
+    return first.keys() == second.keys() and all(
+        torch.equal(value, second[key]) and value.dtype == second[key].dtype
+        if isinstance(value, torch.Tensor)
+        else value == second[key]
+        for key, value in first.items()
+    )
+
+
+def pocket(folder: Path, **changes: Any) -> DataConfig:
+    return DataConfig(num_examples=6, cache=Cache.examples, cache_dir=str(folder), **changes)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava_onevision"])
+def test_kept_examples_equal_fresh_ones(family: str, tmp_path: Path) -> None:
+    processor = make_processor(family)
+    dataset = build_dataset(pocket(tmp_path), processor)
+    lazy = build_dataset(replace(pocket(tmp_path), cache=Cache.rows), processor)
+    assert len(dataset) == len(lazy) == 6
+    for i in range(6):
+        fresh = build_example(world.sample("train", i), processor)
+        assert same(dataset[i], fresh)
+        assert same(lazy[i], fresh)
+
+
+def test_second_time_is_instant_and_changes_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = make_processor("qwen2_5_vl")
+    first = build_dataset(pocket(tmp_path), processor)
+
+    def never(*args: Any) -> None:
+        raise AssertionError("prepared a second time")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "build_example", never)
+        begin = time.perf_counter()
+        again = build_dataset(pocket(tmp_path), processor)
+        assert time.perf_counter() - begin < 0.5
+        assert again.fingerprint == first.fingerprint
+    made = {first.fingerprint}
+    for change in ({"max_length": 400}, {"num_frames": 2}, {"num_examples": 7}):
+        made.add(build_dataset(replace(pocket(tmp_path), **change), processor).fingerprint)
+    processor.chat_template = processor.chat_template.replace("Be kind.", "Be brief.")
+    made.add(build_dataset(pocket(tmp_path), processor).fingerprint)
+    processor.image_processor.image_mean = [0.4, 0.4, 0.4]
+    made.add(build_dataset(pocket(tmp_path), processor).fingerprint)
+    monkeypatch.setattr(prepare, "code_fingerprint", lambda: "another version")
+    made.add(build_dataset(pocket(tmp_path), processor).fingerprint)
+    assert len(made) == 7
+
+
+def test_cache_keeps_what_was_used_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "KEPT", 2)
+    processor = make_processor("qwen2_5_vl")
+    folder = tmp_path / "examples"
+
+    def use(num_examples: int) -> Any:
+        for path in folder.glob("*/") if folder.is_dir() else ():  # a minute passes: file systems keep time coarsely
+            stamp = path.stat().st_mtime - 60
+            os.utime(path, (stamp, stamp))
+        return build_dataset(replace(pocket(tmp_path), num_examples=num_examples), processor)
+
+    made = [use(1), use(2)]
+    use(1)
+    made.append(use(3))
+    kept = {path.name for path in folder.iterdir() if path.is_dir()}
+    assert kept == {made[0].fingerprint, made[2].fingerprint}
+    assert len(made[1][1]["input_ids"]) > 0  # whoever has it open still reads it
+
+
+def _prepare(folder: Path, done: Any) -> None:
+    torch.set_num_threads(1)
+    calls = []
+
+    def counted(*args: Any) -> Any:
+        calls.append(1)
+        time.sleep(0.02)
+        return build_example(*args)
+
+    prepare.build_example = counted  # type: ignore[assignment]
+    dataset = build_dataset(pocket(folder), make_processor("qwen2_5_vl"))
+    done.put((len(dataset), len(calls)))
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_several_processes_at_once(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    done = context.Queue()
+    ranks = [context.Process(target=_prepare, args=(tmp_path, done)) for _ in range(3)]
+    for rank in ranks:
+        rank.start()
+    assert sorted(done.get(timeout=60) for _ in ranks) == [(6, 0), (6, 0), (6, 6)]
+    for rank in ranks:
+        rank.join()
+    assert len([path for path in (tmp_path / "examples").iterdir() if path.is_dir()]) == 1
+    assert not list(tmp_path.rglob("*.tmp-*"))
+
+
+def test_interrupted_preparation_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = make_processor("qwen2_5_vl")
+    calls = []
+
+    def stops(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return build_example(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "build_example", stops)
+        with pytest.raises(KeyboardInterrupt):
+            build_dataset(pocket(tmp_path), processor)
+    assert not [path for path in (tmp_path / "examples").iterdir() if path.is_dir()]
+    assert len(build_dataset(pocket(tmp_path), processor)) == 6
+
+
+@pytest.mark.slow
+def test_worker_processes_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = make_processor("qwen2_5_vl")
+    alone = build_dataset(pocket(tmp_path / "alone"), processor)
+    monkeypatch.setattr(prepare, "PARALLEL_FROM", 1)
+    monkeypatch.setattr(prepare, "num_processes", lambda: 2)
+    together = build_dataset(pocket(tmp_path / "together"), processor)
+    assert all(same(alone[i], together[i]) for i in range(6))
+
+
+def bad_folder(folder: Path) -> Path:
+    """Fourteen rows: two good, one too long, three whose pixels are bad, the others broken in ways their text shows."""
+    save_pictures(folder, "good.png", "cut.jpg", "gone.png")
+    noise = Image.effect_noise((64, 64), 90).convert("RGB")
+    noise.save(folder / "cut.jpg")
+    (folder / "cut.jpg").write_bytes((folder / "cut.jpg").read_bytes()[:900])
+    (folder / "gone.png").unlink()
+    picture(1).save(folder / "dot.png")
+    Image.new("RGB", (20000, 20)).save(folder / "strip.png")
+
+    def row(image: str | None, *values: str) -> str:
+        said = [{"from": ("human", "gpt")[i % 2], "value": value} for i, value in enumerate(values)]
+        return json.dumps({"conversations": said} | ({"image": image} if image else {}))
+
+    lines = [
+        row("good.png", "<image>What?", "Red."),
+        row("gone.png", "<image>What?", "Red."),
+        '{"broken',
+        row("good.png", "What?", "Red."),
+        row(None, "<image>What?", "Red."),
+        row("cut.jpg", "<image>What?", "Red."),
+        row("dot.png", "<image>What?", "Red."),
+        row("strip.png", "<image>What?", "Red."),
+        row(None, "What?", "Red." * 100),
+        row(None, "What?", "Red."),
+        row(None, "Only a question?"),
+        json.dumps({"conversations": [{"from": "human", "value": "a"}, {"from": "human", "value": "b"}]}),
+        json.dumps({"conversations": [{"from": "robot", "value": "a"}]}),
+    ]
+    path = folder / "rows.jsonl"
+    path.write_bytes("\n".join(lines).encode() + b'\n{"conversations": "\xff"}')
+    return path
+
+
+@pytest.mark.parametrize("cache", list(Cache))
+def test_skipped_items_are_counted_and_listed(tmp_path: Path, cache: Cache, caplog: pytest.LogCaptureFixture) -> None:
+    config = DataConfig(
+        sources={"it": SourceConfig(kind="llava_json", path=str(bad_folder(tmp_path)))},
+        on_bad=OnBad.skip,
+        cache=cache,
+        cache_dir=str(tmp_path / "cache"),
+        bad_list=str(tmp_path / "bad.jsonl"),
+        holdout=0.0,
+        max_length=200,
+    )
+    dataset = build_dataset(config, make_processor("qwen2_5_vl"))
+    found = {dataset[i]["id"] for i in range(len(dataset))}
+    assert found == {"0", "9"}
+    listed = read_skipped(tmp_path / "bad.jsonl")
+    assert {row["source"] for row in listed} == {str(tmp_path / "rows.jsonl")}
+    assert sorted(int(row["index"].split()[0]) for row in listed) == [1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12, 13]
+    assert "skipped" in caplog.text
+    assert "bad.jsonl" in caplog.text
+    assert sum(reasons(listed).values()) == 12
+
+
+@pytest.mark.parametrize("cache", list(Cache))
+def test_broken_item_stops_by_default(tmp_path: Path, cache: Cache) -> None:
+    path = bad_folder(tmp_path)
+    config = DataConfig(
+        sources={"it": SourceConfig(kind="llava_json", path=str(path))}, cache=cache, cache_dir=str(tmp_path / "cache")
+    )
+    with pytest.raises(BadItem, match=r"rows.jsonl: item 1 .*gone.png: no such file"):
+        build_dataset(config, make_processor("qwen2_5_vl"))
+    path.write_bytes(path.read_bytes().splitlines()[5])  # the cut JPEG alone: seen only when its pixels are
+    with pytest.raises(BadItem, match=r"rows.jsonl: item 0 .*cut.jpg: broken or truncated"):
+        config.holdout = 0.0
+        build_dataset(config, make_processor("qwen2_5_vl"))[0]
+
+
+def test_nothing_usable_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("{}\n{}")
+    sources = {"it": SourceConfig(kind="sharegpt", path=str(path))}
+    config = DataConfig(sources=sources, on_bad=OnBad.skip, cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match="data.sources: no usable item for train in .*rows.jsonl"):
+        build_dataset(config, make_processor("qwen2_5_vl"))
+    config = replace(pocket(tmp_path), max_length=20, on_long=OnLong.drop)
+    with pytest.raises(ValueError, match="data.sources: not one of 6 items became an example; see data.max_length"):
+        build_dataset(config, make_processor("qwen2_5_vl"))
+
+
+def test_too_long_items_are_listed_even_where_broken_ones_are_errors(tmp_path: Path) -> None:
+    processor = make_processor("qwen2_5_vl")
+    lengths = build_dataset(pocket(tmp_path), processor).store.lengths()
+    limit = int(np.sort(lengths)[3])
+    config = replace(pocket(tmp_path), max_length=limit, on_long=OnLong.drop, bad_list=str(tmp_path / "bad.jsonl"))
+    dataset = build_dataset(config, processor)
+    assert len(dataset) == (lengths <= limit).sum()
+    assert len(read_skipped(tmp_path / "bad.jsonl")) == (lengths > limit).sum()
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava_onevision"])
+def test_levels_are_exact_or_not_used(family: str) -> None:
+    processor = make_processor(family)
+    table = PixelTable.measure(processor)
+    noise = Image.effect_noise((40, 24), 90).convert("RGB")
+    pixels = processor.encode([("a", True)], [])  # no picture, no pixels
+    assert "pixel_values" not in pixels
+    found, _ = processor.family.pictures(processor.image_processor, [noise])
+    values = found["pixel_values"].numpy()
+    kind, stored = table.pack(values)
+    assert kind == (STILL if family == "qwen2_5_vl" else LEVEL)
+    assert stored.dtype == np.uint8
+    assert np.array_equal(table.unpack(kind, stored), values)
+    clip, _ = processor.family.clips(processor.image_processor, [[picture(), picture(colour="blue")]], [2.0])
+    kind, stored = table.pack(clip["pixel_values_videos"].numpy())
+    assert kind == LEVEL
+    assert np.array_equal(table.unpack(kind, stored), clip["pixel_values_videos"].numpy())
+    values.reshape(-1)[0] += 1e-4
+    kind, stored = table.pack(values)
+    assert kind == ""
+    assert np.array_equal(table.unpack(kind, stored), values)

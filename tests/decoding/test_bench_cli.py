@@ -1,0 +1,221 @@
+"""`python -m sage.bench`: prompts from every source, the table, the JSON, and mistakes in one line."""
+
+import json
+
+import pytest
+from PIL import Image
+from support.data_helpers import save_target as save_other
+from support.validate_helpers import save_draft, save_target
+
+import sage
+from sage.bench.__main__ import main
+from sage.bench.options import Contestant, contestant, contestants
+from sage.bench.prompts import TEXTS, load_prompts, read_jsonl
+from sage.bench.table import format_table, interval
+from sage.cli import run
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bench")
+    target = save_target(folder / "target")
+    return target, save_draft(folder / "draft", sage.load_target(target))
+
+
+@pytest.fixture(scope="module")
+def target(folders):
+    return sage.load_target(folders[0])
+
+
+def bench(folders, *words):
+    main(["--target", str(folders[0]), "--draft", str(folders[1]), "--max-new-tokens", "5", "--repeats", "1", *words])
+
+
+def user(text):
+    return {"role": "user", "content": [{"type": "text", "text": text}]}
+
+
+def test_it_prints_a_table_and_writes_the_report(folders, tmp_path, capsys):
+    out = tmp_path / "deep" / "bench.json"
+    bench(
+        folders,
+        "--policies",
+        "chain,sage",
+        "--baselines",
+        "hf_generate,hf_prompt_lookup",
+        "--num-prompts",
+        "2",
+        "--out",
+        str(out),
+    )
+    report = json.loads(out.read_text())
+    assert list(report["policies"]) == ["chain", "sage"]
+    assert set(report["baselines"]) == {"autoregressive", "hf_generate", "hf_prompt_lookup"}
+    assert all(part["match"] == part["match_hf"] == 2 for part in report["policies"].values())
+    assert report["command"].startswith("python -m sage.bench --target")
+    shown = capsys.readouterr().out
+    assert "hf_prompt_lookup" in shown and f"written: {out}" in shown
+
+
+def test_an_assistant_adds_assisted_generation(folders, capsys):
+    bench(folders, "--policies", "sage", "--assistant", str(folders[0]), "--prompt", "Hello")
+    assert "hf_assisted" in capsys.readouterr().out
+
+
+def test_the_table_marks_the_baseline_and_lines_up(folders, tmp_path):
+    out = tmp_path / "b.json"
+    bench(folders, "--policies", "sage", "--num-prompts", "1", "--out", str(out))
+    report = json.loads(out.read_text())
+    lines = format_table(report).split("\n\n")[0].splitlines()
+    assert sum(" *" in line for line in lines[:-1]) == 1
+    assert lines[-1].startswith("* fastest autoregressive baseline. 1 prompt, 1 run each, float32 on cpu")
+    column = lines[0].index("tokens/s") + len("tokens/s")
+    assert all(line[column - 1].isdigit() for line in lines[2:-1] if not line.startswith("-"))
+    assert interval(None) == interval([1.0, 1.0]) == "-" and interval([1.234, 5.0]) == "1.23-5.00"
+
+
+def test_several_configurations_of_one_policy_side_by_side(folders, tmp_path, capsys):
+    out = tmp_path / "b.json"
+    words = ["--policies", "chain", "--policy", "sage:max_width=2,min_width=1,history=false", "--policy", "one=chain:depth=1"]
+    bench(folders, *words, "--num-prompts", "2", "--baselines", "hf_generate", "--out", str(out))
+    report = json.loads(out.read_text())
+    labels = ["chain", "sage:max_width=2,min_width=1,history=false", "one"]
+    assert list(report["policies"]) == labels
+    assert report["kinds"] == dict(zip(labels, ["chain", "sage", "chain"], strict=True))
+    assert report["options"] == {labels[1]: {"max_width": 2, "min_width": 1, "history": False}, "one": {"depth": 1}}
+    assert max(entry["depth"] for entry in report["policies"]["one"]["example"]["rounds_log"]) <= 1
+    assert set(report["margins"]["over"]) | {report["margins"]["policy"]} == {*labels, "autoregressive", "hf_generate"}
+    shown = capsys.readouterr().out
+    assert "paired by prompt" in shown and "of decoding time" in shown
+
+
+def test_specs_are_read_as_written():
+    assert contestant("talon") == Contestant(label="talon", policy="talon")
+    assert contestant("a b=sage:alpha_from=root,max_depth=9") == Contestant(
+        label="a b", policy="sage", options={"alpha_from": "root", "max_depth": 9}
+    )
+    assert [one.label for one in contestants(None, [])] == ["chain", "static", "sage"]
+    assert [one.label for one in contestants(None, ["chain:depth=2"])] == ["chain:depth=2"]
+
+
+def test_one_family_of_a_file_with_pictures_beside_it(tmp_path, target):
+    (tmp_path / "media").mkdir()
+    Image.new("RGB", (16, 16), "red").save(tmp_path / "media" / "red.png")
+    seen = {"role": "user", "content": [{"type": "image", "image": "media/red.png"}, {"type": "text", "text": "What?"}]}
+    lines = [{"family": "caption", "messages": [seen]}, {"family": "text", "messages": [user("Well?")]}]
+    file = tmp_path / "chats.jsonl"
+    file.write_text("\n".join(json.dumps(line) for line in lines))
+    [prompt] = load_prompts(target, str(file), [], None, None, family="caption")
+    assert prompt.family == "caption" and "pixel_values" in prompt.inputs
+    with pytest.raises(ValueError, match="--family chart: no prompt of this family; there is caption, text"):
+        load_prompts(target, str(file), [], None, None, family="chart")
+
+
+def test_replay_and_calibration_of_a_learning_policy(folders, tmp_path):
+    """Every policy is replayed on the recorded rounds; what the calibrator was worth stands beside it."""
+    out = tmp_path / "b.json"
+    bench(folders, "--policies", "cost_aware", "--num-prompts", "2", "--baselines", "", "--replay", "--out", str(out))
+    report = json.loads(out.read_text())
+    assert set(report["replay"]["policies"]) == set(sage.POLICIES) - {"autoregressive"}
+    for part in report["replay"]["policies"].values():
+        assert (
+            0 <= part["coverage"] <= 1 and part["tokens_per_target_pass"] >= 1 and part["rounds"] == report["replay"]["rounds"]
+        )
+    section = report["calibration"]["cost_aware"]
+    assert section["rounds"] >= report["policies"]["cost_aware"]["rounds"]
+    assert section["labels"] == sum(row["labels"] for row in section["by_depth"]) > 0
+    for row in section["by_depth"]:
+        for key in ("before", "after"):
+            curve = row[f"curve_{key}"]
+            by_hand = sum(count * abs(predicted - outcome) for predicted, outcome, count in curve) / row["labels"]
+            assert row[key] == pytest.approx(by_hand) and sum(count for _, _, count in curve) == row["labels"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--policy", "sage:max_width"], "--policy sage:max_width: 'max_width' is not an option; write POLICY:option=value"),
+        (["--policy", "sage:colour=1"], "--policy sage:colour=1: policy.sage: unknown option 'colour'"),
+        (["--policy", "sage:max_depth=abc"], "--policy sage:max_depth=abc: policy.sage.max_depth: 'abc' is not allowed"),
+        (["--policy", "cost_aware:max_depth=abc"], "policy.cost_aware.max_depth: 'abc' is not allowed; give a whole number"),
+        (["--policy", "chain:depth=2.5"], "policy.chain.depth: 2.5 is not allowed; give a whole number of at least 1"),
+        (["--policy", "static:paths=abc"], "policy.static.paths: 'abc' is not allowed; give a list of paths"),
+        (["--policy", "x=oracle"], "policy: 'oracle' is unknown"),
+        (["--policies", "chain", "--policy", "chain=chain:depth=2"], "'chain' names two runners; write LABEL=POLICY"),
+        (["--policy", "hf_generate=chain:depth=2"], "'hf_generate' names two runners"),
+        (
+            ["--baselines", "hf_assisted"],
+            "hf_assisted drafts with a smaller model of the target's vocabulary, and there is none",
+        ),
+        (["--policies", "oracle"], "--policies: 'oracle' is unknown; choose from autoregressive"),
+        (["--baselines", "vllm"], "'vllm' is not a baseline"),
+        (["--prompts", "/no/such.jsonl"], "/no/such.jsonl: no such file"),
+        (["--image", "/no/such.png"], "such.png"),
+        (["--max-new-tokens", "1"], "max_new_tokens: 1 leaves nothing to decode"),
+        (["--num-prompts", "0"], "no prompt to measure on"),
+        (["--device", "cuda:99"], "--device cuda:99: torch cannot use it"),
+        (["--device", "foo"], "--device foo: torch cannot use it"),
+    ],
+)
+def test_mistakes_are_one_line_and_code_2(folders, capsys, words, message):
+    assert run(lambda: bench(folders, *words)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and len(error.strip().splitlines()) == 1
+
+
+def test_policies_that_draft_need_a_draft(folders):
+    with pytest.raises(ValueError, match="--draft: missing, and chain, sage need one"):
+        main(["--target", str(folders[0]), "--policies", "autoregressive,chain,sage"])
+    with pytest.raises(ValueError, match="--draft: missing, and --replay need one"):
+        main(["--target", str(folders[0]), "--policies", "autoregressive", "--replay"])
+
+
+def test_an_assistant_of_another_family_is_refused(folders, tmp_path):
+    other = save_other("llava_onevision", tmp_path / "llava")
+    with pytest.raises(ValueError, match="is a llava_onevision, the target a qwen2_5_vl"):
+        bench(folders, "--policies", "sage", "--assistant", str(other))
+
+
+def test_a_smaller_model_as_the_draft_is_its_own_assistant(folders, capsys):
+    words = ["--target", str(folders[0]), "--draft", str(folders[0]), "--policies", "chain", "--num-prompts", "1"]
+    main([*words, "--baselines", "hf_assisted", "--repeats", "1", "--max-new-tokens", "4"])
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("hf_assisted"))
+    assert line.endswith("1/1")
+
+
+def test_a_file_of_chats_drops_answers_and_keeps_names(tmp_path, target):
+    file = tmp_path / "chats.jsonl"
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "Fine."}]}
+    lines = [[user("How are you?"), answer], {"id": "q7", "family": "small talk", "messages": [user("Well?")]}]
+    file.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
+    assert [(name, family, len(messages)) for name, family, messages in read_jsonl(file)] == [
+        ("chats-1", "", 1),
+        ("q7", "small talk", 1),
+    ]
+    prompts = load_prompts(target, str(file), [], None, 1)
+    assert [prompt.name for prompt in prompts] == ["chats-1"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "no line in it"),
+        ("{", "line 1: not JSON"),
+        ('{"text": "hi"}', "line 1: no chat messages"),
+        ("[1]", "line 1: no chat messages"),
+        ('[{"role": "assistant", "content": []}]', "line 1: no question is left"),
+    ],
+)
+def test_a_bad_file_is_named_with_its_line(tmp_path, content, message):
+    file = tmp_path / "chats.jsonl"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        read_jsonl(file)
+
+
+def test_pictures_texts_and_defaults(tmp_path, target):
+    Image.new("RGB", (16, 16), "red").save(tmp_path / "red.png")
+    prompts = load_prompts(target, None, [str(tmp_path / "red.png")] * 2, "What is it?", None)
+    assert [prompt.name for prompt in prompts] == ["red.png"] * 2 and "pixel_values" in prompts[0].inputs
+    assert len(load_prompts(target, None, [], "One question", None)) == 1
+    assert len(load_prompts(target, None, [], None, None)) == len(TEXTS)

@@ -1,0 +1,423 @@
+"""Order of runs, clocks, counts, losslessness and intervals of the bench, on made-up runners and on tiny random targets."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.models import make_inputs, make_llava, make_qwen
+
+import sage
+from sage.bench import BenchPrompt, HFRunner, PolicyRunner, Run, Sampling, baseline_runner, build_report, measure
+from sage.bench.intervals import rate_interval, ratio_interval
+from sage.bench.losslessness import earliest_difference, first_difference, top2_gap
+from sage.bench.measure import rotated
+from sage.bench.runners import (
+    AUTOREGRESSIVE,
+    HF_ASSISTED,
+    HF_GENERATE,
+    HF_STATIC,
+    PROMPT_LOOKUP,
+    FirstTokens,
+    complete_stages,
+    on_device,
+)
+from sage.bench.summary import acceptance_by_depth, accepted_histogram, pooled_counts, summarize
+from sage.stats import PHASES, Stats
+
+SAMPLING = Sampling(max_new_tokens=8)
+PROMPTS = [BenchPrompt(name=f"p{i}", inputs={}, family="even" if i % 2 == 0 else "odd") for i in range(4)]
+
+
+class FakeRunner:
+    """Answers with given tokens after a given time, and writes down when it ran."""
+
+    may_fail = False
+
+    def __init__(self, name, decode_s, tokens=(5, 6, 7), is_autoregressive=False, log=None, prefill_s=1.0):
+        self.name, self.is_autoregressive = name, is_autoregressive
+        self.decode_s, self.tokens, self.prefill_s = decode_s, list(tokens), prefill_s
+        self.log = [] if log is None else log
+
+    def run(self, inputs, sampling):
+        self.log.append((self.name, sampling.max_new_tokens))
+        rounds = [{"depth": 2, "nodes": 4, "accepted": 1}]
+        stats = Stats(rounds=1, target_passes=1, draft_steps=2, accepted=[1], new_tokens=3, rounds_log=rounds)
+        time_s = complete_stages({"target_prefill": self.prefill_s, "verify": self.decode_s}, self.prefill_s + self.decode_s)
+        wall_s = self.prefill_s + self.decode_s
+        return Run(tokens=list(self.tokens), wall_s=wall_s, decode_s=self.decode_s, stats=stats, time_s=time_s)
+
+
+def fakes(**changes):
+    log = []
+    own = FakeRunner(AUTOREGRESSIVE, 4.0, is_autoregressive=True, log=log)
+    hf = FakeRunner(HF_GENERATE, 2.0, is_autoregressive=True, log=log)
+    return [own, hf, FakeRunner("sage", 1.0, log=log, **changes)], log
+
+
+def summary(runners, prompts=PROMPTS, target=None, **options):
+    return summarize(measure(runners, prompts, SAMPLING, **options), target, ["sage"])
+
+
+# -- order -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_runner_takes_every_place_in_turn_after_a_short_warm_up():
+    runners, log = fakes()
+    measure(runners, PROMPTS[:1], Sampling(max_new_tokens=64), repeats=3, warmup=1)
+    names = [name for name, _ in log]
+    assert log[:3] == [(AUTOREGRESSIVE, 32), (HF_GENERATE, 32), ("sage", 32)]
+    assert names[3:] == [r.name for shift in range(3) for r in rotated(runners, shift)]
+    for place in range(3):
+        assert len({names[3 + 3 * repeat + place] for repeat in range(3)}) == 3
+
+
+def test_prompts_come_by_once_per_repeat():
+    runners, _ = fakes()
+    seen = []
+    runners[2].run = lambda inputs, sampling, run=runners[2].run: (seen.append(inputs["id"]), run(inputs, sampling))[1]
+    prompts = [BenchPrompt(name=str(i), inputs={"id": i}) for i in range(3)]
+    measurement = measure(runners, prompts, SAMPLING, repeats=2, warmup=0)
+    assert seen == [0, 1, 2, 0, 1, 2]
+    assert {len(repeats) for runs in measurement.runs.values() for repeats in runs} == {2}
+
+
+def test_progress_counts_prompts():
+    seen = []
+    measure(fakes()[0], PROMPTS, SAMPLING, repeats=1, warmup=0, progress=lambda *done: seen.append(done))
+    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompts": []}, "no prompt to measure on"),
+        ({"repeats": 0}, "repeats: 0 is too small; at least 1"),
+        ({"warmup": -1}, "warmup: -1 is too small"),
+        ({"sampling": Sampling(max_new_tokens=1)}, "max_new_tokens: 1 leaves nothing to decode"),
+        ({"runners": [FakeRunner("sage", 1.0)]}, "no autoregressive runner"),
+        ({"runners": [FakeRunner("a", 1.0, is_autoregressive=True)] * 2}, "a would run twice"),
+    ],
+)
+def test_a_measurement_that_says_nothing_is_refused(change, message):
+    arguments = {"runners": fakes()[0], "prompts": PROMPTS, "sampling": SAMPLING, "repeats": 1} | change
+    with pytest.raises(ValueError, match=message):
+        measure(**arguments)
+
+
+class Failing(FakeRunner):
+    """Fails from its third run on."""
+
+    may_fail = True
+
+    def run(self, inputs, sampling):
+        if len(self.log) == 2:
+            raise IndexError("no such\n row")
+        return super().run(inputs, sampling)
+
+
+def test_a_foreign_decoder_that_fails_is_left_out_and_the_reason_kept():
+    runners, _ = fakes()
+    measurement = measure([*runners, Failing("hf_x", 0.1, is_autoregressive=True)], PROMPTS, SAMPLING, repeats=1)
+    assert measurement.failed == {"hf_x": "IndexError on prompt p1: no such row"}
+    found = summarize(measurement, None, ["sage"])
+    assert "hf_x" not in found["baselines"] and found["fastest_baseline"] == HF_GENERATE
+    assert found["failed_baselines"] == measurement.failed
+
+
+def test_our_own_decoder_and_the_baseline_may_not_fail():
+    runners, _ = fakes()
+    failing = Failing("sage", 0.1)
+    failing.may_fail = False
+    with pytest.raises(IndexError):
+        measure([*runners[:2], failing], PROMPTS, SAMPLING, repeats=1)
+    assert not HFRunner(make_qwen()).may_fail and not PolicyRunner(make_qwen(), None, "autoregressive").may_fail
+
+
+# -- speeds ----------------------------------------------------------------------------------------------------------
+
+
+def test_speedup_is_against_the_fastest_autoregressive_runner():
+    """Two tokens after the prefill's: sage 2 / 1 s, Hugging Face 2 / 2 s, our own loop 2 / 4 s."""
+    found = summary(fakes()[0])
+    part = found["policies"]["sage"]
+    assert found["fastest_baseline"] == HF_GENERATE
+    assert part["tokens_per_s"] == pytest.approx(2.0) and part["speedup"] == pytest.approx(2.0)
+    assert part["speedup_end_to_end"] == pytest.approx((3 / 2) / (3 / 3))
+    assert found["baselines"][AUTOREGRESSIVE]["speedup"] == pytest.approx(0.5)
+    assert found["baselines"][HF_GENERATE]["speedup"] == 1.0
+
+
+def test_margins_are_paired_and_against_every_other_runner():
+    """sage 2 / 1 s is twice Hugging Face's 2 / 2 s and four times our own loop's 2 / 4 s, on every prompt."""
+    margins = summary(fakes()[0])["margins"]
+    assert margins["policy"] == "sage" and set(margins["over"]) == {AUTOREGRESSIVE, HF_GENERATE}
+    assert margins["over"][HF_GENERATE] == {"ratio": pytest.approx(2.0), "ci": pytest.approx([2.0, 2.0])}
+    assert margins["over"][AUTOREGRESSIVE]["ratio"] == pytest.approx(4.0)
+    assert "ci" not in summary(fakes()[0], PROMPTS[:1])["margins"]["over"][HF_GENERATE]
+    assert summarize(measure(fakes()[0][:2], PROMPTS, SAMPLING), None, [AUTOREGRESSIVE])["margins"] == {}
+
+
+def test_a_fast_decoder_that_is_not_autoregressive_is_no_baseline_for_speedups():
+    runners, _ = fakes()
+    found = summary([*runners, FakeRunner(PROMPT_LOOKUP, 0.1)])
+    assert found["fastest_baseline"] == HF_GENERATE and found["baselines"][PROMPT_LOOKUP]["speedup"] == pytest.approx(20.0)
+
+
+def test_a_single_slow_repeat_does_not_move_the_median():
+    runners, _ = fakes()
+    times = iter([1.0, 50.0, 1.0])
+    original = runners[2].run
+
+    def stalling(inputs, sampling):
+        runners[2].decode_s = next(times)
+        return original(inputs, sampling)
+
+    runners[2].run = stalling
+    part = summary(runners, PROMPTS[:1], repeats=3, warmup=0)["policies"]["sage"]
+    assert part["speedup"] == pytest.approx(2.0) and part["time_s"]["verify"] == pytest.approx(1.0)
+
+
+def test_answers_of_one_token_have_no_decoding_speed():
+    runners = [FakeRunner(name, 0.1, tokens=[1], is_autoregressive=name != "sage") for name in (AUTOREGRESSIVE, "sage")]
+    part = summary(runners, repeats=1)["policies"]["sage"]
+    assert part["tokens_per_s"] == part["speedup"] == 0.0 and "speedup_ci" not in part
+
+
+def test_unaccounted_time_counts_as_other():
+    stages = complete_stages({"verify": 2.0, "other": 0.5}, 4.0)
+    assert stages["other"] == pytest.approx(2.0) and sum(stages.values()) == pytest.approx(4.0)
+    assert tuple(stages) == PHASES
+
+
+def test_families_are_reported_apart():
+    found = summary(fakes()[0])
+    assert list(found["by_family"]) == ["even", "odd"]
+    assert found["by_family"]["odd"]["sage"]["prompts"] == 2
+    assert summary(fakes()[0], [BenchPrompt(name="p", inputs={})])["by_family"] == {}
+
+
+# -- counts ----------------------------------------------------------------------------------------------------------
+
+
+def runs_with(*logs):
+    """A run per log; an entry is (depth, nodes, accepted)."""
+    made = []
+    for log in logs:
+        rounds = [{"depth": d, "nodes": n, "accepted": a} for d, n, a in log]
+        accepted = [a for _, _, a in log]
+        stats = Stats(
+            rounds=len(log),
+            target_passes=len(log),
+            draft_steps=sum(d for d, _, _ in log),
+            accepted=accepted,
+            new_tokens=1 + sum(accepted) + len(log),
+            rounds_log=rounds,
+        )
+        made.append([Run(tokens=[0] * stats.new_tokens, wall_s=1.0, decode_s=1.0, stats=stats)])
+    return made
+
+
+def test_counts_are_pooled_over_rounds_not_averaged_over_prompts():
+    counts = pooled_counts(runs_with([(3, 9, 3)], [(3, 9, 0), (3, 9, 1), (1, 2, 1)]))
+    assert counts["mean_accepted_draft"] == pytest.approx(5 / 4)
+    assert counts["tokens_per_target_pass"] == pytest.approx(9 / 4)
+    assert counts["draft_steps_per_round"] == pytest.approx(10 / 4)
+    assert counts["nodes_per_accepted_token"] == pytest.approx(29 / 5)
+
+
+def test_conditional_acceptance_by_hand():
+    """Rounds (depth, accepted): (3, 3), (3, 1), (1, 1), (2, 0). Depth 2 was tried by the two that kept one and went on."""
+    runs = runs_with([(3, 5, 3), (3, 5, 1)], [(1, 2, 1), (2, 3, 0)])
+    assert acceptance_by_depth(runs) == [
+        {"depth": 1, "tried": 4, "kept": 3},
+        {"depth": 2, "tried": 2, "kept": 1},
+        {"depth": 3, "tried": 1, "kept": 1},
+    ]
+    assert accepted_histogram(runs) == [1, 2, 0, 1]
+
+
+def test_counts_without_any_draft_are_zero():
+    counts = pooled_counts(runs_with([(0, 0, 0)]))
+    assert counts["mean_accepted_draft"] == 0.0 and counts["nodes_per_accepted_token"] == 0.0
+    assert acceptance_by_depth(runs_with([(0, 0, 0)])) == []
+
+
+# -- losslessness ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("other", "index"), [([4, 5, 6], None), ([4, 9, 6], 1), ([4, 5], 2), ([4, 5, 6, 7], 3), ([], 0)])
+def test_first_difference_counts_missing_tokens(other, index):
+    assert first_difference([4, 5, 6], other) == index
+
+
+def test_one_deviating_repeat_is_a_deviation():
+    assert earliest_difference([4, 5], [[4, 5], [4, 6], [3, 5]]) == 0
+    assert earliest_difference([4, 5], [[4, 5], [4, 5]]) is None
+
+
+@pytest.mark.parametrize("make", [make_qwen, make_llava])
+def test_the_gap_is_that_of_the_targets_own_logits(make):
+    """Against the whole model on prompt + prefix, by Hugging Face's own forward."""
+    target = make()
+    inputs = make_inputs(target)
+    prefix = [7, 8, 9]
+    ids = torch.cat([inputs["input_ids"], torch.tensor([prefix])], dim=1)
+    whole = (
+        inputs
+        | {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        | {key: value[None] for key, value in target.family.token_inputs(ids[0]).items()}
+    )
+    with torch.no_grad():
+        best = target.model(**whole).logits[0, -1].topk(2).values
+    assert top2_gap(target, inputs, prefix) == pytest.approx(float(best[0] - best[1]), abs=1e-4)
+    assert top2_gap(target, inputs, []) != pytest.approx(float(best[0] - best[1]), abs=1e-3)
+
+
+def test_a_wrong_policy_is_found_out_and_its_gap_reported():
+    target = make_qwen()
+    prompts = [BenchPrompt(name="p", inputs=make_inputs(target))]
+    part = summary(fakes(tokens=(5, 6, 8))[0], prompts, target, repeats=1)["policies"]["sage"]
+    assert (part["match"], part["total"], part["match_hf"]) == (0, 1, 0)
+    assert part["first_gaps"] == [pytest.approx(top2_gap(target, prompts[0].inputs, [5, 6]))]
+
+
+def test_equal_output_has_no_gaps():
+    part = summary(fakes()[0])["policies"]["sage"]
+    assert (part["match"], part["total"], part["match_hf"], part["first_gaps"]) == (4, 4, 4, [])
+
+
+# -- intervals -------------------------------------------------------------------------------------------------------
+
+
+def test_interval_of_equal_prompts_is_a_point_and_of_unequal_ones_holds_the_ratio():
+    assert ratio_interval([2, 2], [1, 1], [2, 2], [2, 2]) == (2.0, 2.0)
+    low, high = ratio_interval([2, 2, 2], [1, 2, 3], [2, 2, 2], [2, 2, 2])
+    assert 2 / 3 <= low < 1.0 < high <= 2.0
+    low, high = rate_interval([2, 4], [1, 1])
+    assert (low, high) == (2.0, 4.0)
+
+
+def test_interval_needs_two_prompts():
+    assert ratio_interval([2], [1], [2], [2]) is None and rate_interval([2], [1]) is None
+
+
+def test_prompts_are_resampled_in_pairs():
+    """Both decoders are ten times slower on the second prompt: the ratio does not spread."""
+    low, high = ratio_interval([1, 1], [1, 10], [1, 1], [2, 20])
+    assert low == pytest.approx(2.0) and high == pytest.approx(2.0)
+
+
+# -- real runners ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [make_qwen, make_llava])
+def test_hugging_face_decoders_agree_with_our_loop(make):
+    target = make()
+    inputs = make_inputs(target)
+    own = PolicyRunner(target, None, AUTOREGRESSIVE).run(inputs, SAMPLING)
+    for name in (HF_GENERATE, HF_STATIC, PROMPT_LOOKUP):
+        run = baseline_runner(target, name).run(inputs, SAMPLING)
+        assert run.tokens == own.tokens, name
+        assert 0 < run.decode_s < run.wall_s and run.prefill_tokens >= 1
+    assisted = baseline_runner(target, HF_ASSISTED, make(seed=1).model).run(inputs, SAMPLING)
+    assert assisted.tokens == own.tokens
+
+
+@pytest.mark.parametrize("make", [make_qwen, make_llava])
+def test_prompt_lookup_does_not_copy_picture_placeholders(make):
+    """A prompt that ends like the text before its picture makes plain prompt lookup draft placeholders and fail."""
+    target = make()
+    inputs = make_inputs(target)
+    ids = inputs["input_ids"].clone()
+    ids[0, -2:] = ids[0, 4:6]  # the two tokens before the picture
+    inputs = inputs | {"input_ids": ids}
+    own = PolicyRunner(target, None, AUTOREGRESSIVE).run(inputs, SAMPLING)
+    assert baseline_runner(target, PROMPT_LOOKUP).run(inputs, SAMPLING).tokens == own.tokens
+    with pytest.raises((ValueError, RuntimeError)):  # the negative control
+        HFRunner(target, PROMPT_LOOKUP, False, prompt_lookup_num_tokens=10).run(inputs, SAMPLING)
+
+
+def test_a_checkpoints_generation_config_does_not_change_the_baseline():
+    """Released checkpoints ship a repetition penalty and sampling; greedy decoding must not inherit them."""
+    target, inputs = make_qwen(), make_inputs(make_qwen())
+    plain = HFRunner(target).run(inputs, SAMPLING).tokens
+    shipped = target.model.generation_config
+    shipped.repetition_penalty, shipped.do_sample, shipped.temperature = 5.0, True, 9.0
+    assert HFRunner(target).run(inputs, SAMPLING).tokens == plain
+
+
+def test_decoding_stops_at_eos_and_counts_it():
+    target, inputs = make_qwen(), make_inputs(make_qwen())
+    eos = PolicyRunner(target, None, AUTOREGRESSIVE).run(inputs, SAMPLING).tokens[3]
+    target.eos_token_ids = [eos]
+    runs = [runner.run(inputs, SAMPLING) for runner in (PolicyRunner(target, None, AUTOREGRESSIVE), HFRunner(target))]
+    for run in runs:
+        assert run.tokens[-1] == eos and run.tokens.count(eos) == 1
+        assert run.decode_tokens == len(run.tokens) - 1
+
+
+def test_the_clock_of_a_policy_leaves_out_only_vision_and_target_prefill():
+    target = make_qwen()
+    run = PolicyRunner(target, sage.new_draft(target, "eagle", seed=0), "sage").run(make_inputs(target), SAMPLING)
+    prefill_s = run.time_s["vision"] + run.time_s["target_prefill"]
+    assert run.decode_s == pytest.approx(run.wall_s - prefill_s)
+    assert run.time_s["draft_prefill"] > 0 and sum(run.time_s.values()) == pytest.approx(run.wall_s)
+
+
+def test_the_stamp_is_set_once_and_never_stops():
+    stamp = FirstTokens(prompt_tokens=3, device=torch.device("cpu"))
+    assert not stamp(torch.zeros(1, 5, dtype=torch.long), None).any()
+    first = stamp.time_s
+    stamp(torch.zeros(1, 9, dtype=torch.long), None)
+    assert (stamp.tokens, stamp.time_s) == (2, first)
+
+
+def test_inputs_are_moved_to_the_model_before_the_clock_starts():
+    moved = on_device({"input_ids": torch.zeros(1, 2), "note": "x"}, torch.device("meta"))
+    assert moved["input_ids"].device.type == "meta" and moved["note"] == "x"
+
+
+def test_unknown_baselines_and_a_missing_assistant_are_refused():
+    target = SimpleNamespace()
+    with pytest.raises(ValueError, match="'vllm' is not a baseline; choose from autoregressive, hf_generate"):
+        baseline_runner(target, "vllm")
+    with pytest.raises(ValueError, match="hf_assisted drafts with a smaller model"):
+        baseline_runner(target, HF_ASSISTED)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_report_of_a_tiny_target(temperature):
+    """Every policy, both prompts, greedy and sampled by seed: identical, schema complete, numbers finite."""
+    target = make_qwen()
+    draft = sage.new_draft(target, "eagle", seed=0)
+    prompts = [BenchPrompt(name=f"p{seed}", inputs=make_inputs(target, seed)) for seed in range(2)]
+    runners = [PolicyRunner(target, draft, name) for name in sage.POLICIES]
+    sampling = Sampling(max_new_tokens=10, temperature=temperature, seed=3)
+    measurement = measure([*runners, baseline_runner(target, HF_GENERATE)], prompts, sampling, repeats=1)
+    report = build_report(measurement, target, "tiny", sage.POLICIES, step=7)
+    assert report["schema"] == 1 and report["step"] == 7 and list(report["policies"]) == list(sage.POLICIES)
+    assert set(report["baselines"]) == {AUTOREGRESSIVE, HF_GENERATE}
+    for part in report["policies"].values():
+        assert (part["match"], part["total"]) == (2, 2)
+        assert part.get("match_hf") == (2 if temperature == 0 else None)
+        assert set(part["time_s"]) == set(PHASES)
+    assert all(math.isfinite(value) for value in numbers(report))
+    assert report["policies"][AUTOREGRESSIVE]["tokens_per_target_pass"] == 1.0
+
+
+def numbers(value):
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from numbers(item)
+    elif isinstance(value, (int, float)):
+        yield value
+
+
+def test_extra_keys_may_not_replace_measured_ones():
+    measurement = measure(fakes()[0], PROMPTS, SAMPLING, repeats=1)
+    target = SimpleNamespace(name="t", device=torch.device("cpu"), dtype=torch.float32)
+    with pytest.raises(ValueError, match="machine is filled in by the measurement"):
+        build_report(measurement, target, "d", ["sage"], machine={})

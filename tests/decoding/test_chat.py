@@ -1,0 +1,154 @@
+"""Several turns: the same text as asking everything at once, without reading the shared prefix again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.models import make_llava, make_qwen, random_draft
+from support.processors import make_processor, picture
+from transformers import LogitsProcessor, LogitsProcessorList
+
+import sage
+from sage.generation import Past, start
+from sage.targets import Features
+
+LENGTH = 12
+MAKERS = {"qwen2_5_vl": make_qwen, "llava_onevision": make_llava}
+
+
+@pytest.fixture(params=MAKERS)
+def ready(request: pytest.FixtureRequest) -> sage.Target:
+    target = MAKERS[request.param]()
+    target.model.double()
+    return sage.Target(target.model, make_processor(target))
+
+
+def in_double(target: sage.Target) -> sage.Target:
+    """Makes `prepare` give float64 pixels."""
+    prepare = target.prepare
+
+    def doubled(messages: list[dict[str, Any]]) -> Any:
+        inputs = prepare(messages)
+        return {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
+
+    target.prepare = doubled  # type: ignore[method-assign]
+    return target
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("second_picture", [False, True])
+def test_turns_equal_asking_from_scratch(ready: sage.Target, kind: str, second_picture: bool) -> None:
+    target = in_double(ready)
+    options = {"feature_levels": [1, 2, 3]} if kind == "eagle3" else {}
+    draft = random_draft(target, kind, seed=0, **options)
+    chat = sage.Chat(target, draft, policy="static", max_new_tokens=LENGTH)
+    chat.ask("one", images=[picture(16, 8)])
+    messages = [*chat.messages]
+    images = [picture(9, 9, 3)] if second_picture else []
+    generation = chat.start("two", images)
+    known = generation.request.cache.length
+    for _ in generation.rounds():
+        pass
+    second = chat.finish(generation)
+    messages += [chat.messages[-2]]
+    fresh = sage.generate(target, draft, target.prepare(messages), policy="static", max_new_tokens=LENGTH)
+    assert torch.equal(second.tokens, fresh.tokens)
+    assert second.stats.accepted == fresh.stats.accepted  # the draft too reads the same
+    assert known > 0
+    if not second_picture:
+        assert known > int(generation.request.prompt.visual_mask.sum())
+    third = chat.ask("three")
+    again = sage.generate(target, draft, target.prepare(chat.messages[:-1]), policy="static", max_new_tokens=LENGTH)
+    assert torch.equal(third.tokens, again.tokens)
+
+
+@pytest.mark.slow
+def test_pruning_keeps_the_same_visual_tokens_in_a_later_turn(ready: sage.Target) -> None:
+    target = in_double(ready)
+    draft = random_draft(target, seed=0)
+    options = {"policy": "static", "max_new_tokens": LENGTH, "pruning": sage.Pruning(0.5)}
+    chat = sage.Chat(target, draft, **options)
+    first = chat.start("one", [picture(16, 8)])
+    for _ in first.rounds():
+        pass
+    chat.finish(first)
+    second = chat.start("two")
+    for _ in second.rounds():
+        pass
+    prompts = [g.request.pruning(g.request.prompt, Features.join(g.request.read)) for g in (first, second)]
+    kept = [p.kept[p.visual_mask[0, p.kept]].tolist() for p in prompts]
+    assert kept[0] == kept[1]
+    assert kept[0]
+
+
+def test_past_ends_where_conversations_part(tiny_qwen: sage.Target) -> None:
+    ids = torch.randint(2, 60, (1, 9))
+    generation = start(tiny_qwen, None, {"input_ids": ids}, policy="autoregressive", max_new_tokens=4)
+    for _ in generation.rounds():
+        pass
+    past = generation.past()
+    assert past.ids.tolist() == [*ids[0].tolist(), *generation.tokens[:-1]]
+    other = ids.clone()
+    other[0, 5] = (int(ids[0, 5]) + 1) % 60
+    cache, read = past.reuse(tiny_qwen.embed({"input_ids": other}), 64)
+    assert cache.length == 5
+    assert read[0].last.shape[1] == 5
+
+
+def test_vision_tower_runs_once_for_pictures_already_seen(ready: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = in_double(ready)
+    chat = sage.Chat(target, None, policy="autoregressive", max_new_tokens=3)
+    chat.ask("one", images=[picture(16, 8)])
+    monkeypatch.setattr(target.family, "visual_features", lambda *_: pytest.fail("the vision tower ran again"))
+    chat.ask("two")
+
+
+def test_a_failed_turn_leaves_the_conversation_alone(ready: sage.Target) -> None:
+    chat = sage.Chat(in_double(ready), None, policy="autoregressive", max_new_tokens=3, system="be brief")
+    chat.ask("one")
+    before = [*chat.messages]
+    with pytest.raises(ValueError, match="no such file"):
+        chat.ask("two", images=["nowhere.png"])
+    assert chat.messages == before
+    assert chat.ask("three").stats.new_tokens <= 3
+
+
+class Breaks(LogitsProcessor):
+    """Fails in the middle of an answer."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise ValueError("in the middle")
+
+
+def test_a_turn_that_was_not_finished_was_never_asked(ready: sage.Target) -> None:
+    target = in_double(ready)
+    chat = sage.Chat(target, None, policy="autoregressive", max_new_tokens=3)
+    chat.ask("one", images=[picture(16, 8)])
+    before = [*chat.messages]
+    chat.options["logits_processor"] = LogitsProcessorList([Breaks()])
+    with pytest.raises(ValueError, match="in the middle"):
+        chat.ask("two")
+    del chat.options["logits_processor"]
+    abandoned = chat.start("three")
+    next(abandoned.rounds())
+    assert chat.messages == before
+    answer = chat.ask("four")
+    asked = [*before, {"role": "user", "content": [{"type": "text", "text": "four"}]}]
+    fresh = sage.generate(target, None, target.prepare(asked), policy="autoregressive", max_new_tokens=3)
+    assert torch.equal(answer.tokens, fresh.tokens)
+    assert chat.messages[:-1] == asked
+    with pytest.raises(ValueError, match="chat: this turn is not the one begun last"):
+        chat.finish(abandoned)
+
+
+def test_nothing_shared_is_nothing_kept(tiny_qwen: sage.Target) -> None:
+    prompt = tiny_qwen.embed({"input_ids": torch.tensor([[5, 6]])})
+    cache = tiny_qwen.new_cache(8)
+    features = tiny_qwen.prefill(prompt, cache)
+    past = Past(torch.tensor([5, 6]), cache, features, prompt)
+    assert past.reuse(tiny_qwen.embed({"input_ids": torch.tensor([[7, 6, 5]])}), 16) == (cache, [])
+    assert cache.length == 0
+    assert cache.storage.shape[-2] == 16

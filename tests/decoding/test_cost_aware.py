@@ -1,0 +1,348 @@
+"""`cost_aware`: its calibrator against a slow twin and a known law, its tree against one worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support.slow_trees import SlowTree, add_growth, numbers
+from support.toy_helpers import PROMPT, SteadyClock, make_policy, toy_request, toy_tree
+from torch import Tensor
+
+import sage
+from sage.costs import measure as probe
+from sage.costs.calibration import Calibrator, Reliability
+from sage.costs.measure import LEAST_SPAN
+from sage.costs.tables import Costs, Curve
+from sage.decoder import decode
+from sage.sampling import Chooser, Sampling, agreement
+from sage.stats import RoundTimes, Stats
+from sage.trees import Frontier, Outcome, Tree
+from sage.trees.cost_aware.policy import LABELLED_RANKS, LEARN_EVERY, OFF_PATH_WEIGHT, STUDIED, CostAware, Noted, _evidence
+from sage.trees.cost_aware.pricing import ChildMass
+from sage.verify import accept
+
+
+def flat_costs(node: float = 0.1, level: float = 0.5, base: float = 1.0) -> Costs:
+    """A pass costs `base` + `node` per node beyond the first, a level `level` whatever its width."""
+    verify = Curve([1, 2, 64], [base, base + node, base + 63 * node])
+    return Costs(verify=verify, draft=Curve([1, 64], [level, level]), context=0)
+
+
+def laws(count: int, ranks: int, seed: int) -> Tensor:
+    """[count, ranks] descending probabilities of made-up drafts, sharp and flat ones."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(count, 50, generator=generator) * (1 + 4 * torch.rand(count, 1, generator=generator))
+    return logits.softmax(-1).topk(ranks).values
+
+
+def greedy_labels(probs: Tensor, seed: int) -> Tensor:
+    """One-hot [count, ranks]: the target's argmax, a softmax of the draft's log-probabilities twice as sharp."""
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.multinomial((2 * probs.log()).softmax(-1), 1, generator=generator)
+    return torch.zeros_like(probs).scatter_(1, chosen, 1.0)
+
+
+class TestCalibrator:
+    def test_starts_at_the_drafts_own_probabilities(self) -> None:
+        probs = laws(20, 4, 0)
+        assert torch.allclose(Calibrator()(probs, torch.ones(20)), probs.double(), atol=2e-5)
+        row = probs[3].tolist()
+        assert Calibrator().likeliest(row, 1, 0.0) == pytest.approx(row, abs=2e-5)
+
+    @pytest.mark.parametrize("ranks", [1, 2, 5])
+    def test_plain_floats_say_what_tensors_say(self, ranks: int) -> None:
+        calibrator, generator = Calibrator(), torch.Generator().manual_seed(1)
+        state = calibrator.state()
+        state["weights"] = (0.3 * torch.randn(6, generator=generator, dtype=torch.float64) + torch.eye(6)[0]).tolist()
+        calibrator.load_state(state)
+        probs, depths = laws(50, ranks, 2), torch.arange(50) % 9 + 1
+        for row, depth, wanted in zip(probs, depths, calibrator(probs, depths), strict=True):
+            room, kept = 1.0, []
+            for chance in wanted.tolist():  # siblings are exclusive
+                kept.append(min(chance, room))
+                room -= kept[-1]
+            assert calibrator.likeliest(row.tolist(), int(depth), -1.0) == pytest.approx(kept, abs=1e-6)
+
+    def test_stops_at_the_first_that_is_too_unlikely(self) -> None:
+        assert Calibrator().likeliest([0.6, 0.2, 0.15, 0.05], 1, 0.18) == pytest.approx([0.6, 0.2])
+
+    def test_learns_a_greedy_targets_law(self) -> None:
+        calibrator, before, after = Calibrator(), Reliability(), Reliability()
+        for step in range(60):
+            probs, depths = laws(40, 4, step), torch.full((40,), 1)
+            labels = greedy_labels(probs, 1000 + step)
+            predicted = calibrator.learn(probs, depths, labels, torch.ones(40))
+            if step >= 20:
+                before.add(depths, probs, labels)
+                after.add(depths, predicted, labels)
+        assert after.error()[1] < before.error()[1] / 2
+
+    def test_wrong_evidence_makes_it_worse(self) -> None:
+        """The negative control: learning from labels of the wrong candidates must show in the error against the true ones."""
+        calibrator, after, before = Calibrator(), Reliability(), Reliability()
+        for step in range(60):
+            probs, depths = laws(40, 4, step), torch.full((40,), 1)
+            truth = greedy_labels(probs, 1000 + step)
+            after.add(depths, calibrator(probs, depths), truth)
+            before.add(depths, probs, truth)
+            calibrator.learn(probs, depths, truth.flip(1), torch.ones(40))
+        assert after.error()[1] > 2 * before.error()[1]
+
+    def test_one_newton_step_is_that_of_a_naive_loop(self) -> None:
+        calibrator = Calibrator(prior=3.0, memory=0.9)
+        probs, depths, weights = laws(7, 3, 5), torch.arange(7) + 1, torch.rand(7)
+        labels = greedy_labels(probs, 6)
+        hessian, gradient = 3.0 * torch.eye(6, dtype=torch.float64), torch.zeros(6, dtype=torch.float64)
+        for i in range(7):
+            for r in range(3):
+                p = [min(max(float(v), 1e-5), 1 - 1e-5) for v in probs[i]]
+                margin = math.log(p[r]) - math.log(p[0] if r else p[1])
+                columns = (math.log(p[r] / (1 - p[r])), 1.0, min(max(margin, -1.5), 1.5), r > 0, r > 1, int(depths[i]) - 1)
+                x = torch.tensor([float(column) for column in columns], dtype=torch.float64)
+                gradient += float(weights[i]) * (float(labels[i, r]) - p[r]) * x
+                hessian += float(weights[i]) * p[r] * (1 - p[r]) * torch.outer(x, x)
+        wanted = calibrator.weights + torch.linalg.solve(hessian, gradient)
+        calibrator.learn(probs, depths, labels, weights)
+        assert torch.allclose(calibrator.weights, wanted, atol=1e-6)
+
+    def test_another_versions_state_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="a state of 5 weights"):
+            Calibrator().load_state({"weights": [0.0] * 5, "curvature": []})
+
+
+class TestCurve:
+    @pytest.mark.parametrize("count,seconds", [(1, 1.0), (2, 1.5), (3, 2.0), (8, 4.5), (2.5, 1.75)])
+    def test_lines_between_points_and_beyond(self, count: float, seconds: float) -> None:
+        curve = Curve([1, 3, 5], [1.0, 2.0, 3.0], scale=1.0)
+        assert curve(count) == pytest.approx(seconds)
+        assert curve(count) == pytest.approx(seconds), "and the second time, when it is known"
+
+    def test_live_timings_move_it_and_interruptions_do_not(self) -> None:
+        curve = Curve([1, 3], [1.0, 2.0])
+        curve.correct(curve(2), 1.5 * 1.2, 1.0)
+        assert curve(3) == pytest.approx(2.4)
+        curve.correct(curve(2), 100.0, 1.0)
+        assert curve(3) == pytest.approx(2.4)
+
+    def test_a_pass_over_a_shorter_context_still_takes_time(self) -> None:
+        costs = Costs(Curve([1, 3], [1.0, 2.0], 1.5), Curve([1], [0.1]), context=1000, verify_per_token=0.01)
+        assert costs.verify_s(3, 1100) == pytest.approx(1.5 * (2.0 + 1.0))
+        assert costs.verify_s(3, 0) == pytest.approx(1.5 * 2.0 / 2)
+
+    def test_contexts_are_far_enough_apart_to_tell_a_slope_from_noise(
+        self, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tiny_qwen.text_config.max_position_embeddings = limit = 4096
+        seen: set[int] = set()
+        tree_pass = tiny_qwen.tree_pass
+        monkeypatch.setattr(probe, "REPEATS", 2)
+        monkeypatch.setattr(tiny_qwen, "tree_pass", lambda *args: (seen.add(args[3].length), tree_pass(*args))[1])
+        for context, longer, expected in ((10, 12, 10 + LEAST_SPAN), (10, 2000, 2000), (3900, 3901, limit - 64)):
+            seen.clear()
+            probe.measure_costs(tiny_qwen, sage.new_draft(tiny_qwen), context, longer)
+            assert seen == {context, expected}
+
+
+class TestTree:
+    def policy(self, costs: Costs, **options: float) -> sage.Policy:
+        policy = sage.policy("cost_aware", **{"calibrate": False, **options})
+        policy.costs = costs
+        policy.reset()
+        return policy
+
+    def test_by_hand(self) -> None:
+        """lambda = 1.5 tokens per unit of time: before any round the policy assumes 1.5 tokens in an undrafted one.
+
+        A node costs 0.1, so it must be accepted with 0.15 at least; a level costs 0.4, worth 0.6 tokens, and a node of it
+        0.15 more.
+        """
+        policy = self.policy(flat_costs(node=0.1, level=0.4))
+        policy.begin()
+        growth = policy.grow(Frontier(1, torch.tensor([[0.9, 0.06, 0.04]]), torch.ones(1)))
+        assert growth is not None
+        assert numbers(growth)[0] == [0], "0.06 < 0.15"
+        # A made-up s of 0.75 before anything is known, and now the 0.9 kept below the root: the next level pays 0.9 * 0.75.
+        assert numbers(growth)[1] == [], "0.675 < 0.6 + 0.15"
+        cheaper = self.policy(flat_costs(node=0.1, level=0.3))
+        cheaper.begin()
+        growth = cheaper.grow(Frontier(1, torch.tensor([[0.9, 0.06, 0.04]]), torch.ones(1)))
+        assert growth is not None and numbers(growth)[1] == [0], "0.675 > 0.45 + 0.15"
+        growth = cheaper.grow(Frontier(2, torch.tensor([[0.5, 0.3, 0.1]]), torch.tensor([0.9])))
+        assert growth is not None
+        assert numbers(growth)[0] == [0, 1], "0.9 * 0.1 < 0.15 < 0.9 * 0.3"
+        assert numbers(growth)[1] == [], "neither 0.45 * 0.75 nor 0.27 * 0.75 more pays for a level"
+
+    def test_nothing_is_drafted_below_the_answers_end(self) -> None:
+        """The likelier of two candidates ends the answer: both are verified, only the other is drafted from."""
+        for sees_ends, expected in ((True, [1]), (False, [0, 1])):
+            policy = self.policy(flat_costs(node=0.01, level=0.01), sees_ends=sees_ends)
+            policy.begin()
+            growth = policy.grow(Frontier(1, torch.tensor([[0.6, 0.4]]), torch.ones(1), ends=[0]))
+            assert growth is not None and numbers(growth) == ([0, 1], expected)
+
+    def test_a_path_that_cannot_be_taken_is_no_division_by_zero(self) -> None:
+        """Where nodes seem to cost nothing and nothing stops the drafting, even the impossible is drafted from."""
+        policy = self.policy(flat_costs(node=0.0), stop=False)
+        policy.begin()
+        for level in (1, 2):
+            growth = policy.grow(Frontier(level, torch.tensor([[1.0, 0.0]]).repeat(level, 1), torch.ones(level)))
+            assert growth is not None and len(growth.expand) == 2 * level
+
+    def test_verifies_what_the_true_curve_bears(self) -> None:
+        """A pass of four nodes and one of five differ by far more than the usual node: the fifth is left out."""
+        steep = Costs(verify=Curve([1, 2, 3, 4, 5], [1, 1.01, 1.02, 1.03, 9.0]), draft=Curve([1, 2], [0.01, 0.01]), context=0)
+        policy = self.policy(steep, max_depth=1)
+        policy.begin()
+        probs, tokens = torch.tensor([[0.4, 0.2, 0.2, 0.2]]), torch.arange(4)[None]
+        policy._prices = policy._prices._replace(node=0.0)
+        growth = policy.grow(Frontier(1, probs, torch.ones(1)))
+        assert growth is not None and len(growth.picks) == 4
+        tree = SlowTree.of_token(7)
+        add_growth(tree, torch.tensor([0]), growth, probs, tokens)
+        keep = policy.select(tree)
+        assert keep is not None and len(keep) == 4 and keep[0] == 0
+
+    def test_rounds_not_worth_drafting_for_are_skipped_and_tried_again(self) -> None:
+        policy = self.policy(flat_costs(node=0.1, level=50.0))
+        asked = []
+        for _ in range(20):
+            policy.begin()
+            asked.append(policy.wants_draft())
+            policy.observe(Outcome(0, Tree.of_root(0), [0]))
+        assert asked[0] and sum(asked) < 10 and asked[16]
+
+    def test_state_is_plain_and_comes_back(self) -> None:
+        policy, other = self.policy(flat_costs()), sage.policy("cost_aware")
+        policy.begin()
+        policy.observe(Outcome(3, Tree.of_root(0), [0]))
+        other.load_state(policy.state())
+        assert other.state() == policy.state()
+        assert other.price == policy.price
+
+
+class TestLearning:
+    """What it learns waits for a good moment; what has been learned is all there is to plan by."""
+
+    def after(self, rounds: int, **options: float) -> Any:
+        policy: Any = make_policy("cost_aware", {"max_depth": 3, "max_nodes": 5, "top_k": 3, **options})
+        policy.reset()
+        for seed in range(rounds):
+            policy.begin()
+            tree, _ = toy_tree(policy, root=(seed % 4,))
+            choices = [seed % 3] * len(tree)
+            path, _ = accept(tree, choices)
+            times = RoundTimes(1.1, [(1, 0.01)], 1.2)
+            policy.observe(Outcome(len(path) - 1, tree, path, 9, partial(agreement, tree, choices), lambda times=times: times))
+        return policy
+
+    def test_at_1_2_4_8_rounds_and_then_in_batches(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        learned: list[int] = []
+        learn = CostAware._learn
+        monkeypatch.setattr(CostAware, "_learn", lambda self: (learned.append(self.rounds), learn(self))[1])
+        self.after(3 * LEARN_EVERY)
+        assert learned[:4] == [1, 2, 4, 8] and learned[-2:] == [2 * LEARN_EVERY, 3 * LEARN_EVERY]
+
+    def test_of_later_rounds_one_in_four_is_studied(self) -> None:
+        policy = self.after(0)
+        tree, _ = toy_tree(policy, root=(1,))
+        policy.rounds, studied = STUDIED, []
+        for _ in range(8):
+            policy.begin()
+            studied.append(policy.studies())
+            policy.observe(Outcome(1, tree, [0, 1], times=lambda: RoundTimes(1.1, [], 1.2)))
+        assert studied == [True, False, False, False] * 2
+        assert policy.rounds == STUDIED + 8 and len(policy._noted) == 2
+
+    def test_while_drafting_does_not_pay_every_round_is_studied(self) -> None:
+        """What is learned then decides whether it is asked again; one in four could miss every round in which it was."""
+        policy = self.after(0)
+        policy.rounds = STUDIED + 1
+        for is_studied in (False, True, True, True, True):
+            policy.begin()
+            assert policy.studies() == is_studied
+            policy.observe(Outcome(0, Tree.of_root(0), [0]))
+
+    def test_one_batch_is_round_after_round(self) -> None:
+        """Prices, masses and costs: the same whether they are learned of one by one or together. (Newton's steps differ.)"""
+        together, one_by_one = self.after(1, calibrate=False), self.after(1, calibrate=False)
+        tree, _ = toy_tree(together, root=(1,))
+        times = RoundTimes(1.1, [(1, 0.012), (2, 0.02)], 1.2)
+        for policy, is_batch in ((together, True), (one_by_one, False)):
+            policy.rounds = 10**6 if is_batch else 0
+            for accepted in (0, 2, 1):
+                outcome = Outcome(accepted, tree, list(range(accepted + 1)), 9, times=lambda: times)
+                policy._noted.append(Noted(outcome, 0.04, [(0, 1.0, 0.7), (1, 0.6, 0.9)]))
+                if not is_batch:
+                    policy._learn()
+            policy._learn()
+            policy.rounds = 0
+        assert together.state() == one_by_one.state()
+        assert together._prices == one_by_one._prices
+
+    @pytest.mark.parametrize("context", [0, 400, 4000])
+    def test_timings_as_the_tables_have_them_correct_nothing(self, context: int) -> None:
+        """At any context: what a longer one costs is in the table already."""
+        policy = self.after(0)
+        policy.costs.context, policy.costs.verify_per_token = 800, 1e-3
+        tree, _ = toy_tree(policy, root=(1,))
+        seconds = policy.costs.verify_s(len(tree), context)
+        outcome = Outcome(1, tree, [0, 1], context, times=lambda: RoundTimes(seconds, [(1, policy.costs.draft(1))], seconds))
+        for _ in range(50):
+            policy._correct_costs(outcome)
+        assert policy.costs.verify.scale == pytest.approx(1.0)
+        assert policy.costs.draft.scale == pytest.approx(1.0)
+
+    def test_the_state_holds_every_round(self) -> None:
+        policy = self.after(5)
+        assert policy._noted, "the fifth round waits"
+        state = policy.state()
+        assert not policy._noted and state["tokens"] > 0
+        assert self.after(4).state()["tokens"] != state["tokens"]
+
+    def test_evidence_is_what_a_walk_over_the_trees_finds(self) -> None:
+        """Against a slow twin that looks at every node and candidate in turn."""
+        outcomes = []
+        for seed in range(6):
+            policy = make_policy("static", {"paths": [(0,), (1,), (0, 0), (0, 2), (0, 0, 1)]})
+            tree, _ = toy_tree(policy, root=(seed % 4,))
+            choices = [(seed + node) % 4 for node in range(len(tree))]
+            path, _ = accept(tree, choices)
+            outcomes.append(Outcome(len(path) - 1, tree, path, labels=partial(agreement, tree, choices)))
+        found = _evidence(outcomes)
+        assert found is not None
+        rows = []
+        for outcome in outcomes:
+            judged = iter(outcome.labels(LABELLED_RANKS))
+            for node in range(len(outcome.tree)):
+                said = outcome.tree.said[node]
+                if said is not None:
+                    weight = 1.0 if node in outcome.path else OFF_PATH_WEIGHT
+                    rows.append((said[0], int(outcome.tree.depths[node]) + 1, next(judged), weight))
+            assert next(judged, None) is None
+        for column, expected in zip(found, zip(*rows, strict=True), strict=True):
+            torch.testing.assert_close(column, torch.tensor(expected, dtype=column.dtype))
+        assert _evidence([Outcome(0, Tree.of_root(0), [0])]) is None
+
+    def test_masses_are_a_table_of_means(self) -> None:
+        mass = ChildMass(2, start=0.5, weight=2.0, memory=0.5)
+        mass.learn(1, 0.6, 0.9)
+        table = mass.table(4)
+        assert table[1] == pytest.approx([0.5, 0.5, (0.5 + 0.9) / 2, 0.5, 0.5])
+        assert table[0] == table[2] == table[3] == table[4] == [0.5] * 5, "as deep as asked for, the last row again"
+
+    def test_the_log_says_what_was_drafted(self) -> None:
+        """Every round's levels and nodes, and with them a reason that fits."""
+        policy, stats = make_policy("cost_aware", {"max_depth": 3, "max_nodes": 3, "top_k": 3}), Stats()
+        request = toy_request(policy, {}, 10, [])
+        request.chooser = Chooser(Sampling(temperature=1.0, seed=3), torch.tensor(PROMPT))
+        for _ in decode(request, SteadyClock(), stats):  # type: ignore[arg-type]
+            pass
+        assert stats.rounds_log and any(entry["drafted"] > entry["nodes"] for entry in stats.rounds_log)
+        for entry in stats.rounds_log:
+            assert entry["asked"] >= entry["levels"] >= entry["depth"] and entry["drafted"] >= entry["nodes"]
+            assert (entry["drafted"] == 0) == (entry["levels"] == 0)
+            assert ("no candidate was worth" in policy.explain(entry)) == (0 == entry["levels"] < entry["asked"])

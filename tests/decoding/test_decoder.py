@@ -1,0 +1,374 @@
+"""Losslessness of the whole loop on random tiny models of both families, with pictures."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.models import EOS, OracleSession, in_float64, make_inputs, make_llava, make_qwen, random_draft
+from support.toy_helpers import make_policy
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
+
+import sage
+from sage import generation
+from sage.decoder import Round
+from sage.drafts.model import ModelDraft
+from sage.drafts.session import EagleSession
+from sage.trees import Policy
+
+LENGTH = 32
+
+
+def hugging_face(target: sage.Target, inputs: dict[str, torch.Tensor], length: int = LENGTH) -> list[int]:
+    """The reference: greedy `generate` of the model itself."""
+    ids = target.model.generate(**inputs, max_new_tokens=length, do_sample=False)
+    return ids[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+@pytest.fixture
+def with_oracle(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Replaces the draft at work by an OracleSession, so that every kind of round occurs."""
+
+    def install(answer: list[int], seed: int = 0) -> None:
+        monkeypatch.setattr(
+            generation, "new_session", lambda draft, target, capacity: OracleSession(answer, target.vocab_size, seed)
+        )
+
+    return install
+
+
+def small(name: str) -> Policy:
+    """A policy at a size that suits a tiny model."""
+    return sage.policy(name, **({"budget": 24, "branch": 6, "steps": 4} if name == "spec_llava" else {}))
+
+
+@pytest.mark.slow
+def test_a_real_draft_gives_hugging_faces_text_under_every_policy(tiny_target: sage.Target) -> None:
+    """Here the draft knows nothing; deep paths and seeds are in test_sage_losslessness.py."""
+    inputs = in_float64(tiny_target, make_inputs(tiny_target))
+    draft = random_draft(tiny_target, seed=0)
+    expected = hugging_face(tiny_target, inputs)
+    for name in sage.POLICIES:
+        out = sage.generate(tiny_target, draft, inputs, policy=small(name), max_new_tokens=LENGTH)
+        assert out.tokens.tolist() == expected, name
+        assert sum(out.stats.accepted) == int(out.drafted.sum())
+
+
+# Grouped or plain heads (4 query heads), tied or not; trees verified whole, pruned after drafting, and pruned by price.
+AUDITED = list(itertools.product((make_qwen, make_llava), ((2, False), (4, True)), ("static", "eagle2", "sage", "cost_aware")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("make", "heads", "policy"), AUDITED)
+def test_cache_equals_a_fresh_prefill_after_every_round(
+    make: Callable[..., sage.Target], heads: tuple[int, bool], policy: str, with_oracle: Callable[..., None]
+) -> None:
+    target = make(*heads)
+    inputs = in_float64(target, make_inputs(target))
+    with_oracle(hugging_face(target, inputs))
+    draft = sage.new_draft(target)
+    run = generation.start(target, draft, inputs, policy=make_policy(policy, {}), max_new_tokens=LENGTH)
+    for _ in run.rounds():
+        new = torch.tensor([run.tokens[:-1]], dtype=torch.long)
+        ids = torch.cat((inputs["input_ids"], new), 1)
+        fresh = DynamicCache(config=target.text_config)
+        again = {**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids), **target.family.token_inputs(ids)}
+        with torch.no_grad():
+            target.model(**again, past_key_values=fresh, use_cache=True)
+        length = run.request.cache.length
+        assert length == ids.shape[1]
+        for ours, theirs in zip(run.request.cache.layers, fresh.layers, strict=True):
+            torch.testing.assert_close(ours.keys[:, :, :length], theirs.keys, atol=1e-10, rtol=0)
+            torch.testing.assert_close(ours.values[:, :, :length], theirs.values, atol=1e-10, rtol=0)
+    assert max(run.stats.accepted) > 1
+
+
+def test_negative_control_a_cache_that_keeps_the_wrong_rows_is_noticed(
+    tiny_qwen: sage.Target, with_oracle: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = in_float64(tiny_qwen, make_inputs(tiny_qwen))
+    expected = hugging_face(tiny_qwen, inputs)
+    with_oracle(expected)
+    monkeypatch.setattr("sage.cache.TreeCache.keep_path", lambda self, start, path: self.crop_to(start + len(path)))
+    out = sage.generate(tiny_qwen, sage.new_draft(tiny_qwen), inputs, policy="static", max_new_tokens=LENGTH)
+    assert out.tokens.tolist() != expected
+
+
+def test_draft_after_commit_equals_a_draft_that_read_everything_at_once(tiny_target: sage.Target) -> None:
+    """The head's own cache, re-synchronised round by round, against one prefill over prompt and answer."""
+    inputs = in_float64(tiny_target, make_inputs(tiny_target))
+    draft = random_draft(tiny_target, seed=1)
+    run = generation.start(tiny_target, draft, inputs, policy="static", max_new_tokens=LENGTH)
+    for _ in run.rounds():
+        pass
+    session = run.request.session
+    read = len(run.tokens) - 1  # the last round is not re-synchronised
+    tokens = torch.tensor([run.tokens[:read]])
+    ids = torch.cat((inputs["input_ids"], tokens), 1)
+    again = {**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids), **tiny_target.family.token_inputs(ids)}
+    prompt = tiny_target.embed(again)
+    features = tiny_target.features(prompt)
+    with torch.no_grad():
+        whole = draft(prompt.embeds[:, 1:], features.last[:, :-1], prompt.position_ids[..., :-1])
+    known = session.committed
+    assert known >= inputs["input_ids"].shape[1]
+    torch.testing.assert_close(session.hidden[-1], whole[0, known - 1], atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "model"])
+def test_drafts_keep_no_tokens_they_were_told(kind: str, tiny_qwen: sage.Target) -> None:
+    """Tokens are on loan: the next ones take their place."""
+    inputs = make_inputs(tiny_qwen)
+
+    def said(spoils: bool) -> list[torch.Tensor]:
+        options = {"feature_levels": [1, 2, 3]} if kind == "eagle3" else {}
+        draft = ModelDraft(tiny_qwen, tiny_qwen) if kind == "model" else random_draft(tiny_qwen, kind, seed=1, **options)
+        run = generation.start(tiny_qwen, draft, inputs, policy="static", max_new_tokens=LENGTH)
+        session, heard = run.request.session, []
+
+        def spoiling(ask: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+            def asked(about: Any, tokens: torch.Tensor) -> torch.Tensor:
+                heard.append(ask(about, tokens))
+                if spoils:
+                    tokens.fill_(0)
+                return heard[-1]
+
+            return asked
+
+        session.expand, session.commit = spoiling(session.expand), spoiling(session.commit)
+        list(run.rounds())
+        return heard
+
+    spoiled, left = said(True), said(False)
+    assert len(left) > 4 and all(torch.equal(one, other) for one, other in zip(spoiled, left, strict=True))
+
+
+@pytest.mark.parametrize("policy", sage.POLICIES)
+@pytest.mark.parametrize("length", [1, 2, 3, 7])
+def test_length_limit_is_exact(policy: str, length: int, tiny_qwen: sage.Target, with_oracle: Callable[..., None]) -> None:
+    inputs = make_inputs(tiny_qwen)
+    expected = hugging_face(tiny_qwen, inputs, LENGTH)
+    with_oracle(expected)
+    out = sage.generate(tiny_qwen, sage.new_draft(tiny_qwen), inputs, policy=small(policy), max_new_tokens=length)
+    assert out.tokens.tolist() == expected[:length]
+    assert out.stats.new_tokens == length
+
+
+@pytest.mark.parametrize("policy", sage.POLICIES)
+@pytest.mark.parametrize("at", [0, 1, 5])
+def test_eos_cuts_inside_an_accepted_path(
+    policy: str, at: int, tiny_llava: sage.Target, with_oracle: Callable[..., None]
+) -> None:
+    inputs = make_inputs(tiny_llava)
+    answer = hugging_face(tiny_llava, inputs)
+    tiny_llava.eos_token_ids = [answer[at]]
+    first = answer.index(answer[at])
+    with_oracle(answer)
+    out = sage.generate(tiny_llava, sage.new_draft(tiny_llava), inputs, policy=small(policy), max_new_tokens=LENGTH)
+    assert out.tokens.tolist() == answer[: first + 1]
+
+
+@pytest.mark.parametrize("eos_at", [None, 0, 5])
+@pytest.mark.parametrize("length", [1, 2, 3, 7, LENGTH])
+def test_drafted_marks_the_tokens_that_each_round_says_were_drafted(
+    length: int, eos_at: int | None, tiny_llava: sage.Target, with_oracle: Callable[..., None]
+) -> None:
+    inputs = make_inputs(tiny_llava)
+    answer = hugging_face(tiny_llava, inputs)
+    tiny_llava.eos_token_ids = [] if eos_at is None else [answer[eos_at]]
+    with_oracle(answer)
+    run = generation.start(tiny_llava, sage.new_draft(tiny_llava), inputs, policy="sage", max_new_tokens=length)
+    assert run.output().drafted.tolist() == []
+    marks: list[bool] = []
+    for emitted in run.rounds():
+        marks += [place < emitted.num_drafted for place in range(len(emitted.tokens))]
+        assert run.output().drafted.tolist() == marks
+    assert len(marks) == len(run.output().tokens)
+
+
+class Dictated(LogitsProcessor):
+    """Makes the target say `answer`, whatever it thinks."""
+
+    def __init__(self, start: int, answer: list[int]) -> None:
+        self.start, self.answer = start, answer
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        said = torch.full_like(scores, -1e9)
+        said[:, self.answer[input_ids.shape[1] - self.start]] = 0
+        return said
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes of characters of one to four; cut anywhere it writes replacement characters."""
+
+    table = "a☕é😀 b".encode()
+
+    def decode(self, tokens: list[int], **options: object) -> str:
+        return bytes(self.table[token % len(self.table)] for token in tokens).decode(errors="replace")
+
+
+@pytest.mark.parametrize("length", range(1, 2 * len(Bytes.table) + 2))
+def test_a_stream_is_the_whole_text_in_whole_characters(length: int, with_oracle: Callable[..., None]) -> None:
+    target = make_qwen()
+    target.processor, target.eos_token_ids = SimpleNamespace(tokenizer=Bytes()), []
+    answer = list(range(2 * len(Bytes.table) + 1))
+    with_oracle(answer)
+    inputs, draft = make_inputs(target), sage.new_draft(target)
+    told = LogitsProcessorList([Dictated(inputs["input_ids"].shape[1], answer)])
+    options = {"policy": "chain", "max_new_tokens": length, "logits_processor": told}
+    expected = Bytes().decode(answer[:length])
+    assert sage.generate(target, draft, inputs, **options).text == expected
+    pieces = list(sage.stream(target, draft, inputs, **options))
+    assert "".join(pieces) == expected
+    assert not any("\ufffd" in piece for piece in pieces[:-1])
+
+
+def test_generate_enters_inference_mode_once(
+    tiny_qwen: sage.Target, with_oracle: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = make_inputs(tiny_qwen)
+    with_oracle(hugging_face(tiny_qwen, inputs))
+    entered: list[bool] = []
+    mode = torch.inference_mode
+    monkeypatch.setattr(torch, "inference_mode", lambda: entered.append(True) or mode())
+    out = sage.generate(tiny_qwen, sage.new_draft(tiny_qwen), inputs, policy="sage", max_new_tokens=LENGTH)
+    assert out.stats.rounds > 1
+    assert len(entered) == 1
+
+
+@pytest.mark.parametrize(("policy", "has_masks"), [("chain", False), ("static", True)])
+def test_a_chain_is_drafted_without_a_mask(
+    policy: str, has_masks: bool, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    masks: list[bool] = []
+    raw = EagleSession._mask
+
+    def spy(session: EagleSession, rows: torch.Tensor) -> torch.Tensor | None:
+        mask = raw(session, rows)
+        masks.append(mask is not None)
+        return mask
+
+    monkeypatch.setattr(EagleSession, "_mask", spy)
+    sage.generate(tiny_qwen, random_draft(tiny_qwen, seed=0), make_inputs(tiny_qwen), policy=policy, max_new_tokens=8)
+    assert masks
+    assert any(masks) is has_masks
+
+
+def test_counts_agree_with_each_other(tiny_qwen: sage.Target, with_oracle: Callable[..., None]) -> None:
+    inputs = make_inputs(tiny_qwen)
+    with_oracle(hugging_face(tiny_qwen, inputs))
+    stats = sage.generate(tiny_qwen, sage.new_draft(tiny_qwen), inputs, policy="sage", max_new_tokens=LENGTH).stats
+    assert stats.target_passes == stats.rounds == len(stats.accepted) == len(stats.rounds_log)
+    assert stats.new_tokens == LENGTH
+    assert stats.tokens_per_target_pass == pytest.approx((LENGTH - 1) / stats.rounds)
+    assert stats.mean_accepted_draft == pytest.approx(sum(stats.accepted) / stats.rounds)
+    assert all(entry["accepted"] <= entry["depth"] for entry in stats.rounds_log)
+    assert stats.total_s == pytest.approx(sum(stats.time_s.values()))
+    assert stats.decode_s < stats.total_s
+
+
+def test_text_only_and_two_pictures(tiny_qwen: sage.Target) -> None:
+    one = make_inputs(tiny_qwen)
+    text = {"input_ids": torch.randint(2, 60, (1, 9))}
+    two_ids = torch.cat((one["input_ids"], one["input_ids"]), 1)
+    two = {
+        "input_ids": two_ids,
+        **tiny_qwen.family.token_inputs(two_ids),
+        "pixel_values": torch.cat((one["pixel_values"],) * 2),
+        "image_grid_thw": one["image_grid_thw"].repeat(2, 1),
+    }
+    draft = sage.new_draft(tiny_qwen)
+    for inputs in (text, two):
+        out = sage.generate(tiny_qwen, draft, inputs, policy="sage", max_new_tokens=12)
+        assert out.tokens.tolist() == hugging_face(tiny_qwen, inputs, 12)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_nothing(side: str, tiny_target: sage.Target) -> None:
+    inputs = in_float64(tiny_target, make_inputs(tiny_target))
+    draft = random_draft(tiny_target, seed=0)
+    expected = hugging_face(tiny_target, inputs, 12)
+    padding = (5, 0) if side == "left" else (0, 5)
+    ids = inputs["input_ids"]
+    padded = {
+        key: torch.nn.functional.pad(value, padding) if value.shape == ids.shape else value for key, value in inputs.items()
+    }
+    padded["attention_mask"] = torch.nn.functional.pad(torch.ones_like(ids), padding)
+    for policy in ("autoregressive", "sage"):
+        out = sage.generate(tiny_target, draft, padded, policy=policy, max_new_tokens=12)
+        assert out.tokens.tolist() == expected
+        assert out.stats.prompt_tokens == ids.shape[1]
+    with pytest.raises(ValueError, match="the attention mask hides every token"):
+        sage.generate(tiny_target, draft, {**inputs, "attention_mask": torch.zeros_like(ids)}, max_new_tokens=12)
+
+
+def test_requests_do_not_leak_into_each_other(tiny_qwen: sage.Target) -> None:
+    """Rope deltas are model state in Hugging Face; ours are per request, so interleaving two requests changes nothing."""
+    first, second = make_inputs(tiny_qwen, 0), make_inputs(tiny_qwen, 1, length=7)
+    alone = [sage.generate(tiny_qwen, None, i, policy="autoregressive", max_new_tokens=9).tokens for i in (first, second)]
+    runs = [generation.start(tiny_qwen, None, i, policy="autoregressive", max_new_tokens=9) for i in (first, second)]
+    steps: list[list[Round]] = [list(pair) for pair in zip(*(run.rounds() for run in runs), strict=False)]
+    assert steps
+    for run, tokens in zip(runs, alone, strict=True):
+        assert run.tokens == tokens.tolist()
+
+
+class TestMistakes:
+    def test_policy_without_a_draft(self, tiny_qwen: sage.Target) -> None:
+        with pytest.raises(ValueError, match="policy 'chain' needs one"):
+            sage.generate(tiny_qwen, None, make_inputs(tiny_qwen), policy="chain")
+
+    @pytest.mark.parametrize("length", [0, -3])
+    def test_no_tokens_asked_for(self, length: int, tiny_qwen: sage.Target) -> None:
+        with pytest.raises(ValueError, match=f"max_new_tokens: {length} is not allowed"):
+            sage.generate(tiny_qwen, None, make_inputs(tiny_qwen), policy="autoregressive", max_new_tokens=length)
+
+    def test_context_limit(self, tiny_qwen: sage.Target) -> None:
+        with pytest.raises(ValueError, match=r"exceed the target's context of 512; ask for at most 496"):
+            sage.generate(tiny_qwen, None, make_inputs(tiny_qwen), policy="autoregressive", max_new_tokens=600)
+
+    def test_a_batch(self, tiny_qwen: sage.Target) -> None:
+        inputs = {"input_ids": torch.randint(2, 60, (2, 5))}
+        with pytest.raises(ValueError, match="batch of 2"):
+            sage.generate(tiny_qwen, None, inputs, policy="autoregressive")
+
+    def test_a_draft_of_another_target(self, tiny_qwen: sage.Target, tiny_llava: sage.Target) -> None:
+        with pytest.raises(ValueError, match=r"made for llava_onevision .* but the target is qwen2_5_vl"):
+            sage.generate(tiny_qwen, sage.new_draft(tiny_llava), make_inputs(tiny_qwen))
+
+    def test_streaming_without_a_processor(self, tiny_qwen: sage.Target) -> None:
+        with pytest.raises(ValueError, match="no processor"):
+            next(sage.stream(tiny_qwen, None, make_inputs(tiny_qwen), policy="autoregressive"))
+
+    def test_nan_in_the_draft_names_its_pass(self, tiny_qwen: sage.Target) -> None:
+        draft = sage.new_draft(tiny_qwen)
+        draft.fc.weight.data[0] = float("nan")
+        with pytest.raises(ValueError, match="draft: its pass over level 1 after 1 new tokens gave NaN"):
+            sage.generate(tiny_qwen, draft, make_inputs(tiny_qwen))
+
+    @pytest.mark.parametrize("policy", [name for name in sage.POLICIES if name != "autoregressive"])
+    def test_nan_deep_in_the_draft_names_its_pass(
+        self, policy: str, tiny_qwen: sage.Target, with_oracle: Callable[..., None]
+    ) -> None:
+        """Only the passes below the first level give NaN, as an overflow in float16 would."""
+        inputs = make_inputs(tiny_qwen)
+        with_oracle(hugging_face(tiny_qwen, inputs))
+        run = generation.start(tiny_qwen, sage.new_draft(tiny_qwen), inputs, make_policy(policy, {}), max_new_tokens=LENGTH)
+        assert run.request.session is not None
+        expand = run.request.session.expand
+        run.request.session.expand = lambda rows, tokens: expand(rows, tokens) * float("nan")  # type: ignore[method-assign]
+        with pytest.raises(ValueError, match=r"draft: its pass over level \d+ after 1 new tokens gave NaN"):
+            list(run.rounds())
+
+    def test_nan_weights_stop_with_a_message(self, tiny_qwen: sage.Target) -> None:
+        tiny_qwen.model.lm_head.weight.data[3] = float("nan")
+        with pytest.raises(ValueError, match="the target's prefill of 16 tokens gave NaN"):
+            sage.generate(tiny_qwen, None, make_inputs(tiny_qwen), policy="autoregressive")
+
+
+def test_eos_of_the_fixture_is_the_generation_configs(tiny_qwen: sage.Target) -> None:
+    assert tiny_qwen.eos_token_ids == [EOS]

@@ -1,0 +1,462 @@
+"""EAGLE-2, Spec-LLaVA, TALON and DDD: hand-worked trees, slow twins of each rule, bounds; options of every policy."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from support.slow_trees import SlowTree, add_growth, as_keep
+
+import sage
+from sage.trees import Frontier, Policy, Tree
+from sage.trees.ranking import best_children, best_nodes
+from sage.trees.spec_llava import level_widths
+
+ROOT = Path(__file__).parents[2]
+NAMES = ("eagle2", "spec_llava", "talon", "ddd")
+
+Ranks = tuple[int, ...]
+Draft = Callable[[Ranks], list[float]]  # what the draft says below a path of ranks: its K largest probabilities
+
+
+def draft_tree(policy: Policy, draft: Draft, levels: int = 99) -> tuple[SlowTree, int, int]:
+    """One round of `policy`; the candidate of rank r is token r. Returns the tree, nodes asked about and deepest level."""
+    policy.reset()
+    policy.begin()
+    tree, paths, frontier, asked, level = SlowTree.of_token(-1), [()], torch.tensor([0]), 0, 0
+    for level in range(1, levels + 1):
+        says = torch.tensor([draft(paths[node])[: policy.candidates] for node in frontier.tolist()])
+        growth = policy.grow(Frontier(level, says, tree.path_probs[frontier]))
+        assert growth is not None
+        frontier = add_growth(tree, frontier, growth, says, torch.arange(says.shape[1]).expand_as(says))
+        for node in range(len(paths), len(tree)):
+            paths.append((*paths[int(tree.parents[node])], int(tree.tokens[node])))
+        asked += len(frontier)
+        if len(frontier) == 0:
+            break
+    keep = policy.select(tree)
+    return (tree if keep is None else tree.subtree(as_keep(keep))), asked, level
+
+
+def paths_of(tree: Tree) -> list[Ranks]:
+    """Rank paths of all nodes, the root first."""
+    paths: list[Ranks] = [()]
+    for parent, rank in zip(tree.parents.tolist()[1:], tree.tokens.tolist()[1:], strict=True):
+        paths.append((*paths[parent], rank))
+    return paths
+
+
+def said(table: dict[Ranks, list[float]]) -> Draft:
+    """A draft by table; nothing is likely below paths that are not in it."""
+    return lambda path: table.get(path, [0.001] * len(table[()]))
+
+
+SPEC_LLAVA = said(
+    {
+        (): [0.4, 0.3, 0.2, 0.1],
+        (0,): [0.8, 0.1, 0.0, 0.0],
+        (1,): [0.5, 0.2, 0.0, 0.0],
+        (2,): [0.9, 0.05, 0.0, 0.0],
+        (3,): [0.6, 0.3, 0.0, 0.0],
+        (0, 0): [0.9, 0.05, 0.0, 0.0],
+    }
+)
+
+
+class TestByHand:
+    def test_eagle2(self) -> None:
+        """k = 2, depth 3. Level 1: .6, .3, both go on. Level 2: .6*.5=.30 .6*.4=.24 | .3*.9=.27 .3*.08=.024; the beam is
+        (0,0) and (1,0), although (0,1) is better than anything below (1,0). Level 3: .30*.7=.21 .30*.2=.06 | .27*.5=.135
+        .27*.4=.108. The five best of all: .6, .3, .30, .27, .24; with seven: .21 and .135 as well."""
+        draft = said({(): [0.6, 0.3], (0,): [0.5, 0.4], (1,): [0.9, 0.08], (0, 0): [0.7, 0.2], (1, 0): [0.5, 0.4]})
+        tree, asked, level = draft_tree(sage.policy("eagle2", total=6, depth=3, top_k=2), draft)
+        assert paths_of(tree) == [(), (0,), (1,), (0, 0), (0, 1), (1, 0)]
+        assert (asked, level) == (4, 3)
+        tree, _, _ = draft_tree(sage.policy("eagle2", total=8, depth=3, top_k=2), draft)
+        assert paths_of(tree) == [(), (0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (1, 0, 0)]
+        torch.testing.assert_close(tree.path_probs[-2:], torch.tensor([0.21, 0.135]))
+
+    def test_eagle2_ties_go_to_the_shallower_node(self) -> None:
+        """The draft is certain, so every node of rank 0 has probability 1: three drafted nodes are levels 1 to 3."""
+        tree, _, _ = draft_tree(sage.policy("eagle2", total=4, depth=6, top_k=2), lambda path: [1.0, 0.0])
+        assert paths_of(tree) == [(), (0,), (0, 0), (0, 0, 0)]
+
+    @pytest.mark.parametrize("follow_kept", [False, True])
+    def test_spec_llava(self, follow_kept: bool) -> None:
+        """B = 4, b = 2. Root: .4 .3 .2 .1. Step 1, all four get two children: .32 .04 | .15 .06 | .18 .01 | .06 .03; the four
+        best of twelve: .4 .32 .3 .2, so (3) is out. Step 2, (0,0) alone is unexpanded: .288 .016; the best: .4 .32 .3 .288,
+        so (2) is out too."""
+        policy = sage.policy("spec_llava", budget=4, branch=2, steps=2, follow_kept=follow_kept)
+        tree, asked, _ = draft_tree(policy, SPEC_LLAVA)
+        assert paths_of(tree) == [(), (0,), (1,), (0, 0), (0, 0, 0)]
+        # Kept only: the four, then (0,0). Else: as many of level 2 as four nodes can hold, two (with their parent).
+        assert policy.widths == [4, 2, 2]
+        assert asked == (4 + 1 if follow_kept else 4 + 2)
+
+    @pytest.mark.parametrize(("follow_kept", "asked"), [(False, 6), (True, 3)])
+    def test_spec_llava_prunes_by_confidence(self, follow_kept: bool, asked: int) -> None:
+        """The same tree; .288 < .29 <= .3, so (0,0,0) goes, and of level 1 only (0) and (1) are worth asking about."""
+        options = {"budget": 4, "branch": 2, "steps": 2, "min_confidence": 0.29, "follow_kept": follow_kept}
+        tree, found, _ = draft_tree(sage.policy("spec_llava", **options), SPEC_LLAVA)
+        assert paths_of(tree) == [(), (0,), (1,), (0, 0)]
+        assert found == asked
+
+    def test_talon(self) -> None:
+        """K = 3, ratio .5, eight nodes. Level 1: all of .5 .3 .1, whatever they are worth. Level 2: .40 .05 .025 | .21 .06 .03
+        | .09 .005 .005; the gate is .5 * .40 = .20, so .40 and .21 stay. Level 3: .24 .14 .008 | .189 .0105 .0105; the gate
+        is .12, three pass, two of eight nodes are left: .24 and .189."""
+        table = {
+            (): [0.5, 0.3, 0.1],
+            (0,): [0.8, 0.1, 0.05],
+            (1,): [0.7, 0.2, 0.1],
+            (2,): [0.9, 0.05, 0.05],
+            (0, 0): [0.6, 0.35, 0.02],
+            (1, 0): [0.9, 0.05, 0.05],
+        }
+        tree, asked, level = draft_tree(sage.policy("talon", total=8, top_k=3, ratio=0.5), said(table))
+        assert paths_of(tree) == [(), (0,), (1,), (2,), (0, 0), (1, 0), (0, 0, 0), (1, 0, 0)]
+        assert (asked, level) == (5, 3)
+        tree, _, level = draft_tree(sage.policy("talon", total=8, top_k=3, ratio=0.5, max_depth=2), said(table))
+        assert (len(tree), level) == (6, 2)
+
+    def test_talon_is_deep_where_the_draft_is_sure_and_wide_where_it_is_not(self) -> None:
+        """.99 against .01: the second is below .03 of the first, a chain follows the first level. Four times .25: four times as
+        many nodes every level, until 59 are drafted: 4 + 16 + 39."""
+        sure, _, _ = draft_tree(sage.policy("talon", total=20, top_k=2), lambda path: [0.99, 0.01])
+        assert sure.depths.bincount().tolist() == [1, 2, *[1] * 17]
+        unsure, _, _ = draft_tree(sage.policy("talon", top_k=4), lambda path: [0.25] * 4)
+        assert unsure.depths.bincount().tolist() == [1, 4, 16, 39]
+
+    @pytest.mark.parametrize(
+        ("check_every", "threshold", "levels"), [(1, 0.5, 4), (1, 0.6, 3), (2, 0.6, 4), (3, 0.5, 6), (1, 0.9, 1), (1, 0.1, 6)]
+    )
+    def test_ddd(self, check_every: int, threshold: float, levels: int) -> None:
+        """The draft says (.8, 0) everywhere, so the beam of two sums to .8, .64, .512, .41, .33, .26 at levels 1 to 6: below .5
+        first at level 4, below .6 at level 3, below .9 at level 1, below .1 never. The level that is found wanting stays in
+        the tree; a check every second level notices at level 4 what a check of each level notices at 3."""
+        draft = said({(): [0.8, 0.0]} | {(0,) * n: [0.8, 0.0] for n in range(1, 9)})
+        policy = sage.policy("ddd", total=20, depth=6, top_k=2, threshold=threshold, check_every=check_every)
+        tree, _, level = draft_tree(policy, draft)
+        assert level == levels
+        eagle2, _, _ = draft_tree(sage.policy("eagle2", total=20, depth=levels, top_k=2), draft)
+        assert paths_of(tree) == paths_of(eagle2)
+
+
+# -- slow twins ----------------------------------------------------------------------------------------------------------
+
+WIDTH = 6
+
+
+def dyadic_draft(seed: int, sharpness: float) -> Draft:
+    """Probabilities that are multiples of 1/16: products of five are exact in float32, and ties are frequent."""
+
+    def says(path: Ranks) -> list[float]:
+        chance = random.Random(f"{seed}{path}")
+        sixteenths = [0] * WIDTH
+        for _ in range(16):
+            sixteenths[int(WIDTH * chance.random() ** sharpness)] += 1
+        return sorted((n / 16 for n in sixteenths), reverse=True)
+
+    return says
+
+
+def best(probs: dict[Ranks, float], count: int) -> list[Ranks]:
+    """The most probable paths; of equals the shallower, then the one further left."""
+    return sorted(probs, key=lambda path: (-probs[path], len(path), path))[:count]
+
+
+def children(probs: dict[Ranks, float], parents: list[Ranks], draft: Draft, count: int) -> dict[Ranks, float]:
+    return {(*path, rank): probs[path] * p for path in parents for rank, p in enumerate(draft(path)[:count])}
+
+
+def eagle2_twin(
+    draft: Draft, total: int, depth: int, top_k: int, stop: Callable[[int, float], bool] | None = None
+) -> set[Ranks]:
+    probs, beam = {(): 1.0}, [()]
+    for level in range(1, depth + 1):
+        new = children(probs, beam, draft, top_k)
+        probs |= new
+        beam = best(new, top_k)
+        if stop and level < depth and stop(level, sum(new[path] for path in beam[: total - 1])):
+            break
+    return set(best(probs, total))
+
+
+def spec_llava_twin(draft: Draft, budget: int, branch: int, steps: int, min_confidence: float) -> set[Ranks]:
+    probs = children({(): 1.0}, [()], draft, budget)
+    kept, expanded = best(probs, budget), set[Ranks]()
+    for _ in range(steps):
+        unexpanded = [path for path in kept if path not in expanded]
+        expanded |= set(unexpanded)
+        pool = {path: probs[path] for path in kept} | children(probs, unexpanded, draft, branch)
+        probs |= pool
+        kept = best(pool, budget)
+    return {()} | {path for path in kept if probs[path] >= min_confidence}
+
+
+def talon_twin(draft: Draft, total: int, top_k: int, ratio: float, max_depth: int) -> set[Ranks]:
+    probs, layer = {(): 1.0}, [()]
+    for level in range(1, max_depth + 1):
+        new = children(probs, layer, draft, top_k)
+        gate = 0.0 if level == 1 else ratio * max(new.values())
+        layer = best({path: p for path, p in new.items() if p >= gate}, total - len(probs))
+        probs |= {path: new[path] for path in layer}
+        if len(probs) == total:
+            break
+    return set(probs)
+
+
+seeds, sharpnesses = st.integers(0, 10**6), st.sampled_from([0.5, 1.0, 2.0, 5.0])
+few = settings(max_examples=60, deadline=None)
+
+
+def check_bounds(policy: Policy, tree: Tree, asked: int) -> None:
+    assert len(tree) <= policy.max_nodes
+    assert asked < policy.max_nodes  # the root, whose row is committed already, is counted too
+
+
+class TestTwins:
+    @few
+    @given(seeds, sharpnesses, st.integers(2, 25), st.integers(1, 5), st.integers(1, WIDTH))
+    @example(0, 1.0, 2, 3, WIDTH)  # fewer nodes than the beam is wide
+    def test_eagle2(self, seed: int, sharpness: float, total: int, depth: int, top_k: int) -> None:
+        draft, policy = dyadic_draft(seed, sharpness), sage.policy("eagle2", total=total, depth=depth, top_k=top_k)
+        tree, asked, _ = draft_tree(policy, draft)
+        assert set(paths_of(tree)) == eagle2_twin(draft, total, depth, top_k)
+        check_bounds(policy, tree, asked)
+
+    @few
+    @given(seeds, sharpnesses, st.integers(2, 20), st.integers(2, 5), st.integers(1, 4), st.floats(0.1, 0.9), st.integers(1, 4))
+    def test_ddd(
+        self, seed: int, sharpness: float, total: int, depth: int, top_k: int, threshold: float, check_every: int
+    ) -> None:
+        check_every = min(check_every, depth - 1)
+        options = {"total": total, "depth": depth, "top_k": top_k}
+        policy = sage.policy("ddd", threshold=threshold, check_every=check_every, **options)
+        draft = dyadic_draft(seed, sharpness)
+        tree, asked, _ = draft_tree(policy, draft)
+        twin = eagle2_twin(draft, total, depth, top_k, lambda level, mass: level % check_every == 0 and mass < threshold)
+        assert set(paths_of(tree)) == twin
+        check_bounds(policy, tree, asked)
+
+    @few
+    @given(
+        seeds,
+        sharpnesses,
+        st.integers(1, WIDTH),
+        st.integers(1, WIDTH),
+        st.integers(0, 4),
+        st.sampled_from([0.0, 1 / 16, 0.2]),
+    )
+    @example(1, 5.0, WIDTH, WIDTH, 4, 0.0)
+    def test_spec_llava(self, seed: int, sharpness: float, budget: int, branch: int, steps: int, min_confidence: float) -> None:
+        draft, asked = dyadic_draft(seed, sharpness), []
+        options = {"budget": budget, "branch": branch, "steps": steps, "min_confidence": min_confidence}
+        for follow_kept in (False, True):
+            policy = sage.policy("spec_llava", follow_kept=follow_kept, **options)
+            tree, num_asked, _ = draft_tree(policy, draft)
+            assert set(paths_of(tree)) == spec_llava_twin(draft, **options)
+            check_bounds(policy, tree, num_asked)
+            asked.append(num_asked)
+        assert asked[1] <= asked[0]
+
+    @few
+    @given(
+        seeds, sharpnesses, st.integers(2, 25), st.integers(1, WIDTH), st.sampled_from([1 / 32, 1 / 4, 0.9]), st.integers(1, 5)
+    )
+    def test_talon(self, seed: int, sharpness: float, total: int, top_k: int, ratio: float, max_depth: int) -> None:
+        options = {"total": total, "top_k": top_k, "ratio": ratio, "max_depth": max_depth}
+        policy, draft = sage.policy("talon", **options), dyadic_draft(seed, sharpness)
+        tree, asked, _ = draft_tree(policy, draft)
+        assert set(paths_of(tree)) == talon_twin(draft, **options)
+        check_bounds(policy, tree, asked)
+
+    def test_negative_control_the_twins_notice_another_option(self) -> None:
+        draft = dyadic_draft(3, 2.0)
+        tree, _, _ = draft_tree(sage.policy("eagle2", total=12, depth=4, top_k=3), draft)
+        assert set(paths_of(tree)) != eagle2_twin(draft, 12, 4, 2)
+        tree, _, _ = draft_tree(sage.policy("talon", total=20, top_k=3, ratio=0.25), draft)
+        assert set(paths_of(tree)) != talon_twin(draft, 20, 3, 0.9, 99)
+
+
+# -- properties ----------------------------------------------------------------------------------------------------------
+
+
+@few
+@given(seeds, st.sampled_from([0.1, 1.0, 10.0, 200.0]), st.integers(1, 40))
+def test_the_best_nodes_are_a_tree_whatever_the_draft_says(seed: int, scale: float, count: int) -> None:
+    """Real softmax output, from flat to so sharp that probabilities are 1 and 0: `subtree` raises if a parent is missing."""
+
+    def draft(path: Ranks) -> list[float]:
+        chance = random.Random(f"{seed}{path}")
+        logits = torch.tensor([chance.gauss(0, scale) for _ in range(4)])
+        return logits.softmax(0).sort(descending=True).values.tolist()
+
+    tree, _, _ = draft_tree(sage.policy("eagle2", total=10**6, depth=4, top_k=4), draft)
+    keep = best_nodes(tree, count)
+    assert keep[0] == 0 and bool((keep.diff() > 0).all()) and len(keep) == min(count, len(tree))
+    assert len(tree.subtree(keep)) == len(keep)
+    assert float(tree.path_probs[keep].sum()) == pytest.approx(float(tree.path_probs.topk(len(keep)).values.sum()), rel=1e-5)
+
+
+def test_negative_control_ties_the_other_way_are_no_tree() -> None:
+    """The stable order is what keeps ancestors: taking the last of equals instead drops a parent."""
+    tree, _, _ = draft_tree(sage.policy("eagle2", total=99, depth=4, top_k=1), lambda path: [1.0])
+    assert best_nodes(tree, 3).tolist() == [0, 1, 2]
+    last_of_equals = tree.path_probs[1:].flip(0).sort(descending=True, stable=True).indices[:2]
+    with pytest.raises(AssertionError, match="parent was dropped"):
+        tree.subtree(torch.cat((torch.zeros(1, dtype=torch.long), (4 - last_of_equals).sort().values)))
+
+
+def test_best_children_are_in_tree_order_and_ranked() -> None:
+    """.5*(.6 .4) = .30 .20, .3*(.9 .1) = .27 .03: the three best are .30 .20 .27 in tree order, most probable first 0, 2, 1."""
+    frontier = Frontier(2, torch.tensor([[0.6, 0.4, 0.0], [0.9, 0.1, 0.0]]), torch.tensor([0.5, 0.3]))
+    picks, order, paths = best_children(frontier, branching=2, count=3)
+    assert (picks.tolist(), order.tolist()) == ([0, 1, 3], [0, 2, 1])  # row * 3 + rank
+    torch.testing.assert_close(paths, torch.tensor([0.30, 0.27, 0.20]))
+
+
+@pytest.mark.parametrize(("budget", "branch"), [(1, 1), (5, 1), (6, 2), (7, 3)])
+def test_level_widths_are_the_tightest_bound(budget: int, branch: int) -> None:
+    """Every tree of at most `budget` nodes with at most `branch` children per node, enumerated by its nodes per level."""
+    shapes, widest = [(width,) for width in range(1, budget + 1)], dict[int, int]()
+    while shapes:
+        shape = shapes.pop()
+        widest[len(shape)] = max(widest.get(len(shape), 0), shape[-1])
+        shapes += [(*shape, n) for n in range(1, min(shape[-1] * branch, budget - sum(shape)) + 1)]
+    assert level_widths(budget, branch, budget + 3) == [widest[level] for level in sorted(widest)]
+
+
+def grow_on_meta(policy: Policy, levels: int = 3) -> None:
+    """Runs a policy on tensors that have a shape and no values; reading a value raises."""
+    policy.reset()
+    policy.begin()
+    width = 1
+    for level in range(1, levels + 1):
+        probs, path_probs = torch.empty(width, policy.candidates, device="meta"), torch.empty(width, device="meta")
+        growth = policy.grow(Frontier(level, probs, path_probs))
+        assert growth is not None
+        width = len(growth.expand)
+
+
+@pytest.mark.parametrize("name", ["eagle2", "spec_llava"])
+def test_the_host_never_waits_while_the_tree_grows(name: str) -> None:
+    grow_on_meta(sage.policy(name))
+
+
+@pytest.mark.parametrize("policy", [sage.policy("talon"), sage.policy("ddd"), sage.policy("spec_llava", follow_kept=True)])
+def test_negative_control_reading_a_value_is_noticed(policy: Policy) -> None:
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        grow_on_meta(policy)
+
+
+def test_ddd_waits_on_checked_levels_alone() -> None:
+    grow_on_meta(sage.policy("ddd", check_every=4))
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        grow_on_meta(sage.policy("ddd", check_every=4), levels=4)
+
+
+def test_rounds_do_not_leak_into_each_other() -> None:
+    draft = dyadic_draft(5, 2.0)
+    for name in NAMES:
+        options = {"budget": WIDTH, "branch": 2, "follow_kept": True} if name == "spec_llava" else {"top_k": 3}
+        policy = sage.policy(name, **options)
+        first, again = (paths_of(draft_tree(policy, draft, levels=4)[0]) for _ in range(2))
+        assert first == again
+
+
+# -- options -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        (
+            "eagle2",
+            {"total": 1},
+            r"policy\.eagle2\.total: 1 is not allowed; give a whole number of at least 2; the policy auto",
+        ),
+        ("eagle2", {"total": "60"}, r"policy\.eagle2\.total: '60' is not allowed; give a whole number"),
+        ("eagle2", {"depth": 0}, r"policy\.eagle2\.depth: 0 is not allowed"),
+        ("eagle2", {"depth": True}, r"policy\.eagle2\.depth: True is not allowed"),
+        ("eagle2", {"top_k": 2.5}, r"policy\.eagle2\.top_k: 2\.5 is not allowed; give a whole number of at least 1"),
+        ("ddd", {"depth": 0}, r"policy\.ddd\.depth: 0 is not allowed"),
+        ("ddd", {"threshold": 1.0}, r"policy\.ddd\.threshold: 1\.0 is not allowed; give a number above 0 and below 1"),
+        ("ddd", {"threshold": 0}, r"policy\.ddd\.threshold: 0 is not allowed"),
+        ("ddd", {"check_every": 0}, r"policy\.ddd\.check_every: 0 is not allowed"),
+        ("ddd", {"check_every": 11}, r"policy\.ddd\.check_every: 11 checks nothing before the last level, depth=11"),
+        ("spec_llava", {"budget": 0}, r"policy\.spec_llava\.budget: 0 is not allowed"),
+        ("spec_llava", {"branch": -1}, r"policy\.spec_llava\.branch: -1 is not allowed"),
+        ("spec_llava", {"steps": -1}, r"policy\.spec_llava\.steps: -1 is not allowed; give a whole number of at least 0"),
+        (
+            "spec_llava",
+            {"min_confidence": 1},
+            r"policy\.spec_llava\.min_confidence: 1 is not allowed; give a number at least 0",
+        ),
+        ("talon", {"total": 0}, r"policy\.talon\.total: 0 is not allowed"),
+        ("talon", {"top_k": 0}, r"policy\.talon\.top_k: 0 is not allowed"),
+        ("talon", {"ratio": 0.0}, r"policy\.talon\.ratio: 0\.0 is not allowed; give a number above 0 and below 1"),
+        ("talon", {"ratio": "much"}, r"policy\.talon\.ratio: 'much' is not allowed"),
+        ("talon", {"max_depth": 0}, r"policy\.talon\.max_depth: 0 is not allowed; give a whole number of at least 1 or null"),
+        ("chain", {"depth": 0}, r"policy\.chain\.depth: 0 is not allowed; .* at least 1; the policy autoregressive drafts"),
+        ("static", {"paths": []}, r"policy\.static\.paths: \[\] is not allowed; give a list of paths, for example \[\[0\]"),
+        ("static", {"paths": [()]}, r"policy\.static\.paths: \(\) is no path; give the ranks along it, whole numbers"),
+        ("static", {"paths": [[0], [-1]]}, r"policy\.static\.paths: \[-1\] is no path"),
+        ("static", {"paths": [[0], 1]}, r"policy\.static\.paths: 1 is no path"),
+        ("static", {"paths": ["0"]}, r"policy\.static\.paths: '0' is no path"),
+        ("static", {"paths": [[False]]}, r"policy\.static\.paths: \[False\] is no path"),
+        ("sage", {"window": 0}, r"policy\.sage\.window: 0 is not allowed; give a whole number of at least 1; history=false"),
+        ("sage", {"top_k": 1}, r"policy\.sage\.top_k: 1 is not allowed; give a whole number of at least 2"),
+        ("sage", {"max_nodes": 1}, r"policy\.sage\.max_nodes: 1 is not allowed"),
+        ("sage", {"min_depth": 0}, r"policy\.sage\.min_depth: 0 is not allowed"),
+        ("sage", {"min_width": 4, "max_width": 3}, r"policy\.sage: min_width=4, max_width=3; give 1 <= min_width <= max_width"),
+        ("sage", {"threshold": "foo"}, r"policy\.sage\.threshold: 'foo' is not allowed; choose one of cumulative, node$"),
+        ("sage", {"alpha_from": []}, r"policy\.sage\.alpha_from: \[\] is not allowed; choose one of accepted, root, current$"),
+        ("sage", {"history_low": -1}, r"policy\.sage\.history_low: -1 is not allowed; give a finite number of at least 0$"),
+        ("sage", {"history_low": 4}, r"policy\.sage: history_low=4, history_high=3\.0; give history_low <= history_high"),
+        ("sage", {"history": "false"}, r"policy\.sage\.history: 'false' is not allowed; give true or false"),
+        ("cost_aware", {"max_depth": 0}, r"policy\.cost_aware\.max_depth: 0 is not allowed"),
+        ("cost_aware", {"retry_every": 0}, r"policy\.cost_aware\.retry_every: 0 is not allowed"),
+        ("cost_aware", {"memory": 1.5}, r"policy\.cost_aware\.memory: 1\.5 .* finite number of at least 0 and at most 1$"),
+        ("talon", {"depth": 3}, r"policy\.talon: unknown option 'depth'; choose from total, top_k, ratio, max_depth"),
+    ],
+)
+def test_options_out_of_range_are_named(name: str, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sage.policy(name, **options)
+
+
+def wrong_values(default: object) -> list[object]:
+    """What no option of the default's type takes."""
+    if isinstance(default, str):
+        return ["abc", 1, None]
+    if isinstance(default, bool):
+        return ["abc", 1, None]
+    return ["abc", "3", True, [3], math.nan, math.inf, -1, *([2.5, 10.0] if isinstance(default, int) else [])]
+
+
+@pytest.mark.parametrize("name", sage.POLICIES)
+def test_every_option_of_every_policy_is_checked(name: str) -> None:
+    """Among them what a command line makes of a slip of the finger: a word, a text, a fraction, NaN."""
+    for option, parameter in inspect.signature(type(sage.policy(name))).parameters.items():
+        if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:  # autoregressive has none
+            continue
+        for value in wrong_values(parameter.default):
+            with pytest.raises(ValueError, match=rf"^policy\.{name}\.{option}: .*; (give|choose) "):
+                sage.policy(name, **{option: value})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_shipped_options_are_the_defaults(name: str) -> None:
+    path = ROOT / "conf" / "decode" / "policy" / f"{name}.yaml"
+    assert path.read_text().startswith("# @package decode.options\n")
+    parameters = inspect.signature(type(sage.policy(name))).parameters
+    assert OmegaConf.to_object(OmegaConf.load(path)) == {name: {key: value.default for key, value in parameters.items()}}

@@ -1,0 +1,142 @@
+"""Replay: a policy on its own recording is itself, and on a wide one what it would have been at those very places."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.models import OracleSession, make_inputs, make_llava, make_qwen
+
+import sage
+from sage import generation
+from sage.costs.tables import Costs, Curve
+from sage.decoder import Request, draft_tree
+from sage.replay.recording import RecordedRound, Recording, record
+from sage.replay.replay import NOBODY, replay
+from sage.stats import Clock, Stats
+from sage.stopping_rules import Ending
+from sage.trees import Policy
+from sage.verify import accept
+
+LENGTH = 48
+COSTS = Costs(Curve([1, 64], [1.0, 2.0]), Curve([1, 64], [0.05, 0.1]), context=10, overhead=0.01)
+SMALL: dict[str, dict[str, Any]] = {
+    "chain": {},
+    "static": {},
+    "eagle2": {"total": 24, "depth": 6, "top_k": 5},
+    "spec_llava": {"budget": 12, "branch": 4, "steps": 3},
+    "talon": {"total": 24, "top_k": 5},
+    "ddd": {"total": 24, "depth": 6, "top_k": 5},
+    "sage": {},
+}
+MAKERS = {"qwen2_5_vl": make_qwen, "llava_onevision": make_llava}
+
+
+@pytest.fixture(params=MAKERS)
+def ready(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[sage.Target, Any, dict[str, torch.Tensor]]:
+    """A target whose draft is an oracle that errs on purpose, so that every kind of round occurs."""
+    target = MAKERS[request.param]()
+    inputs = make_inputs(target)
+    alone = sage.generate(target, None, inputs, policy="autoregressive", max_new_tokens=LENGTH).tokens.tolist()
+    monkeypatch.setattr(generation, "new_session", lambda *_: OracleSession(alone, target.vocab_size, seed=1))
+    return target, sage.new_draft(target, seed=0), inputs
+
+
+def policy(name: str) -> Policy:
+    return sage.policy(name, **SMALL[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_policy_on_its_own_recording_is_itself(ready: Any, temperature: float) -> None:
+    target, draft, inputs = ready
+    options = {"max_new_tokens": LENGTH, "temperature": temperature, "seed": 3}
+    for name in SMALL:
+        stats = sage.generate(target, draft, inputs, policy=policy(name), **options).stats
+        recording = record(target, draft, inputs, policy(name), policy(name).candidates, **options)
+        found = replay([recording], policy(name), COSTS)
+        assert [one.accepted for one in found.rounds] == stats.accepted, name
+        assert [(one.nodes, one.depth) for one in found.rounds] == [(e["nodes"], e["depth"]) for e in stats.rounds_log], name
+        assert sum(len(one.widths) for one in found.rounds) == stats.draft_steps, name
+        figures = found.summary()
+        assert figures["coverage"] == 1 and figures["cut"] == 0
+        assert figures["tokens_per_target_pass"] == pytest.approx(stats.tokens_per_target_pass)
+
+
+def real_chain(ready: Any, recording: Recording, depth: int) -> list[int]:
+    """What a chain really accepts at the recorded rounds' starts: the draft asked anew, level by level."""
+    target, _, _ = ready
+    accepted = []
+    for recorded in recording.rounds:
+        answer = recording.tokens
+        session = OracleSession(answer, target.vocab_size, seed=1)
+        session.known = recorded.position
+        ending = Ending(recording.max_new_tokens)
+        ending.cut(answer[: recorded.position])
+        chain = sage.policy("chain", depth=depth)
+        chain.candidates = 16  # as recorded: top-1 and top-16 may order the oracle's equal probabilities differently
+        request = Request(target, session, chain, None, ending, None, None)  # type: ignore[arg-type]
+        root = answer[recorded.position - 1]
+        tree = draft_tree(root, session._start(), request, Clock(torch.device("cpu")), Stats())
+        chosen = [*answer[recorded.position :], *[NOBODY] * len(tree)][: len(tree)]
+        path, _ = accept(tree, chosen)
+        accepted.append(len(path) - 1)
+    return accepted
+
+
+def test_chain_on_a_wide_recording_is_a_real_chain_at_the_same_places(ready: Any) -> None:
+    recording = record(*ready, max_new_tokens=LENGTH)
+    found = replay([recording], sage.policy("chain", depth=4))
+    assert found.summary()["coverage"] == 1
+    assert [one.accepted for one in found.rounds] == real_chain(ready, recording, 4)
+    assert any(one.accepted < 4 for one in found.rounds[:-1]) and any(one.accepted == 4 for one in found.rounds)
+    assert found.seconds is None and "tokens_per_s" not in found.summary()
+
+
+def toy_recording() -> Recording:
+    """The answer 1 2 3 4; the draft was asked below the root and below 2, and knows the next token both times."""
+
+    def said(*tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.tensor([0.8, 0.2]), torch.tensor(tokens)
+
+    return Recording(5, 10, 50, [1, 2, 3, 4], [RecordedRound(1, {(): said(2, 9), (2,): said(3, 9)})])
+
+
+def test_what_was_not_recorded_is_counted_and_never_accepted() -> None:
+    """A chain of three asks below the root, 2 and 2 3; the last was not recorded, and 4 is not guessed."""
+    [one] = replay([toy_recording()], sage.policy("chain", depth=3)).rounds
+    assert (one.accepted, one.emitted, one.depth) == (2, 3, 3)
+    assert (one.asked, one.unknown, one.is_cut) == (3, 1, True)
+    [shallow] = replay([toy_recording()], sage.policy("chain", depth=2)).rounds
+    assert (shallow.accepted, shallow.unknown, shallow.is_cut) == (2, 0, False)
+
+
+def test_times_follow_from_the_tables_by_hand() -> None:
+    """Three nodes and the root; draft passes of one node each: two below the first level's."""
+    found = replay([toy_recording()], sage.policy("chain", depth=3), COSTS)
+    assert found.seconds == pytest.approx(COSTS.verify_s(4, 5) + 2 * COSTS.draft(1) + 0.01)
+    assert found.summary()["tokens_per_s"] == pytest.approx(3 / found.seconds)
+
+
+def test_a_policy_that_learns_gets_labels_along_the_answer_and_leaves_the_tables_alone(ready: Any) -> None:
+    recording = record(*ready, max_new_tokens=LENGTH)
+    learner = sage.policy("cost_aware")
+    before = COSTS.state()
+    found = replay([recording] * 8, learner, COSTS)
+    assert COSTS.state() == before and learner.costs is not COSTS
+    assert found.summary()["coverage"] > 0.9
+    depths = learner.before.error()
+    assert depths and all(0 <= error <= 1 for error in depths.values())
+    assert learner.calibrator.weights.tolist() != learner.calibrator.identity.tolist()
+
+
+def test_a_policy_that_plans_by_costs_needs_them() -> None:
+    with pytest.raises(ValueError, match="policy 'cost_aware' plans by costs; give the cost tables"):
+        replay([toy_recording()], sage.policy("cost_aware"))
+
+
+def test_an_answer_of_one_token_has_no_rounds(ready: Any) -> None:
+    recording = record(*ready, max_new_tokens=1)
+    found = replay([recording], policy("chain"), COSTS)
+    assert recording.rounds == [] and found.summary()["tokens_per_s"] == 0.0

@@ -1,0 +1,265 @@
+"""Choices: greedy, keyed draws, Hugging Face's processors on each node's own prefix, and where answers end."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.models import OracleSession, in_float64, make_inputs, make_qwen
+from support.processors import make_processor
+from support.slow_trees import tree_of
+from transformers import LogitsProcessor, LogitsProcessorList
+
+import sage
+from sage import generation
+from sage.sampling import Chooser, Sampling, gumbel
+from sage.stopping_rules import Ending
+
+LENGTH = 28
+PROMPT = torch.tensor([3, 0])
+SPECULATIVE = [name for name in sage.POLICIES if name != "autoregressive"]
+
+
+def chooser(**options: Any) -> Chooser:
+    return Chooser(Sampling(**options), PROMPT)
+
+
+def test_greedy_is_argmax() -> None:
+    tree = tree_of([(1,), (2,), (1, 3)])
+    logits = torch.randn(4, 7)
+    assert torch.equal(chooser()(logits, tree), logits.argmax(-1))
+
+
+def test_noise_depends_on_seed_and_position_alone() -> None:
+    assert torch.equal(gumbel(1, 5, 9), gumbel(1, 5, 9))
+    assert not torch.equal(gumbel(1, 5, 9), gumbel(1, 6, 9))
+    assert not torch.equal(gumbel(1, 5, 9), gumbel(2, 5, 9))
+
+
+def test_nodes_of_one_depth_share_their_noise() -> None:
+    tree = tree_of([(1,), (2,), (1, 3)])
+    logits = torch.randn(1, 50).expand(4, -1)
+    chosen = chooser(temperature=1.0, seed=3)(logits, tree)
+    assert chosen[1] == chosen[2]
+    later = chooser(temperature=1.0, seed=3)
+    later.extend([9])
+    assert torch.equal(later(logits[:1], tree_of([])), chosen[1:2])
+
+
+@pytest.mark.slow
+def test_draws_follow_p() -> None:
+    """4,000 keyed draws; the standard error of a share is below .008, so .035 is four of them."""
+    p = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    draws = []
+    for seed in range(4_000):
+        draws.append(int(chooser(temperature=1.0, seed=seed)(p.log()[None], tree_of([]))))
+    torch.testing.assert_close(torch.tensor(draws).bincount(minlength=4) / 4_000, p, atol=0.035, rtol=0)
+
+
+def test_labels_are_verdicts_or_probabilities() -> None:
+    tree = tree_of([(1,)])
+    tree.note_candidates(torch.tensor([0]), torch.tensor([[0.5, 0.2]]), torch.tensor([[1, 2]]))
+    logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 0.0]])
+    greedy = chooser()
+    judge = greedy.labels(greedy(logits, tree).tolist(), tree)
+    sampled = chooser(temperature=1.0)
+    weigh = sampled.labels(sampled(logits, tree).tolist(), tree)
+    sampled(logits + torch.randn(2, 3), tree)  # a verdict that is asked for later is the same
+    assert judge(2) == [[1.0, 0.0]] and judge(1) == [[1.0]], "of the one node that the draft was asked about"
+    torch.testing.assert_close(torch.tensor(weigh(2)), logits.softmax(-1)[:1, 1:])
+    assert weigh(1) == [row[:1] for row in weigh(2)]
+
+
+class PrefixPenalty(LogitsProcessor):
+    """Forbids the sum of the prefix, modulo the vocabulary: any wrong prefix shows."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores[torch.arange(len(scores)), input_ids.sum(1) % scores.shape[1]] = -torch.inf
+        return scores
+
+
+def test_processors_see_each_nodes_own_prefix() -> None:
+    """Against a slow twin that walks every path."""
+    tree = tree_of([(1,), (2,), (1, 3), (2, 2), (1, 3, 0)])
+    logits = torch.randn(6, 11)
+    ours = chooser(logits_processor=LogitsProcessorList([PrefixPenalty()]))
+    ours.extend([5, 0])
+    found = ours(logits.clone(), tree)
+    for node in range(6):
+        path, at = [], node
+        while at >= 0:
+            path.insert(0, int(tree.tokens[at]))
+            at = int(tree.parents[at])
+        prefix = torch.tensor([[*PROMPT.tolist(), 5, *path]])
+        assert found[node] == PrefixPenalty()(prefix, logits[node : node + 1].clone()).argmax()
+
+
+GREEDY_OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"repetition_penalty": 1.4}, {"repetition_penalty": 1.4}),
+    ({"min_new_tokens": 9}, {"min_new_tokens": 9}),
+    (
+        {"logits_processor": LogitsProcessorList([PrefixPenalty()])},
+        {"logits_processor": LogitsProcessorList([PrefixPenalty()])},
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ours", "theirs"), GREEDY_OPTIONS)
+def test_greedy_with_processors_equals_hugging_face(
+    ours: dict[str, Any], theirs: dict[str, Any], tiny_target: sage.Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = in_float64(tiny_target, make_inputs(tiny_target))
+    answer = tiny_target.model.generate(**inputs, max_new_tokens=LENGTH, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    tiny_target.eos_token_ids = tiny_target.model.generation_config.eos_token_id = [int(answer[4])]  # an EOS that would come
+    ids = tiny_target.model.generate(**inputs, max_new_tokens=LENGTH, do_sample=False, **theirs)
+    expected = ids[0, inputs["input_ids"].shape[1] :].tolist()
+    draft = sage.new_draft(tiny_target, seed=0)
+    monkeypatch.setattr(generation, "new_session", lambda *_: OracleSession(expected, tiny_target.vocab_size, 0))
+    for policy in sage.POLICIES:
+        out = sage.generate(tiny_target, draft, inputs, policy=policy, max_new_tokens=LENGTH, **ours)
+        assert out.tokens.tolist() == expected, policy
+
+
+@pytest.mark.slow
+def test_one_seed_one_text_with_every_filter(tiny_target: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = in_float64(tiny_target, make_inputs(tiny_target))
+    draft = sage.new_draft(tiny_target, seed=0)
+    options = {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.2, "min_new_tokens": 5}
+    alone = sage.generate(tiny_target, None, inputs, policy="autoregressive", max_new_tokens=LENGTH, seed=4, **options)
+    monkeypatch.setattr(generation, "new_session", lambda *_: OracleSession(alone.tokens.tolist(), tiny_target.vocab_size, 1))
+    for policy in SPECULATIVE:
+        out = sage.generate(tiny_target, draft, inputs, policy=policy, max_new_tokens=LENGTH, seed=4, **options)
+        assert torch.equal(out.tokens, alone.tokens), policy
+
+
+def test_bad_words_are_never_said_and_stop_strings_end_the_answer() -> None:
+    target = make_qwen()
+    target = sage.Target(target.model, make_processor(target))
+    inputs = make_inputs(target)
+    options = {"max_new_tokens": 200}
+    free = sage.generate(target, None, inputs, policy="autoregressive", **options)
+    decode = target.processor.tokenizer.decode
+    token = next(t for t in free.tokens.tolist() if decode([t]).isascii() and decode([t]).isalnum())
+    word = decode([token])
+    clean = sage.generate(target, None, inputs, policy="autoregressive", bad_words=[word], **options)
+    assert token not in clean.tokens.tolist()
+    stopped = sage.generate(target, sage.new_draft(target), inputs, policy="static", stop=[word], **options)
+    expected = free.tokens.tolist()[: free.tokens.tolist().index(token) + 1]
+    assert stopped.tokens.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1.0}, "temperature: -1.0"),
+        ({"top_k": -2}, "top_k: -2"),
+        ({"top_p": 0.0}, r"top_p: 0.0 is not allowed"),
+        ({"min_p": 2.0}, "min_p: 2.0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty: 0.0"),
+        ({"min_new_tokens": -1}, "min_new_tokens: -1"),
+    ],
+)
+def test_options_out_of_range(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Sampling(**options)
+
+
+def test_unknown_option_is_named(tiny_qwen: sage.Target) -> None:
+    with pytest.raises(ValueError, match="temprature: unknown option; choose from policy, max_new_tokens"):
+        sage.generate(tiny_qwen, None, make_inputs(tiny_qwen), policy="autoregressive", temprature=1.0)
+
+
+def test_words_need_a_tokenizer(tiny_qwen: sage.Target) -> None:
+    for options in ({"bad_words": ["a"]}, {"stop": ["a"]}):
+        with pytest.raises(ValueError, match="the target has no tokenizer"):
+            sage.generate(tiny_qwen, None, make_inputs(tiny_qwen), policy="autoregressive", **options)
+
+
+class Letters:
+    """A tokenizer whose tokens are letters."""
+
+    def decode(self, tokens: Sequence[int], **options: Any) -> str:
+        return "".join(chr(ord("a") + token) for token in tokens)
+
+
+def one_by_one(tokens: Sequence[int], most: int, eos: Collection[int], stop: Sequence[str]) -> tuple[list[int], bool]:
+    """The answer, and whether it is over."""
+    kept: list[int] = []
+    for token in tokens[:most]:
+        kept.append(token)
+        if token in eos or any(word in Letters().decode(kept) for word in stop):
+            return kept, True
+    return kept, len(kept) == most
+
+
+@given(
+    rounds=st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4), max_size=6),
+    most=st.integers(1, 12),
+    eos=st.frozensets(st.integers(0, 5), max_size=2),
+    stop=st.lists(st.text("abcdef", min_size=1, max_size=3), max_size=2),
+)
+def test_an_answer_ends_where_it_ends_token_by_token(
+    rounds: list[list[int]], most: int, eos: frozenset[int], stop: list[str]
+) -> None:
+    ending = Ending(most, eos, stop, Letters())
+    given_tokens: list[int] = []
+    for tokens in rounds:
+        before = len(ending.tokens)
+        given_tokens += tokens
+        kept = ending.cut(tokens)
+        assert ending.tokens[before:] == kept
+        assert (ending.tokens, ending.is_over) == one_by_one(given_tokens, most, eos, stop)
+        if ending.is_over:
+            return
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([""], "an empty text would"),
+        ("", "an empty text would"),
+        (["a", ""], "an empty text would"),
+        ([5], r"\[5\] is not allowed; give a text or a list of texts"),
+        (5, "5 is not allowed; give a text or a list of texts"),
+    ],
+)
+def test_texts_that_are_none(value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^stop: {message}"):
+        Ending(5, stop=value, tokenizer=object())
+    with pytest.raises(ValueError, match=f"^bad_words: {message}"):
+        chooser(bad_words=value)
+
+
+def test_one_text_or_processor_is_as_good_as_a_list_of_one() -> None:
+    target = make_qwen()
+    target = sage.Target(target.model, make_processor(target))
+    inputs = make_inputs(target)
+
+    class Flipped(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            return -scores
+
+    def say(**options: Any) -> list[int]:
+        return sage.generate(target, None, inputs, policy="autoregressive", max_new_tokens=60, **options).tokens.tolist()
+
+    free = say()
+    text = target.processor.tokenizer.decode
+    word = next(
+        text(free[i : i + 2]) for i in range(3, len(free)) if text(free[i : i + 2]).isprintable() and text(free[i : i + 2])
+    )
+    for name, value in {"stop": word, "bad_words": word, "logits_processor": Flipped()}.items():
+        assert say(**{name: value}) == say(**{name: [value]})
+        assert say(**{name: None}) == free
+    assert say(stop=word) != free and say(logits_processor=Flipped()) != free
+    with pytest.raises(ValueError, match="logits_processor: 5 cannot be called; give Hugging Face processors, or one"):
+        say(logits_processor=5)
+
+
+def test_nan_is_an_error_not_a_token() -> None:
+    with pytest.raises(ValueError, match="the target's prefill of 2 tokens gave NaN"):
+        chooser()(torch.tensor([[0.0, float("nan")]]), tree_of([]))

@@ -1,0 +1,178 @@
+"""Properties of random trees: what every tree promises, acceptance as a walk, the tree pass as sequential passes."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.models import in_float64, make_inputs, make_llava, make_qwen
+from support.slow_trees import SlowTree
+from support.toy_helpers import probability, target_law
+
+import sage
+from sage.sampling import Chooser, Sampling
+from sage.targets import Prompt
+from sage.verify import accept
+
+Context = tuple[int, ...]
+MAKERS: dict[str, Callable[..., sage.Target]] = {"qwen2_5_vl": make_qwen, "llava_onevision": make_llava}
+
+
+@st.composite
+def random_trees(draw: st.DrawFn, vocabulary: int = 6, most_levels: int = 4, most_per_level: int = 4) -> SlowTree:
+    """Trees level by level; siblings have different tokens."""
+    tree = SlowTree.of_token(draw(st.integers(0, vocabulary - 1)))
+    level = [0]
+    for _ in range(draw(st.integers(0, most_levels))):
+        place = st.tuples(st.sampled_from(level), st.integers(0, vocabulary - 1))
+        places = draw(st.lists(place, min_size=1, max_size=most_per_level, unique=True))
+        parents, tokens = torch.tensor(places).unbind(1)
+        probs = torch.tensor([draw(st.sampled_from([0.0, 0.125, 0.5, 1.0])) for _ in places])
+        level = tree.add_level(parents, tokens, probs).tolist()
+    return tree
+
+
+def walk(tree: SlowTree, node: int) -> list[int]:
+    """Nodes from the root to `node`."""
+    path = []
+    while node >= 0:
+        path.append(node)
+        node = int(tree.parents[node])
+    return path[::-1]
+
+
+def token_paths(tree: SlowTree) -> list[Context]:
+    return [tuple(tree.tokens[walk(tree, node)].tolist()) for node in range(len(tree))]
+
+
+def check_invariants(tree: SlowTree) -> None:
+    """What every tree promises."""
+    nodes = range(len(tree))
+    assert tree.parents[0] == -1 and tree.depths[0] == 0 and tree.path_probs[0] == 1
+    assert all(tree.parents[node] < node for node in nodes)
+    assert tree.depths.tolist() == [len(walk(tree, node)) - 1 for node in nodes]
+    assert tree.depth == max(tree.depths.tolist())
+    for node in nodes:
+        assert tree.ancestors[node].nonzero()[:, 0].tolist() == walk(tree, node)
+        assert tree.path_probs[node] <= tree.path_probs[walk(tree, node)].min()
+
+
+few = settings(max_examples=40, deadline=None)
+
+
+@few
+@given(random_trees())
+def test_trees_keep_their_promises(tree: SlowTree) -> None:
+    check_invariants(tree)
+    assert len(set(token_paths(tree))) == len(tree)
+
+
+@few
+@given(random_trees(), st.data())
+def test_any_part_with_its_ancestors_is_a_tree(tree: SlowTree, data: st.DataObject) -> None:
+    """`subtree` of any ancestor-closed set keeps paths, probabilities and what the draft was asked, and all invariants."""
+    tree.note_candidates(torch.arange(len(tree)), torch.rand(len(tree), 2), torch.zeros(len(tree), 2, dtype=torch.long))
+    some = data.draw(st.sets(st.integers(0, len(tree) - 1)))
+    keep = sorted({0}.union(*(walk(tree, node) for node in some)))
+    part = tree.subtree(torch.tensor(keep))
+    check_invariants(part)
+    assert token_paths(part) == [token_paths(tree)[node] for node in keep]
+    for field in ("path_probs", "depths"):
+        assert torch.equal(getattr(part, field), getattr(tree, field)[keep])
+    assert part.said == [tree.said[node] for node in keep]
+
+
+@few
+@given(random_trees(), st.data())
+def test_a_part_without_an_ancestor_is_refused(tree: SlowTree, data: st.DataObject) -> None:
+    inner = sorted(set(tree.parents[1:].tolist()) - {0})
+    if inner:
+        dropped = data.draw(st.sampled_from(inner))
+        with pytest.raises(AssertionError, match="parent was dropped"):
+            tree.subtree(torch.tensor([node for node in range(len(tree)) if node != dropped]))
+
+
+@few
+@given(random_trees(), st.data())
+def test_acceptance_is_a_walk_and_looks_nowhere_else(tree: SlowTree, data: st.DataObject) -> None:
+    """Against a walk over token paths; then draws off the path are changed and nothing happens."""
+    draw = st.lists(st.integers(0, 5), min_size=len(tree), max_size=len(tree))
+    chosen = data.draw(draw)
+    known = {path: node for node, path in enumerate(token_paths(tree))}
+    at, emitted = token_paths(tree)[0], []
+    while at in known:
+        emitted.append(chosen[known[at]])
+        at = (*at, emitted[-1])
+    path, found = accept(tree, chosen)
+    assert found == emitted
+    assert path == [known[at[: n + 1]] for n in range(len(path))]
+    other = [
+        choice if node in path else noise for node, (choice, noise) in enumerate(zip(chosen, data.draw(draw), strict=True))
+    ]
+    assert accept(tree, other) == (path, found)
+
+
+@few
+@given(random_trees(), st.integers(0, 2**31), st.integers(1, 5))
+def test_one_seed_chooses_the_same_whatever_else_is_in_the_tree(tree: SlowTree, seed: int, num_prompt: int) -> None:
+    """A node's choice is a function of its logits, prefix, position and seed: in the tree, or along its path alone."""
+    logits = torch.randn(len(tree), 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    chooser = Chooser(Sampling(temperature=1.0, seed=seed, repetition_penalty=1.5), torch.arange(num_prompt))
+    chooser.extend([0, int(tree.tokens[0])])
+    together = chooser(logits, tree)
+    for leaf in leaves(tree):
+        path = torch.tensor(walk(tree, leaf))
+        assert torch.equal(chooser(logits[path], tree.subtree(path)), together[path])
+
+
+@few
+@given(random_trees(vocabulary=4, most_levels=3, most_per_level=2))
+def test_any_tree_keeps_the_targets_law(tree: SlowTree) -> None:
+    """All draws of one round below any tree, and fresh draws for what it leaves open: the target's own law to 1e-12."""
+    contexts: list[Context] = token_paths(tree)
+    law: dict[Context, float] = {}
+    weights = [target_law(context).tolist() for context in contexts]
+    for draws in itertools.product(range(4), repeat=len(tree)):
+        _, emitted = accept(tree, draws)
+        key = tuple(emitted)
+        law[key] = law.get(key, 0.0) + math.prod(weights[node][draw] for node, draw in enumerate(draws))
+    assert abs(sum(law.values()) - 1) < 1e-12
+    root = contexts[0]
+    for emitted, weight in law.items():
+        assert abs(weight - probability((*root, *emitted)) / probability(root)) < 1e-12
+
+
+@functools.cache
+def prompted(family: str, kv_heads: int, tied: bool) -> tuple[sage.Target, dict[str, torch.Tensor], Prompt]:
+    target = MAKERS[family](kv_heads=kv_heads, tied=tied)
+    inputs = in_float64(target, make_inputs(target))
+    return target, inputs, target.embed(inputs)
+
+
+def leaves(tree: SlowTree) -> Iterator[int]:
+    inner = set(tree.parents.tolist())
+    return (node for node in range(len(tree)) if node not in inner)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "kv_heads", "tied"), [(f, *heads) for f in MAKERS for heads in ((2, False), (4, True))])
+@settings(max_examples=8, deadline=None)
+@given(tree=random_trees(vocabulary=50, most_levels=3, most_per_level=3))
+def test_a_tree_pass_is_the_sequential_passes_of_its_paths(family: str, kv_heads: int, tied: bool, tree: SlowTree) -> None:
+    """All nodes at once through the tree mask against one causal pass per leaf, float64, prompt with a picture."""
+    target, inputs, prompt = prompted(family, kv_heads, tied)
+    cache = target.new_cache(64)
+    target.prefill(prompt, cache)
+    found = target.tree_pass(tree.tokens, prompt.next_position + tree.depths, tree.ancestors, cache).last[0]
+    for leaf in leaves(tree):
+        path = walk(tree, leaf)
+        ids = torch.cat((inputs["input_ids"], tree.tokens[path][None]), 1)
+        again = {**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids), **target.family.token_inputs(ids)}
+        straight = target.features(target.embed(again)).last[0, -len(path) :]
+        torch.testing.assert_close(found[path], straight, atol=1e-11, rtol=0)

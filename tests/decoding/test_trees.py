@@ -1,0 +1,202 @@
+"""Trees and policies against hand-worked examples from their rules."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from support.slow_trees import grow_fully, numbers
+
+import sage
+from sage.trees import Frontier, Growth, HostGrowth, Outcome, Tree
+from sage.trees.sage import round_half_up
+from sage.trees.static import STATIC_TREE
+
+
+def paths_of(tree: Tree) -> list[tuple[int, ...]]:
+    """Rank paths of all nodes below the root."""
+    found: list[tuple[int, ...]] = [()]
+    for parent, token in zip(tree.parents.tolist()[1:], tree.tokens.tolist()[1:], strict=True):
+        found.append((*found[parent], token))
+    return found[1:]
+
+
+GEOMETRIC = torch.tensor([0.5**i for i in range(1, 13)])
+
+
+class TestSageEquations:
+    def test_confidence_is_one_when_certain_and_zero_when_uniform(self) -> None:
+        certain = torch.tensor([50.0, 0.0, 0.0, 0.0])
+        torch.testing.assert_close(sage.trees.sage.confidence(certain, 4), torch.tensor(1.0))
+        torch.testing.assert_close(sage.trees.sage.confidence(torch.zeros(3, 4), 4), torch.zeros(3))
+
+    def test_confidence_renormalises_the_top_k(self) -> None:
+        """p = (.5, .25, .15, .1), k = 2: p~ = (2/3, 1/3), H = .6365, alpha = 1 - .6365 / ln 2 = .0817."""
+        logits = torch.tensor([0.5, 0.25, 0.15, 0.1]).log()
+        assert float(sage.trees.sage.confidence(logits, 2)) == pytest.approx(0.0817042, abs=1e-6)
+
+    def test_confidence_of_numbers_is_its_quick_twin(self) -> None:
+        for logits in (torch.randn(50, 10, generator=torch.Generator().manual_seed(0)) * scale for scale in (0.1, 3.0, 60.0)):
+            slow = sage.trees.sage.confidence(logits.double(), 10)
+            quick = [sage.trees.sage.confidence_of(row) for row in logits.double().softmax(-1).tolist()]
+            torch.testing.assert_close(torch.tensor(quick, dtype=torch.float64), slow)
+
+    def test_lemma_4_3_is_false(self) -> None:
+        """Two candidates at one half, k = 10: alpha is .699 and the lemma's bound on p1 is .729, above the true .5."""
+        logits = torch.tensor([0.5, 0.5] + [0.0] * 8).log()
+        alpha = float(sage.trees.sage.confidence(logits, 10))
+        assert alpha == pytest.approx(1 - math.log(2) / math.log(10), abs=1e-6)
+        assert 1 / 10 + alpha * 9 / 10 > 0.5
+
+    def test_depth_width_level_width_and_threshold(self) -> None:
+        assert sage.trees.sage.depth(0.5, 3, 8) == 5.5
+        assert sage.trees.sage.width(0.25, 2, 10) == 8.0
+        assert sage.trees.sage.level_width(8.0, 2, 0.25) == 3.0
+        assert sage.trees.sage.prune_threshold(3, 6.0) == pytest.approx(0.05)
+
+    @pytest.mark.parametrize(("value", "rounded"), [(2.5, 3), (2.49, 2), (3.5, 4), (0.2, 1)])
+    def test_rounding_is_half_up_and_at_least_one(self, value: float, rounded: int) -> None:
+        assert round_half_up(value) == rounded
+
+
+class TestSagePolicy:
+    def test_first_round_is_the_static_tree_with_alpha_one_half(self) -> None:
+        policy = sage.policy("sage")
+        assert paths_of(grow_fully(policy, GEOMETRIC)) == list(STATIC_TREE)
+        policy.reset()
+        assert policy.begin()["alpha"] == 0.5
+
+    def test_second_round_by_hand(self) -> None:
+        """alpha = 1 plans D = 8, W = 2, after probabilities (.9, .1): widths 2*1.5=3->2 children at level 1 (k = 2), then by
+        (12) W_2 = 2/2 * (.5 + .9) = 1.4 -> 1 and (.5 + .1) = .6 -> 1; threshold .1 * l / 8."""
+        policy = sage.policy("sage", top_k=2, history=False)
+        policy.reset()
+        policy._is_first = False
+        policy.alpha = 1.0
+        plan = policy.begin()
+        assert (plan["planned_depth"], plan["width"]) == (8.0, 2.0)
+        probs = torch.tensor([[0.9, 0.1]])
+        first = policy.grow(Frontier(1, probs, torch.ones(1)))
+        assert numbers(first) == ([0, 1], [0, 1])  # row * 2 + rank
+        second = policy.grow(Frontier(2, probs.expand(2, 2), torch.tensor([0.9, 0.1])))
+        assert numbers(second) == ([0, 2], [0, 2])  # .81 and .09 are both above .1 * 2 / 8 = .025
+        third = policy.grow(Frontier(3, torch.tensor([[0.9, 0.1], [0.2, 0.1]]), torch.tensor([0.81, 0.09])))
+        assert numbers(third)[1] == [0]  # .09 * .2 = .018 is below .0375
+
+    def test_node_threshold_judges_the_node_alone(self) -> None:
+        policy = sage.policy("sage", top_k=2, history=False, threshold="node")
+        policy._is_first = False
+        policy.begin()
+        policy._paths = [0.01]
+        growth = policy.grow(Frontier(3, torch.tensor([[0.2, 0.1]])))
+        assert numbers(growth)[1] == [0]
+
+    def test_nothing_is_drafted_below_the_answers_end(self) -> None:
+        policy = sage.policy("sage", top_k=2, history=False)
+        policy._is_first = False
+        for ends, expected in (([], [0, 1]), ([0], [1])):
+            policy.begin()
+            assert numbers(policy.grow(Frontier(1, torch.tensor([[0.6, 0.4]]), ends=ends)))[1] == expected
+
+    def test_depth_ends_the_drafting_and_budget_caps_the_nodes(self) -> None:
+        for budget in (2, 5, 17):
+            policy = sage.policy("sage", max_nodes=budget, alpha_from="current")
+            tree = grow_fully(policy, GEOMETRIC)
+            assert len(tree) - 1 <= budget
+        deep = grow_fully(
+            sage.policy("sage", alpha_from="current", min_depth=4, max_depth=4), torch.tensor([0.99, *[1e-4] * 9])
+        )
+        assert deep.depth == 4
+
+    def test_alpha_is_taken_at_the_last_accepted_node(self) -> None:
+        policy = sage.policy("sage", top_k=2, history=False)
+        tree = grow_fully(policy, GEOMETRIC)
+        node = 5  # path (0, 0), which the static tree expands
+        tree.said = list(tree.said)
+        tree.said[node] = ([0.3, 0.3, 0.1], [0, 1, 2])  # a tie of the two that count, k = 2
+        policy.observe(Outcome(2, tree, [0, 1, node]))
+        assert policy.alpha == pytest.approx(0.0, abs=1e-6)
+        leaf = len(tree) - 1
+        policy.observe(Outcome(5, tree, [0, 1, node, leaf]))
+        assert policy.alpha == pytest.approx(0.0, abs=1e-6)  # the draft was never asked below a leaf: its parent speaks
+
+    def test_history_moves_the_ceiling_by_one_within_bounds(self) -> None:
+        policy = sage.policy("sage", window=1, max_depth_ceiling=9)
+        tree = grow_fully(policy, GEOMETRIC)
+
+        def after(accepted: int, times: int) -> int:
+            for _ in range(times):
+                policy.observe(Outcome(accepted, tree, [0]))
+            return policy.ceiling
+
+        assert after(3, 4) == 8  # between the thresholds nothing moves
+        assert after(4, 1) == 9
+        assert after(4, 5) == 9
+        assert after(1, 1) == 8
+        assert after(0, 20) == 3
+
+    @pytest.mark.parametrize(
+        "options", [{"min_depth": 9}, {"min_width": 11}, {"top_k": 1}, {"min_depth": 0}, {"threshold": "x"}]
+    )
+    def test_impossible_bounds_are_refused(self, options: dict[str, object]) -> None:
+        with pytest.raises(ValueError):
+            sage.policy("sage", **options)
+
+
+class TestOtherPolicies:
+    def test_chain_is_one_path(self) -> None:
+        assert paths_of(grow_fully(sage.policy("chain", depth=3), GEOMETRIC)) == [(0,), (0, 0), (0, 0, 0)]
+
+    def test_static_tree_is_the_papers(self) -> None:
+        tree = grow_fully(sage.policy("static"), GEOMETRIC)
+        assert sorted(paths_of(tree)) == sorted(STATIC_TREE)
+        assert tree.depths.bincount().tolist() == [1, 4, 8, 8, 3, 2]
+
+    def test_static_refuses_a_path_without_its_prefix(self) -> None:
+        with pytest.raises(ValueError, match="prefix"):
+            sage.policy("static", paths=[(0,), (1, 0)])
+
+    def test_autoregressive_never_grows(self) -> None:
+        policy = sage.policy("autoregressive")
+        assert policy.grow(Frontier(1, torch.ones(1, 1), torch.ones(1))) is None
+
+    def test_unknown_names_and_options_are_named(self) -> None:
+        with pytest.raises(ValueError, match="'sgae' is unknown; choose one of autoregressive"):
+            sage.policy("sgae")
+        with pytest.raises(ValueError, match="unknown option 'depht'; choose from depth"):
+            sage.policy("chain", depht=3)
+
+
+class TestTree:
+    def test_subtree_renumbers_and_keeps_ancestors(self) -> None:
+        tree = grow_fully(sage.policy("static"), GEOMETRIC)
+        keep = torch.tensor([0, 2, 8, 20])
+        part = tree.subtree(keep)
+        assert part.parents.tolist() == [-1, 0, 1, 2]
+        assert part.ancestors.tolist() == torch.ones(4, 4).tril().bool().tolist()
+        assert torch.equal(part.path_probs, tree.path_probs[keep])
+
+    def test_subtree_without_a_parent_fails(self) -> None:
+        tree = grow_fully(sage.policy("static"), GEOMETRIC)
+        with pytest.raises(AssertionError, match="parent was dropped"):
+            tree.subtree(torch.tensor([0, 8]))
+
+    def test_subtree_without_the_root_fails(self) -> None:
+        with pytest.raises(AssertionError, match="root or a kept node"):
+            grow_fully(sage.policy("static"), GEOMETRIC).subtree(torch.tensor([2, 3, 4]))
+
+    def test_ancestors_match_a_walk(self) -> None:
+        tree = grow_fully(sage.policy("sage", alpha_from="current"), GEOMETRIC)
+        for node in range(len(tree)):
+            walk, at = set(), node
+            while at >= 0:
+                walk.add(at)
+                at = int(tree.parents[at])
+            assert set(tree.ancestors[node].nonzero()[:, 0].tolist()) == walk
+
+
+def test_growth_is_what_policies_return() -> None:
+    frontier = Frontier(1, torch.full((1, 10), 0.1), torch.ones(1))
+    assert isinstance(sage.policy("chain").grow(frontier), HostGrowth)
+    assert isinstance(sage.policy("eagle2").grow(frontier), Growth)

@@ -1,0 +1,73 @@
+"""The wheel holds what the tree holds, and works from an empty folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+FOLDERS = {"sage": "sage", "train": "train", "data_prep": "data_prep", "checkpoints": "checkpoints", "conf": "train/_conf"}
+DATA = {".yaml", ".json", ".safetensors", ".jinja", ".html"}
+
+
+def test_every_package_is_listed() -> None:
+    found = set()
+    for top in ("sage", "train", "data_prep", "checkpoints"):
+        found |= {path.parent.relative_to(ROOT).as_posix().replace("/", ".") for path in (ROOT / top).rglob("__init__.py")}
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == found | {"train._conf"}
+
+
+def test_every_script_exists() -> None:
+    from importlib import import_module
+
+    for entry in PROJECT["project"]["scripts"].values():
+        module, name = entry.split(":")
+        assert callable(getattr(import_module(module), name)), entry
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from a copy so that nothing is left in the tree."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    for name in filter(None, tracked):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_file():
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out)]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return next(out.glob("*.whl"))
+
+
+@pytest.mark.slow
+def test_wheel_holds_the_tree(wheel: Path) -> None:
+    inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    expected = set()
+    for name in filter(None, tracked):
+        top, _, rest = name.partition("/")
+        if top in FOLDERS and (Path(name).suffix in {".py", *DATA} or name.endswith("py.typed")):
+            expected.add(f"{FOLDERS[top]}/{rest}")
+    assert inside == expected
+
+
+@pytest.mark.slow
+def test_wheel_runs_from_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
+    installed, empty = tmp_path / "installed", tmp_path / "empty"
+    empty.mkdir()
+    zipfile.ZipFile(wheel).extractall(installed)
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    code = "import train, sys; print(train.__file__); from train.cli.train import main; sys.argv[1:] = ['--help']; main()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=empty, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.startswith(str(installed))
+    assert "experiment: debug, demo" in done.stdout
+    assert list(empty.iterdir()) == []

@@ -1,0 +1,299 @@
+"""`python -m benchmarks.papers`: every item end to end on random targets, and a page that follows from its figures."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from support.papers_helpers import tiny_world
+
+from benchmarks.papers import __main__ as command
+from benchmarks.papers import ablations, confidence, entropy, page, policies_page, runs, studies_page, training_page, tuning
+from benchmarks.papers.items import ITEMS, chosen
+from benchmarks.papers.lab import FIGURES
+from benchmarks.papers.settings import load_settings
+from benchmarks.papers.store import Figures
+from sage.costs.tables import Costs, Curve
+from sage.replay.recording import RecordedRound, Recording
+from sage.trees.sage import confidence_of
+from train.config.checks import check
+from train.config.hydra_app import compose
+from train.config.schema import Config
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every item, once; the folder of settings, runs and docs."""
+    where = tmp_path_factory.mktemp("results")
+    settings = tiny_world(where)
+    (where / "README.md").write_text(f"first\n{page.README_START}\nold\n{page.README_END}\nlast\n", encoding="utf-8")
+    assert command.main(["--quick", "--settings", str(settings)]) == 0
+    return where
+
+
+def rendered(docs: Path) -> str:
+    drawn = [path.name for path in (docs / FIGURES).glob("*.png")]
+    return page.render(Figures(docs / FIGURES).read_all(), drawn)
+
+
+@pytest.mark.slow
+def test_every_item_leaves_figures_a_section_and_pictures(measured: Path) -> None:
+    text = (measured / "docs" / "results.md").read_text()
+    for section in page.SECTIONS:
+        assert f". {section.title}\n" in text
+        assert f"`make results-{section.item}`" in text
+    assert {section.item for section in page.SECTIONS} == set(ITEMS)
+    for picture in page.pictures():
+        assert (measured / "docs" / FIGURES / picture.file).stat().st_size > 5000
+        assert f"({FIGURES}/{picture.file})" in text
+    assert "nan" not in text and "None" not in text
+    assert "## What was expected, and what came out" in text
+
+
+@pytest.mark.slow
+def test_the_page_follows_the_figures(measured: Path, tmp_path: Path) -> None:
+    docs = measured / "docs"
+    text = (docs / "results.md").read_text()
+    assert rendered(docs) == text
+    changed = tmp_path / FIGURES
+    changed.mkdir()
+    for path in (docs / FIGURES).iterdir():
+        (changed / path.name).write_bytes(path.read_bytes())
+    found = json.loads((changed / "policies_qwen.json").read_text())
+    found["figures"]["policies"]["sage"]["tokens_per_target_pass"] += 1
+    (changed / "policies_qwen.json").write_text(json.dumps(found))
+    assert rendered(tmp_path) != text
+
+
+def test_the_page_in_docs_follows_its_figures() -> None:
+    """docs/results.md and the README's table, as long as `make results` has been run."""
+    docs = ROOT / "docs"
+    if not (docs / "results.md").is_file():
+        pytest.skip("make results has not been run")
+    assert rendered(docs) == (docs / "results.md").read_text(), "docs/results.md is not what its figures say: make results"
+    readme = (ROOT / "README.md").read_text()
+    if page.README_START in readme:
+        figures = Figures(docs / FIGURES).read_all()
+        assert page.with_headline(readme, {name: one["figures"] for name, one in figures.items()}) == readme
+
+
+@pytest.mark.slow
+def test_the_readme_gets_the_headline_between_its_marks(measured: Path) -> None:
+    text = (measured / "README.md").read_text()
+    assert text.startswith("first\n") and text.endswith("\nlast\n") and "old" not in text
+    assert "**`cost_aware`**" in text
+
+
+@pytest.mark.slow
+def test_a_page_of_several_machines_says_which_measured_what(measured: Path) -> None:
+    files = Figures(measured / "docs" / FIGURES).read_all()
+    assert "on machine" not in page.render(files, [])
+    files["length"]["machine"]["cpu"] = "another"
+    files["policies_llava"]["machine"]["cpu"] = "another"
+    text = page.render(files, [])
+    numbers = {line[0] for line in text.splitlines() if re.match(r"\d\. Measured on", line)}
+    assert numbers == {"1", "2"}
+    (length,), (policies,) = (re.findall(rf"`make results-{item}`.*, on (.*?);", text) for item in ("length", "policies"))
+    assert policies == "machines 1 and 2" and length in ("machine 1", "machine 2")
+
+
+@pytest.mark.slow
+def test_nothing_is_measured_twice(measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {path: path.stat().st_mtime_ns for path in (measured / "docs" / FIGURES).glob("*.json")}
+    made: list[str] = []
+    monkeypatch.setattr(command, "write_page", lambda files, docs: docs)
+    monkeypatch.setattr("benchmarks.papers.store.rounded", lambda figures: made.append("measured") or figures)
+    assert command.main(["--quick", "--settings", str(measured / "tiny.yaml")]) == 0
+    assert not made
+    assert {path: path.stat().st_mtime_ns for path in (measured / "docs" / FIGURES).glob("*.json")} == before
+
+
+@pytest.mark.slow
+def test_figures_are_made_anew_when_what_they_depend_on_changes(tmp_path: Path) -> None:
+    figures = Figures(tmp_path)
+    assert figures.make("one", {"prompts": 1}, lambda: {"value": 1 / 3}, "make results-x") == {"value": 0.33333}
+    assert figures.make("one", {"prompts": 1}, lambda: {"value": 2.0}, "make results-x") == {"value": 0.33333}
+    assert figures.make("one", {"prompts": 2}, lambda: {"value": 2.0}, "make results-x") == {"value": 2.0}
+    stored = json.loads((tmp_path / "one.json").read_text())
+    assert stored["command"] == "make results-x" and stored["machine"]["cores"] >= 1
+    (tmp_path / "one.json").write_text("{")
+    with pytest.raises(ValueError, match="not JSON.*delete it"):
+        figures.read("one")
+
+
+def test_a_run_of_other_overrides_is_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = load_settings()
+    settings.runs_dir = str(tmp_path)
+    trained: list[list[str]] = []
+    monkeypatch.setattr(runs.subprocess, "run", lambda words, **_: trained.append(words) or _made(words))
+    folder = runs.trained(settings, "eagle_qwen")
+    assert runs.is_trained(settings, "eagle_qwen") and len(trained) == 1
+    runs.trained(settings, "eagle_qwen")
+    assert len(trained) == 1
+    settings.training.runs["eagle_qwen"].overrides.append("optim.lr=1e-3")
+    runs.trained(settings, "eagle_qwen")
+    assert len(trained) == 2 and f"run.dir={folder}" in trained[1]
+
+
+def _made(words: list[str]) -> SimpleNamespace:
+    Path(words[-1].removeprefix("run.dir=")).mkdir()
+    return SimpleNamespace(returncode=0)
+
+
+def test_a_failed_training_is_named_and_other_items_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def fails(lab: Any) -> None:
+        raise runs.RunFailed("sage-train ended with exit code 2")
+
+    done: list[str] = []
+    monkeypatch.setattr(command, "ITEMS", {"policies": fails, "epochs": lambda lab: done.append("epochs")})
+    (tmp_path / "where.yaml").write_text(f"docs_dir: {tmp_path}/docs\n")
+    assert command.main(["policies", "epochs", "--settings", str(tmp_path / "where.yaml")]) == 1
+    assert done == ["epochs"]
+    assert "training run failed: policies" in capsys.readouterr().err
+
+
+def test_mistakes_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="tables: no item of the results; choose from policies, "):
+        chosen(["tables"])
+    assert chosen(["entropy", "policies"]) == ["policies", "entropy"]
+    (tmp_path / "bad.yaml").write_text("tabel: {prompts: 1}\n")
+    with pytest.raises(ValueError, match="bad.yaml: Key 'tabel'"):
+        load_settings(tmp_path / "bad.yaml")
+    with pytest.raises(ValueError, match="training.runs: 'other' is none of eagle_qwen, "):
+        runs.overrides(load_settings(), "other")
+
+
+def test_every_run_in_the_settings_composes() -> None:
+    """Each command line of full.yaml, as Hydra sees it."""
+    settings = load_settings()
+    for name in settings.training.runs:
+        check(compose("config", [*runs.overrides(settings, name), "run.dir=somewhere"], Config))
+    named = [*settings.main.values(), *settings.assistants.values(), *settings.epochs.runs, *settings.compressor.runs]
+    assert set(named) == set(settings.training.runs)
+
+
+# -- what is computed ------------------------------------------------------------------------------------------------------
+
+
+def recording(answer: list[int], rounds: list[tuple[int, dict[tuple[int, ...], list[int]]]]) -> Recording:
+    """A recording whose candidates have falling made-up probabilities."""
+    made = []
+    for position, said in rounds:
+        probs = {path: (torch.tensor([0.6, 0.3, 0.1][: len(tokens)]), torch.tensor(tokens)) for path, tokens in said.items()}
+        made.append(RecordedRound(position, probs))
+    return Recording(prompt_tokens=5, max_new_tokens=20, vocabulary=50, tokens=answer, rounds=made)
+
+
+ANSWER = recording(
+    [7, 8, 9, 10, 11],
+    [(1, {(): [8, 3], (8,): [4, 9], (8, 9): [1, 2]}), (4, {(): [2, 11]})],
+)
+
+
+def test_usual_paths_are_those_that_answers_took_most_often() -> None:
+    """Round 1 goes 8 (rank 0), 9 (rank 1), then 10 is no candidate; round 2 takes 11 (rank 1)."""
+    assert tuning.usual_paths([ANSWER], [1, 3]) == [[[0]], [[0], [1], [0, 1]]]
+
+
+def test_nodes_on_the_answers_path() -> None:
+    found = [(one.depth, one.is_accepted) for one in confidence.nodes_on_path(ANSWER, "p", 2)]
+    assert found == [(1, True), (2, False), (3, False), (1, False)]
+
+
+def test_oracle_against_all_choices_of_depth() -> None:
+    """Brute force over every combination of depths per round."""
+    costs = Costs(Curve([1, 2, 3], [1.0, 1.1, 1.6]), Curve([1, 2], [0.2, 0.3]), 5, overhead=0.1)
+    reach, left = [2, 1], [4, 1]
+    best = 0.0
+    for depths in itertools.product(range(3), range(2)):
+        tokens = sum(min(depth + 1, most) for depth, most in zip(depths, left, strict=True))
+        seconds = sum(costs.verify_s(depth + 1, 5) + depth * costs.draft(1) + costs.overhead for depth in depths)
+        best = max(best, tokens / seconds)
+    found = ablations.oracle([ANSWER], costs, 12)
+    assert found["tokens_per_s"] == pytest.approx(best, rel=1e-9)
+    assert [ablations._reach(ANSWER, one, 12) for one in ANSWER.rounds] == reach
+
+
+def test_auc_and_correlation_against_the_naive_ones() -> None:
+    draw = random.Random(0)
+    predicted = [draw.choice([0.1, 0.2, 0.5, 0.9]) for _ in range(60)]
+    outcomes = [draw.random() < value for value in predicted]
+    pairs = [(a, b) for a, hit in zip(predicted, outcomes, strict=True) if hit for b in _refused(predicted, outcomes)]
+    naive = sum((a > b) + 0.5 * (a == b) for a, b in pairs) / len(pairs)
+    assert confidence.auc(predicted, outcomes) == pytest.approx(naive, abs=1e-12)
+    assert confidence.auc([0.3, 0.4], [True, True]) == 0.5
+    series = [[draw.random() for _ in range(length)] for length in (9, 4, 1)]
+    first = [value for one in series for value in one[:-2]]
+    second = [value for one in series for value in one[2:]]
+    assert entropy.correlation(series, series, 2) == pytest.approx(numpy.corrcoef(first, second)[0, 1], abs=1e-12)
+    assert entropy.correlation([[1.0, 1.0]], [[1.0, 1.0]], 1) is None
+    shorter = [*series, [1.0]]  # than the lag: it has nothing to add
+    assert entropy.correlation(shorter, shorter, 2) == entropy.correlation(series, series, 2)
+
+
+def _refused(predicted: list[float], outcomes: list[bool]) -> list[float]:
+    return [value for value, hit in zip(predicted, outcomes, strict=True) if not hit]
+
+
+def test_the_lemma_fails_for_a_tie_and_holds_for_certainty() -> None:
+    """facts of SAGE: p = (.5, .5, 0, ..), k = 10 gives alpha .699 and a bound of .729."""
+    tie, sure = [0.5, 0.5, *[0.0] * 8], [1.0, *[0.0] * 9]
+    assert confidence_of(tie) == pytest.approx(0.699, abs=5e-4)
+    assert confidence.bound(confidence_of(tie), 10) == pytest.approx(0.729, abs=5e-4)
+    found = confidence.lemma([confidence.Said("p", 1, tie, False), confidence.Said("p", 2, sure, True)])
+    assert (found["below_bound"], found["sure"], found["sure_accepted"]) == (1, 2, 1)
+    assert found["examples"][0]["probs"][:2] == [0.5, 0.5]
+
+
+def test_guessed_costs_stay_as_guessed() -> None:
+    policy = ablations.GuessedCosts(0.004)
+    assert policy.costs is not None
+    assert policy.costs.verify(1) == policy.costs.verify(60) == 0.004
+    assert policy.costs.draft(8) == pytest.approx(0.0004)
+
+
+# -- sentences follow figures ----------------------------------------------------------------------------------------------
+
+
+def test_what_held_is_decided_by_the_figures() -> None:
+    rising, falling = ([{"epoch": n, "policies": {"static": {"tokens_per_target_pass": v}}} for n, v in enumerate(curve)]
+                       for curve in ((2.0, 3.0), (3.0, 2.5)))  # fmt: skip
+    runs_of = {"a": {"points": rising, "prompts": 8}, "b": {"points": falling, "prompts": 8}}
+    first, second = training_page.epoch_findings({"epochs": {"runs": runs_of}})
+    assert first.holds and not second.holds
+    assert "step back is -0.50" in second.said
+
+
+def test_host_work_is_judged_for_our_policies_and_for_all() -> None:
+    def found(ours: float, others: float) -> list[bool]:
+        shares = {"acceptance": 0.01, "cache commit": 0.0, "policy and tree": 0.05, "other": 0.0}
+        rows = {"sage": 0.04, "cost_aware": ours, "eagle2": others}
+        policies = {name: {"shares": {**shares, "not model compute": share}} for name, share in rows.items()}
+        return [one.holds for one in studies_page._measured("qwen", policies)]
+
+    assert found(0.05, 0.05) == [True, True]
+    assert found(0.05, 0.051) == [True, False]
+    assert found(0.051, 0.01) == [False, False]
+
+
+@pytest.mark.slow
+def test_a_slow_policy_is_explained_by_its_rounds(measured: Path) -> None:
+    found = {name: one["figures"] for name, one in Figures(measured / "docs" / FIGURES).read_all().items()}
+    figures = found["policies_qwen"]
+    captions = figures["by_family"]["caption"]["policies"]["cost_aware"]
+    claim = "pocket Qwen2.5-VL: `cost_aware` at least 2.00x on captions"
+    for speedup, holds in ((1.9, False), (2.1, True)):
+        captions["speedup"] = speedup
+        [one] = [one for one in policies_page.findings(found) if one.claim == claim]
+        assert one.holds is holds
+        assert ("tokens from a round of" in one.said) is not holds

@@ -1,0 +1,350 @@
+"""Drafts with a visual compressor: training reads what decoding reads, the gate, and that the answer stays the target's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.compressor_helpers import (
+    COMPRESSORS,
+    CONVERSATIONS,
+    draft_with,
+    example,
+    prompt_of,
+    starts_of_answers,
+    together,
+    words,
+)
+from support.models import EOS, make_llava, make_qwen
+from torch import Tensor
+
+import sage
+from sage.drafts import new_session
+from sage.drafts.compressor.compressor import Compressor, Single, check_compressor, gumbel
+from sage.drafts.compressor.operators import Prune
+from sage.drafts.compressor.spans import Shortened
+from sage.targets import Features, Prompt
+from train.distill.pairs import Pairs
+from train.distill.teacher import Teacher
+
+LEVELS = (1, 2, 3)
+STEPS = 3
+KINDS = ("eagle", "eagle3")
+GATED = ("weighted", "select")
+
+
+@dataclass
+class World:
+    """A target in float64, all conversations as one training batch, and every prompt that it would decode from them.
+
+    Attributes:
+        prompts: (sequence of the batch, first token of the answer, prompt, its features).
+        inputs: of the prompt with two pictures; `answer`: the target's own to it, greedily.
+    """
+
+    target: sage.Target
+    batch: dict[str, Tensor]
+    pairs: Pairs
+    prompts: list[tuple[int, int, Prompt, Features]]
+    inputs: dict[str, Tensor]
+    answer: Tensor
+
+    def shorten(self, draft: Any, pairs: Pairs | None = None) -> Shortened:
+        one = pairs or self.pairs
+        return draft.shorten(one.embeds_next, draft.fuse(one.features), one.position_ids, one.marks)
+
+    def pairs_of(self, pieces: list[Any]) -> Pairs:
+        return Teacher(self.target, levels=LEVELS)(in_double(example(self.target, pieces)))
+
+
+def in_double(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()}
+
+
+@pytest.fixture(scope="module", params=[make_qwen, make_llava], ids=["qwen2_5_vl", "llava_onevision"])
+def world(request: pytest.FixtureRequest) -> World:
+    generator = torch.get_rng_state()
+    target = request.param()
+    target.model.double()
+    examples = {name: in_double(example(target, pieces)) for name, pieces in CONVERSATIONS.items()}
+    batch = together(target, list(examples.values()))
+    prompts = []
+    for number, whole in enumerate(examples.values()):
+        for start in starts_of_answers(whole["loss_mask"]):
+            prompt = target.embed(in_double(prompt_of(target, whole, start)))
+            prompts.append((number, start, prompt, target.features(prompt, LEVELS)))
+    whole = examples["two pictures"]
+    inputs = in_double(prompt_of(target, whole, starts_of_answers(whole["loss_mask"])[0]))
+    answer = sage.generate(target, None, inputs, policy="autoregressive", max_new_tokens=10).tokens
+    torch.set_rng_state(generator)
+    return World(target, batch, Teacher(target, levels=LEVELS)(batch), prompts, inputs, answer)
+
+
+def compressed(world: World, kind: str, mode: str | None, seed: int = 0) -> Any:
+    return draft_with(world.target, kind, COMPRESSORS[mode] if mode else None, seed).double()
+
+
+@torch.no_grad()
+def make_undecided(draft: Any) -> None:
+    """Every operator as likely as any other, whatever the question."""
+    gate = draft.compressor.mode.gate
+    gate.outer.weight *= 1e-3
+    gate.outer.bias.zero_()
+
+
+def sources(world: World, draft: Any) -> tuple[int, ...]:
+    """Which pairs' positions the rows of the batch take."""
+    layout = world.shorten(draft).layout
+    assert layout is not None
+    return tuple(layout.source.flatten().tolist())
+
+
+def assert_equal(ours: Tensor, theirs: Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", COMPRESSORS)
+@torch.no_grad()
+def test_training_reads_and_says_what_the_session_does(world: World, kind: str, mode: str) -> None:
+    """A padded batch of pictures, clips, text and turns against each of its prompts by itself: rows, positions, outputs; then
+    the session's drafted chain, and what it says after the target's features have taken the place of drafted ones."""
+    draft = compressed(world, kind, mode)
+    short = world.shorten(draft)
+    assert short.layout is not None
+    unrolled = draft.unroll(short.embeds_next, short.features, short.position_ids, STEPS, short.weight)
+    seen: list[Any] = []
+    hook = draft.register_forward_pre_hook(lambda _, args: seen.append(args))
+    for number, start, prompt, features in world.prompts:
+        ids = world.batch["input_ids"][number]
+        session = new_session(draft, world.target, 64)
+        session.prefill(prompt, features, ids[start : start + 1])
+        (embeds, fused, positions), rows = seen[-1][:3], session.context
+        assert rows == embeds.shape[1] == int(short.layout.place[number, start - 1]) + 1
+        assert torch.equal(positions[..., 0, :], short.position_ids[..., number, :rows])
+        assert_equal(embeds[0], short.embeds_next[number, :rows])
+        assert_equal(fused[0], short.features[number, :rows])
+        for step in range(STEPS):
+            if step:
+                session.expand(torch.tensor([0]), ids[start + step : start + step + 1])
+            assert_equal(session.hidden[0], unrolled[step][number, rows - 1])
+        read = [
+            states[number : number + 1, start : start + 2]
+            for states in (world.pairs.features.last, *world.pairs.features.levels)
+        ]
+        session.commit(Features(read[0], tuple(read[1:])), ids[start + 1 : start + 3])
+        assert_equal(session.hidden[0], unrolled[0][number, rows + 1])
+    hook.remove()
+
+
+@pytest.mark.parametrize("mode", COMPRESSORS)
+@torch.no_grad()
+def test_what_stays_has_a_true_position_and_text_stays_as_it_was(world: World, mode: str) -> None:
+    draft = compressed(world, "eagle", mode)
+    short, pairs = world.shorten(draft), world.pairs
+    assert short.layout is not None
+    visual, source, place = pairs.marks.visual, short.layout.source, short.layout.place
+    for number in range(len(visual)):
+        text = (~visual[number]).nonzero()[:, 0]
+        slots = place[number, text]
+        assert torch.equal(short.features[number, slots], pairs.features.last[number, text])
+        assert torch.equal(short.embeds_next[number, slots], pairs.embeds_next[number, text])
+        length = int(slots[-1]) + 1
+        kept = source[number, :length]
+        assert torch.equal(short.position_ids[..., number, :length], pairs.position_ids[..., number, kept])
+        of_pictures = length - len(text)
+        assert bool(of_pictures) == bool(visual[number].any() and mode != "text_only")
+        assert of_pictures < int(visual[number].sum()) or mode in ("concat", "text_only") or not of_pictures
+    supervised = short.move(pairs.mask).nonzero(as_tuple=True)
+    assert torch.equal(short.features[supervised], pairs.features.last[pairs.mask])  # in the order of the wanted features
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", COMPRESSORS)
+def test_the_answer_is_the_target_s_own_and_the_context_short(world: World, kind: str, mode: str, tmp_path: Path) -> None:
+    draft = compressed(world, kind, mode)
+    draft.save_pretrained(tmp_path)
+    loaded: Any = sage.load_draft(tmp_path, world.target)
+    assert loaded.config.compressor == COMPRESSORS[mode]
+    out = sage.generate(world.target, loaded, world.inputs, max_new_tokens=10)
+    assert torch.equal(out.tokens, world.answer)
+    assert out.stats.prompt_tokens == world.inputs["input_ids"].shape[1]
+    assert out.stats.draft_context < out.stats.prompt_tokens or mode == "concat"  # these pictures are tiny
+    assert out.stats.accepted == sage.generate(world.target, draft, world.inputs, max_new_tokens=10).stats.accepted
+
+
+def test_rows_that_outnumber_a_tiny_picture_find_room(world: World) -> None:
+    draft = draft_with(world.target, "eagle", {"kind": "concat", "ratio": 1, "conv_ratio": 1, "queries": 9}).double()
+    out = sage.generate(world.target, draft, world.inputs, policy="chain", max_new_tokens=10)
+    assert out.stats.draft_context > out.stats.prompt_tokens and torch.equal(out.tokens, world.answer)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_none_changes_nothing(world: World, kind: str, tmp_path: Path) -> None:
+    """Bit for bit: the very tensors, weights and config of a draft that knows no compressor."""
+    draft, pairs = compressed(world, kind, None), world.pairs
+    fused = draft.fuse(pairs.features)
+    short = draft.shorten(pairs.embeds_next, fused, pairs.position_ids, pairs.marks)
+    assert short.embeds_next is pairs.embeds_next and short.features is fused and short.position_ids is pairs.position_ids
+    assert short.weight is None and short.run is None and short.move(pairs.mask) is pairs.mask
+    assert "compressor" not in draft.config.to_dict() and not any("compressor" in name for name in draft.state_dict())
+    options: dict[str, Any] = {"feature_levels": list(LEVELS)} if kind == "eagle3" else {}
+    fresh, other = (
+        sage.new_draft(world.target, kind, seed=5, compressor=one, **options) for one in (None, {"kind": "pool", "ratio": 2})
+    )
+    for name, value in fresh.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+    out = sage.generate(world.target, draft, world.inputs, max_new_tokens=4)
+    assert out.stats.draft_context == out.stats.prompt_tokens
+
+
+@pytest.mark.parametrize("mode", COMPRESSORS)
+def test_a_batch_of_text_is_untouched_yet_reaches_every_weight(world: World, mode: str) -> None:
+    draft = compressed(world, "eagle", mode).train()
+    pairs = world.pairs_of(CONVERSATIONS["text only"])
+    short = world.shorten(draft, pairs)
+    assert torch.equal(short.embeds_next, pairs.embeds_next) and short.layout is None
+    if short.embeds_next.requires_grad:
+        short.embeds_next.sum().backward()
+    for name, parameter in draft.compressor.named_parameters():
+        assert parameter.grad is not None and not parameter.grad.any(), name
+
+
+@pytest.mark.parametrize("mode", [mode for mode in COMPRESSORS if mode not in ("prune", "pool", "text_only")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_reaches_every_weight_of_a_compressor(world: World, kind: str, mode: str) -> None:
+    draft = compressed(world, kind, mode).train()
+    if mode == "select":
+        make_undecided(draft)
+    torch.manual_seed(0)
+    for _ in range(4 if mode == "select" else 1):
+        short = world.shorten(draft)
+        steps = draft.unroll(short.embeds_next, short.features, short.position_ids, 2, short.weight)
+        torch.stack([step.square().sum() for step in steps]).sum().backward()
+    parts = dict(draft.compressor.named_parameters())
+    assert {name for name, parameter in parts.items() if parameter.grad is None} == set()
+    silent = {name for name, parameter in parts.items() if not parameter.grad.any()}
+    assert silent == set()
+
+
+class TestGate:
+    """Scores by the question."""
+
+    @staticmethod
+    def asked(world: World, draft: Any, pieces: list[Any]) -> Tensor:
+        seen: list[Tensor] = []
+        hook = draft.compressor.mode.gate.register_forward_hook(lambda _, args, out: seen.append(out))
+        with torch.no_grad():
+            world.shorten(draft, world.pairs_of(pieces))
+        hook.remove()
+        return seen[0]
+
+    @pytest.mark.parametrize("mode", GATED)
+    def test_it_reads_the_question_and_nothing_after(self, world: World, mode: str) -> None:
+        """In its own turn, so the answer and later turns (whose features see the picture too) do not matter."""
+        draft = compressed(world, "eagle", mode)
+        turn = [words(3, 1), "image", words(4, 2), [EOS], words(2, 3)]
+        scores = self.asked(world, draft, [*turn, (*words(4, 4), EOS)])
+        assert_equal(self.asked(world, draft, [*turn, (*words(6, 14), EOS), words(5, 15), [EOS], (*words(3, 16), EOS)]), scores)
+        other = self.asked(world, draft, [words(3, 1), "image", words(4, 99), [EOS], words(2, 3), (*words(4, 4), EOS)])
+        assert (other - scores).abs().max() > 1e-3
+
+    @torch.no_grad()
+    def test_another_question_can_get_another_operator(self, world: World) -> None:
+        draft = compressed(world, "eagle", "select")
+        questions = [[words(3, 1), "image", words(4, seed), [EOS], (*words(4, 4), EOS)] for seed in range(12)]
+        assert len({int(self.asked(world, draft, pieces)[0].argmax()) for pieces in questions}) > 1
+
+    @pytest.mark.parametrize("best", range(4))
+    @torch.no_grad()
+    def test_decoding_takes_the_best_one(self, world: World, best: int) -> None:
+        draft = compressed(world, "eagle", "select")
+        mode = draft.compressor.mode
+        mode.gate.outer.bias[best] += 1e3
+        alone = Compressor(draft.config)
+        alone.mode = Single(mode.operators[best])
+        ours, pairs = world.shorten(draft), world.pairs
+        theirs = alone(pairs.embeds_next, draft.fuse(pairs.features), pairs.position_ids, pairs.marks)
+        assert torch.equal(ours.features, theirs.features) and torch.equal(ours.position_ids, theirs.position_ids)
+        assert ours.weight is None
+
+    def test_training_draws_from_the_softmax_and_decoding_never_draws(self, world: World) -> None:
+        torch.manual_seed(0)
+        scores = torch.tensor([1.0, 0.0, -1.0, 0.5])
+        share = (scores + gumbel(scores.expand(20000, 4))).argmax(-1).bincount(minlength=4) / 20000
+        torch.testing.assert_close(share, scores.softmax(-1), rtol=0, atol=0.015)
+        draft = compressed(world, "eagle", "select")
+        make_undecided(draft)
+        assert len({sources(world, draft.train()) for _ in range(8)}) > 1
+        state = torch.get_rng_state()
+        first, second = (world.shorten(draft.eval()).features for _ in range(2))
+        assert torch.equal(first, second) and torch.equal(torch.get_rng_state(), state)
+
+    def test_a_draw_counts_exactly_one_and_its_gradient_is_that_of_the_relaxed_share(self, world: World) -> None:
+        """A score's gradient: d loss / d weight of the chosen operator's rows, times d share / d score."""
+        draft = compressed(world, "eagle", "select").train()
+        pairs = world.pairs_of(CONVERSATIONS["picture"])
+        caught: dict[str, Tensor] = {}
+
+        def catch(_: Any, __: Any, out: Tensor) -> None:
+            out.retain_grad()
+            caught["scores"] = out
+
+        draft.compressor.mode.gate.register_forward_hook(catch)
+        torch.manual_seed(3)
+        short = world.shorten(draft, pairs)
+        assert short.weight is not None and bool((short.weight == 1).all())
+        short.weight.retain_grad()
+        draft.unroll(short.embeds_next, short.features, short.position_ids, 1, short.weight)[0].square().sum().backward()
+        torch.manual_seed(3)
+        share = ((caught["scores"].detach().float() + gumbel(caught["scores"])) / draft.compressor.mode.temperature).softmax(
+            -1
+        )[0]
+        chosen = int(share.argmax())
+        assert short.layout is not None and short.weight.grad is not None and caught["scores"].grad is not None
+        is_made = torch.zeros_like(short.weight, dtype=torch.bool)
+        is_made[short.layout._batch, short.layout._slot] = True
+        slope = share[chosen] * (torch.eye(4)[chosen] - share)
+        expected = short.weight.grad[is_made].sum() * slope.double()
+        torch.testing.assert_close(caught["scores"].grad[0], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_pruning_draws_in_training_and_is_fixed_in_decoding(world: World) -> None:
+    draft = compressed(world, "eagle", "prune")
+    assert len({sources(world, draft.train()) for _ in range(6)}) > 1
+    assert len({sources(world, draft.eval()) for _ in range(3)}) == 1
+    assert isinstance(draft.compressor.mode.operator, Prune)
+
+
+class TestMistakes:
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            ({"kind": "blur", "ratio": 2}, r"draft\.compressor\.kind: 'blur' is unknown; choose one of prune, pool"),
+            ({"kind": "pool"}, r"draft\.compressor\.ratio: missing; pool takes ratio"),
+            ({"kind": "text_only", "ratio": 2}, r"draft\.compressor\.ratio: unknown; text_only takes nothing else"),
+            ({"kind": "pool", "ratio": 0}, r"draft\.compressor\.ratio: 0; allowed: a whole number from 1 on"),
+            ({"kind": "pool", "ratio": 2.5}, r"draft\.compressor\.ratio: 2\.5; allowed: a whole number"),
+            ({"kind": "resampler", "queries": True}, r"draft\.compressor\.queries: True; allowed: a whole number"),
+            ({**COMPRESSORS["select"], "temperature": 0}, r"draft\.compressor\.temperature: 0; allowed: above 0"),
+        ],
+    )
+    def test_what_is_no_compressor_is_named(self, given: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            check_compressor(given)
+
+    def test_a_draft_trained_on_whole_pictures_is_not_pruned_too(self, world: World) -> None:
+        draft = compressed(world, "eagle", "pool")
+        with pytest.raises(ValueError, match=r"pruning\.ratio: 0\.5; allowed: 0 for a draft with a compressor \(pool\)"):
+            sage.generate(world.target, draft, world.inputs, pruning=sage.Pruning(0.5))
+
+    def test_a_draft_of_another_compressor_s_weights(self, world: World, tmp_path: Path) -> None:
+        compressed(world, "eagle", "conv").save_pretrained(tmp_path)
+        config = tmp_path / "config.json"
+        config.write_text(config.read_text().replace('"conv"', '"pool"'))
+        with pytest.raises(ValueError, match=r"its weights do not fit its config: compressor\.mode\.operator\.weight"):
+            sage.load_draft(tmp_path, world.target)

@@ -1,0 +1,328 @@
+"""The EAGLE head: training form against decoding form, saving, loading, mistakes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.data_helpers import save_target
+from support.models import in_float64, make_inputs, make_qwen, random_draft
+
+import sage
+from sage import cli
+from sage.drafts import Eagle3Draft, ModelDraft, new_session, open_draft
+from sage.drafts.eagle3 import default_levels
+from sage.drafts.layer import Rope, join_maps
+
+
+def test_unroll_equals_step_by_step(tiny_target: sage.Target) -> None:
+    """A whole sequence at once (training) gives what prefill plus single steps through the cache give (decoding)."""
+    inputs = in_float64(tiny_target, make_inputs(tiny_target))
+    draft = random_draft(tiny_target, seed=3)
+    prompt = tiny_target.embed(inputs)
+    features = tiny_target.features(prompt)
+    with torch.no_grad():
+        whole = draft(prompt.embeds[:, 1:], features.last[:, :-1], prompt.position_ids[..., :-1])
+        session = new_session(draft, tiny_target, 64)
+        for t in range(whole.shape[1]):
+            step = draft(
+                prompt.embeds[:, t + 1 : t + 2],
+                features.last[:, t : t + 1],
+                prompt.position_ids[..., t : t + 1],
+                cache=session.cache,
+            )
+            torch.testing.assert_close(step[0, 0], whole[0, t], atol=1e-12, rtol=0)
+
+
+def test_tree_levels_equal_chains(tiny_target: sage.Target) -> None:
+    """Drafting two branches beside each other gives each branch what it gets alone."""
+    inputs = in_float64(tiny_target, make_inputs(tiny_target))
+    draft = random_draft(tiny_target, seed=3)
+    prompt = tiny_target.embed(inputs)
+    features = tiny_target.features(prompt)
+    root = torch.tensor([7])
+
+    def run(branches: list[list[int]]) -> torch.Tensor:
+        session = new_session(draft, tiny_target, 64)
+        session.prefill(prompt, features, root)
+        logits = torch.empty(0)
+        for level in range(len(branches[0])):
+            rows = torch.zeros(len(branches), dtype=torch.long) if level == 0 else torch.arange(len(branches))
+            logits = session.expand(rows, torch.tensor([branch[level] for branch in branches]))
+        return logits
+
+    together = run([[3, 4, 5], [8, 9, 10]])
+    for row, branch in enumerate([[3, 4, 5], [8, 9, 10]]):
+        torch.testing.assert_close(together[row], run([branch])[0], atol=1e-12, rtol=0)
+
+
+def test_multimodal_rope_is_plain_rope_on_equal_axes() -> None:
+    positions = torch.tensor([[0, 3, 9]])
+    plain, multimodal = Rope(8, 1e4, None), Rope(8, 1e4, [2, 1, 1])
+    for ours, theirs in zip(multimodal(positions.expand(3, 1, 3), torch.float64), plain(positions, torch.float64), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_multimodal_rope_is_the_targets() -> None:
+    target = make_qwen()
+    positions = torch.randint(0, 50, (3, 2, 7))
+    rope = Rope(8, 1e4, [2, 1, 1])
+    cos, sin = target.text_model.rotary_emb(torch.zeros(1), positions)
+    if cos.dim() == 4:  # releases before 5.2x leave the axes for the attention to deal out
+        sections = [m[i % 3] for i, m in enumerate(cos.split([2, 1, 1] * 2, dim=-1))]
+        cos = torch.cat(sections, -1)
+        sin = torch.cat([m[i % 3] for i, m in enumerate(sin.split([2, 1, 1] * 2, dim=-1))], -1)
+    ours = rope(positions, torch.float32)
+    torch.testing.assert_close(ours[0][:, 0], cos)
+    torch.testing.assert_close(ours[1][:, 0], sin)
+
+
+def test_three_axes_without_sections_are_refused() -> None:
+    with pytest.raises(ValueError, match="mrope_section: missing"):
+        Rope(8, 1e4, None)(torch.zeros(3, 1, 2, dtype=torch.long), torch.float32)
+
+
+def test_round_trip_is_bit_exact_and_holds_nothing_of_the_target(tiny_target: sage.Target, tmp_path: Path) -> None:
+    draft = random_draft(tiny_target, seed=5)
+    draft.save_pretrained(tmp_path)
+    loaded = sage.load_draft(tmp_path, tiny_target)
+    state = draft.state_dict()
+    assert not any("embed" in name or "lm_head" in name for name in state)
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, state[name]), name
+    inputs = make_inputs(tiny_target)
+    first, second = (sage.generate(tiny_target, d, inputs, max_new_tokens=12).stats.accepted for d in (draft, loaded))
+    assert first == second
+
+
+def test_image_inputs_token_hides_the_picture(tiny_qwen: sage.Target) -> None:
+    prompt = tiny_qwen.embed(make_inputs(tiny_qwen))
+    features = tiny_qwen.features(prompt)
+    outs = []
+    for choice in ("embed", "token"):
+        draft = random_draft(tiny_qwen, seed=0, image_inputs=choice)
+        outs.append(new_session(draft, tiny_qwen, 64).prefill(prompt, features, torch.tensor([5])))
+    assert not torch.equal(*outs)
+
+
+def test_seed_fixes_the_weights(tiny_qwen: sage.Target) -> None:
+    first, second, third = (sage.new_draft(tiny_qwen, seed=s).fc.weight for s in (1, 1, 2))
+    assert torch.equal(first, second)
+    assert not torch.equal(first, third)
+
+
+class TestEagle3:
+    @pytest.fixture
+    def vocabulary(self) -> torch.Tensor:
+        return torch.arange(0, 330, 3)
+
+    def draft(self, target: sage.Target, vocabulary: torch.Tensor | None = None) -> Eagle3Draft:
+        return random_draft(target, "eagle3", seed=0, vocabulary=vocabulary, feature_levels=[1, 2, 3])
+
+    def test_decodes_losslessly_with_whole_and_reduced_vocabulary(
+        self, tiny_target: sage.Target, vocabulary: torch.Tensor
+    ) -> None:
+        inputs = in_float64(tiny_target, make_inputs(tiny_target))
+        expected = sage.generate(tiny_target, None, inputs, policy="autoregressive", max_new_tokens=16).tokens
+        for ids in (None, vocabulary):
+            out = sage.generate(tiny_target, self.draft(tiny_target, ids), inputs, policy="static", max_new_tokens=16)
+            assert torch.equal(out.tokens, expected)
+
+    def test_drafts_only_words_of_its_vocabulary(self, tiny_qwen: sage.Target, vocabulary: torch.Tensor) -> None:
+        draft = self.draft(tiny_qwen, vocabulary)
+        assert torch.equal(draft.token_map, vocabulary)
+        assert draft.t2d.nonzero()[:, 0].tolist() == vocabulary.tolist()
+        assert torch.equal(draft.d2t, vocabulary - torch.arange(len(vocabulary)))
+        assert self.draft(tiny_qwen).token_map is None
+
+    def test_unroll_equals_decoding(self, tiny_target: sage.Target) -> None:
+        """Two steps of training-time test by hand against a session that drafts a chain of two."""
+        inputs = in_float64(tiny_target, make_inputs(tiny_target))
+        draft = self.draft(tiny_target)
+        prompt = tiny_target.embed(inputs)
+        features = tiny_target.features(prompt, draft.levels)
+        session = new_session(draft, tiny_target, 64)
+        first = session.prefill(prompt, features, torch.tensor([5]))
+        second = session.expand(torch.tensor([0]), torch.tensor([9]))
+        with torch.no_grad():
+            words = tiny_target.embed_tokens(torch.tensor([[5, 9]]))
+            embeds = torch.cat((prompt.embeds[:, 1:], words), 1)
+            fused = draft.fuse(features)
+            position = tiny_target.family.decode_positions(prompt.next_position)
+            positions = torch.cat((prompt.position_ids, position), -1)
+            whole = draft(embeds[:, :-1], fused, positions[..., :-1])
+            torch.testing.assert_close(draft.logits(whole[0, -1:], tiny_target), first, atol=1e-10, rtol=0)
+            again = draft(embeds, torch.cat((fused, whole[:, -1:]), 1), positions)
+        torch.testing.assert_close(draft.logits(again[0, -1:], tiny_target), second, atol=1e-10, rtol=0)
+
+    def test_round_trip_is_bit_exact(self, tiny_target: sage.Target, vocabulary: torch.Tensor, tmp_path: Path) -> None:
+        draft = self.draft(tiny_target, vocabulary)
+        draft.save_pretrained(tmp_path)
+        loaded = sage.load_draft(tmp_path, tiny_target)
+        assert isinstance(loaded, Eagle3Draft)
+        for name, tensor in draft.state_dict().items():
+            assert torch.equal(tensor, loaded.state_dict()[name]), name
+
+    def test_default_levels(self) -> None:
+        assert default_levels(28) == [2, 14, 25]
+        with pytest.raises(ValueError, match="a target of 3 layers has no default"):
+            default_levels(3)
+
+    def test_vocabulary_mistakes(self, tiny_qwen: sage.Target) -> None:
+        for ids in (torch.tensor([3, 2]), torch.tensor([1, 400])):
+            with pytest.raises(ValueError, match="increasing order"):
+                sage.new_draft(tiny_qwen, "eagle3", vocabulary=ids, feature_levels=[1, 2, 3])
+        with pytest.raises(ValueError, match="belongs to eagle3"):
+            sage.new_draft(tiny_qwen, vocabulary=torch.tensor([1, 2]))
+
+
+def cut(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+
+
+def resize(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (config.get("text_config") or config)["intermediate_size"] = 56
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "weights cut": (cut, "its weights cannot be read (Error while deserializing header"),
+    "weights gone": (lambda folder: (folder / "model.safetensors").unlink(), "its weights cannot be read (Error no file named"),
+    "weights no tensors": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+        "its weights cannot be read (not a file of tensors)",
+    ),
+    "sizes": (resize, "its weights do not fit its config: "),
+    "config cut": (lambda folder: (folder / "config.json").write_text('{"model_type": '), "cannot read its config.json ("),
+    "config no text": (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe"), "cannot read its config.json ("),
+    "config a list": (lambda folder: (folder / "config.json").write_text("[]"), "its config.json"),
+}
+
+
+class TestMistakes:
+    def test_missing_folder(self, tiny_qwen: sage.Target, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=r"no draft there \(config.json is missing\)"):
+            sage.load_draft(tmp_path, tiny_qwen)
+
+    def test_another_target_names_both_sides(self, tiny_qwen: sage.Target, tiny_llava: sage.Target, tmp_path: Path) -> None:
+        sage.new_draft(tiny_llava).save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match=r"made for llava_onevision \(.*\), but the target is qwen2_5_vl \("):
+            sage.load_draft(tmp_path, tiny_qwen)
+
+    def test_not_a_draft(self, tiny_qwen: sage.Target, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+        with pytest.raises(ValueError, match="is not a draft of ours"):
+            sage.load_draft(tmp_path, tiny_qwen)
+
+    def test_missing_weights_are_named(self, tiny_qwen: sage.Target, tmp_path: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        sage.new_draft(tiny_qwen).save_pretrained(tmp_path)
+        state = load_file(tmp_path / "model.safetensors")
+        del state["fc.weight"]
+        save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=r"do not fit its config: fc.weight is missing; save or copy it again"):
+            sage.load_draft(tmp_path, tiny_qwen)
+
+    @pytest.mark.parametrize("what", ["draft", "target"])
+    @pytest.mark.parametrize("damage", DAMAGES)
+    def test_a_damaged_folder_is_named_in_one_line(
+        self, tmp_path: Path, what: str, damage: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Both sides: a draft or a target, and a target in the role of a draft."""
+        target = sage.load_target(save_target("qwen2_5_vl", tmp_path / "target"))
+        random_draft(target).save_pretrained(tmp_path / "draft")
+        broken, (harm, message) = tmp_path / what, DAMAGES[damage]
+        harm(broken)
+        tries = {"draft": [lambda: sage.load_draft(broken, target)], "target": [lambda: sage.load_target(broken)]}[what]
+        if what == "target" and "config" not in damage:  # without a config it is no target
+            tries.append(lambda: sage.load_draft(broken, target))
+        capsys.readouterr()
+        for load in tries:
+            assert cli.run(lambda load=load: load() and None) == 2
+            said = capsys.readouterr().err
+            error = said[said.index("error: ") :]  # after a progress bar
+            assert error.startswith(f"error: {what}: {broken}: ") and len(error.splitlines()) == 1 and "REPORT" not in said
+            assert message in error and "again" in error.rsplit(";", 1)[1]
+
+    def test_a_head_is_in_the_targets_dtype_and_a_smaller_model_in_any(self, tmp_path: Path) -> None:
+        target = sage.load_target(save_target("qwen2_5_vl", tmp_path / "target"))
+        random_draft(target).save_pretrained(tmp_path / "draft")
+        with pytest.raises(
+            ValueError, match=r"draft: .*draft: in torch\.bfloat16, .* target in torch\.float32; leave dtype out"
+        ):
+            sage.load_draft(tmp_path / "draft", target, dtype=torch.bfloat16)
+        assert open_draft(tmp_path / "draft", target, torch.bfloat16).dtype == torch.bfloat16  # as training needs it
+        small = sage.load_draft(tmp_path / "target", target, dtype=torch.bfloat16)
+        assert isinstance(small, ModelDraft) and small.model.dtype == torch.bfloat16
+        sage.generate(target, small, target.prepare([{"role": "user", "content": "hello"}]), policy="chain", max_new_tokens=4)
+
+    def test_unknown_kind_and_key(self, tiny_qwen: sage.Target) -> None:
+        with pytest.raises(ValueError, match="'eagel' is unknown; choose one of eagle, eagle3"):
+            sage.new_draft(tiny_qwen, "eagel")
+        with pytest.raises(ValueError, match=r"draft.widht: unknown"):
+            sage.new_draft(tiny_qwen, widht=3)
+        with pytest.raises(ValueError, match=r"draft.image_inputs: 'pixels' is not one of embed, token"):
+            sage.new_draft(tiny_qwen, image_inputs="pixels")
+
+
+class TestJoinedMaps:
+    """Decoding joins linear maps of one input; the separate ones are the slow twin."""
+
+    @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+    def test_joined_equals_separate_on_the_same_memory(self, tiny_target: sage.Target, kind: str, tmp_path: Path) -> None:
+        options = {"feature_levels": [1, 2, 3]} if kind == "eagle3" else {}
+        draft: Any = random_draft(tiny_target, kind, **options).double().eval()
+        size = draft.config.hidden_size
+        embeds, features = torch.randn(2, 1, 5, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        positions = tiny_target.family.decode_positions(torch.arange(5))
+        with torch.no_grad():
+            separate = draft(embeds, features, positions)
+            before = sum(p.numel() for p in draft.parameters())
+            join_maps(draft)
+            torch.testing.assert_close(draft(embeds, features, positions), separate, rtol=1e-12, atol=1e-12)
+        layer = draft.layer if kind == "eagle" else draft.midlayer
+        attention = layer.self_attn
+        assert attention.qkv.is_joined and sum(p.numel() for p in draft.parameters()) == before
+        assert attention.k_proj.weight.untyped_storage().data_ptr() == attention.q_proj.weight.untyped_storage().data_ptr()
+        draft.save_pretrained(tmp_path)
+        for name, value in open_draft(tmp_path, tiny_target, torch.float64).state_dict().items():
+            assert torch.equal(value, draft.state_dict()[name]), name
+
+    def test_a_cast_or_a_gradient_step_is_never_read_from_stale_memory(self, tiny_target: sage.Target) -> None:
+        draft: Any = sage.new_draft(tiny_target, "eagle", seed=0).eval()
+        join_maps(draft)
+        attention = draft.layer.self_attn
+        with torch.no_grad():
+            attention.q_proj.weight.add_(1.0)  # in place, as optimizers do
+            assert torch.equal(attention.qkv.weight[: len(attention.q_proj.weight)], attention.q_proj.weight)
+            draft.double()
+            assert not attention.qkv.is_joined
+            hidden = torch.randn(1, 2, draft.config.hidden_size, dtype=torch.float64)
+            assert torch.equal(attention.qkv(hidden), torch.cat([linear(hidden) for linear in attention.qkv.maps], -1))
+
+    @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+    def test_a_draft_that_has_decoded_still_learns_everywhere(self, tiny_target: sage.Target, kind: str) -> None:
+        options = {"feature_levels": [1, 2, 3]} if kind == "eagle3" else {}
+        draft: Any = random_draft(tiny_target, kind, **options).eval()
+        sage.generate(tiny_target, draft, make_inputs(tiny_target), policy="static", max_new_tokens=4)
+        layer = draft.layer if kind == "eagle" else draft.midlayer
+        assert layer.self_attn.qkv.is_joined and layer.mlp.gate_up.is_joined
+        embeds, features = torch.randn(2, 1, 5, draft.config.hidden_size, generator=torch.Generator().manual_seed(0))
+        out = draft.train()(embeds, features, tiny_target.family.decode_positions(torch.arange(5)))
+        out.square().sum().backward()
+        silent = [name for name, value in layer.named_parameters() if value.grad is None or not value.grad.any()]
+        assert not silent
+
+    def test_a_draft_in_training_is_left_alone(self, tiny_target: sage.Target) -> None:
+        draft: Any = sage.new_draft(tiny_target, "eagle", seed=0).train()
+        new_session(draft, tiny_target, 8)
+        assert not draft.layer.self_attn.qkv.is_joined
+        new_session(draft.eval(), tiny_target, 8)
+        assert draft.layer.self_attn.qkv.is_joined

@@ -1,0 +1,211 @@
+"""Whatever a prompt holds, both families: our text is Hugging Face's; and what the command says when it cannot answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.data_helpers import save_target
+from support.models import make_inputs, make_llava, make_qwen, random_draft
+from support.processors import image_part, make_processor, picture, user
+from support.toy_helpers import make_policy
+from transformers import LogitsProcessor, LogitsProcessorList
+
+import sage
+from sage import cli
+from sage.__main__ import _generate, main, parse_args
+
+LENGTH = 10
+MAKERS = {"qwen2_5_vl": make_qwen, "llava_onevision": make_llava}
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def ready(request: pytest.FixtureRequest) -> tuple[sage.Target, Any]:
+    """A target in float64 with a processor, and its draft."""
+    target = MAKERS[request.param]()
+    target.model.double()
+    target = sage.Target(target.model, make_processor(target))
+    return target, random_draft(target, seed=0)
+
+
+def clip_folder(folder: Path) -> str:
+    for number in range(5):
+        picture(8, 8, number).save(folder / f"frame{number}.png")
+    return str(folder)
+
+
+def clip_file(folder: Path) -> str:
+    frames = [picture(8, 8, number) for number in range(3)]
+    frames[0].save(folder / "clip.gif", save_all=True, append_images=frames[1:])
+    return str(folder / "clip.gif")
+
+
+def messages(kind: str, folder: Path) -> list[dict[str, Any]]:
+    clip: dict[str, Any] = {"type": "video", "video": [picture(8, 8, number) for number in range(4)]}
+    turns = {
+        "text": user("no picture at all"),
+        "several": user(image_part(8, 8), image_part(16, 8), "which?", image_part(9, 31)),
+        "tall": user(image_part(3, 90), "look"),
+        "frames": user(clip, "what happens?"),
+        "folder": user({"type": "video", "video": clip_folder(folder)}, "and here?"),
+        "file": user({"type": "video", "video": clip_file(folder)}, "and there?"),
+        "both": user(image_part(16, 8), clip, "compare"),
+    }
+    return turns[kind]
+
+
+class Shifted(LogitsProcessor):
+    """Favours the token after the prefix's last one: a rule that depends on each node's own path."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.clone()
+        scores[torch.arange(len(scores)), (input_ids[:, -1] + 1) % 60] += 2.0
+        return scores
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["text", "several", "tall", "frames", "folder", "file", "both"])
+def test_every_kind_of_prompt_gives_hugging_faces_text(ready: tuple[sage.Target, Any], kind: str, tmp_path: Path) -> None:
+    target, draft = ready
+    inputs = target.prepare(messages(kind, tmp_path))
+    inputs = {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()}
+    for processors in (LogitsProcessorList(), LogitsProcessorList([Shifted()])):
+        options = {"max_new_tokens": LENGTH, "logits_processor": processors}
+        ids = target.model.generate(**inputs, do_sample=False, **options)
+        expected = ids[0, inputs["input_ids"].shape[1] :].tolist()
+        for policy in ("static", "cost_aware"):
+            out = sage.generate(target, draft, inputs, policy=make_policy(policy, {}), **options)
+            assert out.tokens.tolist() == expected, (policy, len(processors))
+
+
+@pytest.mark.parametrize("policy", sage.POLICIES)
+def test_an_answer_may_fill_the_context_to_the_last_token(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees far larger than the room that is left: nothing is drafted or written beyond it, and one token more is refused."""
+    target = make_qwen()
+    inputs, draft = make_inputs(target), random_draft(target, seed=0)
+    length = inputs["input_ids"].shape[1]
+    expected = sage.generate(target, None, inputs, policy="autoregressive", max_new_tokens=4).tokens.tolist()
+    monkeypatch.setattr(target.text_config, "max_position_embeddings", length + 4)
+    positions: list[int] = []
+    tree_pass = target.tree_pass
+    monkeypatch.setattr(target, "tree_pass", lambda *a: (positions.append(int(a[1].max())), tree_pass(*a))[1])
+    out = sage.generate(target, draft, inputs, policy=make_policy(policy, {}), max_new_tokens=4)
+    assert out.tokens.tolist() == expected
+    # The answer's last token is never read, so no pass goes beyond the one before it.
+    offset = int(target.embed(inputs).next_position) - length
+    assert max(positions) - offset <= length + 2
+    with pytest.raises(ValueError, match=f"exceed the target's context of {length + 4}; ask for at most 4"):
+        sage.generate(target, draft, inputs, policy=policy, max_new_tokens=5)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A target and its draft on disk."""
+    folder = tmp_path_factory.mktemp("generate")
+    target = save_target("qwen2_5_vl", folder / "target")
+    random_draft(sage.load_target(target), seed=0).save_pretrained(folder / "draft")
+    return str(target), str(folder / "draft")
+
+
+class TestCommand:
+    def run(self, folders: tuple[str, str], *words: str, policy: str = "sage") -> int:
+        arguments = ["--target", folders[0], "--draft", folders[1], "--prompt", "Hi", "--policy", policy, *words]
+        return cli.run(lambda: _generate(parse_args(arguments)))
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (["--max-new-tokens", "0"], "max_new_tokens: 0 is not allowed; ask for at least 1"),
+            (["--max-new-tokens", "9999"], "exceed the target's context of 2048; ask for at most"),
+            (["--image", "/no/such.png"], "/no/such.png: no such file"),
+            (["--top-p", "3"], "top_p: 3.0 is not allowed"),
+            (["--prompt", " "], "--prompt: empty"),
+        ],
+    )
+    def test_mistakes_are_one_line_and_code_2(
+        self, folders: tuple[str, str], words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert self.run(folders, *words) == 2
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert error.startswith("error: ") and message in error
+
+    @pytest.mark.parametrize("device", ["foo", "meta", "cuda:99", "cuda:x", ""])
+    def test_a_device_that_is_none_here(
+        self, folders: tuple[str, str], device: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert self.run(folders, "--device", device) == 2
+        error = capsys.readouterr().err.strip()
+        assert error.startswith(f"error: --device {device}: torch cannot use it, and sees ") and "auto, cpu" in error
+        assert len(error.splitlines()) == 1
+
+    def test_devices(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert cli.device("cpu") == torch.device("cpu")
+        assert cli.device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        with pytest.raises(ValueError, match="and sees 2 GPU.* here; choose one of auto, cpu, cuda, cuda:0, cuda:1$"):
+            cli.device("foo")
+
+    def command(self, monkeypatch: pytest.MonkeyPatch, *words: str) -> Any:
+        """What the console script ends with."""
+        monkeypatch.setattr("sys.argv", ["sage-generate", "--prompt", "Hi", *words])
+        with pytest.raises(SystemExit) as end:
+            main()
+        return end.value.code
+
+    def test_a_policy_that_drafts_needs_a_draft(
+        self, folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert self.command(monkeypatch, "--target", folders[0]) == 2
+        message = "--draft: missing, and the policy 'sage' needs one; give a draft folder or --policy autoregressive"
+        assert capsys.readouterr().err.strip() == f"error: {message}"
+        words = ["--target", folders[0], "--policy", "autoregressive", "--max-new-tokens", "2"]
+        assert self.command(monkeypatch, *words) == 0
+
+    def test_debug_shows_the_traceback(self, folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+        words = ["--target", folders[0], "--policy", "sgae"]
+        assert self.command(monkeypatch, *words) == 2
+        monkeypatch.setattr("sys.argv", ["sage-generate", "--prompt", "Hi", *words, "--debug"])
+        with pytest.raises(ValueError, match="'sgae' is unknown"):
+            main()
+
+    def test_the_draft_tells_the_target_or_what_is_wrong_with_it(
+        self, folders: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert self.command(monkeypatch, "--draft", folders[1], "--max-new-tokens", "2") == 0
+        for content, message in {
+            None: "no draft there (config.json is missing)",
+            "{": "cannot read its config.json (",
+            "{}": "it does not say its target; give --target as well",
+        }.items():
+            if content is not None:
+                (tmp_path / "config.json").write_text(content)
+            capsys.readouterr()
+            assert self.command(monkeypatch, "--draft", str(tmp_path)) == 2
+            assert f"draft: {tmp_path}: {message}" in capsys.readouterr().err
+
+    def test_weights_that_give_nan_name_the_pass(
+        self, folders: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        target = sage.load_target(folders[0])
+        target.model.lm_head.weight.data[3] = float("nan")
+        target.model.save_pretrained(tmp_path)
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "preprocessor_config.json"):
+            (tmp_path / name).write_bytes((Path(folders[0]) / name).read_bytes())
+        assert self.run((str(tmp_path), folders[1])) == 2
+        assert "the target's prefill of" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("policy", ["sage", "cost_aware"])
+    def test_explain_says_why_for_every_round(
+        self, folders: tuple[str, str], policy: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert self.run(folders, "--max-new-tokens", "8", "--explain", policy=policy) == 0
+        said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("round ")]
+        why = {"sage": "planned depth", "cost_aware": "tokens/s"}[policy]
+        assert said and all(why in line and "accepted" in line for line in said)
+
+    def test_one_token_is_the_prefills(self, folders: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+        assert self.run(folders, "--max-new-tokens", "1") == 0
+        assert "1 token, from the prefill" in capsys.readouterr().err

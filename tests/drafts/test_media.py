@@ -1,0 +1,364 @@
+"""Pictures and clips of every odd sort: what they become, or the words in which they are refused."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import io
+import random
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, UnidentifiedImageError
+from support.data_helpers import picture, save_pictures
+
+from sage.inputs import media, video
+from sage.inputs.media import DEFAULT_FRAMES, MAX_PIXELS, check_picture, open_clip, open_clip_part, open_picture
+from sage.inputs.video import Clip, sample, spaced, within
+
+
+def as_bytes(image: Image.Image, kind: str, **options: object) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, kind, **options)
+    return stream.getvalue()
+
+
+def shades(clip: Clip) -> list[int]:
+    return [frame.getpixel((0, 0))[0] for frame in clip.frames]  # type: ignore[index]
+
+
+def save_gif(path: Path, count: int, **options: Any) -> Path:
+    first, *rest = [Image.new("RGB", (16, 16), (i * 30, 0, 0)) for i in range(count)]
+    first.save(path, save_all=True, append_images=rest, **options)
+    return path
+
+
+def save_video(path: Path) -> Path:
+    """Two seconds, ever redder."""
+    av = importlib.import_module("av")
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=4)
+        stream.width = stream.height = 32
+        for i in range(8):
+            frame = av.VideoFrame.from_image(Image.new("RGB", (32, 32), (i * 30, 0, 0)))
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return path
+
+
+def damaged(whole: bytes, count: int) -> Iterator[bytes]:
+    """The same file with up to 20 bytes changed, some of them cut short as well."""
+    rng = random.Random(0)
+    for _ in range(count):
+        data = bytearray(whole)
+        for _ in range(rng.randint(1, 20)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        yield bytes(data if rng.random() < 0.7 else data[: rng.randrange(len(data))])
+
+
+def why_refused(path: Path, data: bytes) -> str:
+    """What a clip of these bytes is refused with, "" if it is not; any error but ValueError is passed on."""
+    path.write_bytes(data)
+    try:
+        open_clip(path, 4)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_sources_of_a_picture(tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    picture().save(path)
+    data = path.read_bytes()
+    uri = "data:image/png;base64," + base64.b64encode(data).decode()
+    for source in (picture(), str(path), path, data, uri):
+        found = open_picture(source)
+        assert found.mode == "RGB"
+        assert found.getpixel((3, 3)) == (255, 0, 0)
+
+
+def test_rotation_in_exif_is_applied() -> None:
+    image = Image.new("RGB", (8, 4), "red")
+    image.putpixel((0, 0), (0, 0, 255))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned a quarter to the right
+    found = open_picture(as_bytes(image, "PNG", exif=exif))
+    assert found.size == (4, 8)
+    assert found.getpixel((3, 0)) == (0, 0, 255)
+
+
+def test_transparent_lies_on_white() -> None:
+    assert open_picture(Image.new("RGBA", (4, 4), (0, 0, 0, 0))).getpixel((0, 0)) == (255, 255, 255)
+    assert open_picture(Image.new("LA", (4, 4), (0, 128))).getpixel((0, 0)) == (127, 127, 127)
+    palette = Image.new("P", (4, 4))
+    palette.putpalette([10, 20, 30])
+    assert open_picture(as_bytes(palette, "PNG", transparency=0)).getpixel((0, 0)) == (255, 255, 255)
+    assert open_picture(as_bytes(palette, "PNG")).getpixel((0, 0)) == (10, 20, 30)
+
+
+def test_print_colours_become_screen_colours() -> None:
+    found = open_picture(as_bytes(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "JPEG"))
+    red, green, blue = found.getpixel((4, 4))  # type: ignore[misc]
+    assert red > 200
+    assert max(green, blue) < 60
+
+
+def test_sixteen_bits_are_scaled_not_clipped() -> None:
+    grey = Image.fromarray(np.array([[0, 32768], [65535, 257]], dtype=np.uint16))
+    found = open_picture(as_bytes(grey, "PNG"))
+    assert [found.getpixel((x, y))[0] for y in (0, 1) for x in (0, 1)] == [0, 128, 255, 1]  # type: ignore[index]
+
+
+def test_animation_gives_its_first_frame() -> None:
+    data = as_bytes(picture(8), "GIF", save_all=True, append_images=[picture(8, "blue")], duration=10)
+    assert open_picture(data).getpixel((0, 0)) == (255, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("size", "reason"),
+    [((1, 1), "1x1 pixels, allowed: at least 2 a side"), ((20000, 20), "20000x20 pixels, allowed: sides within")],
+)
+def test_extreme_sizes_are_refused(size: tuple[int, int], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        open_picture(as_bytes(Image.new("L", size), "PNG"))
+
+
+def test_bomb_is_refused_before_it_is_decoded() -> None:
+    side = int(MAX_PIXELS**0.5) + 100
+    with pytest.raises(ValueError, match=f"allowed: at most {MAX_PIXELS}"):
+        open_picture(as_bytes(Image.new("1", (side, side)), "PNG"))
+    with pytest.raises(ValueError, match=f"too many pixels, allowed: at most {MAX_PIXELS}"):  # PIL's own limit
+        open_picture(as_bytes(Image.new("1", (2 * side, side)), "PNG"))
+
+
+@pytest.mark.slow
+def test_a_picture_just_below_the_limit_is_opened() -> None:
+    """PIL warns from 89.5 million pixels on; ours are 100 million."""
+    assert open_picture(as_bytes(Image.new("1", (10000, 9500)), "PNG")).size == (10000, 9500)
+
+
+def test_broken_files_are_named(tmp_path: Path) -> None:
+    whole = as_bytes(Image.effect_noise((64, 64), 90).convert("RGB"), "JPEG")
+    (tmp_path / "cut.jpg").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "text.png").write_text("not a picture")
+    (tmp_path / "empty.png").write_bytes(b"")
+    with pytest.raises(ValueError, match="cut.jpg: broken or truncated"):
+        open_picture(tmp_path / "cut.jpg")
+    for name in ("text.png", "empty.png"):
+        with pytest.raises(ValueError, match=f"{name}: not a picture in a known format"):
+            open_picture(tmp_path / name)
+    with pytest.raises(ValueError, match=f"^image {tmp_path}/gone.png: no such file$"):
+        open_picture(tmp_path / "gone.png")
+    for empty in ("", " "):
+        for opens in (open_picture, open_clip, check_picture):
+            with pytest.raises(ValueError, match=f"^(image|video) '{empty}': an empty path; name a file$"):
+                opens(empty)
+    with pytest.raises(ValueError, match=f"^image {'x' * 200}: no such file$"):  # base64 without `data:`, say
+        open_picture("x" * 5000)
+    with pytest.raises(ValueError, match=f"^image {tmp_path}: Is a directory$"):
+        open_picture(tmp_path)
+    with pytest.raises(ValueError, match="a URL; download it"):
+        check_picture("https://example.com/a.png")
+    with pytest.raises(ValueError, match="not valid base64"):
+        open_picture("data:image/png;base64,@@")
+
+
+def test_a_url_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class ConnectError(Exception):
+        """As the web client has it: not an OSError."""
+
+    def answer(error: Exception) -> Any:
+        def load(url: str) -> Any:
+            raise error
+
+        return load
+
+    monkeypatch.setattr(media, "load_image", answer(ConnectError("Name or service not known")))
+    with pytest.raises(ValueError, match=r"^image https://x.org/a.png: could not be fetched \(Name or service not known\)$"):
+        open_picture("https://x.org/a.png", allow_urls=True)
+    monkeypatch.setattr(media, "load_image", answer(UnidentifiedImageError("page")))
+    with pytest.raises(ValueError, match="a.png: not a picture in a known format"):
+        open_picture("https://x.org/a.png", allow_urls=True)
+
+
+def test_clip_of_a_folder_in_natural_order(tmp_path: Path) -> None:
+    for i in range(12):
+        Image.new("RGB", (8, 8), (i * 20, 0, 0)).save(tmp_path / f"frame{i}.png")
+    (tmp_path / "notes.txt").write_text("no frame")
+    assert [frame.getpixel((0, 0))[0] for frame in open_clip(tmp_path, 32).frames] == [i * 20 for i in range(12)]  # type: ignore[index]
+    assert [frame.getpixel((0, 0))[0] for frame in open_clip(str(tmp_path), 3).frames] == [40, 120, 200]  # type: ignore[index]
+    part = open_clip(tmp_path, 32, (2.0, 4.0), frames_per_s=2.0)
+    assert [frame.getpixel((0, 0))[0] for frame in part.frames] == [80, 100, 120, 140]  # type: ignore[index]
+
+
+def test_clip_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no frames"):
+        open_clip(tmp_path, 4)
+    with pytest.raises(ValueError, match="video gone: no such file"):
+        open_clip("gone", 4)
+    save_pictures(tmp_path, "a.png")
+    picture(8).save(tmp_path / "b.png")
+    with pytest.raises(ValueError, match="frames of different sizes"):
+        open_clip(tmp_path, 4)
+    (tmp_path / "b.png").write_text("no picture")
+    with pytest.raises(ValueError, match=rf"^video {tmp_path}: image {tmp_path}/b\.png: not a picture in a known format$"):
+        open_clip(tmp_path, 4)
+
+
+def test_video_file_needs_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.mp4").write_bytes(b"no video")
+    monkeypatch.setattr(video, "READERS", ())
+    with pytest.raises(ValueError, match="a.mp4: no video reader is installed; pip install av"):
+        open_clip(tmp_path / "a.mp4", 4)
+
+
+@pytest.mark.parametrize("reader", ["av", "cv2"])
+def test_video_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str) -> None:
+    pytest.importorskip("av")
+    pytest.importorskip(reader)
+    path = save_video(tmp_path / "a.mp4")
+    monkeypatch.setattr(video, "READERS", (reader,))
+    clip = open_clip(path, 4, frames_per_s=25.0)  # which is for frames, this file has a rate of its own
+    reds = [frame.getpixel((16, 16))[0] for frame in clip.frames]  # type: ignore[index]
+    assert np.allclose(reds, [30, 90, 150, 210], atol=12)
+    assert clip.fps == 2.0
+    part = open_clip(path, 4, (1.0, 1.5))
+    assert (len(part.frames), part.fps) == (2, 4.0)
+
+
+@pytest.mark.parametrize("reader", ["av", "cv2"])
+def test_damaged_video_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str) -> None:
+    pytest.importorskip("av")
+    pytest.importorskip(reader)
+    monkeypatch.setattr(video, "READERS", (reader,))
+    whole = save_video(tmp_path / "a.mp4").read_bytes()
+    told = [reason for data in damaged(whole, 60) if (reason := why_refused(tmp_path / "b.mp4", data))]
+    assert len(told) > 10
+    assert all(reason.startswith(f"video {tmp_path / 'b.mp4'}: ") and "\n" not in reason for reason in told)
+
+
+@pytest.mark.parametrize("name", ["FFmpegError", "DecoderNotFoundError"])
+def test_errors_of_the_reader_name_the_video(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Neither is an OSError, a ValueError or an IndexError."""
+    av = pytest.importorskip("av")
+
+    def broken(*_: Any) -> Any:
+        raise getattr(av.error, name)(1, "Decoder not found")
+
+    path = save_video(tmp_path / "a.mp4")
+    monkeypatch.setattr(av, "open", broken)
+    reason = why_refused(path, path.read_bytes())
+    assert reason.startswith(f"video {path}: not a readable video (")
+    assert "Decoder not found" in reason
+
+
+def test_gif_file_is_a_clip_too(tmp_path: Path) -> None:
+    (tmp_path / "a.gif").write_bytes(as_bytes(picture(8), "GIF", save_all=True, append_images=[picture(8, "blue")]))
+    clip = open_clip(tmp_path / "a.gif", 4)
+    assert [frame.getpixel((0, 0)) for frame in clip.frames] == [(255, 0, 0), (0, 0, 255)]
+    assert clip.fps == 10.0  # it says nothing of delays
+
+
+def test_a_gif_has_seconds_and_segments(tmp_path: Path) -> None:
+    path = save_gif(tmp_path / "a.gif", 8, duration=500)
+    assert shades(open_clip(path, 32)) == [i * 30 for i in range(8)]
+    assert open_clip(path, 32).fps == 2.0
+    assert open_clip(path, 2).fps == 0.5
+    part = open_clip(path, 32, (1.0, 2.5))
+    assert (shades(part), part.fps) == ([60, 90, 120], 2.0)
+    assert (
+        open_clip(save_gif(tmp_path / "b.gif", 4, duration=[100, 200, 0, 100]), 32).fps == 8.0
+    )  # 0 is a tenth, as in browsers
+
+
+def test_damaged_gifs_are_named(tmp_path: Path) -> None:
+    whole = save_gif(tmp_path / "a.gif", 6).read_bytes()
+    told = [reason for data in damaged(whole, 300) if (reason := why_refused(tmp_path / "b.gif", data))]
+    assert len(told) > 100
+    assert all(reason.startswith(f"video {tmp_path / 'b.gif'}: ") and "\n" not in reason for reason in told)
+
+
+@pytest.mark.parametrize("error", [IndexError("range"), struct.error("short"), KeyError(3), RuntimeError("no item")])
+def test_whatever_a_decoder_raises_names_the_gif(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def broken(*_: Any) -> Any:
+        raise error
+
+    path = save_gif(tmp_path / "a.gif", 2)
+    monkeypatch.setattr(Image.Image, "convert", broken)
+    assert why_refused(path, path.read_bytes()).startswith(f"video {path}: not a readable video (")
+
+
+def test_a_gif_that_is_a_bomb_is_refused_by_the_limit(tmp_path: Path) -> None:
+    data = bytearray(save_gif(tmp_path / "a.gif", 2).read_bytes())
+    data[6:10] = struct.pack("<HH", 65535, 65535)  # its width and height
+    assert why_refused(tmp_path / "b.gif", bytes(data)).endswith(f"b.gif: too many pixels, allowed: at most {MAX_PIXELS}")
+
+
+def test_rate_of_what_was_sampled(tmp_path: Path) -> None:
+    frames = [picture(8)] * 12
+    assert open_clip(frames) == Clip(frames, 2.0)
+    assert open_clip(frames, frames_per_s=3.0).fps == 3.0
+    assert open_clip(frames, 4, frames_per_s=3.0).fps == 1.0
+    assert open_clip(frames, 2, (0.0, 2.0), frames_per_s=3.0).fps == 1.0  # 2 of 6 frames
+    for i in range(32):
+        picture(8).save(tmp_path / f"{i}.png")
+    assert (len(open_clip(tmp_path).frames), open_clip(tmp_path).fps) == (DEFAULT_FRAMES, 1.0)
+    assert sample(1800, 30.0, None, 16)[1] == pytest.approx(16 / 60)
+
+
+def test_part_of_a_message_names_a_segment_and_a_rate() -> None:
+    frames = [Image.new("RGB", (8, 8), (i * 20, 0, 0)) for i in range(12)]
+    part = {"type": "video", "video": frames}
+    assert open_clip_part(part) == Clip(frames, 2.0)
+    assert open_clip_part(part | {"start": None, "end": None, "fps": None}) == Clip(frames, 2.0)
+    assert open_clip_part(part | {"start": 2, "end": 4}) == Clip(frames[4:8], 2.0)
+    assert open_clip_part(part | {"start": 2, "fps": "3"}) == Clip(frames[6:], 3.0)
+    assert open_clip_part(part | {"end": 2, "fps": 3}, 2) == Clip([frames[1], frames[4]], 1.0)
+
+
+@pytest.mark.parametrize(
+    ("times", "reason"),
+    [
+        ({"fps": 0}, "fps 0, allowed: above 0, the frames per second"),
+        ({"fps": "many"}, "fps 'many', allowed: a number"),
+        ({"start": [1]}, r"start \[1\], allowed: a number"),
+        ({"end": float("nan")}, "end nan, allowed: a number"),
+        ({"start": 3, "end": 2.5}, "start 3 and end 2.5, allowed: seconds, the end not before the start"),
+        ({"end": -1}, "start 0 and end -1, allowed: seconds, the end not before the start"),
+    ],
+)
+def test_times_that_are_none(times: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=rf"^video \(list\): {reason}$"):
+        open_clip_part({"type": "video", "video": [picture(8)], **times})
+
+
+def test_video_file_that_is_none(tmp_path: Path) -> None:
+    names = ["a.gif"] + (["a.mp4"] if importlib.util.find_spec("av") else [])
+    for name in names:
+        (tmp_path / name).write_bytes(b"GIF89a, no more")
+        with pytest.raises(ValueError, match=rf"video .*{name}: not a readable video"):
+            open_clip(tmp_path / name, 4)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no item"), TypeError("float"), KeyError(3), struct.error("short")])
+def test_whatever_a_decoder_raises_names_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    (tmp_path / "a.png").write_bytes(as_bytes(picture(8), "PNG"))
+
+    def broken(picture: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(media.ImageOps, "exif_transpose", broken)
+    with pytest.raises(ValueError, match=r"image .*a\.png: broken or truncated"):
+        open_picture(tmp_path / "a.png")
+
+
+def test_spacing() -> None:
+    assert spaced(10, 2) == [2, 7]
+    assert spaced(3, 5) == [0, 1, 2]
+    assert spaced(8, 8) == list(range(8))
+    assert list(within(10, 2.0, (1.0, 2.5))) == [2, 3, 4]
+    assert list(within(10, 2.0, (50.0, 60.0))) == [9]

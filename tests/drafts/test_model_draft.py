@@ -1,0 +1,179 @@
+"""A smaller model as the draft, and which visual tokens drafts read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.models import in_float64, make_inputs, make_llava, make_qwen, random_draft
+from transformers import PreTrainedTokenizerFast
+
+import sage
+from sage.attention import AttentionRecorder, use_tree_attention
+from sage.drafts import ModelDraft
+from sage.drafts.model import ModelSession
+from sage.drafts.pruning import spread, two_stages
+
+LENGTH = 24
+MAKERS = {"qwen2_5_vl": make_qwen, "llava_onevision": make_llava}
+
+
+def hugging_face(target: sage.Target, inputs: dict[str, torch.Tensor]) -> list[int]:
+    ids = target.model.generate(**inputs, max_new_tokens=LENGTH, do_sample=False)
+    return ids[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("family", MAKERS)
+@pytest.mark.parametrize("policy", [name for name in sage.POLICIES if name != "autoregressive"])
+def test_any_model_drafts_losslessly(family: str, policy: str) -> None:
+    """Itself (everything is accepted) and a stranger (nearly nothing is) give the target's own text."""
+    target = MAKERS[family]()
+    inputs = in_float64(target, make_inputs(target))
+    expected = hugging_face(target, inputs)
+    for seed, is_itself in ((0, True), (7, False)):
+        other = MAKERS[family](seed=seed)
+        other.model.double()
+        out = sage.generate(target, ModelDraft(other, target), inputs, policy=policy, max_new_tokens=LENGTH)
+        assert out.tokens.tolist() == expected
+        if is_itself and policy == "chain":
+            assert set(out.stats.accepted[:-1]) == {5}
+
+
+def test_vocabularies_are_compared_once(tiny_target: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft = ModelDraft(tiny_target, tiny_target)
+    monkeypatch.setattr(sage.drafts, "check_pair", lambda *_: pytest.fail("compared again"))
+    sage.generate(tiny_target, draft, make_inputs(tiny_target), policy="chain", max_new_tokens=2)
+    with pytest.raises(pytest.fail.Exception, match="compared again"):
+        sage.generate(make_qwen(), draft, make_inputs(tiny_target), policy="chain", max_new_tokens=2)
+
+
+def test_commit_reads_what_a_fresh_prefill_would(tiny_target: sage.Target) -> None:
+    inputs = in_float64(tiny_target, make_inputs(tiny_target))
+    prompt = tiny_target.embed(inputs)
+    session = ModelSession(ModelDraft(tiny_target, tiny_target), tiny_target, 64)
+    session.prefill(prompt, None, torch.tensor([5]))
+    session.expand(torch.tensor([0, 0]), torch.tensor([9, 8]))
+    found = session.commit(None, torch.tensor([6, 7]))
+    ids = torch.cat((inputs["input_ids"], torch.tensor([[5, 6, 7]])), 1)
+    again = {**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids), **tiny_target.family.token_inputs(ids)}
+    fresh = tiny_target.lm_head(tiny_target.features(tiny_target.embed(again)).last[:, -1])
+    torch.testing.assert_close(found, fresh, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("method", ["attention", "uniform", "random"])
+@pytest.mark.parametrize("ratio", [0.3, 0.9, 1.0])
+def test_pruning_changes_the_draft_and_never_the_output(method: str, ratio: float, tiny_target: sage.Target) -> None:
+    inputs = in_float64(tiny_target, make_inputs(tiny_target))
+    expected = hugging_face(tiny_target, inputs)
+    pruning = sage.Pruning(ratio, method)
+    for draft in (random_draft(tiny_target, seed=0), ModelDraft(tiny_target, tiny_target)):
+        out = sage.generate(tiny_target, draft, inputs, policy="sage", max_new_tokens=LENGTH, pruning=pruning)
+        assert out.tokens.tolist() == expected
+
+
+def test_kept_tokens_are_text_and_the_budget(tiny_target: sage.Target) -> None:
+    prompt = tiny_target.embed(make_inputs(tiny_target))
+    features = tiny_target.prefill(prompt, tiny_target.new_cache(64), wants_attention=True)
+    num_visual = int(prompt.visual_mask.sum())
+    for ratio in (0.0, 0.5, 0.9, 1.0):
+        kept = sage.Pruning(ratio)(prompt, features).kept
+        if ratio == 0:
+            assert kept is None
+            continue
+        is_visual = prompt.visual_mask[0, kept]
+        assert int(is_visual.sum()) == int(num_visual * (1 - ratio))
+        assert int((~is_visual).sum()) == int((~prompt.visual_mask).sum())
+        pruned = prompt.at(kept)
+        assert torch.equal(pruned.position_ids, prompt.position_ids[..., kept])
+
+
+def test_recorded_attention_is_the_eager_models(tiny_target: sage.Target) -> None:
+    """The recorder against transformers' own attention weights."""
+    prompt = tiny_target.embed(in_float64(tiny_target, make_inputs(tiny_target)))
+    found = tiny_target.prefill(prompt, tiny_target.new_cache(64), wants_attention=True).attention
+    tiny_target.model.set_attn_implementation("eager")
+    out = tiny_target.text_model(
+        inputs_embeds=prompt.embeds, position_ids=prompt.position_ids, output_attentions=True, use_cache=False
+    )
+    visual = prompt.visual_mask[0].nonzero()[:, 0]
+    weights = torch.stack(out.attentions)[:, 0, :, int(visual[-1]) + 1 :]
+    torch.testing.assert_close(found.double(), weights[..., visual].mean((0, 1, 2)), atol=1e-6, rtol=0)
+
+
+def test_recorder_is_silent_outside_its_block(tiny_qwen: sage.Target) -> None:
+    prompt = tiny_qwen.embed(make_inputs(tiny_qwen))
+    recorder = AttentionRecorder(prompt.visual_mask[0])
+    with use_tree_attention(tiny_qwen.text_model, recorder):
+        pass
+    tiny_qwen.prefill(prompt, tiny_qwen.new_cache(64))
+    assert recorder.num_layers == 0
+
+
+def test_two_stages_by_hand() -> None:
+    """Scores .3 .2 .1 .1 .1 .1 .05 .05 sum to 1: .3 is below 40%, .5 is not, so two go in by attention; of the remaining six
+    a budget of four takes two, evenly: the second and the fifth (indices 3 and 6)."""
+    scores = torch.tensor([0.3, 0.2, 0.1, 0.1, 0.1, 0.1, 0.05, 0.05])
+    assert two_stages(scores, 4).tolist() == [0, 1, 3, 6]
+    assert two_stages(scores, 1).tolist() == [0]
+    assert two_stages(scores, 0).tolist() == []
+
+
+def test_spread_is_even_and_distinct() -> None:
+    assert spread(10, 5).tolist() == [1, 3, 5, 7, 9]
+    for count in range(1, 20):
+        for budget in range(count + 1):
+            picks = spread(count, budget).tolist()
+            assert len(set(picks)) == budget
+            assert all(0 <= pick < count for pick in picks)
+
+
+class TestMistakes:
+    def test_another_family(self, tiny_qwen: sage.Target, tiny_llava: sage.Target) -> None:
+        with pytest.raises(ValueError, match="a model drafts for a larger one of its own family"):
+            ModelDraft(tiny_llava, tiny_qwen)
+
+    def test_vocabularies(self, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
+        other = make_qwen(seed=1)
+        other.text_config.vocab_size = 400
+        with pytest.raises(ValueError, match="has 400 tokens, the target 330, and without tokenizers"):
+            ModelDraft(other, tiny_qwen)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [({"ratio": 1.5}, r"pruning.ratio: 1.5"), ({"ratio": 0.5, "method": "best"}, r"pruning.method: 'best' is unknown")],
+    )
+    def test_pruning_options(self, options: dict[str, object], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            sage.Pruning(**options)  # type: ignore[arg-type]
+
+
+def test_padding_of_the_vocabulary_may_differ(tiny_qwen: sage.Target) -> None:
+    """A draft with a shorter lm_head never drafts the missing rows; one with a longer head is cut."""
+    for rows in (320, 340):
+        small = make_qwen(seed=3)
+        small.model.resize_token_embeddings(rows, mean_resizing=False)
+        session = ModelSession.__new__(ModelSession)
+        session.model, session.vocab_size = sage.Target(small.model), tiny_qwen.vocab_size
+        logits = session._logits(torch.randn(2, 32))
+        assert logits.shape == (2, 330)
+        assert bool(logits[:, 320:].isneginf().all()) == (rows == 320)
+
+
+def test_load_draft_takes_a_target_folder(tiny_qwen: sage.Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_qwen.model.save_pretrained(tmp_path)
+    monkeypatch.setattr("sage.targets.target.load_processor", lambda path: None)
+    draft = sage.load_draft(tmp_path, tiny_qwen)
+    assert isinstance(draft, ModelDraft)
+
+
+def test_different_words_are_refused(tiny_qwen: sage.Target) -> None:
+    from support.processors import make_processor
+
+    first, second = (sage.Target(make_qwen().model, make_processor(tiny_qwen)) for _ in range(2))
+    assert ModelDraft(first, second).model is first
+    tokenizer = second.processor.tokenizer
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    tokenizer.add_tokens(["extra"])
+    with pytest.raises(ValueError, match="different vocabularies"):
+        ModelDraft(first, second)

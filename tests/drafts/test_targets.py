@@ -1,0 +1,259 @@
+"""Targets: our embedding, positions and processing against Hugging Face's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from support.data_helpers import save_target
+from support.models import in_float64, make_inputs, make_llava, make_qwen
+from support.processors import image_part, make_processor, picture, user
+from transformers.video_utils import VideoMetadata
+
+import sage
+from sage.inputs.media import open_clip, open_picture
+from sage.targets.target import load_processor
+
+
+@pytest.fixture(params=[make_qwen, make_llava], ids=["qwen2_5_vl", "llava_onevision"])
+def ready(request: pytest.FixtureRequest) -> sage.Target:
+    target = request.param()
+    return sage.Target(target.model, make_processor(target))
+
+
+def test_features_through_lm_head_are_the_models_logits(tiny_target: sage.Target) -> None:
+    inputs = in_float64(tiny_target, make_inputs(tiny_target))
+    with torch.no_grad():
+        expected = tiny_target.model(**inputs).logits
+    prompt = tiny_target.embed(inputs)
+    found = tiny_target.lm_head(tiny_target.features(prompt).last)
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+    cached = tiny_target.lm_head(tiny_target.prefill(prompt, tiny_target.new_cache(64)).last)
+    torch.testing.assert_close(cached, expected, atol=1e-12, rtol=0)
+
+
+def test_padding_changes_nothing(tiny_target: sage.Target) -> None:
+    short, long = (in_float64(tiny_target, make_inputs(tiny_target, seed, length)) for seed, length in ((0, 5), (1, 12)))
+    processor = make_processor(tiny_target)
+    batch = processor.collate([{k: v[0] if k.endswith(("ids", "mask")) else v for k, v in i.items()} for i in (short, long)])
+    prompt = tiny_target.embed(batch)
+    features = tiny_target.features(prompt).last
+    for row, inputs in enumerate((short, long)):
+        alone = tiny_target.embed(inputs)
+        length = inputs["input_ids"].shape[1]
+        torch.testing.assert_close(features[row, :length], tiny_target.features(alone).last[0], atol=1e-12, rtol=0)
+        assert prompt.next_position[row] == alone.next_position[0]
+
+
+def test_tree_pass_equals_sequential_passes(tiny_target: sage.Target) -> None:
+    """Every node of a fork gets the features a straight pass along its path gives."""
+    inputs = in_float64(tiny_target, make_inputs(tiny_target))
+    prompt = tiny_target.embed(inputs)
+    tokens, parents = [5, 6, 7, 8, 9], [-1, 0, 0, 1, 3]
+    ancestors = torch.eye(5, dtype=torch.bool)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            ancestors[node] |= ancestors[parent]
+    depths = ancestors.sum(1) - 1
+    cache = tiny_target.new_cache(64)
+    tiny_target.prefill(prompt, cache)
+    tree = tiny_target.tree_pass(torch.tensor(tokens), prompt.next_position + depths, ancestors, cache).last[0]
+    for node in range(5):
+        path = ancestors[node].nonzero()[:, 0]
+        ids = torch.cat((inputs["input_ids"], torch.tensor(tokens)[path][None]), 1)
+        again = {**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids), **tiny_target.family.token_inputs(ids)}
+        straight = tiny_target.features(tiny_target.embed(again)).last[0, -1]
+        torch.testing.assert_close(tree[node], straight, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize(("width", "height"), [(8, 8), (16, 8), (9, 31), (40, 12), (100, 100), (3, 90)])
+def test_placeholders_match_the_vision_tower_at_any_resolution(ready: sage.Target, width: int, height: int) -> None:
+    inputs = ready.prepare(user(image_part(width, height), "what?"))
+    prompt = ready.embed(inputs)  # raises where the numbers differ
+    assert int(prompt.visual_mask.sum()) > 0
+    with torch.no_grad():
+        expected = ready.model(**inputs).logits
+    torch.testing.assert_close(ready.lm_head(ready.features(prompt).last), expected, atol=1e-5, rtol=0)
+
+
+def test_several_pictures_and_video(ready: sage.Target) -> None:
+    frames = {"type": "video", "video": [picture(16, 16, i) for i in range(4)]}
+    for parts in (
+        (image_part(8, 8), image_part(30, 11), "compare"),
+        (frames, "what happens?"),
+        (image_part(8, 8), frames, "both"),
+    ):
+        inputs = ready.prepare(user(*parts))
+        with torch.no_grad():
+            expected = ready.model(**inputs).logits
+        found = ready.lm_head(ready.features(ready.embed(inputs)).last)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+def test_video_frames_land_in_the_temporal_axis() -> None:
+    """Two different frames make one Qwen2.5-VL patch row: half its values come from each frame."""
+    target = make_qwen()
+    processor = make_processor(target)
+    first, second = picture(8, 8, 1), picture(8, 8, 2)
+    clip = processor.encode([(target.family.video_token, False)], videos=[[first, second]])
+    stills = [processor.encode([(target.family.image_token, False)], images=[p])["pixel_values"] for p in (first, second)]
+    as_frames = clip["pixel_values_videos"].view(-1, 3, 2, 16)
+    for i, still in enumerate(stills):
+        assert torch.equal(as_frames[:, :, i], still.view(-1, 3, 2, 16)[:, :, 0])
+    assert clip["video_grid_thw"].tolist() == [[1, 2, 2]]
+
+
+def test_odd_frame_is_repeated_and_lengths_must_agree_for_llava() -> None:
+    qwen, llava = make_qwen(), make_llava()
+    clip = make_processor(qwen).encode([(qwen.family.video_token, False)], videos=[[picture(8, 8)] * 3])
+    assert clip["video_grid_thw"].tolist() == [[2, 2, 2]]
+    with pytest.raises(ValueError, match=r"clips of one conversation have \[2, 3\] frames"):
+        make_processor(llava).encode([(llava.family.video_token * 2, False)], videos=[[picture(8, 8)] * 2, [picture(8, 8)] * 3])
+
+
+def test_each_clip_has_seconds_of_its_own() -> None:
+    target = make_qwen()
+    processor = make_processor(target)
+    clips = [{"type": "video", "video": [picture(8, 8)] * 4, **rate} for rate in ({"fps": 1}, {}, {"fps": 4.0})]
+    assert processor.prepare(user(*clips, "when?"))["second_per_grid_ts"].tolist() == [2.0, 1.0, 0.5]
+    with pytest.raises(ValueError, match=r"^video: 1 clip\(s\) and 2 value\(s\) of fps; give one for each clip$"):
+        processor.encode([(target.family.video_token, False)], videos=[[picture(8, 8)] * 4], fps=[1.0, 2.0])
+
+
+def test_a_file_tells_its_seconds_as_hugging_face_counts_them(tmp_path: Path) -> None:
+    """A minute of 48 frames is shown by 16 of them: two of those, a step in time, are 7.5 s."""
+    frames = [picture(8, 8, i) for i in range(48)]
+    frames[0].save(tmp_path / "minute.gif", save_all=True, append_images=frames[1:], duration=1250)
+    inputs = make_processor(make_qwen()).prepare(user({"type": "video", "video": str(tmp_path / "minute.gif")}, "when?"))
+    assert inputs["video_grid_thw"][0, 0] == 8
+    theirs = VideoMetadata(total_num_frames=48, fps=0.8, frames_indices=list(range(1, 48, 3))).sampled_fps
+    assert inputs["second_per_grid_ts"].tolist() == pytest.approx([7.5])
+    assert inputs["second_per_grid_ts"].tolist() == pytest.approx([2 / theirs])
+
+
+def test_only_the_segment_of_a_clip_is_shown(ready: sage.Target, tmp_path: Path) -> None:
+    frames = [picture(8, 8, i) for i in range(12)]
+    for i, frame in enumerate(frames):
+        frame.save(tmp_path / f"{i}.png")
+    expected = ready.prepare(user({"type": "video", "video": frames[3:9], "fps": 3}, "what?"))
+    for source in (frames, str(tmp_path)):
+        found = ready.prepare(user({"type": "video", "video": source, "fps": 3, "start": 1, "end": 3}, "what?"))
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("make", [make_qwen, make_llava])
+def test_clips_of_different_lengths_in_one_batch(make: Any) -> None:
+    """Each clip's embeddings are those it has alone, in order, and nothing of what fills the shorter ones is left."""
+    target = make()
+    processor = make_processor(target)
+    text = (target.family.video_token, False)
+    clips = [processor.encode([text], videos=[[picture(8, 8, i) for i in range(n)]]) for n in (2, 5, 4)]
+    together = target.embed(processor.collate(clips)).visual[target.family.config.video_token_id]
+    alone = [target.embed(processor.collate([clip])).visual[target.family.config.video_token_id] for clip in clips]
+    torch.testing.assert_close(together, torch.cat(alone), atol=1e-6, rtol=0)
+    assert len(together) == sum(int(clip["input_ids"].shape[0]) for clip in clips)
+
+
+def test_pieces_are_tokenised_on_their_own(ready: sage.Target) -> None:
+    example = ready.processor.encode([("ab", False), ("cd", True), ("ef", False)])
+    ids, mask = example["input_ids"], example["loss_mask"]
+    assert ready.processor.tokenizer.decode(ids[mask]) == "cd"
+    assert mask.tolist() == [False, False, True, True, False, False]
+
+
+class TestMistakes:
+    def test_empty_prompt(self, ready: sage.Target) -> None:
+        with pytest.raises(ValueError, match="prompt: empty"):
+            ready.prepare(user("  "))
+
+    def test_placeholder_without_picture_and_the_reverse(self, ready: sage.Target) -> None:
+        token = ready.family.image_token
+        with pytest.raises(ValueError, match="has no picture"):
+            ready.processor.encode([(f"see {token}", False)])
+        with pytest.raises(ValueError, match=r"1 more picture\(s\)"):
+            ready.processor.encode([("see", False)], images=[picture(8, 8)])
+
+    def test_not_a_picture(self, tmp_path: Path) -> None:
+        file = tmp_path / "photo.jpg"
+        file.write_bytes(b"not a picture")
+        with pytest.raises(ValueError, match=r"photo.jpg: not a picture in a known format"):
+            open_picture(file)
+        with pytest.raises(ValueError, match=r"none.jpg: no such file"):
+            open_picture(tmp_path / "none.jpg")
+
+    def test_empty_and_missing_clips(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="no frames"):
+            open_clip(tmp_path)
+        with pytest.raises(ValueError, match="no such file"):
+            open_clip(tmp_path / "none")
+
+    def test_missing_folder_and_unknown_family(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=r"nowhere: no such folder"):
+            sage.load_target(tmp_path / "nowhere")
+        (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+        with pytest.raises(ValueError, match="'bert' is not a known family; known: qwen2_5_vl, llava_onevision"):
+            sage.load_target(tmp_path)
+        (tmp_path / "config.json").write_text("{")
+        with pytest.raises(ValueError, match="cannot read its config.json"):
+            sage.load_target(tmp_path)
+
+    @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava_onevision"])
+    @pytest.mark.parametrize(
+        ("files", "message"),
+        [
+            (["tokenizer.json", "tokenizer_config.json"], "its tokenizer "),
+            (["tokenizer.json"], "its tokenizer or image processor cannot be read"),
+            (["preprocessor_config.json"], "its tokenizer or image processor cannot be read"),
+        ],
+    )
+    def test_files_that_are_missing_beside_the_weights(
+        self, tmp_path: Path, family: str, files: list[str], message: str
+    ) -> None:
+        """transformers makes up an empty tokenizer for some families."""
+        folder = save_target(family, tmp_path / "target")
+        for file in files:
+            (folder / file).unlink()
+        for load in (sage.load_target, lambda folder: load_processor(str(folder))):
+            with pytest.raises(ValueError, match=f"^target: .*target: {message}.*; copy the files that came with the model"):
+                load(folder)
+
+    def test_another_models_tokenizer(self, tmp_path: Path) -> None:
+        folder, other = (save_target(family, tmp_path / family) for family in ("qwen2_5_vl", "llava_onevision"))
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            (folder / file).write_bytes((other / file).read_bytes())
+        with pytest.raises(ValueError, match=r"its tokenizer does not know '<\|image_pad\|>' as \d+, the pictures' token"):
+            sage.load_target(folder)
+
+    def test_weights_of_more_layers_are_said_to_be_left_aside(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        folder = save_target("qwen2_5_vl", tmp_path / "target")
+        state = load_file(folder / "model.safetensors")
+        save_file(state | {"spare.weight": torch.zeros(2)}, folder / "model.safetensors", metadata={"format": "pt"})
+        sage.load_target(folder)
+        assert "target: 1 of its tensors are not used: spare.weight" in caplog.text
+
+    def test_tensors_without_processor_cannot_prepare(self, tiny_qwen: sage.Target) -> None:
+        with pytest.raises(ValueError, match="has no processor"):
+            tiny_qwen.prepare(user("hello"))
+
+    def test_text_and_pixels_that_disagree(self, tiny_qwen: sage.Target) -> None:
+        inputs = make_inputs(tiny_qwen)
+        inputs["input_ids"] = inputs["input_ids"][:, :8]
+        with pytest.raises(ValueError, match="visual placeholders for 4 visual embeddings"):
+            tiny_qwen.embed(inputs)
+
+
+def test_rgba_exif_and_palette_pictures_become_rgb(tmp_path: Path) -> None:
+    for mode in ("RGBA", "P", "L", "CMYK", "I;16"):
+        file = tmp_path / f"{mode.replace(';', '')}.{'tiff' if mode in ('CMYK', 'I;16') else 'png'}"
+        Image.new(mode, (6, 4)).save(file)
+        assert open_picture(file).mode == "RGB"
+    rotated = tmp_path / "rotated.jpg"
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (6, 4)).save(rotated, exif=exif)
+    assert open_picture(rotated).size == (4, 6)

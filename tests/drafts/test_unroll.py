@@ -1,0 +1,140 @@
+"""The unrolled (training) forward against what decoding does: the session's own chain, and attention under a dense mask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.models import in_float64, make_inputs, random_draft
+from torch import Tensor, nn
+
+import sage
+from sage.drafts import new_session
+from sage.drafts.unroll import Chains
+
+STEPS = 4
+
+
+def head(target: sage.Target, kind: str) -> sage.drafts.Head:
+    options = {"feature_levels": [1, 2, 3]} if kind == "eagle3" else {}
+    return random_draft(target, kind, seed=3, **options)
+
+
+def cut(inputs: dict[str, Tensor], length: int) -> dict[str, Tensor]:
+    """The first `length` tokens; every picture lies before."""
+    total = inputs["input_ids"].shape[1]
+    return {k: v[:, :length] if v.dim() == 2 and v.shape == (1, total) else v for k, v in inputs.items()}
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_unroll_is_what_the_decoder_drafts_along_a_chain(tiny_target: sage.Target, kind: str) -> None:
+    """Row s of step i equals the session that has read up to pair s and was then told i tokens of the text, one by one."""
+    inputs = in_float64(tiny_target, make_inputs(tiny_target, length=14))
+    draft = head(tiny_target, kind)
+    prompt = tiny_target.embed(inputs)
+    features = tiny_target.features(prompt, draft.levels)
+    tokens = inputs["input_ids"][0]
+    with torch.no_grad():
+        fused = draft.fuse(features)[:, :-1]
+        unrolled = draft.unroll(prompt.embeds[:, 1:], fused, prompt.position_ids[..., :-1], STEPS)
+    pairs = len(tokens) - 1
+    assert [step.shape[1] for step in unrolled] == [pairs - i for i in range(STEPS)]
+    first = int(prompt.visual_mask[0].nonzero().max()) + 1  # the first root after the picture
+    for root in range(first, pairs):
+        session = new_session(draft, tiny_target, 64)
+        known = prompt.at(torch.arange(root + 1))
+        known.next_position = tiny_target.embed(cut(inputs, root + 1)).next_position
+        session.prefill(known, features.at(torch.arange(root + 1)), tokens[root + 1 : root + 2])
+        for step in range(min(STEPS, pairs - root)):
+            if step:
+                session.expand(torch.tensor([0]), tokens[root + 1 + step : root + 2 + step])
+            torch.testing.assert_close(unrolled[step][0, root], session.hidden[0], atol=1e-11, rtol=1e-11)
+
+
+def test_one_step_is_the_plain_forward(tiny_target: sage.Target) -> None:
+    inputs = make_inputs(tiny_target)
+    draft, prompt = head(tiny_target, "eagle"), tiny_target.embed(inputs)
+    features = tiny_target.features(prompt).last
+    args = (prompt.embeds[:, 1:], features[:, :-1], prompt.position_ids[..., :-1])
+    assert torch.equal(draft.unroll(*args)[0], draft(*args))
+
+
+def test_sequences_shorter_than_the_steps_end_early(tiny_qwen: sage.Target) -> None:
+    draft = head(tiny_qwen, "eagle")
+    states = torch.zeros(1, 2, 32)
+    assert [out.shape[1] for out in draft.unroll(states, states, torch.zeros(3, 1, 2, dtype=torch.long), STEPS)] == [2, 1]
+
+
+def naive(queries: list[Tensor], keys: list[Tensor], values: list[Tensor]) -> list[Tensor]:
+    """The same attention with all steps' keys side by side and a dense mask: [T, steps * T] weights."""
+    batch, heads, pairs, size = queries[0].shape
+    group = heads // keys[0].shape[1]
+    outs = []
+    for step, query in enumerate(queries):
+        rows = pairs - step
+        masks = [torch.ones(rows, pairs, dtype=torch.bool).tril()]
+        masks += [torch.eye(rows, pairs - i, dtype=torch.bool) for i in range(1, step + 1)]
+        key, value = (torch.cat(parts[: step + 1], 2).repeat_interleave(group, 1) for parts in (keys, values))
+        scores = query @ key.transpose(2, 3) * size**-0.5
+        outs.append(scores.masked_fill(~torch.cat(masks, 1), -torch.inf).softmax(-1) @ value)
+    return outs
+
+
+def chain_inputs(dtype: torch.dtype, spread: float = 1.0) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        [spread * torch.randn(2, heads, 9 - step, 16, generator=generator, dtype=torch.float64) for step in range(STEPS)]
+        for heads in (6, 2, 2)
+    ]
+
+
+@pytest.mark.parametrize("spread", [1.0, 6.0])
+def test_attention_and_its_gradient_equal_the_dense_mask(spread: float) -> None:
+    """Spread 6 makes scores of some hundreds, where exp() alone would overflow."""
+    results = []
+    for attend in ("ours", "naive"):
+        queries, keys, values = chain_inputs(torch.float64, spread)
+        leaves = [tensor.requires_grad_() for group in (queries, keys, values) for tensor in group]
+        if attend == "ours":
+            chains = Chains()
+            outs = [chains.attend(q, k, v) for q, k, v in zip(queries, keys, values, strict=True)]
+        else:
+            outs = naive(queries, keys, values)
+        weights = torch.Generator().manual_seed(1)
+        sum((out * torch.randn(out.shape, generator=weights, dtype=out.dtype)).sum() for out in outs).backward()
+        results.append((outs, [leaf.grad for leaf in leaves]))
+    for ours, expected in zip(results[0][0], results[1][0], strict=True):
+        torch.testing.assert_close(ours, expected, atol=1e-12, rtol=1e-12)
+    for ours, expected in zip(results[0][1], results[1][1], strict=True):
+        torch.testing.assert_close(ours, expected, atol=1e-10, rtol=1e-10)
+
+
+def test_bf16_keeps_the_chains_share() -> None:
+    """Rounding inputs and weights to 8 bits costs about a percent; a share held in one bf16 number would cost ten."""
+    queries, keys, values = ([t.bfloat16() for t in group] for group in chain_inputs(torch.float64, 2.0))
+    chains = Chains()
+    ours = [chains.attend(q, k, v) for q, k, v in zip(queries, keys, values, strict=True)]
+    wide = naive(*([t.double() for t in group] for group in (queries, keys, values)))
+    for out, expected in zip(ours, wide, strict=True):
+        assert float((out.double() - expected).abs().max()) < 0.02 * float(expected.abs().max())
+
+
+def test_negative_control_later_true_keys_are_not_seen(tiny_qwen: sage.Target) -> None:
+    """What the target says of token t + 1 must not reach a draft that has read only up to t."""
+    draft = head(tiny_qwen, "eagle").double()
+    embeds, features = torch.randn(2, 1, 8, 32, dtype=torch.float64)
+    positions = torch.arange(8).expand(3, 1, 8)
+    spoilt = features.clone()
+    spoilt[:, 5] += 1
+    for step, (one, other) in enumerate(
+        zip(*(draft.unroll(embeds, f, positions, STEPS) for f in (features, spoilt)), strict=True)
+    ):
+        changed = (one != other).any(-1)[0].nonzero()[:, 0].tolist()
+        assert changed == list(range(5, 8 - step))
+
+
+def test_heads_share_one_form() -> None:
+    from sage.drafts.head import DraftHead
+
+    for kind in (sage.drafts.EagleDraft, sage.drafts.Eagle3Draft):
+        assert issubclass(kind, DraftHead) and kind.forward is DraftHead.forward and kind.unroll is DraftHead.unroll
+        assert issubclass(kind, nn.Module)

@@ -1,0 +1,117 @@
+"""Conversations with pictures and clips as tensors, and a draft per compressor."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from support.models import EOS, IMAGE_TOKEN, VIDEO_TOKEN, random_draft
+from torch import Tensor
+
+import sage
+from sage.drafts import Head
+from sage.targets import Processor
+
+COMPRESSORS: dict[str, dict[str, Any]] = {
+    "prune": {"kind": "prune", "ratio": 3},
+    "pool": {"kind": "pool", "ratio": 2},
+    "conv": {"kind": "conv", "ratio": 3},
+    "resampler": {"kind": "resampler", "queries": 2},
+    "text_only": {"kind": "text_only"},
+    "weighted": {"kind": "weighted", "ratio": 2},
+    "concat": {"kind": "concat", "ratio": 3, "conv_ratio": 2, "queries": 2},
+    "select": {"kind": "select", "ratio": 3, "conv_ratio": 2, "queries": 2, "temperature": 1.0},
+}
+
+
+def words(count: int, seed: int) -> list[int]:
+    return torch.randint(2, 60, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+# Lists are text, tuples are answers.
+CONVERSATIONS: dict[str, list[Any]] = {
+    "picture": [words(3, 1), "image", words(4, 2), [EOS], words(2, 3), (*words(4, 4), EOS)],
+    "no end of turn": [words(3, 1), "image", words(5, 2), tuple(words(5, 4))],
+    "text only": [words(6, 5), [EOS], words(2, 3), (*words(5, 6), EOS)],
+    "two pictures": [words(2, 1), "image", words(2, 2), "image", words(3, 7), [EOS], words(2, 3), (*words(4, 8), EOS)],
+    "video": [words(2, 1), "video", words(4, 9), [EOS], words(2, 3), (*words(4, 10), EOS)],
+    "two turns": [
+        *[words(2, 1), "image", words(3, 2), [EOS], words(2, 3), (*words(4, 4), EOS)],
+        *[words(2, 11), "video", words(4, 12), [EOS], words(2, 3), (*words(5, 13), EOS)],
+    ],
+}
+
+
+def draft_with(target: sage.Target, kind: str, compressor: dict[str, Any] | None, seed: int = 0) -> Head:
+    """A random head, every weight of which matters, ready to decode."""
+    options = {"feature_levels": [1, 2, 3]} if kind == "eagle3" else {}
+    head: Head = random_draft(target, kind, seed=seed, compressor=compressor, **options).eval()
+    return head
+
+
+def example(target: sage.Target, pieces: list[Any]) -> dict[str, Tensor]:
+    """A training example of batch 1."""
+    ids: list[int] = []
+    mask: list[int] = []
+    for piece in pieces:
+        ids += _placeholders(target, piece, pieces.count("image")) if isinstance(piece, str) else piece
+        mask += [int(isinstance(piece, tuple))] * (len(ids) - len(mask))
+    pixels = _pixels(target, pieces.count("image"), pieces.count("video"))
+    return {**_tokens(target, torch.tensor([ids])), **pixels, "loss_mask": torch.tensor([mask])}
+
+
+def prompt_of(target: sage.Target, whole: dict[str, Tensor], length: int) -> dict[str, Tensor]:
+    """The inputs of its first `length` tokens; a picture begins with its first placeholder."""
+    ids = whole["input_ids"][:, :length]
+    images, clips = (_runs(ids[0] == token) for token in (IMAGE_TOKEN, VIDEO_TOKEN))
+    return {**_tokens(target, ids), **_pixels(target, images, clips)}
+
+
+def together(target: sage.Target, examples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Training examples as one right-padded batch."""
+    tokens = {key for key, value in examples[0].items() if value.shape == examples[0]["input_ids"].shape}
+    single = [{key: value[0] if key in tokens else value for key, value in example.items()} for example in examples]
+    processor = Processor(SimpleNamespace(pad_token_id=0), None, target.family)
+    batch: dict[str, Tensor] = processor.collate(single)
+    return batch
+
+
+def starts_of_answers(loss_mask: Tensor) -> list[int]:
+    row = loss_mask[0].tolist()
+    return [place for place, is_answer in enumerate(row) if is_answer and not row[place - 1]]
+
+
+def _tokens(target: sage.Target, ids: Tensor) -> dict[str, Tensor]:
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **target.family.token_inputs(ids)}
+
+
+def _runs(mask: Tensor) -> int:
+    return int((mask & ~torch.nn.functional.pad(mask, (1, -1))).sum())
+
+
+def _placeholders(target: sage.Target, piece: str, images: int) -> list[int]:
+    token = VIDEO_TOKEN if piece == "video" else IMAGE_TOKEN
+    if target.family.model_type == "qwen2_5_vl":
+        return [62, *[token] * (8 if piece == "video" else 4), 63]
+    return [token] * (5 if piece == "video" or images > 1 else 10)  # only a picture by itself has tiles
+
+
+def _pixels(target: sage.Target, images: int, clips: int) -> dict[str, Tensor]:
+    """The same picture at the same place of any conversation."""
+    generator = torch.Generator().manual_seed(7)
+    found: dict[str, Tensor] = {}
+    if target.family.model_type == "qwen2_5_vl":
+        values = torch.randn(64, 3 * 2 * 4 * 4, generator=generator)
+        if images:
+            found |= {"pixel_values": values[: 16 * images], "image_grid_thw": torch.tensor([[1, 4, 4]] * images)}
+        if clips:
+            found |= {"pixel_values_videos": values[: 32 * clips], "video_grid_thw": torch.tensor([[2, 4, 4]] * clips)}
+        return found
+    values = torch.randn(4, 4, 3, 8, 8, generator=generator)
+    if images:
+        sizes = torch.tensor([[8, 8]] * images)
+        found |= {"pixel_values": values[:images, :2], "image_sizes": sizes, "batch_num_images": torch.tensor([images])}
+    if clips:
+        found |= {"pixel_values_videos": values[:clips]}
+    return found

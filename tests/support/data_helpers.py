@@ -1,0 +1,200 @@
+"""Tiny processors of both families: one token per byte, four visual tokens per picture, templates as published."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    LlavaOnevisionConfig,
+    LlavaOnevisionForConditionalGeneration,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+)
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+import sage
+from sage.inputs.processing import Processor
+from sage.targets.families.llava_onevision import LlavaOnevision
+from sage.targets.families.qwen2_5_vl import Qwen2_5_VL
+from train.distill.objective import Objective
+from train.distill.student import HeadStudent
+from train.distill.teacher import Teacher
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+PICTURE = {
+    "qwen2_5_vl": ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
+    "llava_onevision": ("<image>", "<video>"),
+}
+# Qwen2.5-VL writes a system prompt of its own where the conversation has none.
+QWEN_TEMPLATE = """\
+{%- for message in messages -%}
+{%- if loop.first and message.role != 'system' -%}{{ '<|im_start|>system\\nBe kind.<|im_end|>\\n' }}{%- endif -%}
+{{- '<|im_start|>' + message.role + '\\n' -}}
+{%- if message.content is string -%}{{ message.content }}{%- else -%}
+{%- for part in message.content -%}
+{%- if part.type == 'image' -%}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}
+{%- elif part.type == 'video' -%}{{ '<|vision_start|><|video_pad|><|vision_end|>' }}
+{%- else -%}{{ part.text }}{%- endif -%}
+{%- endfor -%}{%- endif -%}
+{{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"""
+# LLaVA-OneVision puts pictures first, a blank behind the role, and nothing between turns.
+LLAVA_TEMPLATE = """\
+{%- for message in messages -%}
+{{- '<|im_start|>' + message.role + ' ' -}}
+{%- for part in message.content if part.type == 'image' -%}{{ '<image>' }}{%- endfor -%}
+{%- for part in message.content if part.type == 'video' -%}{{ '<video>' }}{%- endfor -%}
+{%- for part in message.content if part.type == 'text' -%}{{ '\\n' + part.text }}{%- endfor -%}
+{{- '<|im_end|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"""
+
+
+def byte_tokenizer(family: str) -> PreTrainedTokenizerFast:
+    """One token per byte, then the special ones."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=SPECIAL[2], pad_token=SPECIAL[0])
+    tokenizer.add_special_tokens({"additional_special_tokens": [*SPECIAL, *PICTURE[family]]})
+    return tokenizer
+
+
+def make_processor(family: str) -> Processor:
+    """16 x 16 pictures are 4 visual tokens (Qwen2.5-VL), 8 x 8 ones 4 + 6 (LLaVA-OneVision: base tile and its rows)."""
+    tokenizer = byte_tokenizer(family)
+    if family == "qwen2_5_vl":
+        ids = tokenizer.convert_tokens_to_ids(list(PICTURE[family]))
+        names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+        config: Any = Qwen2_5_VLConfig(
+            vision_config={"patch_size": 4, "spatial_merge_size": 2}, **dict(zip(names, ids, strict=True))
+        )
+        pictures: Any = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, min_pixels=256, max_pixels=256)
+        return Processor(tokenizer, pictures, Qwen2_5_VL(config), QWEN_TEMPLATE)
+    ids = tokenizer.convert_tokens_to_ids(list(PICTURE[family]))
+    config = LlavaOnevisionConfig(
+        vision_config={"model_type": "siglip_vision_model", "image_size": 8, "patch_size": 4},
+        image_token_id=ids[0],
+        video_token_id=ids[1],
+        image_grid_pinpoints=[[8, 8]],
+    )
+    pictures = LlavaOnevisionImageProcessorPil(
+        size={"height": 8, "width": 8}, image_grid_pinpoints=[[8, 8]], image_mean=[0.5] * 3, image_std=[0.5] * 3
+    )
+    return Processor(tokenizer, pictures, LlavaOnevision(config), LLAVA_TEMPLATE)
+
+
+def picture(size: int = 16, colour: str = "red") -> Image.Image:
+    """A square of one colour."""
+    return Image.new("RGB", (size, size), colour)
+
+
+def user(*content: Any) -> dict[str, Any]:
+    """A user turn of texts, pictures and clips (lists of pictures)."""
+    return {"role": "user", "content": [_part(item) for item in content]}
+
+
+def says(text: str) -> dict[str, Any]:
+    """An assistant turn."""
+    return {"role": "assistant", "content": [{"type": "text", "text": text}]}
+
+
+def _part(item: Any) -> dict[str, Any]:
+    if isinstance(item, str):
+        return {"type": "text", "text": item}
+    return {"type": "video", "video": item} if isinstance(item, list) else {"type": "image", "image": item}
+
+
+def save_pictures(folder: Path, *names: str) -> None:
+    """Small PNGs or JPEGs of different colours."""
+    for i, name in enumerate(names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        picture(16, ("red", "green", "blue", "yellow")[i % 4]).save(folder / name)
+
+
+def make_target(family: str) -> Any:
+    """A random target of two layers whose processor is `make_processor`'s."""
+    processor = make_processor(family)
+    text = {
+        "vocab_size": len(processor.tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "eos_token_id": processor.tokenizer.eos_token_id,
+        "pad_token_id": processor.tokenizer.pad_token_id,
+        "bos_token_id": processor.tokenizer.pad_token_id,
+        "initializer_range": 0.3,
+    }
+    config = processor.family.config
+    torch.manual_seed(0)
+    if family == "qwen2_5_vl":
+        text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+        vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
+        vision |= {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 16}
+        vision |= {"fullatt_block_indexes": [0]}
+        names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+        ids = {name: getattr(config, name) for name in names}
+        model: Any = Qwen2_5_VLForConditionalGeneration(
+            Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **ids)
+        )
+    else:
+        vision = {"model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 24, "image_size": 8}
+        vision |= {"num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4, "vision_use_head": False}
+        ids = {"image_token_id": config.image_token_id, "video_token_id": config.video_token_id}
+        model = LlavaOnevisionForConditionalGeneration(
+            LlavaOnevisionConfig(
+                text_config={"model_type": "qwen2", **text},
+                vision_config=vision,
+                image_grid_pinpoints=[[8, 8]],
+                tie_word_embeddings=False,
+                **ids,
+            )
+        )
+    model.generation_config.eos_token_id = processor.tokenizer.eos_token_id
+    model.generation_config.pad_token_id = processor.tokenizer.pad_token_id
+    return sage.Target(model, processor)
+
+
+def train_step(target: Any, batch: dict[str, Any]) -> float:
+    """One real distillation step of a fresh draft: teacher, draft, objective, gradient. Returns the mean loss."""
+    student = HeadStudent(sage.new_draft(target, "eagle"), Objective(ce_weight=0.1, feature_weight=1.0, chunk_tokens=64))
+    teacher = Teacher(target)
+    pairs = teacher(batch)
+    loss, *_ = student(pairs, teacher.lm_head)
+    mean = loss / pairs.mask.sum()
+    mean.backward()
+    gradients = [parameter.grad for parameter in student.parameters() if parameter.requires_grad]
+    assert all(gradient is not None and bool(gradient.isfinite().all()) for gradient in gradients)
+    return float(mean.detach())
+
+
+def save_target(family: str, folder: Path) -> Path:
+    """Writes `make_target`'s target the way targets lie on a disk."""
+    target = make_target(family)
+    target.model.save_pretrained(folder)
+    target.processor.tokenizer.chat_template = target.processor.chat_template
+    target.processor.tokenizer.save_pretrained(folder)
+    target.processor.image_processor.save_pretrained(folder)
+    return folder
+
+
+def png(colour: str = "red") -> bytes:
+    stream = io.BytesIO()
+    picture(16, colour).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def turns(*values: str) -> list[dict[str, str]]:
+    return [{"from": "human" if i % 2 == 0 else "gpt", "value": value} for i, value in enumerate(values)]

@@ -1,0 +1,114 @@
+"""Tiny drafts of both families on disk, and the run folders they would lie in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.models import make_llava, make_qwen
+
+import sage
+from checkpoints.export import Allowed, Options, export
+from checkpoints.export.exporting import Exported
+from checkpoints.export.formats.layout import Flavour
+from checkpoints.store import StateStore
+from sage.drafts import Head
+
+LEVELS = [0, 1, 2]  # the tiny targets have three layers, too few for the engines' default
+REDUCED = torch.arange(3, 330, 3)
+TARGETS = {"qwen2_5_vl": make_qwen, "llava_onevision": make_llava}
+
+
+def save_target(folder: Path, family: str = "qwen2_5_vl", seed: int = 0) -> sage.Target:
+    """A tiny target saved like any other, and in memory under the name of its folder."""
+    target = TARGETS[family](seed=seed)
+    target.model.save_pretrained(folder)
+    target.name = str(folder)
+    return target
+
+
+def make_draft(target: sage.Target, kind: str = "eagle3", vocabulary: torch.Tensor | None = None, **config: Any) -> Head:
+    """A draft that has moved away from its start, so that no tensor is all zero, one or equal to the target's."""
+    extra = {"feature_levels": LEVELS} if kind == "eagle3" else {"input_norm": False}
+    draft = sage.new_draft(target, kind, seed=1, vocabulary=vocabulary, **{**extra, **config})
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for weight in draft.parameters():
+            weight += 0.1 * torch.randn(weight.shape, generator=generator)
+    return draft
+
+
+def save_draft(folder: Path, target: sage.Target, kind: str = "eagle3", **config: Any) -> Path:
+    """One of our drafts in a folder."""
+    make_draft(target, kind, **config).save_pretrained(folder)
+    return folder
+
+
+def export_draft(folder: Path, out: Path, format_: str = "eagle3", **options: Any) -> Exported:
+    """An export with everything allowed that a tiny target needs."""
+    given = {"allowed": Allowed(unserved=True), **options}
+    if format_ == "eagle":
+        given.setdefault("flavour", Flavour.vllm)
+    return export(folder, out, format_, Options(**given))
+
+
+def edit_json(path: Path, change: Any) -> None:
+    """Lets `change` alter a JSON file's content."""
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def policy_figures(tokens_per_target_pass: float) -> dict[str, Any]:
+    """A policy's part of report.json."""
+    return {
+        "mean_accepted_draft": tokens_per_target_pass - 1,
+        "tokens_per_target_pass": tokens_per_target_pass,
+        "tokens_per_s": 50.0,
+        "speedup": 1.75,
+        "speedup_end_to_end": 1.5,
+        "match": 4,
+        "total": 4,
+        "first_gaps": [],
+        "time_s": {},
+    }
+
+
+def save_run(folder: Path, target: sage.Target, scores: dict[int, float], **draft: Any) -> Path:
+    """A run as training leaves it: validated at some steps, the best draft kept, one state saved."""
+    names = {"draft": 1, "draft_best": 2}
+    for name in names:
+        save_draft(folder / name, target, **draft)
+    (folder / "config.yaml").write_text(RECIPE)
+    git = {"commit": "0123abc", "is_dirty": True}
+    known = {
+        "started": "2026-11-20T00:00:00",
+        "data_fingerprint": "f00d",
+        "git": git,
+        "versions": {"torch": "2.13", "wandb": None},
+    }
+    known["target"] = {"name": target.name, **target.fingerprint}
+    (folder / "provenance.json").write_text(json.dumps(known))
+    for step, score in scores.items():
+        at = folder / "validation" / f"step_{step:08d}"
+        at.mkdir(parents=True)
+        policies = {"autoregressive": policy_figures(1.0), "sage": policy_figures(score)}
+        settings = {"prompts": 4, "max_new_tokens": 64, "temperature": 0.0, "seed": 0, "device": "cpu", "dtype": "float32"}
+        (at / "report.json").write_text(json.dumps({"schema": 1, "target": "tiny", **settings, "policies": policies}))
+    store = StateStore(folder / "state")
+    (store.begin(max(scores, default=1)) / "trainer.json").write_text("{}")
+    store.commit(max(scores, default=1))
+    return folder
+
+
+RECIPE = """
+seed: 3
+launch: {gpus: 8, ranks: null, timeout_s: 7200}
+draft: {kind: eagle3, path: /home/me/other, feature_levels: [0, 1, 2]}
+optim: {lr: 0.001, grad_clip: 1.0}
+train: {max_steps: 300, epochs: null}
+objective: {ce_weight: 0.1}
+data: {sources: {llava: {path: /home/me/data}}, max_length: 2048, cache_dir: /home/me/cache}
+"""

@@ -1,0 +1,66 @@
+"""Messages to users: tests name the key and the remedy; the complete wording is kept in one snapshot, messages.json.
+
+`python -m pytest --update-messages` rewrites the snapshot; review its diff like any other change of wording.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SNAPSHOT = Path(__file__).with_name("messages.json")
+UPDATE = "--update-messages"
+_seen: dict[str, int] = {}
+_recorded: dict[str, str] = {}
+_is_updating = False
+
+
+@contextmanager
+def refused(*parts: str, error: type[BaseException] = ValueError) -> Iterator[pytest.ExceptionInfo[Any]]:
+    """Expects `error`, raised with a message that contains every one of `parts`: the key, the value, the remedy."""
+    with pytest.raises(error) as caught:
+        yield caught
+    check_message(str(caught.value), *parts)
+
+
+def check_message(text: str, *parts: str) -> None:
+    """Asserts that `text` contains `parts`, and that its wording is that of the snapshot."""
+    for part in parts:
+        assert part in text, f"{part!r} is not in the message: {text}"
+    test = os.environ["PYTEST_CURRENT_TEST"].rsplit(" ", 1)[0]
+    number = _seen[test] = _seen.get(test, 0) + 1
+    name, wording = f"{test} {number}", _normalized(text)
+    if _is_updating:
+        _recorded[name] = wording
+    elif SNAPSHOT.exists():
+        known = json.loads(SNAPSHOT.read_text(encoding="utf-8")).get(name)
+        assert wording == known, f"the wording has changed; review it and run pytest {UPDATE}"
+
+
+def _normalized(text: str) -> str:
+    """Without what differs from run to run: temporary folders, the checkout, process ids, addresses, times."""
+    text = re.sub(rf"{re.escape(tempfile.gettempdir())}/\S*?/(?=[\w.*-]+(?:[\s:,;)'\"]|$))", "TMP/", text)
+    text = text.replace(str(Path(__file__).parents[2]), "CHECKOUT")
+    return re.sub(r"0x[0-9a-f]+|\b\d{4,}\b|\b\d+\.\d+ ?(?:s|ms|GiB)\b", "N", text)
+
+
+def start(update: bool) -> None:
+    """Called once when pytest starts."""
+    global _is_updating
+    _is_updating = update
+
+
+def finish() -> None:
+    """Called once when pytest ends: merges what was recorded into the snapshot."""
+    if _is_updating:
+        known = json.loads(SNAPSHOT.read_text(encoding="utf-8")) if SNAPSHOT.exists() else {}
+        text = json.dumps(dict(sorted((known | _recorded).items())), indent=1, ensure_ascii=False)
+        SNAPSHOT.write_text(text + "\n", encoding="utf-8")

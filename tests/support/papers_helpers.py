@@ -1,0 +1,79 @@
+"""Random pocket targets and untrained drafts in the layout that `benchmarks.papers` expects, so that none is trained."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from support.train_helpers import make_target
+
+import sage
+from benchmarks.papers import runs
+from benchmarks.papers.settings import QUICK, Settings, load_settings
+from sage.drafts.model import shallow_model
+
+FAMILIES = {"qwen": "qwen2_5_vl", "llava": "llava_onevision"}
+COMPRESSORS = {"compressor_pool": {"kind": "pool", "ratio": 4}}
+
+
+def tiny_world(where: Path) -> Path:
+    """Targets, settings and runs below `where`; the settings' path."""
+    targets = {name: str(make_target(where, family)) for name, family in FAMILIES.items()}
+    small = {
+        "runs_dir": str(where / "runs"),
+        "docs_dir": str(where / "docs"),
+        "max_new_tokens": 10,
+        "targets": targets,
+        "families": ["caption"],
+        "table": {"families": ["caption"]},
+        "entropy": {"prompts": 1, "families": ["caption"], "lags": 2},
+        "calibration": {"rounds": 2, "prompts": 1, "families": ["caption"]},
+        "compressor": {"runs": ["compressor_none", "compressor_pool"], "policies": ["chain"]},
+        "length": {"lengths": [4, 8], "edges": [0, 4]},
+        "pruning": {"families": ["caption"]},
+        "projection": {"shapes": ["qwen2_5_vl_7b"], "contexts": [1024], "policies": ["chain", "cost_aware"]},
+    }
+    path = where / "tiny.yaml"
+    path.write_text(yaml.safe_dump(small), encoding="utf-8")
+    make_runs(load_settings(QUICK, path))
+    return path
+
+
+def make_runs(settings: Settings) -> None:
+    """Every run that the settings name, as if sage-train had left it."""
+    opened = {name: sage.load_target(path, dtype=torch.float32) for name, path in settings.targets.items()}
+    for name in settings.training.runs:
+        target = opened[settings.training.runs[name].target]
+        folder = runs.folder_of(settings, name)
+        save_draft(name, target, folder / runs.DRAFT)
+        save_history(folder)
+        (folder / runs.MARK).write_text(runs.identity(settings, name), encoding="utf-8")
+
+
+def save_draft(name: str, target: sage.Target, folder: Path) -> None:
+    """A draft of the run's kind, untrained."""
+    if name.startswith("model"):
+        shutil.copytree(target.name, folder)  # tokenizer and picture processor, as a target has them
+        shallow_model(target, 1).model.model.save_pretrained(folder)
+        return
+    kind = "eagle3" if name.startswith("eagle3") else "eagle"
+    extra: dict[str, Any] = {"feature_levels": [0, 1, 2]} if kind == "eagle3" else {}
+    if name in COMPRESSORS:
+        extra["compressor"] = COMPRESSORS[name]
+    sage.new_draft(target, kind, seed=0, **extra).save_pretrained(folder)
+
+
+def save_history(folder: Path, curve: tuple[float, ...] = (1.5, 2.0)) -> None:
+    """Metrics and one validation per epoch."""
+    lines = [{"step": step, "time_s": 1.0 * step, "tokens": 100 * step} for step in range(1, len(curve) + 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    for step, tokens in enumerate(curve, start=1):
+        figures = {"tokens_per_target_pass": tokens, "mean_accepted_draft": tokens - 1, "speedup": tokens / 2}
+        counts = {"match": 2, "total": 2, "rounds": 9}
+        at = folder / "validation" / f"step_{step:08d}" / "report.json"
+        at.parent.mkdir(parents=True)
+        at.write_text(json.dumps({"schema": 1, "prompts": 2, "policies": {"static": figures | counts}}), encoding="utf-8")

@@ -1,0 +1,203 @@
+"""A toy world for exact proofs: a target and a draft that are tables of next-token laws by context.
+
+They run through the real loop, the real policies and the real acceptance. Draws of the target are looked up, so that a test can
+enumerate them; none is sampled.
+
+Shapes: N tree nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import sage
+from sage.costs.tables import Costs, Curve
+from sage.decoder import Request, draft_tree
+from sage.sampling import Chooser, Sampling
+from sage.stats import RoundTimes, Stats
+from sage.stopping_rules import Ending
+from sage.targets import Features, Prompt
+from sage.trees import Policy, Tree
+
+Context = tuple[int, ...]
+Law = dict[Context, float]
+NextLaw = Callable[[Context], torch.Tensor]
+VOCABULARY, EOS = 4, 3
+PROMPT = [2]
+UNDECIDED = -1
+PLAIN = Sampling(temperature=1.0)
+
+
+def make_policy(name: str, options: dict[str, Any]) -> Policy:
+    """A configured policy; one that needs costs gets a machine on which drafting pays."""
+    policy = sage.policy(name, **options)
+    if policy.learns:
+        policy.costs = Costs(Curve([1, 64], [1.0, 1.1]), Curve([1, 64], [0.01, 0.02]), context=0)
+    return policy
+
+
+@functools.cache
+def target_law(context: Context) -> torch.Tensor:
+    """p(next | context), float64 [V]."""
+    generator = torch.Generator().manual_seed(sum((token + 2) * 31**i for i, token in enumerate(context)) + len(context))
+    return torch.randn(VOCABULARY, generator=generator, dtype=torch.float64).mul(1.5).softmax(0)
+
+
+@functools.cache
+def draft_law(context: Context) -> torch.Tensor:
+    """q(next | context), the target's law seen through noise."""
+    generator = torch.Generator().manual_seed(7 + sum((token + 2) * 37**i for i, token in enumerate(context)))
+    noise = torch.randn(VOCABULARY, generator=generator, dtype=torch.float64)
+    return (target_law(context).log() + 0.7 * noise).softmax(0)
+
+
+class TableSession:
+    """A draft that is a table; implements `DraftSession`."""
+
+    levels: tuple[int, ...] = ()
+    token_map = None
+    context = 0  # of rows for the prompt; this draft keeps none
+
+    def __init__(self, law: NextLaw, context: Context = ()) -> None:
+        self.law, self.context = law, context
+
+    def prefill(self, prompt: object, features: object, root: torch.Tensor) -> torch.Tensor:
+        self.context = tuple(root.tolist())
+        return self.start()
+
+    def expand(self, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        self.paths = [(*self.paths[row], token) for row, token in zip(rows.tolist(), tokens.tolist(), strict=True)]
+        return torch.stack([self.law(path) for path in self.paths]).log()
+
+    def commit(self, features: object, tokens: torch.Tensor) -> torch.Tensor:
+        self.context += tuple(tokens.tolist())
+        return self.start()
+
+    def start(self) -> torch.Tensor:
+        self.paths = [self.context]
+        return self.law(self.context)[None].log()
+
+
+class TableCache:
+    """A cache that holds token ids."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    @property
+    def length(self) -> int:
+        return len(self.rows)
+
+    def keep_path(self, start: int, path: Sequence[int]) -> None:
+        self.rows = self.rows[:start] + [self.rows[start + node] for node in path]
+
+
+class TableTarget:
+    """A target that is a table. A feature is the number of a context; `asked` names the contexts of the last lm_head."""
+
+    def __init__(self) -> None:
+        self.contexts: list[Context] = []
+
+    def _features(self, contexts: list[Context]) -> Features:
+        self.contexts = contexts
+        return Features(torch.arange(len(contexts), dtype=torch.float64)[None, :, None])
+
+    def prefill(self, prompt: Prompt, cache: TableCache, *options: Any) -> Features:
+        cache.rows = prompt.input_ids[0].tolist()
+        return self._features([()])
+
+    def tree_pass(
+        self, tokens: torch.Tensor, positions: torch.Tensor, ancestors: torch.Tensor, cache: TableCache, *options: Any
+    ) -> Features:
+        contexts = [(*cache.rows, *tokens[seen].tolist())[len(PROMPT) :] for seen in ancestors]
+        assert positions.tolist() == [len(context) for context in contexts]
+        cache.rows += tokens.tolist()
+        return self._features(contexts)
+
+    def lm_head(self, features: torch.Tensor) -> torch.Tensor:
+        self.asked = [self.contexts[int(index)] for index in features[:, 0]]
+        return torch.stack([target_law(context) for context in self.asked]).log()
+
+
+class Draws(Chooser):
+    """A chooser whose draws are fixed by context, UNDECIDED where none is; `laws` holds the laws it would have drawn from."""
+
+    def __init__(self, target: TableTarget, fixed: dict[Context, int], sampling: Sampling) -> None:
+        super().__init__(sampling, torch.tensor(PROMPT), eos=[EOS])
+        self.target, self.fixed = target, fixed
+        self.laws: dict[Context, torch.Tensor] = {}
+
+    def __call__(self, logits: torch.Tensor, tree: Tree) -> torch.Tensor:
+        super().__call__(logits, tree)
+        contexts = [(*self.history[:-1], *tree.tokens[seen].tolist())[len(PROMPT) :] for seen in tree.ancestors]
+        assert contexts == self.target.asked
+        self.laws |= dict(zip(contexts, self._log_p.exp(), strict=True))
+        return torch.tensor([self.fixed.get(context, UNDECIDED) for context in contexts])
+
+
+class SteadyClock:
+    """A clock by which every pass takes the same time, so that policies that plan by time plan the same in every run."""
+
+    def lap(self, phase: str, count: int = 0) -> None:
+        pass
+
+    def start_round(self) -> None:
+        pass
+
+    def round_times(self) -> Callable[[], RoundTimes]:
+        return lambda: RoundTimes(verify_s=1.0, draft=[(1, 0.01)], total_s=1.02)
+
+
+def toy_request(
+    policy: Policy, fixed: dict[Context, int], max_new_tokens: int, eos: list[int], sampling: Sampling = PLAIN
+) -> Request:
+    """A request in the toy world: a prompt of one token, drafted for if the policy drafts."""
+    ids = torch.tensor([PROMPT])
+    prompt = Prompt(
+        ids, ids[..., None].double(), ids, torch.tensor([len(PROMPT)]), torch.ones_like(ids), torch.zeros_like(ids) > 0
+    )
+    target: Any = TableTarget()
+    cache: Any = TableCache()
+    session = TableSession(draft_law) if policy.candidates else None
+    return Request(target, session, policy, Draws(target, fixed, sampling), Ending(max_new_tokens, eos), prompt, cache)
+
+
+def probability(tokens: Context, law: NextLaw = target_law) -> float:
+    """p(tokens) = product of p(token | those before it), float64."""
+    return float(torch.stack([law(tokens[:i])[token] for i, token in enumerate(tokens)]).prod())
+
+
+def sequences(length: int, eos: int | None = None, law: NextLaw = target_law) -> Law:
+    """The target's own law of the answer: everything of `length` tokens, or shorter with EOS at its end."""
+    found: Law = {}
+    for tokens in itertools.product(range(VOCABULARY), repeat=length):
+        end = tokens.index(eos) + 1 if eos in tokens else length
+        found[tokens[:end]] = probability(tokens[:end], law)
+    return found
+
+
+def distance(found: Law, expected: Law) -> float:
+    """Largest difference of two laws."""
+    return max(abs(found.get(key, 0.0) - expected.get(key, 0.0)) for key in found.keys() | expected.keys())
+
+
+def toy_tree(policy: Policy, root: Context = (0,), levels: int = 3) -> tuple[Tree, list[Context]]:
+    """One real `draft_tree` below `root`, and the context of each node."""
+    request = toy_request(policy, {}, levels + 1, [])
+    logits = None
+    if request.session:
+        request.session.context = root  # type: ignore[attr-defined]
+        logits = request.session.start()  # type: ignore[attr-defined]
+    policy.reset()
+    policy.begin()
+    request.ending.cut([root[-1]])
+    tree = draft_tree(root[-1], logits, request, SteadyClock(), Stats())  # type: ignore[arg-type]
+    contexts = [root]
+    for parent, token in zip(tree.parents.tolist()[1:], tree.tokens.tolist()[1:], strict=True):
+        contexts.append((*contexts[parent], token))
+    return tree, contexts

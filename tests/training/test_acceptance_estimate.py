@@ -1,0 +1,90 @@
+"""Chains simulated on a batch's agreements, against a naive walk and against what a decoder would do."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from train.config.schema import DecodeConfig
+from train.monitor.acceptance_estimate import DEPTH, ChainEstimate, answers, chain_depth, simulate
+
+
+def rows(*bits: str) -> torch.Tensor:
+    return torch.tensor([[bit == "1" for bit in row] for row in bits])
+
+
+@pytest.mark.parametrize(
+    ("agree", "depth", "passes"),
+    [
+        ("1110111", 3, 2),  # the example of the module
+        ("0000", 3, 4),  # one token a pass: the target alone
+        ("1111", 9, 1),
+        ("1111", 1, 2),  # one drafted token and the target's own
+        ("11111", 3, 2),
+        ("1", 3, 1),
+    ],
+)
+def test_passes_of_one_answer(agree: str, depth: int, passes: int) -> None:
+    mask = torch.ones(1, len(agree), dtype=torch.bool)
+    assert simulate(rows(agree), mask, depth).tolist() == [len(agree), passes]
+
+
+def test_deeper_steps_are_asked_at_their_depth() -> None:
+    """Step 1 of an unrolled draft is wrong everywhere, so a chain keeps one token however often step 0 is right."""
+    mask = torch.ones(1, 6, dtype=torch.bool)
+    assert simulate(rows("111111", "000000"), mask, 5).tolist() == [6, 3]
+    assert simulate(rows("111111", "111111"), mask, 5).tolist() == [6, 1]
+
+
+def test_a_chain_does_not_reach_into_the_next_answer() -> None:
+    mask = torch.tensor([[1, 1, 0, 1, 1], [0, 0, 0, 1, 1], [1, 1, 0, 0, 0]], dtype=torch.bool)
+    assert answers(mask) == [(0, 2), (2, 4), (4, 6), (6, 8)]
+    assert simulate(rows("1" * 8), mask, 5).tolist() == [8, 4]
+    assert answers(torch.zeros(2, 3, dtype=torch.bool)) == []
+
+
+def naive(agree: list[bool], depth: int) -> int:
+    """Token by token, as a decoder emits them."""
+    passes, at = 0, 0
+    while at < len(agree):
+        passes += 1
+        for _ in range(depth):
+            if at < len(agree) and agree[at]:
+                at += 1
+            else:
+                break
+        at += 1  # the target's own token
+    return passes
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.booleans(), min_size=1, max_size=40), st.integers(1, 8))
+def test_simulation_is_the_naive_walk(agree: list[bool], depth: int) -> None:
+    mask = torch.ones(1, len(agree), dtype=torch.bool)
+    assert simulate(torch.tensor([agree]), mask, depth).tolist() == [len(agree), naive(agree, depth)]
+
+
+def test_a_chain_of_independent_chances_has_the_known_mean() -> None:
+    """(1 - a^(k+1)) / (1 - a) tokens per pass for acceptance a and depth k; 20000 tokens, so within two per cent."""
+    generator, chance, depth = random.Random(0), 0.7, 4
+    agree = torch.tensor([[generator.random() < chance for _ in range(20_000)]])
+    tokens, passes = simulate(agree, torch.ones_like(agree), depth).tolist()
+    assert tokens / passes == pytest.approx((1 - chance ** (depth + 1)) / (1 - chance), rel=0.02)
+
+
+def test_micro_batches_add_up_and_are_forgotten() -> None:
+    estimate = ChainEstimate(3)
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    estimate.add(rows("1111"), mask)
+    estimate.add(rows("0000"), mask)
+    assert estimate.take().tolist() == [8, 5]
+    assert estimate.take().tolist() == [0, 0]
+
+
+def test_the_depth_is_that_of_the_measured_chain() -> None:
+    assert chain_depth(DecodeConfig(policies=[], num_prompts=1, max_new_tokens=2, options={"chain": {"depth": 7}})) == 7
+    assert chain_depth(DecodeConfig(policies=[], num_prompts=1, max_new_tokens=2)) == DEPTH

@@ -1,0 +1,87 @@
+"""The benchmarks run on a CPU and print what docs/performance.md quotes; both losses they compare agree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.train_helpers import command, make_target
+
+from benchmarks.training import __main__ as bench
+from benchmarks.training.measuring import interleaved, peak, reset_peak
+from benchmarks.training.objective import Sizes, make_inputs, naive, ours
+from sage.bench.shapes import SHAPES, Shape
+from train.distill.chunked_loss import Terms
+
+CPU = torch.device("cpu")
+TINY = Shape(name="tiny", hidden_size=32, intermediate_size=48, num_layers=8, num_heads=4, num_kv_heads=2, vocab_size=64)
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+
+
+def printed(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    monkeypatch.setattr("sys.argv", ["benchmarks.training", *arguments])
+    assert bench.main() == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("sizes", [Sizes(tokens=20, vocabulary=50, hidden=8), Sizes(tokens=20, hidden=8, steps=3, words=30)])
+@pytest.mark.parametrize("terms", [Terms(ce=1, chunk_tokens=6), Terms(ce=0.5, tv=0.5, lk=0.5, chunk_tokens=6, temperature=2)])
+def test_both_losses_of_the_benchmark_are_the_same(sizes: Sizes, terms: Terms) -> None:
+    x = make_inputs(sizes, torch.float32, CPU)
+    for mine, theirs in zip(ours(x, terms), naive(x, terms), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-7)
+
+
+def test_the_peak_is_what_was_allocated_meanwhile() -> None:
+    before = reset_peak(CPU)
+    block = torch.ones(25_000_000)
+    del block
+    assert 95e6 < peak(CPU) - before < 130e6
+    assert peak(CPU) - reset_peak(CPU) >= 0
+    samples = interleaved({"much": lambda: torch.ones(25_000_000), "little": lambda: torch.ones(10)}, 2, CPU)
+    assert samples["much"].peak > 90e6 > samples["little"].peak and len(samples["much"].seconds) == 2
+
+
+def test_objective_prints_the_floor_both_and_their_ratio(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = ["objective", "--tokens", "32", "--vocabulary", "100", "--hidden", "16", "--repeats", "1", "--device", "cpu"]
+    text = printed([*few, "--words", "50", "--steps", "2", "--lk", "1"], monkeypatch, capsys)
+    assert "S = 32, U = 50, D = 16, K = 2, float32" in text and "floor: 7 products" in text
+    assert "chunked / naive: memory" in text and "relative to the largest entry" in text
+
+
+@pytest.mark.slow
+def test_step_prints_the_parts_of_a_target_and_of_a_shape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = ["step", "--measured", "2", "--warmup", "1", "--device", "cpu", "deepspeed=zero0"]
+    text = printed([*few, *command(make_target(tmp_path), tmp_path / "run")], monkeypatch, capsys)
+    assert "draft=eagle, 2 steps of 4 = 2 x 2" in text and "step / parts:" in text and "data wait" in text
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setitem(SHAPES, "tiny", TINY)
+    shape = ["--shape", "tiny", "--layers", "7", "--length", "12", "draft=eagle3", "target.dtype=fp32"]
+    text = printed([*few, *shape, "train.global_batch_size=2", "train.micro_batch_size=2"], monkeypatch, capsys)
+    assert "draft=eagle3, 2 steps of 2 = 2 x 1, 24 tokens" in text
+
+
+def test_mistakes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for arguments, message in (
+        (["objective", "seed=1"], "seed=1: unknown to benchmarks.training objective"),
+        (["step", "--frobnicate"], "--frobnicate: unknown to benchmarks.training step"),
+        (["step", "deepspeed=zero3"], "deepspeed.stage=3: allowed: 0, 1 or 2 here"),
+        (
+            ["step", "--shape", "qwen2_5_vl_7b", "--layers", "99", "launch.device=cpu"],
+            "--layers 99: qwen2_5_vl_7b takes 1 to 28",
+        ),
+    ):
+        monkeypatch.setattr("sys.argv", ["benchmarks.training", *arguments])
+        with pytest.raises(ValueError, match=message):
+            bench.main()

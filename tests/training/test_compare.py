@@ -1,0 +1,251 @@
+"""Runs side by side and a run in pictures, read from folders alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from PIL import Image
+
+from train.cli import validate as validate_cli
+from train.config.hydra_app import compose
+from train.config.schema import Config, ConfigError, PolicyName, ScoreConfig, ScoreMetric
+from train.config.sweep import Job, failures, folder_name, job_name, swept_keys
+from train.report import run_page as curves
+from train.report.compare import SweepComparison, changed_keys, compare, find_runs, home_of, labels, read_run, run_command
+from train.report.run_page import measured_against_estimate, write_run_report
+
+BASE: dict[str, Any] = {
+    "seed": 0,
+    "run": {"name": "x", "dir": "runs/x"},
+    "launch": {"ranks": 2},
+    "optim": {"lr": 1e-4},
+    "objective": {"feature_weight": 1.0},
+    "decode": {"options": {"chain": {"depth": 5}}},
+}
+
+
+def figures(tokens: float, speedup: float = 2.0, match: int = 4) -> dict[str, Any]:
+    return {
+        "tokens_per_target_pass": tokens,
+        "mean_accepted_draft": tokens - 1,
+        "speedup": speedup,
+        "tokens_per_s": 100.0,
+        "match": match,
+        "total": 4,
+    }
+
+
+def write_run(folder: Path, lr: float, validations: dict[int, dict[str, Any]], steps: int = 4) -> Path:
+    """A run folder as far as comparisons read it."""
+    folder.mkdir(parents=True)
+    config = BASE | {"optim": {"lr": lr}, "run": {"name": folder.name, "dir": str(folder)}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    lines = [
+        {
+            "step": step,
+            "tokens": 100 * step,
+            "loss": 4.0 / step,
+            "loss_ce": 3.0,
+            "loss_feature": 1.0 / step,
+            "agreement": 0.2 * step,
+            "acceptance": 0.2 * step,
+            "estimated_tokens_per_pass": 1.0 + 0.25 * step,
+            "lr": lr,
+            "grad_norm": 1.0,
+            "tokens_per_s": 500.0,
+            "time_s": 2.0 * step,
+        }
+        for step in range(1, steps + 1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for step, policies in validations.items():
+        report = folder / "validation" / f"step_{step:08d}" / "report.json"
+        report.parent.mkdir(parents=True)
+        report.write_text(json.dumps({"policies": {"autoregressive": figures(1.0, 1.0)} | policies}))
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Path]:
+    """Two validated runs, the second one better at its first validation, and one that never got there."""
+    return [
+        write_run(tmp_path / "a", 1e-4, {4: {"chain": figures(1.5), "sage": figures(2.0)}}),
+        write_run(tmp_path / "b", 3e-4, {2: {"sage": figures(3.0, 1.5)}, 4: {"sage": figures(2.5, 2.5, match=3)}}),
+        write_run(tmp_path / "c", 1e-2, {}, steps=1),
+    ]
+
+
+def test_a_run_is_read_at_its_best_validation(runs: list[Path]) -> None:
+    facts = read_run(runs[1])
+    assert (facts.steps, facts.best_step, facts.score, facts.loss) == (4, 2, 3.0, 1.0)
+    assert read_run(runs[1], ScoreConfig(metric=ScoreMetric.speedup)).best_step == 4
+    assert read_run(runs[0], ScoreConfig(policy=PolicyName.chain)).score == 1.5
+    assert read_run(runs[2]).score is None
+
+
+def test_only_changed_keys_are_told(runs: list[Path]) -> None:
+    facts = [read_run(run) for run in runs]
+    assert changed_keys(facts) == ["optim.lr"]  # not run.name, not run.dir
+    assert changed_keys(facts[:1]) == []
+    facts[0].config |= {"target.dtype": "fp32", "train.precision": "fp32", "target.name": "one"}
+    facts[1].config |= {"target.dtype": "bf16", "train.precision": "bf16", "target.name": "two"}
+    assert changed_keys(facts[:2]) == ["optim.lr", "target.dtype", "target.name"]  # precision follows
+
+
+def test_a_comparison_is_written_best_run_first(runs: list[Path], tmp_path: Path) -> None:
+    made = compare([read_run(run) for run in runs], tmp_path)
+    lines = made["table"].splitlines()
+    assert lines[0].split() == ["run", "lr", "steps", "loss", "sage", "tok/pass", "chain", "tok/pass", *["sage", "speedup"],
+                                "chain", "speedup", "identical"]  # fmt: skip
+    assert lines[2].split() == ["b", "*", "0.0003", "2/4", "1.0000", "3.00", "-", "1.50x", "-", "4/4"]
+    assert lines[3].split() == ["a", "0.0001", "4/4", "1.0000", "2.00", "1.50", "2.00x", "2.00x", "8/8"]
+    assert lines[4].split() == ["c", "0.01", "1", "4.0000", *"----", "not", "validated"]
+    assert "* best by tokens_per_target_pass of sage" in lines[-1]
+    content = json.loads((tmp_path / "compare.json").read_text())
+    assert content["changed"] == ["optim.lr"] and [run["score"] for run in content["runs"]] == [3.0, 2.0, None]
+    assert content["runs"][0]["policies"]["sage"]["match"] == 4
+    text = (tmp_path / "compare.md").read_text()
+    assert text.startswith("# 3 runs compared") and "| b * | 0.0003 | 2/4 |" in text and "(compare.png)" in text
+    with Image.open(tmp_path / "compare.png") as picture:
+        assert picture.width > 1000 and len(picture.convert("L").getcolors(256) or []) > 10
+
+
+def test_without_a_validation_there_is_a_table_and_no_picture(runs: list[Path], tmp_path: Path) -> None:
+    compare([read_run(runs[2])], tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["compare.json", "compare.md"]
+
+
+def test_runs_are_found_by_name_pattern_and_folder(runs: list[Path], tmp_path: Path) -> None:
+    assert find_runs([str(runs[1]), str(runs[0])]) == [runs[1], runs[0]]
+    assert find_runs([f"{tmp_path}/*"]) == runs == find_runs([str(tmp_path)])
+    assert find_runs([str(runs[0]), f"{tmp_path}/[ab]"]) == runs[:2]  # each once
+    with pytest.raises(ConfigError, match="nowhere: no run there"):
+        find_runs([str(runs[0]), "nowhere"])
+
+
+def test_a_comparison_lies_beside_its_runs(tmp_path: Path) -> None:
+    assert home_of([tmp_path / "a", tmp_path / "b"]) == tmp_path
+    assert home_of([tmp_path / "x" / "a", tmp_path / "y" / "a"]) == tmp_path / "x+y"
+    assert labels([tmp_path / "x" / "a", tmp_path / "y" / "a"]) == ["x/a", "y/a"]
+
+
+def test_the_command_prints_the_table_and_where_it_is(
+    runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["sage-validate", "--compare", str(runs[0]), str(runs[1]), "--out", str(tmp_path / "o")])
+    with pytest.raises(SystemExit) as ended:
+        validate_cli.main()
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert "b *" in shown and shown.endswith(f"comparison: {tmp_path / 'o' / 'compare.md'}\n")
+    monkeypatch.setattr("sys.argv", ["sage-validate", "--compare", "/no/such"])
+    with pytest.raises(SystemExit) as refused:
+        validate_cli.main()
+    assert refused.value.code == 2
+    assert capsys.readouterr().err == (
+        "error: /no/such: no run there (config.yaml is missing); give folders that sage-train made\n"
+    )
+
+
+def test_what_is_broken_is_named(runs: list[Path], tmp_path: Path) -> None:
+    (runs[0] / "validation" / "step_00000004" / "report.json").write_text("{")
+    with pytest.raises(ConfigError, match="report.json: is not JSON"):
+        run_command([str(runs[0])])
+    with pytest.raises(ConfigError, match="is no run"):
+        read_run(tmp_path)
+
+
+# -- sweeps ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_sweep_scores_runs_and_compares_them_with_the_failed_ones_named(
+    runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ending = SweepComparison()
+    config: Config = compose("config", [f"run.dir={runs[1]}"], Config)
+    assert ending.score(config) == 3.0
+    config.launch.plan = True
+    assert ending.score(config) is None
+    jobs = [Job(number=n, name=run.name, dir=str(run)) for n, run in enumerate(runs)]
+    jobs[2].code, jobs[2].error = 2, "no supervised token"
+    jobs += [Job(number=3, name="d", dir=str(tmp_path / "d"), code=1, error="boom"), Job(number=4, name="e", code=2, error="?")]
+    ending.conclude(jobs)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].startswith("b *") and lines[-1] == f"comparison: {tmp_path / 'compare.md'}"
+    assert lines[4].endswith("exit 2: no supervised token") and lines[5].startswith("d ") and lines[5].endswith("exit 1: boom")
+    assert failures(jobs) == ("3 of 5 jobs failed: c (exit 2: no supervised token); d (exit 1: boom); e (exit 2: ?)")
+    assert failures(jobs[:2]) is None
+
+
+def test_a_lone_job_needs_no_comparison(runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    SweepComparison().conclude([Job(number=0, name="a", dir=str(runs[0]))])
+    assert capsys.readouterr().out == "" and not (tmp_path / "compare.md").exists()
+
+
+def test_a_job_is_named_by_what_the_sweep_changes() -> None:
+    words = [
+        "-m",
+        "optim.lr=1e-4,3e-4",
+        "run.dir=x",
+        "+a.b=range(1,3)",
+        "seed=choice(1,2)",
+        "oops",
+        "decode.policies=[sage,chain]",
+    ]
+    assert swept_keys(words) == ["optim.lr", "a.b", "seed"]
+    assert swept_keys(["optim.lr=tag(log,interval(1e-5,1e-3))"]) == ["optim.lr"]
+    overrides = ["optim.lr=1e-4", "run.dir=x", "+a.b=1"]
+    assert job_name(overrides, ["optim.lr", "a.b"], "all") == "optim.lr=1e-4 a.b=1"
+    assert job_name(overrides, [], "all") == "all"
+    assert folder_name("optim.lr=1e-4 a.b=1") == "optim.lr_1e-4-a.b_1"
+    assert (
+        folder_name("draft.path=runs/x/draft decode.policies=[sage,chain]")
+        == "draft.path_runs_x_draft-decode.policies_sage_chain"
+    )
+    assert len(folder_name("y" * 400)) < 255 and folder_name("y" * 400) != folder_name("y" * 401)
+    compose("config", [f"run.dir=runs/{folder_name('optim.lr=1e-4 a=[b]')}"], Config)  # can be said on a command line
+
+
+# -- one run in pictures ---------------------------------------------------------------------------------------------------
+
+
+def test_a_run_report_holds_estimate_against_measurement(runs: list[Path]) -> None:
+    path = write_run_report(runs[0])
+    text = path.read_text()
+    assert "4 steps, 400 tokens in 0.1 minutes of training; loss 1.0000." in text
+    assert "Best tokens_per_target_pass of `sage`: **2.00**, after step 4" in text
+    assert "| 4 | 2.00 | 0.75 | 1.50 | 2.00 | 2.00x | 8/8 |" in text and "chains of 5 drafted tokens" in text
+    assert "[validation at step 4](validation/step_00000004/report.md)" in text
+    with Image.open(runs[0] / "curves.png") as picture:
+        assert picture.height > 1000
+
+
+def test_a_validation_is_held_against_the_estimate_before_it() -> None:
+    lines = [{"step": step, "estimated_tokens_per_pass": float(step)} for step in (10, 20)]
+    reports = [(step, {"policies": {"chain": {"tokens_per_target_pass": 6.0}}}) for step in (5, 15, 20)]
+    rows = measured_against_estimate(lines, reports)
+    assert [(row["estimate"], row["ratio"]) for row in rows] == [(None, None), (10.0, 0.6), (20.0, 0.3)]
+
+
+def test_a_run_without_validation_has_curves_too(runs: list[Path]) -> None:
+    assert "Estimated and measured" not in write_run_report(runs[2]).read_text()
+
+
+def test_curves_can_be_drawn_again(
+    runs: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["curves", str(runs[1])])
+    curves.main()
+    assert capsys.readouterr().out == f"written: {runs[1] / 'report.md'}\n"
+
+
+def test_what_is_no_run_has_no_curves(tmp_path: Path, runs: list[Path]) -> None:
+    with pytest.raises(ConfigError, match="is no run"):
+        write_run_report(tmp_path)
+    (runs[0] / "metrics.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="holds no step yet"):
+        write_run_report(runs[0])

@@ -1,0 +1,171 @@
+"""Training drafts with a visual compressor: every mode through the loop, the hand-over, two ranks, one without a picture."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from support.compressor_helpers import COMPRESSORS
+from support.train_helpers import command, make_target, quiet_process, sage_train
+
+import sage
+from data_prep.build import prompts
+from train.cli.train import train as train_command
+from train.config.hydra_app import compose, run_app
+from train.config.schema import Config
+from train.launch.launcher import run_rank
+from train.launch.ranks import joined
+from train.plan.meta import build_on_meta
+from train.run.build import building
+from train.run.loop import train_step
+
+EAGLE3 = ["draft=eagle3", "draft.feature_levels=[0,1,2]", "objective.steps=3"]
+STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target and the cache of its data."""
+    where = tmp_path_factory.mktemp("compressor")
+    make_target(where)
+    return where
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No launcher's variables, a judge that takes no time, the caller's generators as they were."""
+    with quiet_process(monkeypatch):
+        yield
+
+
+def options(mode: str) -> list[str]:
+    """The command line of a compressor."""
+    given = COMPRESSORS[mode]
+    return [f"draft/compressor={mode}", *(f"draft.compressor.{key}={value}" for key, value in given.items() if key != "kind")]
+
+
+def configure(folder: Path, run: Path, *overrides: str) -> Config:
+    fixed = [f"data.cache_dir={folder}/cache", "deepspeed=zero0", "launch.device=cpu"]
+    config: Config = compose("config", [*command(folder / "target_qwen2_5_vl", run), *fixed, *overrides], Config)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("mode", "draft"), [(mode, EAGLE3 if number % 2 else []) for number, mode in enumerate(COMPRESSORS)], ids=COMPRESSORS
+)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
+def test_every_mode_learns(folder: Path, tmp_path: Path, mode: str, draft: list[str]) -> None:
+    """The loop's own step, on one batch over and over: the loss falls and every weight of the compressor moves."""
+    config = configure(folder, tmp_path / "run", *options(mode), *draft)
+    with joined("cpu", 60) as ranks, building(config, ranks) as run:
+        head = run.engine.student.draft
+        before = {name: value.clone() for name, value in head.compressor.named_parameters()}
+        batches = next(iter(run.loader))
+        losses = []
+        for _ in range(STEPS):
+            assert math.isfinite(train_step(run, batches, config.optim.lr))
+            losses.append(run.meter.reduce(run.ranks, run.state, lr=config.optim.lr, grad_norm=0.0)["loss"])
+        assert all(map(math.isfinite, losses)) and losses[-1] < losses[0]
+        if mode != "select":  # where a draw may never have fallen on an operator
+            assert all(not torch.equal(value, before[name]) for name, value in head.compressor.named_parameters())
+        planned = build_on_meta(config)
+        assert planned.draft_parameters == sum(p.numel() for p in head.parameters()) > planned_without(config)
+
+
+def planned_without(config: Config) -> int:
+    """Parameters that are not the compressor's, less one so that `>` holds for those that have none."""
+    head: Any = build_on_meta(config).draft
+    return sum(p.numel() for name, p in head.named_parameters() if not name.startswith("compressor.")) - 1
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
+@pytest.mark.parametrize(("mode", "draft"), [("select", []), ("weighted", EAGLE3)], ids=["eagle-select", "eagle3-weighted"])
+def test_a_run_hands_over_a_draft_that_decodes(folder: Path, tmp_path: Path, mode: str, draft: list[str]) -> None:
+    """From command line to decoder; a resumed run is the uninterrupted one, draws included."""
+    run = configure(folder, tmp_path / "run", *options(mode), *draft)
+    assert run_rank(run) == 0
+    target = sage.load_target(folder / "target_qwen2_5_vl", dtype=torch.float32)
+    trained: Any = sage.load_draft(tmp_path / "run" / "draft", target)
+    assert trained.config.compressor == COMPRESSORS[mode]
+    [question] = prompts(run.data, num_prompts=1)
+    inputs = target.prepare(question.messages)
+    plain = sage.generate(target, None, inputs, policy="autoregressive", max_new_tokens=6)
+    out = sage.generate(target, trained, inputs, max_new_tokens=6)
+    assert torch.equal(out.tokens, plain.tokens) and out.stats.draft_context < out.stats.prompt_tokens
+    assert run_rank(configure(folder, tmp_path / "half", *options(mode), *draft, "train.max_steps=1")) == 0
+    state = tmp_path / "half" / "config.yaml"
+    state.write_text(state.read_text().replace("max_steps: 1", "max_steps: 2"))
+    assert run_rank(configure(folder, tmp_path / "half", *options(mode), *draft, "run.resume=true")) == 0
+    one, other = (load_file(tmp_path / name / "draft" / "model.safetensors") for name in ("run", "half"))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.slow
+def test_two_ranks_under_zero_3_of_which_one_sees_no_picture(folder: Path, tmp_path: Path) -> None:
+    """Both gather and reduce the compressor's weights in every step, so neither waits for the other."""
+    Image.effect_noise((64, 64), 50).save(tmp_path / "noise.png")
+    image = {"type": "image", "image": "noise.png"}
+    rows = [
+        {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "grey, as far as one can see"}]}
+        for content in ([image, {"type": "text", "text": "what is this?"}], [{"type": "text", "text": "what is grey?"}])
+    ]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = ["data=messages", f"data.path={tmp_path}/chats.jsonl", f"data.media_root={tmp_path}", "data.holdout=0"]
+    words = [word for word in command(folder / "target_qwen2_5_vl", tmp_path / "run") if not word.startswith("data")]
+    batch = ["train.micro_batch_size=1", "train.global_batch_size=2", "train.max_steps=3", "objective.feature_weight=0"]
+    where = ["launch.ranks=2", "launch.device=cpu", "deepspeed=zero3", f"data.cache_dir={tmp_path}/cache"]
+    done = sage_train(
+        *words, *data, "data/validation=pocket", "data.num_workers=1", *batch, *where, *options("select"),
+        cwd=tmp_path, timeout_s=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in metrics if "loss" in line]
+    assert len(steps) == 3 and all(math.isfinite(line["loss"]) for line in steps)
+    target = sage.load_target(folder / "target_qwen2_5_vl", dtype=torch.float32)
+    assert sage.load_draft(tmp_path / "run" / "draft", target).config.compressor == COMPRESSORS["select"]  # type: ignore[union-attr]
+
+
+WRONG = {
+    "draft/compressor=blur": "draft/compressor=blur: no such choice; allowed: concat, conv, none, pool, prune",
+    "draft/compressor=pool draft.compressor.ratio=0": "draft.compressor.ratio=0: allowed: 1 or more",
+    "draft/compressor=pool draft.compressor.ratio=2.5": "draft.compressor.ratio=2.5: wrong type",
+    "draft/compressor=concat draft.compressor.conv_ratio=0": "draft.compressor.conv_ratio=0: allowed: 1 or more",
+    "draft/compressor=resampler draft.compressor.queries=0": "draft.compressor.queries=0: allowed: 1 or more",
+    "draft/compressor=select draft.compressor.temperature=0": "draft.compressor.temperature=0.0: allowed: above 0",
+    "draft/compressor=select draft.compressor.temperature=inf": "draft.compressor.temperature=inf: allowed: above 0",
+    "draft/compressor=resampler draft.compressor.ratio=3": "draft.compressor.ratio: not a key of the chosen draft/compressor",
+    "draft.compressor.kind=pool": "draft.compressor.kind=pool: brings other numbers; choose draft/compressor=pool",
+    "draft=model draft.num_layers=1 draft/compressor=pool": "draft/compressor=pool: allowed: none with draft=model",
+}
+
+
+@pytest.mark.parametrize(("overrides", "message"), WRONG.items(), ids=WRONG.keys())
+def test_mistakes_are_refused_by_name_with_exit_code_2(
+    overrides: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["sage-train", f"target.path={tmp_path}", *overrides.split()])
+    assert run_app("config", Config, train_command) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: ") and shown.count("\n") == 1 and message in shown, shown
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_going_on_from_a_draft_of_another_compressor_names_its_own(folder: Path, tmp_path: Path) -> None:
+    target = sage.load_target(folder / "target_qwen2_5_vl", dtype=torch.float32)
+    sage.new_draft(target, "eagle", compressor={"kind": "pool", "ratio": 4}).save_pretrained(tmp_path / "pool")
+    with pytest.raises(ValueError, match=r"draft/compressor=none: .*give draft/compressor=pool draft\.compressor\.ratio=4"):
+        run_rank(configure(folder, tmp_path / "run", f"draft.path={tmp_path}/pool"))
+    sage.new_draft(target, "eagle").save_pretrained(tmp_path / "plain")
+    with pytest.raises(ValueError, match=r"draft/compressor=pool: .*give draft/compressor=none"):
+        run_rank(configure(folder, tmp_path / "run", "draft/compressor=pool", f"draft.path={tmp_path}/plain"))

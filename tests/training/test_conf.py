@@ -1,0 +1,408 @@
+"""Every YAML composes and passes the checks; every mistake is refused in one line, by name, with nothing written."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from support.train_helpers import environment
+
+from data_prep.config import validate as validate_data
+from sage.bench.runners import AUTOREGRESSIVE, BASELINES
+from sage.trees import _POLICIES, POLICIES
+from sage.trees import policy as new_policy
+from train.cli.train import train
+from train.config import hydra_app
+from train.config.checks import check, check_batch
+from train.config.hydra_app import compose, run_app
+from train.config.schema import (
+    Baseline,
+    Config,
+    ConfigError,
+    PolicyName,
+    Precision,
+    Schedule,
+    ValidateConfig,
+    config_dir,
+)
+from train.distill.build import build_objective
+from train.engine.engine import deepspeed_config, make_optimizer
+from train.engine.lr_schedule import learning_rate
+from train.monitor.sinks import check_tracking
+from train.plan.meta import build_on_meta
+
+REFUSED_WITHIN_S = 5  # of this process's own time, so that a busy machine does not count
+GROUPS = (
+    "target",
+    "draft",
+    "draft/compressor",
+    "data",
+    "deepspeed",
+    "objective",
+    "optim",
+    "train",
+    "decode",
+    "tracking",
+    "launch",
+    "experiment",
+)
+NEEDS = {  # what a person has to give beside the choice itself
+    "target=by_path": ["target.path=Qwen/Qwen2.5-VL-7B-Instruct"],
+    "draft=model": ["draft.num_layers=2"],
+    "data=llava_instruct": ["data.path=/data/llava.json"],
+    "experiment=specvlm": ["data.path=/data/llava.json"],
+}
+CHOICES = [f"{group}={path.stem}" for group in GROUPS for path in sorted((config_dir() / group).glob("*.yaml"))]
+PROMPT_FILES = sorted((config_dir() / "data" / "validation").glob("*.yaml"))
+SWEEP_FILES = sorted((config_dir() / "sweep").glob("*.yaml"))
+POLICY_FILES = sorted((config_dir() / "decode" / "policy").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_every_choice_composes_validates_and_builds(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the meta device, so that a 72B target takes no more than a pocket one; a plan needs no data on this machine."""
+    monkeypatch.setenv("WANDB_MODE", "offline")  # nobody is logged in where tests run
+    config = compose("config", ["launch.plan=true", choice, *NEEDS.get(choice, [])], Config)
+    check(config)
+    build_without_weights(config)
+
+
+def build_without_weights(config: Config) -> None:
+    """Every object a run is made of, as far as it needs neither weights nor data."""
+    pair = build_on_meta(config)
+    assert pair.trained_parameters > 0
+    optimizer = make_optimizer(pair.draft, config, torch.device("meta"))
+    assert optimizer.param_groups[0]["betas"] == (config.optim.beta1, config.optim.beta2)
+    assert deepspeed_config(config, 1, check_batch(config, 1))["zero_optimization"]["stage"] == config.deepspeed.stage
+    assert build_objective(config).steps == config.objective.steps
+    assert learning_rate(config.optim, 0, 100) > 0
+    assert all(new_policy(str(name), **config.decode.options.get(name, {})) for name in config.decode.policies)
+    check_tracking(config)
+
+
+def test_every_yaml_is_a_known_choice() -> None:
+    """A file that no test composes would rot."""
+    tested = {config_dir() / f"{choice.replace('=', '/')}.yaml" for choice in CHOICES} | set(POLICY_FILES) | set(SWEEP_FILES)
+    roots = {config_dir() / name for name in ("config.yaml", "validate.yaml", "prepare.yaml")}
+    assert set(config_dir().rglob("*.yaml")) == tested | roots | set(PROMPT_FILES)
+
+
+@pytest.mark.parametrize("path", PROMPT_FILES, ids=lambda path: path.stem)
+def test_prompt_set_composes(path: Path) -> None:
+    config = compose("config", [f"data/validation={path.stem}"], Config)
+    assert config.data.validation.keys() == {path.stem}
+    validate_data(config.data)
+
+
+def test_validate_config_composes() -> None:
+    config = compose("validate", ["checkpoint=runs/x", "decode.policies=[sage]"], ValidateConfig)
+    assert config.checkpoint == "runs/x" and config.decode.policies == [PolicyName.sage]
+
+
+@pytest.mark.parametrize("path", POLICY_FILES, ids=lambda path: path.stem)
+def test_policy_yaml_says_what_the_code_does(path: Path) -> None:
+    """The numbers are written twice, so that a person finds them under conf/; here they are held together."""
+    policy: Any = _POLICIES[path.stem]
+    parameters = {} if policy.__init__ is object.__init__ else inspect.signature(policy.__init__).parameters
+    written = OmegaConf.load(path)[path.stem]
+    for name, value in written.items():
+        assert parameters[name].default == value, name
+    if path.stem not in ("static", "autoregressive"):  # a tree of 25 paths is no default to copy, and the other has none
+        assert {name for name in parameters if name != "self"} == set(written)
+
+
+def test_the_schema_knows_every_policy_and_baseline() -> None:
+    assert set(PolicyName) == set(POLICIES) == {path.stem for path in POLICY_FILES}
+    assert set(Baseline) == set(BASELINES) - {AUTOREGRESSIVE}  # which is always measured
+
+
+def test_policies_to_run_are_the_composed_ones_unless_said_otherwise() -> None:
+    assert compose("config", ["decode/policy=[sage,chain]"], Config).decode.policies == ["sage", "chain"]
+    config = compose("config", ["decode.policies=[static]", "decode.options.sage.max_depth=12"], Config)
+    assert config.decode.policies == ["static"] and config.decode.options["sage"]["max_depth"] == 12
+
+
+def test_precision_follows_the_target() -> None:
+    assert compose("config", ["target=qwen2_5_vl_7b"], Config).train.precision is Precision.bf16
+    assert compose("config", [], Config).train.precision is Precision.fp32
+
+
+def test_the_specvlm_preset_is_its_recipe() -> None:
+    """arXiv 2509.11815: online epochs over the LLaVA-1.5 mix, batch 128, constant 8e-5, 0.1 CE + 1.0 SmoothL1."""
+    config = compose("config", ["experiment=specvlm"], Config)
+    optim, objective = config.optim, config.objective
+    assert (optim.lr, optim.beta1, optim.beta2, optim.weight_decay, optim.warmup_steps) == (8e-5, 0.9, 0.95, 0.0, 0)
+    assert (optim.schedule, config.train.global_batch_size, config.train.epochs) == (Schedule.constant, 128, 5)
+    assert (objective.ce_weight, objective.feature_weight, objective.steps) == (0.1, 1.0, 1)
+    assert config.data.sources["llava"].kind == "llava_json" and config.target.name == "qwen2_5_vl_7b"
+
+
+def test_the_eagle3_preset_is_its_recipe() -> None:
+    """arXiv 2503.01840: no feature loss, seven unrolled steps weighted 0.8^i, a reduced vocabulary."""
+    config = compose("config", ["experiment=eagle3"], Config)
+    assert (config.objective.ce_weight, config.objective.feature_weight) == (1.0, 0.0)
+    assert (config.objective.steps, config.objective.step_decay, config.draft.draft_vocab_size) == (7, 0.8, 32000)
+
+
+@pytest.mark.parametrize("path", SWEEP_FILES, ids=lambda path: path.stem)
+def test_a_sweep_plugin_that_is_not_installed_is_named(
+    path: Path, in_empty_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if importlib.util.find_spec("hydra_plugins") is not None:
+        pytest.skip("plugins of Hydra are installed")
+    monkeypatch.setattr(sys, "argv", ["sage-train", "-m", f"sweep={path.stem}", "seed=1,2", "launch.plan=true"])
+    assert run_app("config", Config, train) == 2
+    assert "its package is not installed; pip install 'sage-draft[sweep]'" in capsys.readouterr().err
+
+
+def test_a_searched_sweep_maximises_the_score() -> None:
+    optuna = OmegaConf.load(config_dir() / "sweep" / "optuna.yaml").hydra
+    assert (optuna.mode, optuna.sweeper.direction, optuna.sweeper.max_failure_rate) == ("MULTIRUN", "maximize", 1.0)
+
+
+def test_run_name_is_made_of_the_choices() -> None:
+    assert compose("config", [], Config).run.dir == "runs/pocket_qwen2_5_vl-eagle"
+    assert compose("config", ["experiment=demo"], Config).run.dir == "runs/demo"
+
+
+WRONG = {
+    "train.max_step=5": "train.max_step: unknown key (did you mean train.max_steps?)",
+    "trian.max_steps=5": "trian.max_steps: unknown key (did you mean train.max_steps?)",
+    "+train.foo=1": "train.foo: unknown key",
+    "+foo=1": "foo: unknown key",
+    "draft.window=1": "draft.window: unknown key",
+    "tracking.project=x": "tracking.project: not a key of the chosen tracking; it belongs to tracking=wandb",
+    "deepspeed.extra.wall_clock_breakdown=true": "it has to be added: +deepspeed.extra.wall_clock_breakdown=VALUE",
+    "optim.lr=fast": "optim.lr=fast: wrong type; allowed: a number",
+    "train.max_steps=1.5": "train.max_steps=1.5: wrong type; allowed: a whole number or null",
+    "optim.schedule=step": "optim.schedule=step: wrong type; allowed: one of constant, cosine",
+    "draft.input_norm=maybe": "draft.input_norm: wrong type; allowed: true or false",
+    "decode.policies=[sgae]": "decode.policies[0]=sgae: wrong type",
+    "decode.policies=sage": "decode.policies: wrong type; allowed: a list",
+    "target=foo": "target=foo: no such choice; allowed: by_path, llava_onevision_0_5b,",
+    "draft=eagel": "draft=eagel: no such choice (did you mean draft=eagle?)",
+    "decode/policy=[stat]": "decode/policy=stat: no such choice (did you mean decode/policy=static?)",
+    "train.max_steps": "train.max_steps: cannot be read as an override; write key=value",
+    "train.global_batch_size=???": "train.global_batch_size: missing; give train.global_batch_size=VALUE (a whole number)",
+    "run.name=a,b": "Ambiguous value for argument 'run.name=a,b'",
+    "seed=-1": "seed=-1: allowed: 0 or more",
+    "run.dir=": "run.dir=: allowed: a folder",
+    "target.path=/no/such/folder": "target.path=/no/such/folder: no such folder",
+    "draft.path=./nothing": "draft.path=./nothing: no such folder",
+    "data=llava_instruct": "data.path: missing; data source llava",
+    "data.max_length=1": "data.max_length: 1; allowed: 2 or more",
+    "train.epochs=null": "train.epochs, train.max_steps: both null",
+    "train.epochs=0": "train.epochs=0: allowed: 1 or more",
+    "train.save_every=-1": "train.save_every=-1: allowed: 0 or more",
+    "train.global_batch_size=6": "train.global_batch_size=6: not a multiple of train.micro_batch_size=4 x 1 rank(s)",
+    "launch.ranks=3": "not a multiple of train.micro_batch_size=4 x 3 rank(s) = 12",
+    "launch.gpus=0": "launch.gpus=0: allowed: 1 or more",
+    "optim.lr=0": "optim.lr=0.0: allowed: above 0",
+    "optim.beta2=1": "optim.beta2=1.0: allowed: from 0 to below 1",
+    "optim.min_lr_ratio=0.1": "optim.min_lr_ratio=0.1: allowed: 0 unless optim.schedule=cosine",
+    "objective.ce_weight=-1": "objective.ce_weight=-1.0: allowed: 0 or more",
+    "objective.chunk_tokens=0": "objective.chunk_tokens=0: allowed: 1 or more",
+    "deepspeed.stage=4": "deepspeed.stage=4: allowed: 0, 1, 2 or 3",
+    "+deepspeed.extra.train_batch_size=1": "deepspeed.extra.train_batch_size: derived from train.* and optim.*",
+    "decode.top_p=0": "decode.top_p=0.0: allowed: above 0, at most 1",
+    "decode.assistant=/no/such": "decode.assistant=/no/such: has no effect; add hf_assisted to decode.baselines",
+    "decode.policies=[]": "decode.policies=: allowed: one or more different names",
+    "decode.policies=[sage,sage]": "decode.policies=sage,sage: allowed: one or more different names",
+    "decode.options.sage=5": "decode.options.sage=5: allowed: options by name; for example decode.options.sage={}",
+    "decode.options.static=null": "decode.options.static=None: allowed: options by name",
+    "decode.num_prompts=0": "decode.num_prompts=0: allowed: 1 or more",
+    "draft.num_attention_heads=6 draft.num_key_value_heads=4": "draft.num_key_value_heads=4: allowed: a divisor of",
+    "launch.gpus=2 launch.ranks=4": "launch.ranks=4: allowed: the same as launch.gpus=2",
+    "objective.ce_weight=0 objective.feature_weight=0": "nothing to train on",
+    "objective.lk_weight=-0.1": "objective.lk_weight=-0.1: allowed: 0 or more",
+    "objective.tv_weight=-1": "objective.tv_weight=-1.0: allowed: 0 or more",
+    "objective.steps=0": "objective.steps=0: allowed: 1 or more",
+    "objective.step_decay=0": "objective.step_decay=0.0: allowed: above 0",
+    "objective.temperature=0": "objective.temperature=0.0: allowed: above 0",
+    "draft=eagle3 objective=distill": "objective.feature_weight=1.0: allowed: 0 with draft=eagle3",
+    "draft=eagle3 draft.draft_vocab_size=0": "draft.draft_vocab_size=0: allowed: 1 or more",
+    "draft=eagle3 draft.feature_levels=[3,3,9]": "draft.feature_levels=3,3,9: allowed: different layers",
+    "draft=eagle3 draft.feature_levels=[-1,3,9]": "draft.feature_levels=-1,3,9: allowed: different layers",
+    "draft=eagle draft.feature_levels=[1,2,3]": "draft.feature_levels",
+    "draft=model": "draft=model: neither draft.path nor draft.num_layers is given",
+    "draft=model draft.num_layers=0": "draft.num_layers=0: allowed: 1 or more",
+    "draft=model draft.num_layers=2 draft.train_part=head": "draft.train_part=head: wrong type; allowed: one of layers,",
+    "draft=model draft.num_layers=2 objective.steps=3": "objective.steps=3: allowed: 1 with draft=model",
+    "draft=model draft.num_layers=2 objective.feature_noise=0.1": "objective.feature_noise=0.1: allowed: 0 with draft=model",
+    "draft=model draft.num_layers=2 draft.image_inputs=token": "draft.image_inputs",
+    "draft=eagle3 draft.path=. draft.draft_vocab_size=100": "draft.draft_vocab_size=100: allowed: null with draft.path",
+    "draft=model draft.num_layers=2 deepspeed.shard_target=true": "deepspeed.shard_target=true: allowed: false with",
+    "draft=model draft.num_layers=2 deepspeed=zero3 launch.ranks=2": "deepspeed.stage=3: allowed: 0 to 2 with draft=model on 2",
+    "draft=model draft.num_layers=2 draft.train_part=all deepspeed=zero1 launch.ranks=2": "deepspeed.stage=1: allowed: 0 with",
+    "deepspeed=zero0 deepspeed.offload_optimizer=cpu": "deepspeed.offload_optimizer=cpu: allowed: none with stage 0",
+    "train.patience=3": "train.patience=3: allowed: 0 without train.validate_every",
+    "train.patience=-1": "train.patience=-1: allowed: 0 or more",
+    "train.profile=[4]": "train.profile=4: allowed: null or [first,last] step",
+    "train.profile=[5,4]": "train.profile=5,4: allowed: null or [first,last] step",
+    "train.validate_on=some": "train.validate_on=some: wrong type; allowed: one of auto, main, all",
+    "score.metric=loss": "score.metric=loss: wrong type; allowed: one of tokens_per_target_pass, speedup",
+    "score.policy=eagle2": "score.policy=eagle2: allowed: one of decode.policies that drafts: chain, static, sage",
+    "score.policy=autoregressive": "score.policy=autoregressive: allowed: one of decode.policies that drafts",
+    "decode.policies=[autoregressive] train.validate_every=5 train.patience=1": "train.patience=1: allowed: 0 when no policy",
+    "launch.gpu_memory_gb=0": "launch.gpu_memory_gb=0.0: allowed: above 0",
+    "launch.gpu_tflops=-1": "launch.gpu_tflops=-1.0: allowed: above 0",
+    "launch.plan=true target.path=no/such/folder": "target.path=no/such/folder: no such folder",
+    "sweep=grid": "sweep=grid: no such choice; allowed: optuna, slurm",
+    "optim.warmup_steps=9 train.max_steps=5": "optim.warmup_steps=9: allowed: below train.max_steps=5",
+}
+
+
+@pytest.fixture
+def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("overrides", "message"), WRONG.items(), ids=WRONG.keys())
+def test_mistakes_are_refused_by_name_with_exit_code_2(
+    overrides: str, message: str, in_empty_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # a target folder that exists; what is in it is looked at only after every check here
+    monkeypatch.setattr(sys, "argv", ["sage-train", f"target.path={in_empty_folder}", *overrides.split()])
+    started = time.process_time()
+    assert run_app("config", Config, train) == 2
+    assert time.process_time() - started < REFUSED_WITHIN_S
+    shown = capsys.readouterr()
+    assert shown.err.startswith("error: ") and shown.err.count("\n") == 1, shown.err
+    assert message in shown.err
+    assert shown.out == ""
+    assert list(in_empty_folder.iterdir()) == []
+
+
+def test_negative_control_a_good_configuration_passes(in_empty_folder: Path) -> None:
+    check(compose("config", [f"target.path={in_empty_folder}"], Config))
+
+
+def config_in(folder: Path, *overrides: str) -> Config:
+    config: Config = compose("config", [f"target.path={folder}", f"run.dir={folder}/run", *overrides], Config)
+    return config
+
+
+def test_a_run_folder_is_not_taken_over(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    check(config_in(tmp_path))  # empty: fine
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="is not empty and holds no run"):
+        check(config_in(tmp_path))
+    (tmp_path / "run" / "config.yaml").write_text("seed: 0")
+    with pytest.raises(ConfigError, match="already holds a run; give run.resume=true"):
+        check(config_in(tmp_path))
+
+
+def test_a_file_is_no_run_folder(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    with pytest.raises(ConfigError, match="that is a file"):
+        check(config_in(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "change", ["seed=1", "train.global_batch_size=64", "draft.input_norm=false", "score.metric=speedup", "data.cache=rows"]
+)
+def test_resuming_another_run_is_refused_by_key(tmp_path: Path, change: str) -> None:
+    first = config_in(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(first)))
+    check(config_in(tmp_path, "run.resume=true", "train.max_steps=7", "optim.lr=1", "launch.ranks=2"))  # these may change
+    key = change.partition("=")[0]
+    with pytest.raises(ConfigError, match=rf"{key}=.*: the run in .* was started with"):
+        check(config_in(tmp_path, "run.resume=true", change))
+
+
+def test_a_broken_run_configuration_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("seed: [")
+    with pytest.raises(ConfigError, match="config.yaml: cannot be read"):
+        check(config_in(tmp_path, "run.resume=true"))
+
+
+def test_a_crash_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def broken(config: Config) -> int:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(sys, "argv", ["sage-train"])
+    assert run_app("config", Config, broken) == 1
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown and shown.endswith("error: RuntimeError: a bug\n")
+
+
+def test_debug_shows_where_a_mistake_was_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["sage-train", "--debug", "seed=-1", f"target.path={tmp_path}"])
+    assert run_app("config", Config, train) == 2
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown and "error: seed=-1" in shown
+
+
+def test_a_failed_job_does_not_end_a_sweep(
+    in_empty_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[tuple[int, str]] = []
+
+    def task(config: Config) -> int:
+        if config.seed == 1:
+            raise ConfigError("seed=1: not this one")
+        seen.append((config.seed, config.run.dir))
+        return 0
+
+    monkeypatch.setattr(sys, "argv", ["sage-train", "-m", "seed=0,1,2", "run.dir=sweep"])
+    assert run_app("config", Config, task) == 2
+    assert seen == [(0, "sweep/seed_0"), (2, "sweep/seed_2")]
+    shown = capsys.readouterr().err
+    assert "error: seed=1: not this one" in shown
+    assert shown.endswith("error: 1 of 3 jobs failed: seed=1 (exit 2: seed=1: not this one)\n")
+    (notes,) = (in_empty_folder / "runs" / ".sweep").iterdir()
+    assert sorted(path.name for path in notes.iterdir()) == [*(f"job_0000{n}.json" for n in range(3)), "multirun.yaml"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(30)
+def test_help_answers_without_torch(tmp_path: Path) -> None:
+    """The promise is 3 s on an idle machine; here that nothing slow is imported, which holds on a busy one too."""
+    code = (
+        "import sys; from train.cli.train import main\n"
+        "try: main()\n"
+        "finally: print('HEAVY', [m for m in ('torch', 'transformers', 'deepspeed', 'wandb') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--help"], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "HEAVY []" in done.stdout
+    assert "sage-train experiment=demo" in done.stdout and "qwen2_5_vl_72b" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["optim.lr=0"], ["-m", "seed=1,2", "train.max_step=5"]], ids=["run", "sweep"])
+def test_the_command_itself_refuses_without_torch(tmp_path: Path, words: list[str]) -> None:
+    code = (
+        "import sys; from train.cli.train import main\n"
+        "try: main()\n"
+        "finally: print('HEAVY', [m for m in ('torch', 'transformers', 'deepspeed', 'wandb') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and done.stdout == "HEAVY []\n"
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rank_0_alone_reports(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert hydra_app.report(ConfigError("seed=-1"), Config) == 2
+    assert capsys.readouterr().err == ""

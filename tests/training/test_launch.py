@@ -1,0 +1,346 @@
+"""Several ranks through the real launcher: the same weights as one rank, whose error is shown, how a run is stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from support.train_helpers import command, environment, make_target
+
+from checkpoints.store import SaveFailed
+from train.config.hydra_app import compose
+from train.config.schema import Config, ConfigError
+from train.launch.cluster_env import first_host, join_environment
+from train.launch.failures import RankFailed, describe
+from train.launch.launcher import check_devices, launch
+from train.launch.signals import StopSignal
+from train.launch.supervisor import Watch
+
+START_S = 200
+TINY_REPORT = ["decode.policies=[autoregressive]", "decode.max_new_tokens=2"]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory, target: Path) -> Path:
+    """The run that the others are compared with."""
+    run = tmp_path_factory.mktemp("one") / "run"
+    done = subprocess.run(
+        [sys.executable, "-m", "train.cli.train", *command(target, run, *TINY_REPORT, "deepspeed=zero0")],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "report: " in done.stdout and "Warning" not in done.stderr, done.stderr
+    return run
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def two_ranks(target: Path, run: Path, *overrides: str) -> Config:
+    arguments = command(target, run, *TINY_REPORT, "launch.ranks=2", "train.micro_batch_size=1", "launch.device=cpu")
+    config: Config = compose("config", [*arguments, *overrides], Config)
+    return config
+
+
+@pytest.mark.slow
+def test_two_started_ranks_give_the_weights_of_one(target: Path, one_rank: Path, tmp_path: Path) -> None:
+    """Same global batch, 1 rank x 2 x 2 against 2 ranks x 1 x 2; every stage and tolerances are in test_train_ranks."""
+    run = tmp_path / "run"
+    assert launch(two_ranks(target, run, "deepspeed=zero2")) == 0
+    one, two = (load_file(folder / "draft" / "model.safetensors") for folder in (one_rank, run))
+    assert all((one[name] - two[name]).abs().max() <= 5e-6 for name in one)
+    assert [line["tokens"] for line in metrics(one_rank)] == [line["tokens"] for line in metrics(run)]
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_the_error_of_the_rank_that_failed_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(RankFailed, match="'gpt2' is not a known family") as caught:
+        launch(two_ranks(tmp_path / "empty", tmp_path / "run"))
+    assert caught.value.exit_code == 2 and not caught.value.details
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_rank_that_others_started_shows_its_own_error(target: Path, tmp_path: Path) -> None:
+    """srun's variables, two processes. A picture breaks off; only the rank that has to open it can know, and only it speaks."""
+    Image.effect_noise((64, 64), 50).save(tmp_path / "whole.png")
+    content = (tmp_path / "whole.png").read_bytes()
+    (tmp_path / "broken.png").write_bytes(content[: len(content) // 2])
+    rows = [
+        {"messages": [user("whole" if number else "broken"), {"role": "assistant", "content": f"grey, number {number}"}]}
+        for number in range(4)
+    ]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = ["data=messages", f"data.path={tmp_path}/chats.jsonl", f"data.media_root={tmp_path}", "data.holdout=0"]
+    prompts = ["data/validation=pocket", "data.num_workers=1"]
+    arguments = [*command(target, tmp_path / "run"), "train.micro_batch_size=1", "launch.device=cpu", *data, *prompts]
+    words = [word for word in arguments if not word.startswith("data.num_examples")]
+    processes = [as_by_srun(words, rank, stdout=subprocess.DEVNULL) for rank in range(2)]
+    begin = time.monotonic()
+    errors = [process.communicate(timeout=START_S)[1] for process in processes]
+    lines = [line for text in errors for line in text.splitlines() if "error: " in line]
+    assert len(lines) == 1 and "broken.png" in lines[0], errors
+    assert "Traceback" not in "".join(errors) and "onnection" not in "".join(errors)
+    assert sorted(process.returncode for process in processes) in ([1, 2], [2, 2])
+    assert time.monotonic() - begin < START_S
+
+
+def as_by_srun(arguments: list[str], rank: int, **options: Any) -> subprocess.Popen[str]:
+    """One of two ranks, started with srun's variables."""
+    facts = {"STEP_ID": 0, "STEP_NUM_TASKS": 2, "JOB_ID": os.getpid(), "STEP_NODELIST": "localhost", "PROCID": rank}
+    variables = {f"SLURM_{key}": str(value) for key, value in (facts | {"LOCALID": rank}).items()}
+    whole = [sys.executable, "-m", "train.cli.train", *arguments]
+    return subprocess.Popen(whole, env=environment() | variables, stderr=subprocess.PIPE, text=True, **options)
+
+
+@pytest.mark.slow
+def test_ranks_that_srun_ends_after_the_first_leave_with_3_as_well(
+    target: Path, tmp_path: Path, started: list[subprocess.Popen[str]]
+) -> None:
+    """`srun --kill-on-bad-exit` ends all ranks once one has left with 3; its own exit code is the largest of theirs."""
+    run = tmp_path / "run"
+    arguments = command(target, run, *TINY_REPORT, "train.micro_batch_size=1", "train.max_steps=100000", "launch.device=cpu")
+    started += [as_by_srun(arguments, rank, start_new_session=True) for rank in range(2)]
+    wait_for_a_step(started[0], run)
+    for process in started:
+        process.send_signal(signal.SIGUSR1)
+    while all(process.poll() is None for process in started):
+        time.sleep(0.01)
+    for process in started:
+        process.terminate()
+    errors = [process.communicate(timeout=60)[1] for process in started]
+    assert [process.returncode for process in started] == [3, 3], errors
+    assert (run / "state" / "latest").is_file()
+
+
+def user(picture: str) -> dict[str, Any]:
+    image = {"type": "image", "image": f"{picture}.png"}
+    return {"role": "user", "content": [image, {"type": "text", "text": "what is this?"}]}
+
+
+@pytest.fixture
+def started() -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that do not outlive their test."""
+    processes: list[subprocess.Popen[str]] = []
+    yield processes
+    for process in processes:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def start(started: list[subprocess.Popen[str]], target: Path, run: Path, *overrides: str) -> subprocess.Popen[str]:
+    """A long run of two ranks in the background, some steps in."""
+    arguments = command(target, run, *TINY_REPORT, "launch.ranks=2", "train.micro_batch_size=1", "train.max_steps=100000")
+    whole = [sys.executable, "-m", "train.cli.train", *arguments, *overrides]
+    process = subprocess.Popen(whole, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True)
+    started.append(process)
+    wait_for_a_step(process, run)
+    return process
+
+
+def wait_for_a_step(process: subprocess.Popen[str], run: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while not (run / "metrics.jsonl").exists() or not metrics(run):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline, f"no step within {START_S} s"
+        time.sleep(0.2)
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[int]:
+    """Process ids of the spawned ranks."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+@pytest.mark.slow
+def test_sigterm_saves_exits_with_3_and_torchrun_goes_on(
+    target: Path, tmp_path: Path, started: list[subprocess.Popen[str]]
+) -> None:
+    run = tmp_path / "run"
+    process = start(started, target, run)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 3, errors
+    saved = (run / "state" / "latest").read_text().strip()
+    assert (run / "state" / saved / "rank_00001.safetensors").is_file()
+    step = json.loads((run / "state" / saved / "trainer.json").read_text())["step"]
+    assert step == metrics(run)[-1]["step"]
+    goes_on = [f"train.max_steps={step + 1}", "run.resume=true", "train.micro_batch_size=1", *TINY_REPORT]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "train.cli.train"]
+    done = subprocess.run(
+        [*torchrun, *command(target, run, *goes_on)], env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line["step"] for line in metrics(run)] == list(range(1, step + 2))
+    assert done.stdout.count("report: ") == 1  # rank 0 alone speaks
+
+
+@pytest.mark.slow
+def test_a_killed_rank_takes_the_run_down_within_seconds(
+    target: Path, tmp_path: Path, started: list[subprocess.Popen[str]]
+) -> None:
+    process = start(started, target, tmp_path / "run", "train.save_every=1")
+    victim, *others = ranks_of(process)
+    begin = time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "was killed by SIGKILL (out of memory?)" in errors.splitlines()[-1]
+    assert errors.count("error: ") == 1 and "Connection" not in errors  # not the other rank's complaint
+    assert time.monotonic() - begin < 20
+    assert not any(Path(f"/proc/{pid}").exists() for pid in others)
+
+
+def test_the_first_report_counts_an_echo_less_and_a_kill_more(tmp_path: Path) -> None:
+    watch = Watch(tmp_path)
+    lost = describe(RuntimeError("gloo: Connection closed by peer [127.0.0.1]:1"), 2)
+    assert lost.is_echo and lost.message.startswith("rank 2: lost another rank") and not lost.details
+    bug = describe(RuntimeError("a bug"), 0)
+    assert not bug.is_echo and bug.message == "rank 0: RuntimeError: a bug" and "RuntimeError: a bug" in bug.details
+    full = describe(SaveFailed("disk full"), 1)
+    assert (full.message, full.exit_code, full.details) == ("disk full", 1, "")
+    mistake = describe(ConfigError("seed=-1"), 1)
+    assert (mistake.message, mistake.exit_code) == ("seed=-1", 2)
+    for rank, when, failure in ((0, 3.0, bug), (1, 2.0, full), (2, 1.0, lost)):
+        (tmp_path / f"rank_{rank}.json").write_text(json.dumps(asdict(replace(failure, time=when))))
+        (tmp_path / f"rank_{rank}.pid").write_text(str(rank + 100))
+    assert str(watch.verdict()) == "disk full"
+    watch.first_dead = {101: -9, 100: 1}
+    assert str(watch.verdict()) == "rank 1 was killed by SIGKILL (out of memory?)"
+    watch.first_dead = {100: -15, 101: -9}  # torch has ended the other one before anybody looked
+    assert str(watch.verdict()) == "rank 1 was killed by SIGKILL (out of memory?)"
+    watch.first_dead = {100: -15, 101: 1}
+    assert str(watch.verdict()) == "disk full"
+    watch.asked_to_stop = True
+    assert watch.verdict().exit_code == 3
+
+
+class Child:
+    """A process whose exit code is found as listed, look by look."""
+
+    def __init__(self, *found: int | None) -> None:
+        self.found = list(found)
+
+    @property
+    def exitcode(self) -> int | None:
+        return self.found.pop(0) if len(self.found) > 1 else self.found[0]
+
+    def is_alive(self) -> bool:
+        return False
+
+
+def test_a_rank_that_dies_while_the_others_are_looked_at_is_not_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train.launch.supervisor.GRACE_S", 0.0)
+    watch = Watch(tmp_path)
+    watch._children = {100: Child(None, -9), 101: Child(1)}  # looked at, killed, and its loss has ended the other one already
+    watch._watch()
+    assert watch.first_dead == {100: -9, 101: 1}
+
+
+def test_a_terminated_rank_says_more_than_the_echo_of_its_loss(tmp_path: Path) -> None:
+    watch = Watch(tmp_path)
+    lost = describe(RuntimeError("gloo: Connection closed by peer [127.0.0.1]:1"), 0)
+    (tmp_path / "rank_0.json").write_text(json.dumps(asdict(lost)))
+    (tmp_path / "rank_1.pid").write_text("101")
+    watch.first_dead = {101: -15}
+    assert str(watch.verdict()) == "rank 1 was killed by SIGTERM"
+
+
+def test_a_silent_death_is_still_an_error(tmp_path: Path) -> None:
+    assert "before it could say why" in str(Watch(tmp_path).verdict())
+
+
+def test_srun_variables_become_torch_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = {"STEP_ID": "0", "STEP_NUM_TASKS": "8", "PROCID": "5", "LOCALID": "1", "JOB_ID": "77"}
+    slurm["STEP_NODELIST"] = "gpu[03-04]"
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "to be restored")
+        monkeypatch.delenv(name)
+    for name, value in slurm.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert join_environment() == 8
+    assert (os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["MASTER_ADDR"]) == ("5", "1", "gpu03")
+    assert 20_000 <= int(os.environ["MASTER_PORT"]) < 32_000
+
+
+@pytest.mark.parametrize(("nodes", "first"), [("a", "a"), ("a,b", "a"), ("gpu[003-007,9],big1", "gpu003"), ("n[1,5]", "n1")])
+def test_first_host(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+def test_half_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ConfigError, match="WORLD_SIZE, MASTER_ADDR, MASTER_PORT: missing"):
+        join_environment()
+
+
+def test_another_number_of_ranks_than_started_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"launch.ranks=2: 4 rank\(s\) were started from outside"):
+        launch(two_ranks(tmp_path, tmp_path / "run"))
+
+
+def test_what_so_many_ranks_cannot_share_is_refused_inside_a_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"deepspeed.stage=3: allowed: 0 to 2 with draft=model on 2 ranks; a rank without"):
+        launch(
+            two_ranks(tmp_path, tmp_path / "run", "launch.ranks=null", "draft=model", "draft.num_layers=1", "deepspeed=zero3")
+        )
+
+
+def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = two_ranks(tmp_path, tmp_path / "run", "launch.device=cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="launch.device=cuda: PyTorch sees no GPU"):
+        check_devices(config, 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match=r"launch.gpus=2: this machine has 1 GPU\(s\)"):
+        check_devices(config, 2)
+
+
+def test_signals_set_a_flag_once_there_is_a_loop() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with StopSignal() as stop:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        stop.is_gentle = True
+        signal.raise_signal(signal.SIGUSR1)
+        assert stop.is_set
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)  # Ctrl-C once more: at once
+    assert signal.getsignal(signal.SIGTERM) == before

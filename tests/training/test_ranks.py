@@ -1,0 +1,201 @@
+"""Two ranks against one: every ZeRO stage with a whole and a sharded target, and runs that change their number of ranks.
+
+All jobs run in the same two processes, which are started as srun would start them (see two_ranks.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.train_helpers import ROOT, command, environment, make_target, stopped_after
+
+from train.config.hydra_app import compose
+from train.config.schema import Config
+from train.launch.cluster_env import PORTS
+from train.launch.launcher import run_rank
+from train.launch.ranks import joined
+from train.state.resume import rng_state, set_rng_state
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")]
+
+STAGES = (0, 1, 2, 3)
+ports = iter(random.Random(os.getpid()).sample(PORTS, 100))
+LENGTH = ["train.max_steps=4", "objective.feature_noise=0"]
+WHERE = ["launch.device=cpu", "data.cache=examples"]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of runs: `one_*` by this process, the others by two ranks."""
+    home = tmp_path_factory.mktemp("ranks")
+    target = make_target(home)
+    generators = rng_state(torch.device("cpu"))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
+            patch.delenv(name, raising=False)
+        patch.setenv("LOCAL_RANK", "0")
+        patch.setattr(
+            "train.validation.in_loop.validate", lambda *_, **__: {"policies": {"sage": {"tokens_per_target_pass": 1.0}}}
+        )
+        patch.setattr("train.launch.launcher._summary", lambda *_: None)
+        assert run_rank(config(target, home / "one_2")) == 0
+        assert run_rank(config(target, home / "one_4", *LENGTH)) == 0
+        with joined("cpu", 60) as ranks:
+            stopped_after(config(target, home / "to_two", *LENGTH), ranks, 2)
+        run_two_ranks(home, target)
+        assert run_rank(config(target, home / "from_two", *LENGTH, "run.resume=true", "deepspeed=zero1")) == 0
+    set_rng_state(generators, torch.device("cpu"))
+    return home
+
+
+def config(target: Path, run: Path, *overrides: str) -> Config:
+    found: Config = compose("config", [*command(target, run), *WHERE, "deepspeed=zero0", *overrides], Config)
+    return found
+
+
+def run_two_ranks(home: Path, target: Path) -> None:
+    jobs = [
+        job(home, target, f"{kind}_{stage}", f"deepspeed=zero{stage}", f"deepspeed.shard_target={kind == 'sharded'}")
+        for stage in STAGES
+        for kind in ("whole", "sharded")
+    ]
+    jobs[-1]["is_judged"] = True
+    jobs.append(job(home, target, "from_two", "deepspeed=zero3", *LENGTH) | {"stop": 2})
+    jobs.append(job(home, target, "to_two", "deepspeed=zero2", "run.resume=true", "deepspeed.shard_target=true", *LENGTH))
+    (home / "jobs.json").write_text(json.dumps(jobs))
+    errors = [home / f"errors_{rank}.txt" for rank in range(2)]
+    processes = [start_rank(home, rank, errors[rank]) for rank in range(2)]
+    while any(process.poll() is None for process in processes) and not any(process.poll() for process in processes):
+        time.sleep(0.1)  # each gives up by itself in the end
+    for process in processes:
+        process.kill()  # what is left where one has failed
+    assert [process.wait() for process in processes] == [0, 0], "\n\n".join(file.read_text() for file in errors)
+
+
+def start_rank(home: Path, rank: int, errors: Path) -> subprocess.Popen[bytes]:
+    with errors.open("w") as told:
+        return subprocess.Popen(
+            [sys.executable, ROOT / "tests/support/two_ranks.py", home / "jobs.json", home / f"notes_{rank}.json"],
+            env={**environment(), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", **slurm(rank)},
+            stderr=told,
+        )
+
+
+def job(home: Path, target: Path, name: str, *overrides: str) -> dict[str, Any]:
+    arguments = [*command(target, home / name), *WHERE, "train.micro_batch_size=1", *overrides]
+    return {"name": name, "arguments": arguments, "port": free_port(), "stop": 0, "is_judged": False}
+
+
+def free_port() -> int:
+    """One that no connection is given before its job begins."""
+    for port in ports:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("localhost", port))
+            return port
+    raise AssertionError("no port is free")
+
+
+def slurm(rank: int) -> dict[str, str]:
+    facts = {
+        "STEP_ID": "0",
+        "STEP_NUM_TASKS": "2",
+        "PROCID": rank,
+        "LOCALID": rank,
+        "JOB_ID": "7",
+        "STEP_NODELIST": "localhost",
+    }
+    return {f"SLURM_{name}": str(value) for name, value in facts.items()}
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "draft" / "model.safetensors")
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Sums run in another order, so features agree to about 1e-6 (see test_train_run for what that does to a step of Adam); a
+    wrong factor would move every weight by whole steps of 1e-3."""
+    left, right = weights(one), weights(other)
+    assert left.keys() == right.keys()
+    for name in left:
+        assert (left[name] - right[name]).abs().max() <= 5e-6, name
+    for ours, theirs in zip(metrics(one), metrics(other), strict=True):
+        assert ours["tokens"] == theirs["tokens"]
+        for name in ("loss", "loss_ce", "loss_feature", "grad_norm"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4), name
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("kind", ["whole", "sharded"])
+def test_two_ranks_give_the_weights_of_one(home: Path, kind: str, stage: int) -> None:
+    """Same global batch, 1 rank x 2 x 2 against 2 ranks x 1 x 2."""
+    assert_same_run(home / "one_2", home / f"{kind}_{stage}")
+
+
+def test_a_sharded_target_gives_the_very_run_of_a_whole_one(home: Path) -> None:
+    for stage in STAGES:
+        whole, sharded = weights(home / f"whole_{stage}"), weights(home / f"sharded_{stage}")
+        assert all(torch.equal(whole[name], sharded[name]) for name in whole)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_holds_its_part_of_a_sharded_target(home: Path, rank: int) -> None:
+    """Norms and biases (below 1%) are whole; right after a pass no layer is still gathered."""
+    notes = json.loads((home / f"notes_{rank}.json").read_text())
+    assert (notes["ranks"], notes["rank"]) == (2, rank)  # joined as srun's
+    assert set(notes["targets"]) == {"sharded_0", "sharded_1", "sharded_2", "sharded_3", "to_two"}
+    for seen in notes["targets"].values():
+        assert seen["is_equal"]  # rank 0 ran a picture, rank 1 text alone
+        assert 0.5 <= seen["own"] / seen["all"] < 0.51
+        assert seen["live"] / seen["all"] < 0.01
+        assert seen["is_tied"]
+
+
+def test_rank_0_decodes_with_a_sharded_target(home: Path) -> None:
+    report = json.loads((home / "sharded_3" / "validation" / "step_00000002" / "report.json").read_text())
+    assert report["policies"]["sage"]["match"] == report["policies"]["sage"]["total"] == 1
+    assert "hf_generate" in report["baselines"]
+
+
+@pytest.mark.parametrize("run", ["from_two", "to_two"])
+def test_a_run_goes_on_with_another_number_of_ranks(home: Path, run: str) -> None:
+    """2 ranks under ZeRO-3, then 1 under ZeRO-1; 1 without ZeRO, then 2 under ZeRO-2 with a sharded target."""
+    assert_same_run(home / "one_4", home / run)
+
+
+def test_negative_control_a_run_that_forgot_its_moments_is_another_run(home: Path) -> None:
+    for kind in ("exp_avg", "exp_avg_sq"):
+        saved = load_file(home / "from_two" / "state" / "step_00000004" / f"{kind}.safetensors")
+        assert any(bool(value.any()) for value in saved.values())
+    with pytest.raises(AssertionError):
+        assert_same_run(home / "one_2", home / "from_two")
+
+
+def test_a_draft_saved_under_zero_3_loads_without_deepspeed(home: Path) -> None:
+    code = (
+        "import sys; sys.modules['deepspeed'] = None\n"
+        "import torch, sage\n"
+        f"target = sage.load_target({str(home / 'target_qwen2_5_vl')!r}, dtype=torch.float32)\n"
+        f"draft = sage.load_draft({str(home / 'whole_3' / 'draft')!r}, target)\n"
+        "print(sum(p.double().abs().sum().item() for p in draft.parameters()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    expected = sum(value.double().abs().sum().item() for value in weights(home / "whole_3").values())
+    assert float(done.stdout) == pytest.approx(expected, rel=1e-12)
+    assert os.environ.get("RANK") is None

@@ -1,0 +1,80 @@
+"""A run goes on over the data it was started with, and with the words its draft has learnt to say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support.train_helpers import command, make_target, quiet_process
+
+from checkpoints.store import write_manifest
+from train.config.hydra_app import compose
+from train.config.schema import Config, ConfigError
+from train.launch.launcher import run_rank
+from train.launch.ranks import joined
+
+LOCAL = ["deepspeed=zero0", "launch.device=cpu"]
+pytestmark = pytest.mark.slow
+
+WORDS = ["the", "red", "cube", "is", "left", "of", "a", "small", "green", "ball"]
+OTHERS = ["seven", "yellow", "cylinders", "stand", "behind", "two", "purple", "cones"]
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with quiet_process(monkeypatch):
+        yield
+
+
+def append_rows(path: Path, words: list[str], count: int) -> None:
+    with path.open("a") as file:
+        for number in range(count):
+            said = " ".join(words[number % len(words) :] + words[: number % len(words)])
+            messages = [{"role": "user", "content": f"say {number}"}, {"role": "assistant", "content": said}]
+            file.write(json.dumps({"id": f"{words[0]}-{number}", "messages": messages}) + "\n")
+
+
+def configure(home: Path, *overrides: str) -> Config:
+    own = ["data=messages", f"data.path={home}/rows.jsonl", "data.num_examples=0", "data.holdout=0.1", "data.num_workers=0"]
+    draft = ["draft=eagle3", "draft.feature_levels=[0,1,2]", "draft.draft_vocab_size=40"]
+    arguments = command(home / "target_qwen2_5_vl", home / "run", *own, *draft, *LOCAL, *overrides)
+    config: Config = compose("config", arguments, Config)
+    return config
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A run of two steps whose data has grown since."""
+    make_target(tmp_path)
+    append_rows(tmp_path / "rows.jsonl", WORDS, 40)
+    assert run_rank(configure(tmp_path)) == 0
+    append_rows(tmp_path / "rows.jsonl", OTHERS, 200)
+    return tmp_path
+
+
+def test_changed_data_is_refused_by_name_and_data_put_back_goes_on(home: Path) -> None:
+    grown = (home / "rows.jsonl").read_text()
+    with pytest.raises(ConfigError, match=r"data.path=.*rows.jsonl: the content of data source \w+ has changed since"):
+        run_rank(configure(home, "run.resume=true", "train.max_steps=3"))
+    assert not (home / "run" / "state" / "step_00000003").exists()
+    (home / "rows.jsonl").write_text("".join(line + "\n" for line in grown.splitlines()[:40]))
+    assert run_rank(configure(home, "run.resume=true", "train.max_steps=3")) == 0
+
+
+def test_a_state_that_remembers_no_data_goes_on_with_the_words_it_knows(home: Path) -> None:
+    from train.run.build import building
+
+    state = home / "run" / "state" / "step_00000002"
+    trainer = json.loads((state / "trainer.json").read_text())
+    del trainer["data"]
+    (state / "trainer.json").write_text(json.dumps(trainer))
+    write_manifest(state, 2)
+    config = configure(home, "run.resume=true", "train.max_steps=3")
+    with joined("cpu", 60) as ranks, building(config, ranks) as run:
+        words = run.engine.draft.token_map
+        rows = run.teacher.target.lm_head.weight[words]
+        assert torch.equal(run.teacher.lm_head, rows) and torch.equal(run.engine.student.token_map, words)
+        assert run.state.data

@@ -1,0 +1,345 @@
+"""What is written where, and that it survives resuming; the wandb run is real, offline."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import math
+import os
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from rich.console import Console
+
+from checkpoints.store import SaveFailed
+from train.cli.train import main
+from train.config.hydra_app import compose
+from train.config.schema import (
+    Config,
+    ConfigError,
+    OptimConfig,
+    PolicyName,
+    Schedule,
+    ScoreConfig,
+    ScoreMetric,
+    TrackingKind,
+    WandbConfig,
+    WandbMode,
+)
+from train.engine.lr_schedule import learning_rate, total_steps
+from train.launch.ranks import Ranks
+from train.monitor.metrics import Meter
+from train.monitor.progress import Lines, Live, Silent, clock, describe, open_display
+from train.monitor.sinks import Jsonl, Tracker, check_tracking, open_tracker, read_metrics, wandb_mode
+from train.report.score import score_of
+from train.run.build import open_run_folder
+from train.state.provenance import git_revision, write_provenance
+from train.state.resume import TrainState
+from train.validation.in_loop import flatten
+
+LINES = [{"step": step, "loss": 1.0 / step} for step in (1, 2, 3)]
+
+
+def config_in(folder: Path, *overrides: str) -> Config:
+    config: Config = compose("config", [f"run.dir={folder}", *overrides], Config)
+    return config
+
+
+def test_metrics_are_one_object_per_line(tmp_path: Path) -> None:
+    tracker = open_tracker(config_in(tmp_path), {}, 0)
+    for line in LINES:
+        tracker.log(line, line["step"])  # type: ignore[arg-type]
+    tracker.log({"validation/sage/speedup": 2.0}, 3)  # a figure of a report, which has a file of its own
+    tracker.close()
+    assert [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()] == LINES
+
+
+def test_resuming_drops_what_was_logged_after_the_saved_step_and_a_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in LINES) + '{"step": 4, "lo')
+    sink = Jsonl(path, from_step=2)
+    sink.log({"step": 3, "loss": 9.0}, 3)
+    sink.close()
+    assert read_metrics(path) == [*LINES[:2], {"step": 3, "loss": 9.0}]
+
+
+def test_a_full_disk_names_the_file_and_the_remedy(tmp_path: Path) -> None:
+    """`/dev/full` answers every write as a full disk does; a run ends with exit code 1, as when a state cannot be saved."""
+    sink = Jsonl(tmp_path / "metrics.jsonl", 0)
+    sink.close()
+    sink.file = io.TextIOWrapper(io.BufferedWriter(io.FileIO("/dev/full", "w")), line_buffering=True)
+    with pytest.raises(
+        SaveFailed, match=r"metrics\.jsonl: could not be saved \(.*No space left.*then go on with run\.resume=true"
+    ):
+        sink.log({"step": 1}, 1)
+    with pytest.raises(OSError, match="No space left"):
+        sink.close()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SaveFailed, match=r"file/metrics\.jsonl: could not be saved \(.*File exists"):
+        Jsonl(tmp_path / "file" / "metrics.jsonl", 0)
+    assert SaveFailed.exit_code == 1
+
+
+def test_a_run_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    ranks, target = Ranks(0, 1, torch.device("cpu")), cast(Any, None)
+    with pytest.raises(SaveFailed, match=r"file/run: could not be saved \(.*Not a directory.*then start again"):
+        open_run_folder(config_in(tmp_path / "file" / "run"), ranks, target, "abc", TrainState())
+
+
+def test_a_new_run_starts_an_empty_file(tmp_path: Path) -> None:
+    Jsonl(tmp_path / "metrics.jsonl", 0).close()
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+    assert read_metrics(tmp_path / "none.jsonl") == []
+
+
+def test_a_sink_that_fails_to_close_is_reported_and_the_others_are_closed(caplog: pytest.LogCaptureFixture) -> None:
+    closed = []
+
+    class Broken:
+        def log(self, metrics: object, step: int) -> None: ...
+
+        def close(self) -> None:
+            raise OSError("network is gone")
+
+    logging.getLogger("train").propagate = True
+    with caplog.at_level(logging.ERROR):
+        Tracker([Broken(), SimpleNamespace(log=None, close=lambda: closed.append(True))]).close()
+    assert closed == [True] and "network is gone" in caplog.text
+
+
+@pytest.mark.slow
+def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    tracker = open_tracker(config_in(tmp_path, "tracking=tensorboard"), {}, 0)
+    for line in LINES:
+        tracker.log(line, line["step"])  # type: ignore[arg-type]
+    tracker.close()
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [
+        (line["step"], pytest.approx(line["loss"])) for line in LINES
+    ]
+
+
+def test_a_missing_tensorboard_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_in(tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    check_tracking(config)
+    config.tracking.kind = TrackingKind.tensorboard
+    with pytest.raises(ConfigError, match=r"tracking=tensorboard: .* pip install 'sage-draft\[tensorboard\]'"):
+        check_tracking(config)
+
+
+@pytest.mark.slow
+def test_wandb_offline_is_a_real_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    config = config_in(tmp_path, "tracking=wandb", "tracking.mode=offline", "tracking.project=tests")
+    assert isinstance(config.tracking, WandbConfig) and config.tracking.mode is WandbMode.offline
+    tracker = open_tracker(config, {"seed": 0}, 0)
+    for line in LINES:
+        tracker.log(line, line["step"])  # type: ignore[arg-type]
+    tracker.close()
+    identity = (tmp_path / "wandb_id").read_text()
+    (log,) = (tmp_path / "wandb").glob(f"offline-run-*-{identity}/run-{identity}.wandb")
+    assert log.stat().st_size > 0
+    assert read_metrics(tmp_path / "metrics.jsonl") == LINES
+
+
+@pytest.fixture
+def logged_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No key in the environment, in wandb's settings or in a .netrc; the question itself is wandb's own."""
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "wandb"))
+
+
+LOGIN = r"tracking=wandb: nobody is logged in to wandb here; run `wandb login` .*, or .* tracking\.mode=offline$"
+
+
+@pytest.mark.usefixtures("logged_out")
+def test_wandb_without_a_login_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_in(tmp_path / "run", "tracking=wandb")
+    with pytest.raises(ConfigError, match=LOGIN):
+        check_tracking(config)
+    monkeypatch.setattr("sys.argv", ["sage-train", "tracking=wandb", f"run.dir={tmp_path}/run"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.startswith("error: tracking=wandb: nobody") and said.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("logged_out")
+@pytest.mark.parametrize("change", ["WANDB_API_KEY=" + 40 * "a", "WANDB_MODE=offline", "WANDB_MODE=disabled", "RANK=1"])
+def test_wandb_needs_a_login_on_rank_0_and_online_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    monkeypatch.setattr("train.monitor.sinks._has_login", lambda: "WANDB_API_KEY" in os.environ)
+    config = config_in(tmp_path, "tracking=wandb")
+    with pytest.raises(ConfigError, match=LOGIN):
+        check_tracking(config)
+    monkeypatch.setenv(*change.split("="))
+    check_tracking(config)
+    monkeypatch.delenv(change.split("=")[0])
+    check_tracking(config_in(tmp_path, "tracking=wandb", "tracking.mode=offline"))
+
+
+def test_the_environment_may_keep_wandb_offline_and_the_command_line_wins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert wandb_mode(WandbConfig()) == "disabled" and wandb_mode(WandbConfig(mode=WandbMode.offline)) == "offline"
+    monkeypatch.delenv("WANDB_MODE")
+    assert wandb_mode(WandbConfig()) == "online"
+
+
+@pytest.mark.parametrize("kind", ["UsageError", "CommError"])
+def test_what_wandb_refuses_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    wandb = pytest.importorskip("wandb")
+
+    def refuse(**_: object) -> None:
+        raise getattr(wandb.errors, kind)("server\nsays no")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(ConfigError, match=r"tracking=wandb: server says no; run `wandb login`"):
+        open_tracker(config_in(tmp_path, "tracking=wandb"), {}, 0)
+
+
+# -- provenance -----------------------------------------------------------------------------------------------------------
+
+
+def test_provenance_keeps_the_first_start_and_adds_later_ones(tmp_path: Path) -> None:
+    target = SimpleNamespace(name="tiny", fingerprint={"hidden_size": 32})
+    ranks = Ranks(0, 1, torch.device("cpu"))
+    write_provenance(tmp_path, ranks, target, "abc", 0)
+    write_provenance(tmp_path, ranks, target, "abc", 7)
+    found = json.loads((tmp_path / "provenance.json").read_text())
+    assert found["from_step"] == 0 and [entry["from_step"] for entry in found["resumed"]] == [7]
+    assert found["data_fingerprint"] == "abc" and found["target"] == {"name": "tiny", "hidden_size": 32}
+    assert found["versions"]["torch"] == torch.__version__ and found["command"]
+
+
+def test_git_revision_is_a_commit_or_nothing() -> None:
+    found = git_revision()
+    assert found is None or (isinstance(found["is_dirty"], bool) and len(found["commit"] or "0" * 40) == 40)
+
+
+# -- schedule -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "per_epoch", "steps"),
+    [
+        (["train.epochs=3"], 10.0, 30),
+        (["train.epochs=3", "train.max_steps=7"], 10.0, 7),
+        (["train.epochs=1", "train.max_steps=70"], 2.5, 3),  # the last step begins the next epoch
+        (["train.epochs=null", "train.max_steps=70"], 2.5, 70),
+        (["train.max_steps=5"], None, 5),
+        (["train.epochs=1"], 0.1, 1),
+    ],
+)
+def test_total_steps(tmp_path: Path, overrides: list[str], per_epoch: float | None, steps: int) -> None:
+    assert total_steps(config_in(tmp_path, *overrides), per_epoch) == steps
+
+
+def test_a_stream_needs_max_steps(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="train.max_steps: missing; streamed data"):
+        total_steps(config_in(tmp_path), None)
+
+
+def test_learning_rates() -> None:
+    constant = OptimConfig(lr=1.0, grad_clip=1.0)
+    assert [learning_rate(constant, step, 10) for step in (0, 5, 9)] == [1, 1, 1]
+    cosine = OptimConfig(lr=1.0, grad_clip=1.0, schedule=Schedule.cosine, warmup_steps=2, min_lr_ratio=0.1)
+    rates = [learning_rate(cosine, step, 10) for step in range(11)]
+    assert rates[:3] == [0.5, 1.0, 1.0]
+    assert rates[6] == pytest.approx(0.1 + 0.9 / 2)  # half-way down
+    assert rates[10] == pytest.approx(0.1)
+    assert all(one >= other for one, other in zip(rates[1:], rates[2:], strict=False))
+
+
+# -- meter, display, score ------------------------------------------------------------------------------------------------
+
+
+def test_the_meter_divides_sums_by_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ranks, "sum", lambda self, values: 2 * values)  # two ranks that saw the same
+    loader = SimpleNamespace(wait_s=1.0)
+    meter, state = Meter(loader), TrainState(step=3, tokens=100)
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    meter.add(torch.tensor([2.0, 4.0, 6.0, 1.0, 3.0, 2.0, 10.0]), torch.tensor([[True, True, True, True]]), mask)
+    meter.add(torch.tensor([4.0, 4.0, 2.0, 1.0, 3.0, 4.0, 10.0]), torch.tensor([[False, False, True, True]]), mask)
+    loader.wait_s = 1.5
+    line = meter.reduce(Ranks(0, 2, torch.device("cpu")), state, lr=0.1, grad_norm=2.0)
+    names = ("loss", "loss_ce", "loss_feature", "agreement", "kl")
+    assert [line[key] for key in names] == pytest.approx([0.3, 0.4, 0.4, 0.1, 0.3])
+    assert line["estimated_tokens_per_pass"] == 8 / 4  # four tokens in one pass, four in three
+    assert line["memory_gib"] > 0
+    assert line["step"] == 3 and line["tokens"] == 100 and line["lr"] == 0.1
+    assert line["data_wait"] == pytest.approx(0.5 / line["time_s"]) and state.time_s == line["time_s"]
+    assert meter.latest["loss"] == pytest.approx(0.3)
+    with pytest.raises(AssertionError, match="before any step"):
+        meter.reduce(Ranks(0, 2, torch.device("cpu")), state)
+
+
+def test_pauses_are_no_training_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(Ranks, "sum", lambda self, values: values)
+    meter, state = Meter(None), TrainState(step=1, tokens=10)
+    meter.add(torch.ones(7), torch.ones(1, 1, dtype=torch.bool), torch.ones(1, 1, dtype=torch.bool))
+    now[0] = 2.0
+    with meter.paused():
+        now[0] = 50.0
+    assert meter.reduce(Ranks(0, 1, torch.device("cpu")), state)["tokens_per_s"] == 5.0
+
+
+def test_lines_come_at_intervals_with_the_time_left(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    logging.getLogger("train").propagate = True
+    lines = Lines(total=100, first=0, interval_s=10)
+    with caplog.at_level(logging.INFO, logger="train.monitor.progress"):
+        for step in (1, 2, 10, 11, 100):
+            now[0] = float(step)
+            lines.update(step, {"loss": 0.5, "tokens_per_s": 1234.0, "estimated_tokens_per_pass": 3.141, "memory_gib": 1.25})
+    assert [record.getMessage() for record in caplog.records] == [
+        "step 10/100  loss 0.5000  ~3.14 tokens/pass  1,234 tokens/s  1.2 GiB  01:30 left",
+        "step 100/100  loss 0.5000  ~3.14 tokens/pass  1,234 tokens/s  1.2 GiB  00:00 left",
+    ]
+
+
+def test_the_live_line_shows_what_is_known_and_the_time_left() -> None:
+    screen = io.StringIO()
+    live = Live(total=10, first=2, console=Console(file=screen, force_terminal=True, width=120))
+    live.update(5, {"loss": 0.5, "agreement": 0.875, "tokens_per_s": 900.0})
+    live.close()
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
+    assert "5/10" in shown and "loss 0.5000  agree 0.875  900 tokens/s" in shown and "left" in shown
+
+
+def test_other_ranks_are_silent_and_clocks_read_well() -> None:
+    assert isinstance(open_display(10, 0, 1.0, is_main=False), Silent)
+    assert (clock(59.9), clock(3723)) == ("00:59", "1:02:03")
+    assert describe({}) == ""
+
+
+def test_the_score_is_sages_else_the_first_that_drafts() -> None:
+    def report(*names: str) -> dict[str, object]:
+        return {"policies": {name: {"tokens_per_target_pass": float(i), "first_gaps": []} for i, name in enumerate(names)}}
+
+    own = ScoreConfig()
+    assert score_of(report("autoregressive", "static", "sage"), own) == 2.0
+    assert score_of(report("autoregressive", "static", "chain"), own) == 1.0
+    assert score_of(report("autoregressive"), own) is None
+    assert score_of(report("sage", "static", "chain"), ScoreConfig(policy=PolicyName.chain)) == 2.0
+    assert score_of(report("sage", "static"), ScoreConfig(policy=PolicyName.chain)) == 0.0  # not measured: as if unsaid
+    fast = {"policies": {"sage": {"tokens_per_target_pass": 1.0, "speedup": 3.5}}}
+    assert score_of(fast, ScoreConfig(metric=ScoreMetric.speedup)) == 3.5
+    assert flatten(report("sage")) == {"validation/sage/tokens_per_target_pass": 0.0}
+    assert math.isclose(flatten(report("static", "sage"))["validation/sage/tokens_per_target_pass"], 1.0)

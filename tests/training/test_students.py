@@ -1,0 +1,230 @@
+"""Every kind of draft through the same loop: what is trained, what is saved, the same step however it is split or sharded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.models import make_inputs, make_qwen, random_draft
+from support.train_helpers import command, make_target, quiet_process
+
+import sage
+from data_prep.dataset.vocabulary import most_frequent
+from sage.drafts import Eagle3Draft, ModelDraft, shallow_model
+from train.config.hydra_app import compose
+from train.config.schema import Config
+from train.distill.build import end_tokens
+from train.distill.objective import Objective
+from train.distill.student import HeadStudent, ModelStudent
+from train.distill.teacher import Teacher
+from train.launch.launcher import run_rank
+
+EAGLE3 = ["draft=eagle3", "draft.feature_levels=[0,1,2]", "draft.draft_vocab_size=200", "objective.steps=3"]
+MODEL = ["draft=model", "draft.num_layers=1"]
+KINDS = {"eagle3": EAGLE3, "model": MODEL}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target and the cache of its data."""
+    where = tmp_path_factory.mktemp("students")
+    make_target(where)
+    return where
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No launcher's variables, a judge that takes no time, the caller's generators as they were."""
+    with quiet_process(monkeypatch):
+        yield
+
+
+def train(folder: Path, run: Path, *overrides: str) -> Path:
+    target = folder / "target_qwen2_5_vl"
+    fixed = [f"data.cache_dir={folder}/cache", "deepspeed=zero0", "launch.device=cpu"]
+    config: Config = compose("config", [*command(target, run), *fixed, *overrides], Config)
+    assert run_rank(config) == 0
+    return run
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "draft" / "model.safetensors")
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_close(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], tolerance: float) -> None:
+    assert left.keys() == right.keys()
+    for name in left:
+        assert (left[name].double() - right[name].double()).abs().max() <= tolerance, name
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_sharding_and_splitting_give_the_same_steps(folder: Path, tmp_path: Path, kind: str) -> None:
+    """ZeRO-3, which has to gather a draft's own lm_head for the objective, and other micro-batches. Sums run in another order;
+    AdamW divides by the gradient's size, so where that is near zero a weight may move by some thousandths of a step (1e-3)."""
+    plain = train(folder, tmp_path / "plain", *KINDS[kind])
+    other = train(folder, tmp_path / "other", *KINDS[kind], "deepspeed=zero3", "train.micro_batch_size=1")
+    assert_close(weights(plain), weights(other), 1e-5)
+    for one, two in zip(metrics(plain), metrics(other), strict=True):
+        assert one["loss"] == pytest.approx(two["loss"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_an_eagle3_run_hands_over_a_draft_of_counted_words(folder: Path, tmp_path: Path) -> None:
+    run = train(folder, tmp_path / "run", *EAGLE3)
+    again = train(folder, tmp_path / "again", *EAGLE3, "data.cache=examples")
+    target = sage.load_target(folder / "target_qwen2_5_vl", dtype=torch.float32)
+    draft = sage.load_draft(run / "draft", target)
+    assert isinstance(draft, Eagle3Draft) and draft.token_map is not None
+    assert draft.levels == (0, 1, 2) and len(draft.token_map) == 200
+    assert set(end_tokens(target)) <= set(draft.token_map.tolist())
+    assert torch.equal(weights(run)["d2t"], weights(again)["d2t"])  # counted from a sample of all, and from the store
+    fresh = sage.new_draft(target, "eagle3", seed=0, vocabulary=draft.token_map, feature_levels=[0, 1, 2])
+    moved = {name for name, value in fresh.state_dict().items() if not torch.equal(value, weights(run)[name])}
+    assert moved == {name for name, _ in fresh.named_parameters()}
+    assert metrics(run)[-1]["loss_feature"] == 0 and metrics(run)[-1]["kl"] > 0
+
+
+@pytest.mark.slow
+def test_a_model_run_hands_over_a_whole_target_folder(folder: Path, tmp_path: Path) -> None:
+    """It loads as a draft and as a target; the vision tower is as it was, the rest has moved."""
+    run = train(folder, tmp_path / "run", *MODEL)
+    target = sage.load_target(folder / "target_qwen2_5_vl", dtype=torch.float32)
+    draft = sage.load_draft(run / "draft", target)
+    assert isinstance(draft, ModelDraft) and draft.model.num_layers == 1
+    fresh = shallow_model(target, 1).model.model.state_dict()
+    for name, value in draft.model.model.state_dict().items():
+        assert torch.equal(value, fresh[name]) == (".visual." in name), name
+    messages = [{"role": "user", "content": "what is this?"}]
+    assert draft.model.prepare(messages)["input_ids"].tolist() == target.prepare(messages)["input_ids"].tolist()
+    inputs = target.prepare(messages)
+    plain = sage.generate(target, None, inputs, policy="autoregressive", max_new_tokens=8)
+    assert torch.equal(sage.generate(target, draft, inputs, max_new_tokens=8).tokens, plain.tokens)
+    further = train(folder, tmp_path / "further", "draft=model", f"draft.path={run}/draft", "optim.lr=1e-12")
+    assert_close(weights(run), weights(further), 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("part", "still"), [("layers", ("visual", "embed_tokens", "lm_head")), ("text", ("visual",)), ("all", ())]
+)
+def test_how_much_of_a_model_is_trained(folder: Path, part: str, still: tuple[str, ...]) -> None:
+    from train.config.draft import DraftKind
+    from train.distill.build import STUDENTS
+
+    target = sage.load_target(folder / "target_qwen2_5_vl", dtype=torch.float32)
+    arguments = [*command(folder / "target_qwen2_5_vl", folder / "none"), *MODEL, f"draft.train_part={part}"]
+    student = STUDENTS[DraftKind.model](shallow_model(target, 1), compose("config", arguments, Config))
+    for name, parameter in student.named_parameters():
+        assert parameter.requires_grad != any(word in name for word in still), name
+    assert not any(parameter.requires_grad for parameter in target.model.parameters())
+
+
+def batch_of(target: sage.Target) -> dict[str, Any]:
+    inputs = make_inputs(target, length=20)
+    mask = torch.zeros_like(inputs["input_ids"])
+    mask[:, -8:] = 1
+    return {**inputs, "loss_mask": mask}
+
+
+def objective(**options: Any) -> Objective:
+    return Objective(**{"ce_weight": 1.0, "feature_weight": 0.0, "chunk_tokens": 3, **options})
+
+
+def test_a_head_with_its_own_words_equals_the_loss_by_hand() -> None:
+    """The student's loss and gradient against all logits at once, step by step of its unrolled pass, in float64."""
+    target = make_qwen()
+    target.model.double()
+    vocabulary = torch.arange(0, 330, 3)
+    draft = random_draft(target, "eagle3", vocabulary=vocabulary, feature_levels=[1, 2, 3]).double()
+    student = HeadStudent(draft, objective(steps=3, step_decay=0.5))
+    teacher = Teacher(target, levels=student.levels, token_map=student.token_map)
+    batch = {k: v.double() if v.is_floating_point() else v for k, v in batch_of(target).items()}
+    pairs = teacher(batch)
+    ours = student(pairs, teacher.lm_head)[0]
+    steps = draft.unroll(pairs.embeds_next, draft.fuse(pairs.features), pairs.position_ids, 3)
+    total = torch.zeros((), dtype=torch.float64)
+    for i, (hidden, weight) in enumerate(zip(steps, (4 / 7, 2 / 7, 1 / 7), strict=True)):
+        p = (pairs.wanted[:, i:] @ target.lm_head.weight[vocabulary].T).softmax(-1)
+        log_q = draft.logits(hidden, target).log_softmax(-1)
+        total = total - weight * ((p * log_q).sum(-1) * pairs.mask[:, i:]).sum()
+    torch.testing.assert_close(ours, total, rtol=1e-12, atol=0)
+    parameters = list(draft.parameters())
+    for mine, theirs in zip(*(torch.autograd.grad(loss, parameters) for loss in (ours, total)), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
+
+
+def test_a_model_that_is_its_target_has_nothing_to_learn() -> None:
+    """Its own forward on the batch is aligned with the teacher's: equal weights, no divergence."""
+    target, twin = make_qwen(), make_qwen()
+    student = ModelStudent(ModelDraft(twin, target), objective())
+    teacher = Teacher(target, levels=student.levels, token_map=student.token_map)
+    _, sums, *_ = student(teacher(batch_of(target)), teacher.lm_head)
+    _, _, _, agreement, acceptance, kl, count = sums.tolist()
+    assert agreement == count == 8 and acceptance == pytest.approx(8, rel=1e-6) and kl == pytest.approx(0, abs=1e-5)
+    other = ModelStudent(ModelDraft(make_qwen(seed=1), target), objective())
+    assert float(other(teacher(batch_of(target)), teacher.lm_head)[1][5]) > 1  # negative control
+
+
+def test_the_most_frequent_words_and_those_that_end_an_answer() -> None:
+    counts = torch.tensor([0, 5, 0, 7, 5, 1, 0])
+    assert most_frequent(counts, 3, [6]).tolist() == [1, 3, 6]
+    assert most_frequent(counts, 4, [6]).tolist() == [1, 3, 4, 6]
+    assert most_frequent(counts, 6, [6]).tolist() == [0, 1, 3, 4, 5, 6]
+    with pytest.raises(ValueError, match=r"draft.draft_vocab_size=1: allowed: 2 or more"):
+        most_frequent(counts, 1, [0, 6])
+
+
+def test_a_sample_and_the_store_count_the_same() -> None:
+    from data_prep.dataset.dataset import StoredDataset
+    from data_prep.dataset.vocabulary import count_tokens
+
+    examples = [{"input_ids": torch.tensor([3, 1, 4]), "loss_mask": torch.tensor([False, True, True])} for _ in range(5)]
+
+    class Store:
+        def column(self, key: str) -> np.ndarray:
+            return torch.cat([example[key] for example in examples]).numpy()
+
+    stored = StoredDataset.__new__(StoredDataset)
+    stored.store = Store()  # type: ignore[assignment]
+    assert count_tokens(stored, 6).tolist() == count_tokens(examples, 6).tolist() == [0, 5, 0, 0, 5, 0]
+
+
+class TestMistakes:
+    @pytest.mark.parametrize(
+        ("overrides", "message"),
+        [
+            (["draft=eagle3", "draft.draft_vocab_size=99999"], r"draft.draft_vocab_size=99999: allowed: at most the target's"),
+            (["draft=eagle3"], r"draft.feature_levels: a target of 2 layers has no default"),
+            (["draft=eagle3", "draft.feature_levels=[0,1,9]"], r"draft.feature_levels=\[0, 1, 9\]: allowed: 0 to 2"),
+            (
+                ["draft.num_attention_heads=3"],
+                r"draft.num_attention_heads=3: allowed: a multiple of draft.num_key_value_heads=2",
+            ),
+            (["draft=model", "draft.num_layers=2"], r"draft.num_layers: 2; allowed: 1 to 1"),
+        ],
+    )
+    def test_what_does_not_fit_the_target_is_named_before_anything_is_written(
+        self, folder: Path, tmp_path: Path, overrides: list[str], message: str
+    ) -> None:
+        with pytest.raises(ValueError, match=message):
+            train(folder, tmp_path / "run", *overrides)
+        assert not (tmp_path / "run").exists()
+
+    def test_a_saved_draft_of_another_make_is_refused(self, folder: Path, tmp_path: Path) -> None:
+        target = sage.load_target(folder / "target_qwen2_5_vl", dtype=torch.float32)
+        sage.new_draft(target, "eagle", image_inputs="token").save_pretrained(tmp_path / "eagle")
+        with pytest.raises(ValueError, match=r"draft.image_inputs=embed: .* made with token; give draft.image_inputs=token"):
+            train(folder, tmp_path / "run", f"draft.path={tmp_path}/eagle")
+        with pytest.raises(ValueError, match=r"holds draft=eagle, but draft=eagle3 is asked for"):
+            train(folder, tmp_path / "run", "draft=eagle3", f"draft.path={tmp_path}/eagle")

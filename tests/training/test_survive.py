@@ -1,0 +1,218 @@
+"""What a run loses when it is killed, its disk fills up or its folder goes away: nothing that was saved."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.train_helpers import command, environment, make_target, quiet_process
+from torch import nn
+
+from checkpoints.store import SaveFailed, StateStore
+from train.config.hydra_app import compose, report
+from train.config.schema import Config
+from train.engine.optimizer_state import KINDS
+from train.launch.launcher import run_rank
+from train.launch.ranks import joined
+from train.state.resume import rng_state, set_rng_state
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")]
+
+# Half of the second file of the third state, and then no more.
+KILLED = """
+import os, signal, sys
+import checkpoints.tensors as tensors
+whole, count = tensors.save_file, 0
+def save_file(values, path, metadata=None):
+    global count
+    count += 1
+    whole(values, path, metadata=metadata)
+    if count == 10:
+        os.truncate(path, os.path.getsize(path) // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+tensors.save_file = save_file
+from train.cli.train import main
+sys.argv[0] = "sage-train"
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No launcher's variables, no decoding, and the caller's generators as they were."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with quiet_process(monkeypatch):
+        yield
+
+
+def configure(target: Path, run: Path, *overrides: str) -> Config:
+    same = ["deepspeed=zero2", "launch.device=cpu", "objective.feature_noise=0.1", "train.save_every=1"]
+    config: Config = compose("config", [*command(target, run), *same, *overrides], Config)
+    return config
+
+
+def steps(run: Path) -> list[int]:
+    return StateStore(run / "state").steps()
+
+
+def test_killed_in_the_middle_of_a_save_it_goes_on_bit_for_bit(target: Path, tmp_path: Path) -> None:
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    arguments = [*command(target, killed), "deepspeed=zero2", "launch.device=cpu", "objective.feature_noise=0.1"]
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, *arguments, "train.save_every=1", "train.max_steps=5"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert steps(killed) == [1, 2] and (killed / "state" / ".step_00000003.part").is_dir()
+    assert run_rank(configure(target, killed, "train.max_steps=5", "run.resume=true")) == 0
+    assert run_rank(configure(target, straight, "train.max_steps=5")) == 0
+    for kind in KINDS:
+        one, other = (load_file(run / "state" / "step_00000005" / f"{kind}.safetensors") for run in (straight, killed))
+        assert one and all(torch.equal(one[name], other[name]) for name in one), kind
+    lines = [json.loads(line) for line in (killed / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert not [path for path in killed.rglob(".*") if path.suffix in (".part", ".old")]
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """The operating system itself refuses to write more into a file, as it does when a disk is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_that_is_full_ends_in_one_line_and_the_run_goes_on_later(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, begin = tmp_path / "run", StateStore.begin
+
+    def begin_on_a_full_disk(self: StateStore, step: int) -> Path:
+        if step == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        return begin(self, step)
+
+    with files_of_at_most(resource.getrlimit(resource.RLIMIT_FSIZE)[0]), monkeypatch.context() as patch:
+        patch.setattr(StateStore, "begin", begin_on_a_full_disk)
+        with pytest.raises(SaveFailed, match="step 2 could not be saved.*File too large.*step 1 is saved") as caught:
+            run_rank(configure(target, run))
+    assert report(caught.value, Config) == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {run / 'state'}: step 2 could not be saved")
+    assert steps(run) == [1] and not list((run / "state").glob(".*"))
+    assert run_rank(configure(target, run, "run.resume=true")) == 0
+    assert steps(run) == [1, 2]
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(target: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("{}")
+    (run / "state").write_text("somebody's file")
+    with pytest.raises(SaveFailed, match=r"run/state: step 1 could not be saved \(Not a directory.*nothing was saved before"):
+        run_rank(configure(target, run, "run.resume=true"))
+
+
+class Toy(nn.Module):
+    """Sizes that two or three ranks cannot share out evenly, a buffer, and a weight that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.draft = nn.Sequential(nn.Linear(7, 11), nn.Tanh(), nn.Linear(11, 5))
+        self.draft[2].bias.requires_grad_(False)
+        self.draft.register_buffer("map", torch.arange(3))
+
+    def forward(self, inputs: torch.Tensor, _: Any) -> torch.Tensor:
+        return self.draft(inputs).square().sum()
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_every_stage_goes_on_bit_for_bit_and_from_every_other(
+    target: Path, tmp_path: Path, precision: str, clip: float
+) -> None:
+    """4 steps = 2 + 2 from the state of each stage. With one rank a stage changes no sum but that of the gradient's norm, so
+    without clipping even another's state is exact, and with it to rounding."""
+    from train.engine.engine import Engine
+
+    ends: dict[tuple[int, int | None], dict[str, torch.Tensor]] = {}
+
+    def steps_of(stage: int, count: int, first: int, load: Path | None, save: Path | None) -> dict[str, torch.Tensor]:
+        options = [
+            f"target.dtype={precision}",
+            "train.global_batch_size=1",
+            "train.micro_batch_size=1",
+            f"optim.grad_clip={clip}",
+        ]
+        config = configure(target, tmp_path / "run", f"deepspeed=zero{stage}", *options)
+        with joined("cpu", 60) as ranks:
+            engine = Engine(Toy(), config, ranks, 1)  # type: ignore[arg-type]
+            if load is not None:
+                with torch.no_grad():
+                    engine.draft.map.zero_()
+                engine.load(load)
+            for number in range(first, first + count):
+                torch.manual_seed(number)
+                inputs = torch.randn(4, 7, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
+                engine.backward(engine(inputs, None).float())  # type: ignore[arg-type]
+                engine.step(1e-2)
+            if save is not None:
+                save.mkdir()
+                engine.save(save)
+            found = engine.draft_state()
+            engine.close()
+        return found
+
+    for stage in range(4):
+        ends[stage, None] = steps_of(stage, 4, 0, None, None)
+        steps_of(stage, 2, 0, None, tmp_path / f"at_2_{stage}")
+    for stage, other in [(0, 0), (1, 1), (2, 2), (3, 3), (0, 3), (3, 1), (1, 2), (2, 0)]:
+        ends[stage, other] = steps_of(stage, 2, 2, tmp_path / f"at_2_{other}", None)
+        for name, value in ends[stage, None].items():
+            rounding = 1e-7 if clip and stage != other else 0.0
+            assert (value - ends[stage, other][name]).abs().max() <= rounding, (stage, other, name)
+    moved = ends[0, None]["0.weight"] - Toy().draft[0].weight.detach()
+    assert float(moved.abs().mean()) > 0.01  # negative control: steps were taken
+
+
+def test_generators_come_back_from_plain_tensors(tmp_path: Path) -> None:
+    import random
+
+    import numpy as np
+
+    from checkpoints.tensors import read_tensors, write_tensors
+
+    random.gauss(0, 1)  # leaves its second half behind
+    np.random.standard_normal()
+    write_tensors(tmp_path / "rng.safetensors", rng_state(torch.device("cpu")))
+
+    def draw() -> list[float]:
+        return [random.gauss(0, 1), random.random(), np.random.standard_normal(), float(torch.rand(()))]
+
+    expected = draw()
+    set_rng_state(read_tensors(tmp_path / "rng.safetensors"), torch.device("cpu"))
+    assert draw() == expected
+    (tmp_path / "rng.safetensors").write_bytes(b"cos\nsystem\n")  # the beginning of a pickle
+    with pytest.raises(ValueError, match="rng.safetensors: cannot be read"):
+        read_tensors(tmp_path / "rng.safetensors")

@@ -1,0 +1,185 @@
+"""validate(): the folder it writes, what it leaves untouched, and what it refuses."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.models import make_inputs, make_qwen
+from support.validate_helpers import save_target
+
+import sage
+from checkpoints.store import SaveFailed
+from data_prep.conversation import Conversation
+from sage.drafts.model import ModelDraft
+from train.config.schema import Baseline, DecodeConfig, PolicyName, Precision
+from train.validation.validate import bench_prompt, step_folder, this_command, validate, write
+
+# What docs promise for report.json; further keys are allowed.
+REPORT_KEYS = {"schema", "target", "draft", "device", "dtype", "prompts", "max_new_tokens", "temperature", "seed"}
+POLICY_KEYS = {
+    "mean_accepted_draft": float,
+    "tokens_per_target_pass": float,
+    "tokens_per_s": float,
+    "speedup": float,
+    "speedup_end_to_end": float,
+    "match": int,
+    "total": int,
+    "first_gaps": list,
+    "time_s": dict,
+}
+
+
+def decode(**changes):
+    settings = {
+        "policies": [PolicyName.autoregressive, PolicyName.sage],
+        "baselines": [Baseline.hf_generate],
+        "num_prompts": 2,
+        "max_new_tokens": 6,
+    }
+    return SimpleNamespace(decode=DecodeConfig(**(settings | changes)))
+
+
+@pytest.fixture
+def models():
+    target = make_qwen()
+    return target, sage.new_draft(target, "eagle", seed=0)
+
+
+def test_the_report_has_the_promised_schema_and_stands_beside_page_and_plots(models, tmp_path):
+    target, draft = models
+    report = validate(decode(), target, draft, 100, tmp_path, [make_inputs(target, seed) for seed in range(3)])
+    folder = tmp_path / "validation" / "step_00000100"
+    assert report["path"] == str(folder)
+    written = json.loads((folder / "report.json").read_text())
+    assert written == {key: value for key, value in report.items() if key != "path"}
+    assert set(written) >= REPORT_KEYS and written["prompts"] == 2 and written["step"] == 100
+    for part in written["policies"].values():
+        assert {key: type(part[key]) for key in POLICY_KEYS} == POLICY_KEYS
+    assert set(written["baselines"]) == {"autoregressive", "hf_generate"}
+    page = (folder / "report.md").read_text()
+    for plot in folder.glob("*.png"):
+        assert f"]({plot.name})" in page
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+
+
+def test_later_turns_are_prompts_after_the_targets_own_answers(tmp_path):
+    target = sage.load_target(save_target(tmp_path / "target"))
+    ask = {"role": "user", "content": [{"type": "text", "text": "Hi?"}]}
+    talks = [Conversation(name, [ask], meta={"later": ["And?", "So?"]}) for name in "ab"]
+    draft = sage.new_draft(target, "eagle", seed=0)
+    report = validate(decode(num_prompts=4, baselines=[]), target, draft, 1, tmp_path, talks)
+    assert report["prompts"] == report["policies"]["sage"]["match"] == 4  # a's three turns and b's first
+
+
+def test_weights_mode_and_random_state_are_left_alone(models, tmp_path):
+    target, draft = models
+    draft.train()
+    held = {name: weight.data_ptr() for name, weight in draft.named_parameters()}
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    prompts = [make_inputs(target)]
+    report = validate(decode(temperature=0.5, dtype=Precision.bf16), target, draft, 1, tmp_path, prompts)
+    assert torch.equal(torch.rand(3), expected)
+    assert draft.training and {name: weight.data_ptr() for name, weight in draft.named_parameters()} == held
+    assert report["dtype"] == "bfloat16" and target.dtype == draft.dtype == torch.float32
+
+
+def test_weights_come_back_after_a_failure(models, tmp_path, monkeypatch):
+    target, draft = models
+    monkeypatch.setattr("train.validation.validate.measure", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        validate(decode(dtype=Precision.bf16), target, draft, 1, tmp_path, [make_inputs(target)])
+    assert target.dtype == draft.dtype == torch.float32
+    assert not (tmp_path / "validation").exists()
+
+
+def test_options_reach_the_policy_and_the_report(models, tmp_path):
+    target, draft = models
+    config = decode(policies=[PolicyName.chain], options={"chain": {"depth": 1}, "sage": {}}, baselines=[])
+    report = validate(config, target, draft, 1, tmp_path, [make_inputs(target)])
+    assert max(entry["depth"] for entry in report["policies"]["chain"]["example"]["rounds_log"]) == 1
+    assert report["options"] == {"chain": {"depth": 1}}
+
+
+def test_replay_says_what_every_policy_would_have_achieved(models, tmp_path):
+    target, draft = models
+    config = decode(policies=[PolicyName.chain], baselines=[], replay=True, options={"chain": {"depth": 1}})
+    report = validate(config, target, draft, 1, tmp_path, [make_inputs(target)])
+    assert set(report["replay"]["policies"]) == set(sage.POLICIES) - {"autoregressive"}
+    assert report["replay"]["policies"]["chain"]["depth"] <= 1
+    assert "The same drafts under every policy" in (step_folder(tmp_path, 1) / "report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"options": {"sage": {"colour": 1}}}, "decode.options.sage: policy.sage: unknown option 'colour'"),
+        ({"policies": ["sage"], "options": {"chain": {"depth": "x"}}}, "decode.options.chain: policy.chain.depth: 'x' is not"),
+        (
+            {"options": {"sage": {"window": 0}}},
+            r"decode.options.sage: policy.sage.window: 0 is not allowed; give a whole number",
+        ),
+        ({"policies": ["oracle"]}, "policy: 'oracle' is unknown; choose one of autoregressive"),
+        ({"baselines": ["vllm"]}, "'vllm' is not a baseline"),
+        ({"baselines": [Baseline.hf_assisted]}, "hf_assisted drafts with a smaller model"),
+    ],
+)
+def test_mistakes_are_named_before_anything_is_written(models, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        validate(decode(**changes), *models, 1, tmp_path, [make_inputs(models[0])])
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_drafting_policy_needs_a_draft(models, tmp_path):
+    with pytest.raises(ValueError, match="decode.policies: sage need a draft"):
+        validate(decode(), models[0], None, 1, tmp_path, [make_inputs(models[0])])
+    report = validate(decode(policies=["autoregressive"]), models[0], None, 1, tmp_path, [make_inputs(models[0])])
+    assert report["policies"]["autoregressive"]["speedup"] > 0
+
+
+def test_a_smaller_target_serves_as_the_draft(tmp_path):
+    target = make_qwen()
+    config = decode(dtype=Precision.bf16, baselines=[Baseline.hf_assisted])
+    report = validate(config, target, ModelDraft(make_qwen(seed=0), target), 1, tmp_path, [make_inputs(target)])
+    assert "hf_assisted" in report["baselines"]  # the draft is its assistant too
+    part = report["policies"]["sage"]
+    assert part["mean_accepted_draft"] > 0 and part["total"] == 1  # the very same model guesses right
+
+
+def test_conversations_are_asked_without_their_answer(tmp_path):
+    target = sage.load_target(save_target(tmp_path / "target"))
+    user = {"role": "user", "content": [{"type": "text", "text": "Hello?"}]}
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "A long answer."}]}
+    whole = bench_prompt(target, Conversation(id="c7", messages=[user, answer], family="chat"), 0)
+    asked = bench_prompt(target, [user], 1)
+    assert torch.equal(whole.inputs["input_ids"], asked.inputs["input_ids"])
+    assert (whole.name, whole.family, asked.name, asked.family) == ("c7", "chat", "prompt-1", "")
+    with pytest.raises(ValueError, match="validation prompt c8: prompt: empty"):
+        bench_prompt(target, Conversation(id="c8", messages=[{"role": "user", "content": []}]), 0)
+
+
+def test_step_folders_sort_by_step():
+    names = [step_folder("run", step).name for step in (2, 10, 123456)]
+    assert names == sorted(names) and names[0] == "step_00000002"
+
+
+@pytest.mark.parametrize(
+    ("argv", "shown"),
+    [
+        (["/opt/bin/sage-validate", "checkpoint=a b"], "sage-validate 'checkpoint=a b'"),
+        (["/site-packages/train/cli.py", "seed=1"], "python -m train.cli.train seed=1"),
+    ],
+)
+def test_the_command_can_be_pasted(monkeypatch, argv, shown):
+    monkeypatch.setattr("sys.argv", argv)
+    assert this_command() == shown
+
+
+def test_a_report_that_cannot_be_written_names_the_folder(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        SaveFailed, match=r"file/step: could not be saved \(.*Not a directory.*; make room .*, then measure again"
+    ):
+        write({}, tmp_path / "file" / "step")

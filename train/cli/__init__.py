@@ -1,0 +1,1 @@
+"""The entry points of `sage-train`, `sage-validate` and `sage-data`."""

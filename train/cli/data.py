@@ -1,0 +1,201 @@
+"""sage-data: checks, shows, converts and regenerates data, with the same `data` and `target` choices as sage-train."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+
+from data_prep.config import RegenerateConfig, Split, validate
+from data_prep.files import check_writable
+from train.config.checks import check_path
+from train.config.hydra_app import EXIT_DONE, EXIT_STOPPED, configure_logging, run_app
+from train.config.overrides import launch_keys, refuse_idle, task_words
+from train.config.schema import ConfigError, DataConfig, LaunchConfig, TargetConfig
+
+
+class Action(StrEnum):
+    check = "check"
+    convert = "convert"
+    regenerate = "regenerate"
+
+
+PART = "; data.num_examples=N takes a part of the data"
+ONE_PROCESS = {"launch.": "; ranks are for action=regenerate", "regenerate.": "; it is for action=regenerate"}
+IDLE = {  # keys that an action has no use for, and what to do instead
+    Action.check: ONE_PROCESS,
+    Action.convert: ONE_PROCESS | {"limit": PART, "shown": "; drop it"},
+    Action.regenerate: dict.fromkeys(launch_keys("gpus", "ranks", "device", "threads"), "; drop it")
+    | {"limit": PART, "shown": "; drop it"},
+}
+
+
+@dataclass(kw_only=True)
+class DataCommand:
+    """Everything `sage-data` needs.
+
+    Attributes:
+        action: `check` prepares, measures and writes a page; `convert` writes `messages` rows; `regenerate` lets the
+            target answer the prompts itself.
+        split: which part of the data.
+        out: the page (`check`; default `runs/data/NAME.html`) or the rows (`.jsonl`).
+        limit: examples to measure (`check`), 0 = all; of a stream the first ones. `shown` are on the page.
+    """
+
+    action: Action = Action.check
+    split: Split = Split.train
+    out: str = ""
+    limit: int = 1000
+    shown: int = 24
+    debug: bool = False
+    data: DataConfig = field(default_factory=lambda: DataConfig(sources={}))
+    target: TargetConfig = field(default_factory=TargetConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
+
+
+def main() -> None:
+    """Entry point of the console script; exits with the code that the contract gives."""
+    ConfigStore.instance().store(name="prepare_schema", node=DataCommand)
+    sys.exit(run_app("prepare", DataCommand, run))
+
+
+def run(config: DataCommand) -> int:
+    """Checks the settings before torch is imported, then does what is asked.
+
+    Raises:
+        ConfigError: a setting is wrong.
+        ValueError: a file or an item is.
+    """
+    refuse_idle(task_words(), {key: f"with action={config.action}{remedy}" for key, remedy in IDLE[config.action].items()})
+    check(config)
+    rank = int(os.environ.get("RANK", 0))
+    configure_logging(config.debug, is_speaking=rank == 0)
+    out = Path(config.out or f"runs/data/{config.data.name}-{config.target.name}.html")
+    check_writable(out)
+    if config.action is Action.regenerate:
+        return _regenerate_on_ranks(config)
+    from data_prep.tools import cli
+    from sage.targets.target import load_processor
+
+    processor = load_processor(config.target.path)
+    if config.action is Action.convert:
+        count = cli.convert(config.data, processor, str(config.split), out)
+        print(f"{count} conversations: {out}")
+        return EXIT_DONE
+    statistics, dataset = cli.check_data(config.data, processor, str(config.split), config.limit)
+    cli.write_page(out, config.data, statistics, dataset, str(config.split), config.shown)
+    print(statistics.as_text())
+    print(f"page: {out}")
+    return EXIT_DONE
+
+
+def check(config: DataCommand) -> None:
+    """Cross-field checks.
+
+    Raises:
+        ConfigError, ValueError: dotted key, value, what is allowed.
+    """
+    validate(config.data)
+    check_path("target.path", config.target.path)
+    if config.action is not Action.check and not config.out.endswith(".jsonl"):
+        raise ConfigError(f"out={config.out}: {config.action} writes rows; give out=FILE.jsonl")
+    if config.action is Action.check and config.out and not config.out.endswith(".html"):
+        raise ConfigError(f"out={config.out}: check writes a page; give out=FILE.html")
+    for name in ("limit", "shown"):
+        if getattr(config, name) < 0:
+            raise ConfigError(f"{name}={getattr(config, name)}; allowed: 0 or more")
+    if config.regenerate.draft:
+        check_path("regenerate.draft", config.regenerate.draft)
+
+
+class Stopped(Exception):
+    """Regeneration was interrupted; what is answered is on the disk."""
+
+    exit_code = EXIT_STOPPED
+
+
+def _regenerate_on_ranks(config: DataCommand) -> int:
+    """Ranks share nothing but the folder they write to, so they are plain processes; a failed one is resumed later.
+
+    Raises:
+        Stopped: by Ctrl-C or SIGTERM.
+    """
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        if "RANK" in os.environ:
+            return _regenerate(config, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        ranks = config.launch.gpus or config.launch.ranks or 1
+        return _regenerate(config, 0, 1) if ranks == 1 else _start_ranks(config, ranks)
+    except KeyboardInterrupt as error:
+        raise Stopped(f"stopped; what was answered is kept beside {config.out}, and the same command goes on") from error
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _start_ranks(config: DataCommand, ranks: int) -> int:
+    context = multiprocessing.get_context("spawn")
+    started = [context.Process(target=_rank, args=(config, rank, ranks)) for rank in range(ranks)]
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # ranks inherit that: Ctrl-C reaches every process of a terminal
+    try:
+        for process in started:
+            process.start()
+        signal.signal(signal.SIGINT, before)
+        for process in started:
+            process.join()
+    except KeyboardInterrupt:
+        for process in started:
+            process.terminate()  # at any point: a half-written row does not count
+        for process in started:
+            process.join()
+        raise
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return max((abs(process.exitcode or 0) for process in started), default=EXIT_DONE)
+
+
+def _rank(config: DataCommand, rank: int, world_size: int) -> None:
+    from sage.cli import run as run_command
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_STOPPED))
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    configure_logging(config.debug, is_speaking=rank == 0)
+    sys.exit(run_command(lambda: _regenerate(config, rank, world_size)))
+
+
+def _regenerate(config: DataCommand, rank: int, world_size: int) -> int:
+    import torch
+    from transformers.utils import logging as transformers_logging
+
+    import sage
+    from data_prep.tools import cli
+    from data_prep.tools.regenerate import skipped_path
+    from train.launch.ranks import local_rank, pick_device
+    from train.validation.validate import DTYPES
+
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
+    if config.launch.threads is not None:
+        torch.set_num_threads(config.launch.threads)
+    device = pick_device(str(config.launch.device), local_rank())
+    options: dict[str, Any] = {"revision": config.target.revision} if config.target.revision is not None else {}
+    target = sage.load_target(config.target.path, dtype=DTYPES[config.target.dtype], device=device, **options)
+    settings = config.regenerate
+    draft = sage.load_draft(settings.draft, target) if settings.draft else None
+    out = Path(config.out)
+    found = cli.regenerate_data(config.data, target, draft, settings, str(config.split), out, rank, world_size)
+    if found.merged:
+        lost = f"; {found.skipped} gave no row, see {skipped_path(out)}" if found.skipped else ""
+        print(f"{found.total} conversations answered ({found.done_now} now): {out}{lost}")
+    return EXIT_DONE
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""sage-train: composes the configuration, checks it, and starts the ranks."""
+
+from __future__ import annotations
+
+import sys
+
+from train.config.checks import check
+from train.config.hydra_app import EXIT_DONE, configure_logging, run_app
+from train.config.schema import Config
+from train.report.compare import SweepComparison
+
+
+def main() -> None:
+    """Entry point of the console script; exits with the code that the contract gives."""
+    sys.exit(run_app("config", Config, train, SweepComparison()))
+
+
+def train(config: Config) -> int:
+    """Checks before torch is imported, then trains."""
+    check(config)
+    if not config.launch.plan:
+        from train.monitor.sinks import check_tracking
+
+        check_tracking(config)
+    configure_logging(config.debug)
+    if config.launch.plan:
+        from train.plan.memory import plan
+        from train.plan.text import render
+
+        print(render(plan(config)))
+        return EXIT_DONE
+    from train.launch.launcher import launch
+
+    return launch(config)
+
+
+if __name__ == "__main__":
+    main()

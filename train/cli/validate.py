@@ -1,0 +1,252 @@
+"""sage-validate: finds draft, target and prompts, lets the decoder measure them, prints the table and where the report is.
+
+Owns: which draft and which settings are meant. What the command line names wins; of a run's folder everything else comes
+from the run's config.yaml; a draft's own folder brings its target's path. Nothing here imports torch before the
+configuration is known to be good.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from checkpoints.store import STEP_NAME, StateStore, step_name
+from data_prep.files import check_writable
+from sage.cli import run
+from train.config.checks import RUN_MARK, check_decode, check_path
+from train.config.hydra_app import EXIT_DONE, configure_logging, run_app
+from train.config.overrides import key_of, launch_keys, refuse_idle, task_words
+from train.config.schema import ConfigError, DataConfig, DecodeConfig, DraftChoice, TargetConfig, ValidateConfig
+from train.config.target_path import CHOICE, target_dtype, target_name
+from train.report.compare import run_command
+
+Group = TypeVar("Group", TargetConfig, DataConfig, DecodeConfig)
+DRAFT_FILE, BEST, TRAINER = "config.json", "draft_best", "trainer.json"
+CHOSEN = {"decode/policy": {"policies", "options"}, "data/validation": {"validation"}}  # what a choice within a group brings
+IDLE = dict.fromkeys(launch_keys("device", "threads"), "in sage-validate, which measures in one process; drop it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """Where the draft is, and the run it belongs to, if any."""
+
+    draft: Path
+    run: Path | None
+
+    @property
+    def home(self) -> Path:
+        """The folder that `validation/` is written to."""
+        return self.run or self.draft
+
+
+def main() -> None:
+    """Entry point of the console script; exits with the code that the contract gives."""
+    if sys.argv[1:2] == ["--compare"]:
+        sys.exit(run(compare_runs))
+    sys.argv[1:] = [_alias(word) for word in sys.argv[1:]]
+    sys.exit(run_app("validate", ValidateConfig, run_validation))
+
+
+def compare_runs() -> None:
+    """`sage-validate --compare RUN ...`: reads finished runs, measures nothing."""
+    print(run_command(sys.argv[2:]))
+
+
+def run_validation(config: ValidateConfig, overrides: Sequence[str] | None = None) -> int:
+    """Measures one checkpoint.
+
+    Args:
+        config: as composed from the command line.
+        overrides: the command line's `key=value` words; None asks Hydra.
+
+    Raises:
+        ConfigError: no checkpoint, no target, or a setting out of range; before any model is loaded.
+        ValueError: a draft made for another target, or a prompt that cannot be prepared.
+    """
+    said = task_words() if overrides is None else list(overrides)
+    refuse_idle(said, IDLE)
+    checkpoint = find_checkpoint(config)
+    config = settle(config, checkpoint, said)
+    check_decode(config.decode)
+    check_path("target.path", config.target.path)
+    configure_logging(config.debug)
+    report = _measure(config, checkpoint)
+    print(report["table"])
+    print(f"report: {Path(report['path']) / 'report.md'}")
+    return EXIT_DONE
+
+
+def _alias(word: str) -> str:
+    """`draft=DIR` is short for `draft.path=DIR`: a saved draft brings its own kind, so there is no choice to make."""
+    return f"draft.path={word.removeprefix('draft=')}" if word.startswith("draft=") else word
+
+
+def find_checkpoint(config: ValidateConfig) -> Checkpoint:
+    """The draft's folder, from `checkpoint` and `draft.path`.
+
+    Raises:
+        ConfigError: neither names a folder with a draft; says what is there.
+    """
+    named = Path(config.draft.path).expanduser()
+    if config.checkpoint is None:
+        if config.draft.path == DraftChoice().path:
+            raise ConfigError("checkpoint: missing; give checkpoint=RUN_FOLDER, or draft=DIR with target=NAME")
+        if not (named / DRAFT_FILE).is_file():
+            raise ConfigError(f"draft={named}: no draft there ({DRAFT_FILE} is missing); give a run's draft/ folder")
+        return Checkpoint(draft=named, run=_run_of(named))
+    folder = Path(config.checkpoint).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(f"checkpoint={folder}: no such folder; give a run's folder or a draft's folder")
+    if (folder / DRAFT_FILE).is_file():
+        return Checkpoint(draft=folder, run=_run_of(folder))
+    run = folder if (folder / RUN_MARK).is_file() else None
+    for draft in (folder / config.draft.path, named):
+        if (draft / DRAFT_FILE).is_file():
+            return Checkpoint(draft=draft, run=run)
+    if run is None:
+        raise ConfigError(f"checkpoint={folder}: neither a run ({RUN_MARK}) nor a draft ({DRAFT_FILE}); give one of them")
+    saved = sorted(path.parent.name for path in folder.glob(f"draft*/{DRAFT_FILE}"))
+    remedy = f"it has {', '.join(saved)}" if saved else "the run has not saved one yet"
+    raise ConfigError(f"draft={config.draft.path}: no draft of that name in {folder}; {remedy}")
+
+
+def settle(config: ValidateConfig, checkpoint: Checkpoint, overrides: Sequence[str]) -> ValidateConfig:
+    """The configuration with what the command line did not say filled in from the run, or from the draft itself.
+
+    Raises:
+        ConfigError: the target is said nowhere, or the run's config.yaml cannot be used.
+    """
+    overrides = [word for word in overrides if word != CHOICE]  # it came with target.path, and a run knows its target
+    if checkpoint.run is not None:
+        saved = _load(checkpoint.run / RUN_MARK)
+        return replace(
+            config,
+            target=overlay(config.target, _group(saved, "target", TargetConfig, checkpoint.run), "target", overrides),
+            data=overlay(config.data, _group(saved, "data", DataConfig, checkpoint.run), "data", overrides),
+            decode=overlay(config.decode, _group(saved, "decode", DecodeConfig, checkpoint.run), "decode", overrides),
+        )
+    said = {key_of(word) for word in overrides}
+    if said & {"target", "target.path"}:
+        return config
+    path = json.loads((checkpoint.draft / DRAFT_FILE).read_text(encoding="utf-8")).get("target_path")
+    if not path:
+        raise ConfigError(
+            f"target: missing; {checkpoint.draft} belongs to no run and does not name its target; "
+            "give target=NAME or target.path=DIR"
+        )
+    dtype = config.target.dtype if "target.dtype" in said else target_dtype(path)
+    return replace(config, target=replace(config.target, name=target_name(path), path=path, dtype=dtype))
+
+
+def overlay(composed: Group, saved: Group, group: str, overrides: Sequence[str]) -> Group:
+    """`saved`, with the fields that the command line names taken from `composed`.
+
+    `group=NAME` names all of them; `decode/policy=NAMES` and `data/validation=NAMES` name those that such a choice brings.
+    """
+    keys = [key_of(word) for word in overrides]
+    if group in keys:
+        return composed
+    chosen = {name for key in keys if key.startswith(f"{group}/") for name in CHOSEN[key]}
+    named = {key.split(".")[1] for key in keys if key.startswith(f"{group}.")} - chosen
+    changed = {name: getattr(composed, name) for name in chosen}
+    changed |= {name: _merged(getattr(saved, name), getattr(composed, name)) for name in named}
+    return replace(saved, **changed)
+
+
+def _merged(saved: Any, composed: Any) -> Any:
+    """Mappings (policy options) are merged key by key, so that one changed option keeps the run's others."""
+    if not (isinstance(saved, dict) and isinstance(composed, dict)):
+        return composed
+    return saved | {key: _merged(saved.get(key), value) for key, value in composed.items()}
+
+
+def _run_of(draft: Path) -> Path | None:
+    """The run that a draft folder lies in."""
+    return draft.parent if (draft.parent / RUN_MARK).is_file() else None
+
+
+def _load(path: Path) -> Any:
+    try:
+        return OmegaConf.load(path)
+    except Exception as error:  # PyYAML has a dozen error classes of its own
+        raise ConfigError(f"{path}: cannot be read ({' '.join(str(error).split())}); give a whole run folder") from error
+
+
+def _group(saved: Any, name: str, schema: type[Group], run: Path) -> Group:
+    """One group of the run's configuration, typed; a field that a newer version dropped is an error, not ignored."""
+    if name not in saved:
+        raise ConfigError(f"{run / RUN_MARK}: has no {name}; give a folder that sage-train made")
+    known = {field.name for field in fields(schema)}
+    if unknown := sorted(set(saved[name]) - known):
+        raise ConfigError(f"{run / RUN_MARK}: {name}.{unknown[0]} is unknown to this version; give {name}=NAME instead")
+    try:
+        found = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), saved[name]))
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{run / RUN_MARK}: {name}: {reason}; give {name}=NAME, or a whole run folder") from error
+    assert isinstance(found, schema)
+    return found
+
+
+def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Loads what is needed, measures, writes.
+
+    Raises:
+        CannotWrite: there can be no report, known before anything is loaded.
+    """
+    import torch
+    from transformers.utils import logging as transformers_logging
+
+    import sage
+    from checkpoints.export import load_any
+    from data_prep.build import prompts
+    from sage.bench import format_table
+    from train.launch.ranks import pick_device
+    from train.validation.validate import DTYPES, REPORT, build_policies, step_folder, validate
+
+    home, step = config.out or checkpoint.home, _step(checkpoint)
+    check_writable(step_folder(home, step) / REPORT)
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
+    if config.launch.threads is not None:
+        torch.set_num_threads(config.launch.threads)
+    build_policies(config.decode)
+    dtype = DTYPES[config.decode.dtype or config.target.dtype]
+    device = pick_device(str(config.launch.device), 0)
+    options = {"revision": config.target.revision} if config.target.revision is not None else {}
+    target = sage.load_target(config.target.path, dtype=dtype, device=device, **options)
+    draft = load_any(checkpoint.draft, target)
+    held_out = prompts(config.data, "validation", config.decode.num_prompts)
+    report = validate(config, target, draft, step, home, held_out, draft_name=str(checkpoint.draft), progress=_progress)
+    assert report is not None  # nobody else measures
+    return report | {"table": format_table(report)}
+
+
+def _step(checkpoint: Checkpoint) -> int:
+    """The step the draft was saved at: at its validation, or, the best one, as the run remembers; 0 without a run."""
+    if checkpoint.run is None:
+        return 0
+    saved = StateStore(checkpoint.run / "state").steps()
+    if checkpoint.draft.name == BEST and saved:
+        trainer = checkpoint.run / "state" / step_name(saved[-1]) / TRAINER
+        best = json.loads(trainer.read_text(encoding="utf-8")).get("best_step") if trainer.is_file() else None
+        return int(best or saved[-1])
+    names = [STEP_NAME.fullmatch(path.name) for path in (checkpoint.run / "validation").glob("step_*")]
+    return max((int(name.group(1)) for name in names if name), default=max(saved, default=0))
+
+
+def _progress(done: int, total: int) -> None:
+    """A counter on stderr; nothing where stderr is not a terminal."""
+    if sys.stderr.isatty():
+        print(f"\rmeasuring {done}/{total}", end="\n" if done == total else "", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

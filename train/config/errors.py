@@ -1,0 +1,191 @@
+"""Hydra's and OmegaConf's complaints in our words: one line with the dotted key, the value, what is allowed, the remedy."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import types
+import typing
+from collections.abc import Iterator
+from enum import Enum
+from typing import Any
+
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import errors as oc
+
+from train.config.schema import SUBSCHEMAS, ConfigError, config_dir
+
+MAX_LISTED = 30
+PLUGINS = {  # choices that Hydra has only where a package is installed
+    "hydra/sweeper/optuna": "hydra-optuna-sweeper",
+    "hydra/launcher/submitit_slurm": "hydra-submitit-launcher",
+    "hydra/launcher/submitit_local": "hydra-submitit-launcher",
+}
+
+
+def is_config_mistake(error: BaseException) -> bool:
+    """Whether the user's configuration is at fault, as far as Hydra, OmegaConf or our own checks can tell."""
+    return isinstance(error, (ConfigError, HydraException, oc.OmegaConfBaseException))
+
+
+def explain(error: BaseException, schema: type) -> str:
+    """One line for a mistake `is_config_mistake` recognises."""
+    if isinstance(error, ConfigError):
+        return str(error)
+    if isinstance(error, MissingConfigException):
+        return _missing_choice(error)
+    if isinstance(error, OverrideParseException):
+        return f"{error.override}: cannot be read as an override; write key=value, lists as key=[a,b], no spaces around ="
+    cause = _omegaconf_cause(error)
+    if cause is not None:
+        return _explain_omegaconf(cause, str(error), schema)
+    return _explain_hydra(str(error))
+
+
+def _omegaconf_cause(error: BaseException | None) -> oc.OmegaConfBaseException | None:
+    while error is not None:
+        if isinstance(error, oc.OmegaConfBaseException):
+            return error
+        error = error.__cause__
+    return None
+
+
+def _missing_choice(error: MissingConfigException) -> str:
+    name = error.missing_cfg_file or ""
+    group, _, choice = name.rpartition("/")
+    if name in PLUGINS:
+        return f"{name}: its package is not installed; pip install 'sage-draft[sweep]' ({PLUGINS[name]})"
+    options = sorted(path.stem for path in (config_dir() / group).glob("*.yaml"))
+    if not group or not options:
+        return f"{name}: no such configuration file"
+    hint = "; or give any local folder as target.path=DIR" if group == "target" else ""
+    return f"{group}={choice}: no such choice{_did_you_mean(choice, options, group + '=')}; allowed: {', '.join(options)}{hint}"
+
+
+def _explain_omegaconf(error: oc.OmegaConfBaseException, outer: str, schema: type) -> str:
+    key = str(error.full_key or error.key or "")
+    override = re.search(r"(?:override|Could not override) '?([\w./@]+)", outer)
+    if override and override.group(1).startswith(key):
+        key = override.group(1)
+    if isinstance(error, oc.MissingMandatoryValue):
+        key = key or _last_quoted(str(error))
+        return f"{key}: missing; give {key}=VALUE ({_describe(schema, key)})"
+    if isinstance(error, (oc.ConfigKeyError, oc.ConfigAttributeError)):
+        return unknown_key(key, schema)
+    if isinstance(error, oc.InterpolationToMissingValueError):
+        missing = re.search(r"'([^']+)'", str(error).splitlines()[0])
+        named = missing.group(1) if missing else _last_quoted(str(error))
+        return f"{key}: refers to {named}, which is missing; give {named}=VALUE"
+    if isinstance(error, oc.GrammarParseError | oc.InterpolationResolutionError):
+        return f"{key}: {_first_line(error)}"
+    value = re.search(r"Value '(.*?)'(?: of type| \()", str(error)) or re.search(r"Invalid value '(.*?)'", str(error))
+    shown = f"={value.group(1)}" if value else ""
+    return f"{key}{shown}: wrong type; allowed: {_describe(schema, key)}"
+
+
+def _explain_hydra(text: str) -> str:
+    found = re.search(r"Could not override '(.*?)'", text) or re.search(r"Key '(.*?)' is not in struct", text)
+    group = re.search(r"Could not override '(.*?)'\.\s*No match in the defaults list", text)
+    if group:
+        return f"{group.group(1)}: no such group of choices; `--help` lists groups and keys"
+    return f"{found.group(1)}: unknown key" if found else text
+
+
+def unknown_key(key: str, schema: type) -> str:
+    """The line for a key the schema does not have, or that belongs to another choice of its group."""
+    parent, _, name = key.rpartition(".")
+    known = sorted(set(keys(schema)))
+    if key in known:
+        group = parent.replace(".", "/")
+        kinds = [kind for (where, kind), part in SUBSCHEMAS.items() if where == group and name in _field_names(part)]
+        return f"{key}: not a key of the chosen {group}; it belongs to {group}={'|'.join(kinds)}"
+    if _kind(schema, parent.split(".")) == dict[str, Any]:
+        return f"{key}: not set by any choice, so it has to be added: +{key}=VALUE"
+    siblings = [other for other in known if other.rpartition(".")[0] == parent]
+    allowed = siblings or sorted({other.split(".")[0] for other in known})
+    return f"{key}: unknown key{_did_you_mean(key, known, '')}; allowed: {', '.join(allowed[:MAX_LISTED])}"
+
+
+def _field_names(schema: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(schema)}
+
+
+def refuse_unknown(composed: Any, schema: type, prefix: str = "", root: type | None = None) -> None:
+    """Refuses keys that were forced in with `+`; OmegaConf itself would carry them along silently.
+
+    Raises:
+        ConfigError: the first key the schema does not have.
+    """
+    hints = typing.get_type_hints(schema)
+    for name in composed:
+        if name not in hints:
+            raise ConfigError(unknown_key(prefix + str(name), root or schema))
+        child = composed._get_node(name)
+        object_type = getattr(child, "_metadata", None) and child._metadata.object_type
+        if dataclasses.is_dataclass(object_type):
+            refuse_unknown(child, typing.cast(type, object_type), f"{prefix}{name}.", root or schema)
+
+
+def keys(schema: type, prefix: str = "") -> Iterator[str]:
+    """Every dotted key of a schema, the fields of a group's sub-schemas included."""
+    hints = typing.get_type_hints(schema)
+    for field in dataclasses.fields(schema):
+        name, kind = prefix + field.name, hints[field.name]
+        yield name
+        for part in _variants(field.name, kind):
+            yield from keys(part, name + ".")
+
+
+def _variants(name: str, kind: Any) -> list[type]:
+    if not dataclasses.is_dataclass(kind):
+        return []
+    others = {schema for (group, _), schema in SUBSCHEMAS.items() if group.rpartition("/")[2] == name}
+    return [typing.cast(type, kind), *sorted(others - {kind}, key=lambda schema: schema.__name__)]
+
+
+def _describe(schema: type, key: str) -> str:
+    """What a key takes, in words."""
+    kind = _kind(schema, key.split("."))
+    return "a value" if kind is None else _words(kind)
+
+
+def _kind(schema: type, path: list[str]) -> Any:
+    hints = typing.get_type_hints(schema)
+    name = re.sub(r"\[.*", "", path[0])
+    if name not in hints:
+        return None
+    if len(path) == 1:
+        return hints[name]
+    found = (_kind(part, path[1:]) for part in _variants(name, hints[name]))
+    return next((kind for kind in found if kind is not None), None)
+
+
+def _words(kind: Any) -> str:
+    if isinstance(kind, types.UnionType):
+        return " or ".join(_words(part) for part in typing.get_args(kind))
+    if typing.get_origin(kind) is list:
+        return f"a list [{_words(typing.get_args(kind)[0])}, ...]"
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return "one of " + ", ".join(kind.__members__)
+    if dataclasses.is_dataclass(kind):
+        return "a group of keys: " + ", ".join(field.name for field in dataclasses.fields(kind))
+    names: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
+    return names.get(kind, "a mapping")
+
+
+def _did_you_mean(word: str, known: list[str], prefix: str) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    if not close:
+        tail = word.rpartition(".")[2]
+        close = [name for name in known if name.rpartition(".")[2] == tail][:1]
+    return f" (did you mean {prefix}{close[0]}?)" if close else ""
+
+
+def _last_quoted(text: str) -> str:
+    found = re.findall(r"[\w.]+", text.splitlines()[0])
+    return found[-1] if found else ""
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0]

@@ -1,0 +1,72 @@
+"""Where a run comes from: revision, versions, command line, data. Written once at its start, kept when it is resumed."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from checkpoints.files import write_text
+from train.launch.ranks import Ranks
+
+FILE = "provenance.json"
+PACKAGES = ("sage-draft", "torch", "transformers", "deepspeed", "datasets", "hydra-core", "omegaconf", "numpy", "wandb")
+GIT_TIMEOUT_S = 5
+
+
+def write_provenance(folder: Path, ranks: Ranks, target: Any, data_fingerprint: str, from_step: int) -> None:
+    """Adds this start to `provenance.json`: the first entry is the run's own, further ones are resumptions."""
+    path = folder / FILE
+    entry = {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "from_step": from_step,
+        "command": sys.argv,
+        "git": git_revision(),
+        "versions": {name: _version(name) for name in PACKAGES},
+        "python": platform.python_version(),
+        "host": platform.node(),
+        "ranks": ranks.world_size,
+        "device": _device(ranks.device),
+        "target": {"name": target.name, **target.fingerprint},
+        "data_fingerprint": data_fingerprint,
+    }
+    past = json.loads(path.read_text()) if path.exists() else {}
+    content = {**past, "resumed": [*past.get("resumed", []), entry]} if past else entry
+    write_text(path, json.dumps(content, indent=1) + "\n")
+
+
+def git_revision() -> dict[str, Any] | None:
+    """Commit and whether there are changes on top of it; None outside a checkout of this project."""
+    here = Path(__file__).resolve().parents[2]
+    if not (here / ".git").exists():
+        return None
+    commit = _git(here, "rev-parse", "HEAD")
+    return {"commit": commit or None, "is_dirty": bool(_git(here, "status", "--porcelain", "--untracked-files=no"))}
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _device(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()

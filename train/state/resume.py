@@ -1,0 +1,163 @@
+"""Exact resume: what a run is besides weights, and how a whole state is saved and read back.
+
+A state holds the engine's files (float32 weights and AdamW's moments, whole and by name), `trainer.json` (step, tokens, best
+score, which data) and one `rank_00000.safetensors` per rank (every random generator). The learning rate is a function of the
+step, and the data position follows from the step and the seed, so neither needs a file. Nothing in it is a pickle.
+
+On as many ranks a resumed run goes on bit for bit. On another number the same batches come in the same order from the same
+weights, moments and schedule; what differs is the order in which float32 sums run, and random draws of the training step
+(feature noise), which each rank makes for itself: ranks that were there go on with their generators, new ones start fresh.
+
+Owns: what is in a state. Does not own: how it gets onto the disk whole (checkpoints.store).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from checkpoints.files import tidy, write_text
+from checkpoints.store import StateStore, step_name
+from checkpoints.tensors import read_tensors, write_tensors
+from train.engine.engine import Engine
+from train.launch.ranks import Ranks
+
+logger = logging.getLogger(__name__)
+TRAINER = "trainer.json"
+
+
+@dataclass(kw_only=True)
+class TrainState:
+    """How far a run has come.
+
+    Attributes:
+        step: optimizer steps taken.
+        tokens: tokens seen, padding not counted, over all ranks.
+        time_s: seconds spent training, validation and saving not counted.
+        best: highest validation score so far.
+        best_step: where that was.
+        stale: validations since then, none of them better.
+        validated_step: where the last validation was; 0: none yet.
+        data: what the run is trained on, by content (see train.state.same_data); None in states of before that was kept.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    time_s: float = 0.0
+    best: float | None = None
+    best_step: int | None = None
+    stale: int = 0
+    validated_step: int = 0
+    data: dict[str, str] | None = None
+
+
+def save_state(store: StateStore, engine: Engine, ranks: Ranks, state: TrainState) -> None:
+    """Saves a whole state under `state.step`. Every rank has to call it.
+
+    Raises:
+        SaveFailed: on every rank, if one of them could not write; the states before it are untouched.
+    """
+    _together(store, ranks, state.step, lambda: store.begin(state.step) if ranks.is_main else None)
+    _together(store, ranks, state.step, lambda: _write(store.part(state.step), engine, ranks, state))
+    _together(store, ranks, state.step, lambda: store.commit(state.step, state.best_step) if ranks.is_main else None)
+    logger.info("saved %s", store.folder / step_name(state.step))
+
+
+def _write(part: Path, engine: Engine, ranks: Ranks, state: TrainState) -> None:
+    engine.save(part)
+    write_tensors(part / _rank_file(ranks.rank), rng_state(ranks.device))
+    if ranks.is_main:
+        write_text(part / TRAINER, json.dumps({**asdict(state), "world_size": ranks.world_size}, indent=1) + "\n")
+
+
+def _together(store: StateStore, ranks: Ranks, step: int, work: Callable[[], object]) -> None:
+    """Does this rank's part of a save; where one rank fails, all of them do, with its reason."""
+    cause = None
+    try:
+        work()
+    except OSError as error:
+        cause = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
+    causes = [found for found in ranks.gather(cause) if found]
+    if causes:
+        failed = store.abandon(step, causes[0]) if ranks.is_main else None
+        raise ranks.share(failed)
+
+
+def load_state(store: StateStore, engine: Engine, ranks: Ranks) -> TrainState:
+    """Restores the newest whole state into engine and generators. Every rank has to call it.
+
+    Returns:
+        how far the run had come; a fresh `TrainState` where nothing was saved yet.
+
+    Raises:
+        ValueError: every state is damaged, or it was saved from another draft.
+    """
+    if ranks.is_main:
+        tidy(store.folder)
+    folder = ranks.share(store.newest() if ranks.is_main else None)
+    if folder is None:
+        logger.info("run.resume: nothing saved yet in %s, starting from the beginning", store.folder)
+        return TrainState()
+    trainer = json.loads((folder / TRAINER).read_text())
+    saved_by = trainer.pop("world_size")
+    trainer.setdefault("validated_step", trainer["step"])  # states of before that was kept
+    engine.load(folder)
+    if ranks.rank < saved_by:
+        set_rng_state(read_tensors(folder / _rank_file(ranks.rank)), ranks.device)
+    if saved_by != ranks.world_size:
+        logger.info("saved by %d rank(s), resumed on %d: the same run up to rounding", saved_by, ranks.world_size)
+    logger.info("resumed from %s", folder)
+    return TrainState(**trainer)
+
+
+def _rank_file(rank: int) -> str:
+    return f"rank_{rank:05d}.safetensors"
+
+
+def rng_state(device: torch.device) -> dict[str, Tensor]:
+    """Every generator a run draws from, as plain tensors."""
+    version, words, gauss = random.getstate()
+    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state = {
+        "python": torch.tensor([version, *words]),
+        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+        "numpy": torch.tensor([*np.asarray(keys).tolist(), int(position), int(has_gauss)]),
+        "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
+        "torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_rng_state(state: Mapping[str, Tensor], device: torch.device) -> None:
+    """Puts the generators back to a state from `rng_state`."""
+    version, *words = state["python"].tolist()
+    gauss = state["python_gauss"].tolist()
+    random.setstate((version, tuple(words), gauss[0] if gauss else None))
+    *keys, position, has_gauss = state["numpy"].tolist()
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, float(state["numpy_gauss"])))
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def seed_everything(seed: int, rank: int) -> None:
+    """Seeds the generators, each rank's differently; fresh weights are drawn from `seed` alone (see train.run.build)."""
+    mixed = seed * 1_000_003 + rank
+    random.seed(mixed)
+    np.random.seed(mixed % 2**32)
+    torch.manual_seed(mixed)
+
+
+def state_folder(run_dir: str | Path) -> Path:
+    """Where a run keeps its states."""
+    return Path(run_dir) / "state"
