@@ -16,7 +16,7 @@ from benchmarks.papers.settings import Settings, StudySettings
 from benchmarks.papers.store import Figures, Json
 from data_prep.pocket import world
 from sage.bench import BenchPrompt, PolicyRunner, Runner, Sampling, baseline_runner, measure
-from sage.bench.measure import Measurement
+from sage.bench.measurement import Measurement
 from sage.bench.runners import AUTOREGRESSIVE, HF_ASSISTED, find_assistant
 from sage.costs.measure import measure_costs
 from sage.costs.tables import Costs

@@ -14,10 +14,10 @@ from benchmarks.papers.store import Json
 from benchmarks.papers.table import policies
 from sage.bench.costs import NODES, WIDTHS, measure_costs
 from sage.bench.projection import project
+from sage.bench.report_table import HOST_STAGES, SHARES, decode_shares
 from sage.bench.roofline import roofline_costs
 from sage.bench.runners import AUTOREGRESSIVE
 from sage.bench.shapes import shape_named
-from sage.bench.table import BOOKKEEPING, SHARES, decode_shares
 from sage.costs.tables import Costs, Curve
 from sage.replay.recording import Recording
 from sage.replay.replay import replay
@@ -119,4 +119,4 @@ def _speedup(recordings: list[Recording], name: str, table: Mapping[str, Any], c
 
 def host_s(part: Mapping[str, Any]) -> float:
     """Seconds of a round that are no model compute."""
-    return sum(part["time_s"][stage] for stage in BOOKKEEPING) / max(part["rounds"], 1)
+    return sum(part["time_s"][stage] for stage in HOST_STAGES) / max(part["rounds"], 1)

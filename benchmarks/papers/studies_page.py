@@ -269,7 +269,7 @@ def overhead_findings(found: Found) -> list[Finding]:
 
 def _measured(target: str, policies: Mapping[str, Any]) -> list[Finding]:
     """Of what the decoder is for, and of everything that it is compared with."""
-    shares = {name: row["shares"]["not model compute"] for name, row in policies.items()}
+    shares = {name: row["shares"]["host overhead"] for name, row in policies.items()}
     over = {name: share for name, share in shares.items() if share > MOST_MEASURED}
     said = f"{len(shares) - len(over)} of {len(shares)} within"
     if over:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.papers.store import Json
-from sage.bench.measure import Measurement
+from sage.bench.measurement import Measurement
 from sage.bench.summary import summarize
 from sage.stats import PHASES
 

@@ -17,15 +17,15 @@ import sage
 from sage.bench import costs as cost
 from sage.bench import options
 from sage.bench.calibration import calibration
-from sage.bench.measure import BenchPrompt, measure
+from sage.bench.measurement import BenchPrompt, measure
 from sage.bench.projection import format_projection, project
 from sage.bench.prompts import load_prompts
 from sage.bench.replays import all_policies, replays
 from sage.bench.report import build_report, write_json
+from sage.bench.report_table import format_table
 from sage.bench.roofline import roofline_costs
 from sage.bench.runners import AUTOREGRESSIVE, HF_ASSISTED, PolicyRunner, Runner, Sampling, baseline_runner, find_assistant
 from sage.bench.shapes import Shape, layers_that_fit, shape_named
-from sage.bench.table import format_table
 from sage.cli import device as named_device
 from sage.cli import run
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sage.bench.measure import Measurement
+from sage.bench.measurement import Measurement
 from sage.bench.runners import PolicyRunner, Run, Runner
 from sage.costs.calibration import Reliability
 from sage.trees.cost_aware.policy import CostAware

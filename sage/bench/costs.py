@@ -24,6 +24,7 @@ import torch
 
 from sage.bench.report import SCHEMA, machine, versions
 from sage.bench.shapes import Shape, random_target
+from sage.bench.tables import text_table
 from sage.cache import TreeCache
 from sage.drafts import EagleDraft, EagleSession, new_draft
 from sage.targets import Target
@@ -197,7 +198,6 @@ def _origin(costs: dict[str, Any]) -> str:
 def _grid(corner: str, rows: Sequence[dict[str, float]], key: str) -> str:
     contexts = sorted({int(row["context"]) for row in rows})
     cells = {(row[key], row["context"]): f"{1e3 * row['seconds']:.2f}" for row in rows}
-    lines = [f"{corner:24}" + "".join(f"{f'L = {context}':>12}" for context in contexts)]
-    for size in sorted({int(row[key]) for row in rows}):
-        lines.append(f"{size:24}" + "".join(f"{cells[size, context]:>12}" for context in contexts))
-    return "\n".join(lines)
+    sizes = sorted({int(row[key]) for row in rows})
+    table = [[str(size), *(cells[size, context] for context in contexts)] for size in sizes]
+    return text_table([corner, *(f"L = {context}" for context in contexts)], table, ruled=False)

@@ -1,8 +1,8 @@
-"""What bookkeeping would weigh beside a large target: a report's host work over measured costs of the target's shape.
+"""Projects host overhead measured with a small target to the cost tables of a large target.
 
-Policy, acceptance, cache commit and everything else that is no model compute run on the host and cost about the same
-whatever the model. So their time per round, measured with a small target, stands against a round of the large one:
-verification of as many nodes and as many draft levels, from the cost tables. The levels are taken to be equally wide.
+Policy, acceptance, cache commit and other host work take about the same time for every model. Their time per round, measured
+with a small target, is compared with the model time of a round of the large target: verification of the same number of nodes
+and the same number of draft levels, from the cost tables. All levels are assumed to have the same width.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sage.bench.table import BOOKKEEPING, decode_shares
+from sage.bench.report_table import HOST_STAGES, decode_shares
+from sage.bench.tables import text_table
 from sage.costs.tables import Curve
 
 
 def project(report: Mapping[str, Any], costs: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Per drafting policy and context length: seconds of a round of model compute, of bookkeeping, and its share.
+    """Returns, per drafting policy and context length, seconds of model compute and of host overhead per round, and its share.
 
     Args:
-        report: a `report.json`, measured with the decoder to be judged.
-        costs: what `measure_costs` returns for the large target.
+        report: a `report.json`.
+        costs: cost tables of the large target, from `measure_costs`.
 
     Raises:
-        ValueError: one of the two is something else.
+        ValueError: one of the two has another format.
     """
     if "policies" not in report or costs.get("kind") != "costs":
         raise ValueError("--project: needs a report.json of sage-validate or sage.bench")
@@ -36,7 +37,7 @@ def _row(name: str, part: Mapping[str, Any], costs: Mapping[str, Any], context: 
     width = max(part["nodes_per_round"] / levels, 1.0)
     compute_s = _curve(costs["verify"], "nodes", context)(round(part["nodes_per_round"]) + 1)
     compute_s += levels * _curve(costs["draft"], "width", context)(round(width))
-    host_s = sum(part["time_s"][stage] for stage in BOOKKEEPING) / part["rounds"]
+    host_s = sum(part["time_s"][stage] for stage in HOST_STAGES) / part["rounds"]
     share = host_s / (host_s + compute_s)
     shares = decode_shares(part)
     return {
@@ -55,19 +56,20 @@ def _curve(rows: Sequence[Mapping[str, float]], key: str, context: int) -> Curve
 
 
 def format_projection(rows: Sequence[Mapping[str, Any]], name: str, measured: str) -> str:
-    """A small table: what is no model compute, as a share of decoding time, with the small target and beside the large one.
+    """Returns a table of the share of host overhead in decoding time: measured, and projected to the large target.
 
     Args:
-        rows: of `project`.
-        name: the large target's shape.
-        measured: the target that the report is about.
+        rows: from `project`.
+        name: name of the large target's shape.
+        measured: name of the measured target.
     """
     contexts = list(dict.fromkeys(row["context"] for row in rows))
-    head = f"{'policy':24}{'ms/round':>10}{measured[:22]:>24}" + "".join(f"{f'L = {context}':>12}" for context in contexts)
-    lines = [f"what is no model compute, of decoding time: measured, and projected to {name}", head]
+    table = []
     for policy in dict.fromkeys(row["policy"] for row in rows):
         own = {row["context"]: row for row in rows if row["policy"] == policy}
         first = own[contexts[0]]
-        cells = "".join(f"{own[context]['share']:>12.2%}" for context in contexts)
-        lines.append(f"{policy:24}{1e3 * first['bookkeeping_s']:>10.3f}{first['measured_share']:>24.1%}{cells}")
-    return "\n".join(lines)
+        shares = [f"{own[context]['share']:.2%}" for context in contexts]
+        table.append([policy, f"{1e3 * first['bookkeeping_s']:.3f}", f"{first['measured_share']:.1%}", *shares])
+    head = ["policy", "ms/round", measured[:22], *(f"L = {context}" for context in contexts)]
+    title = f"share of host overhead in decoding time: measured, and projected to {name}"
+    return f"{title}\n{text_table(head, table, ruled=False)}"

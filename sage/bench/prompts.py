@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sage.bench.measure import BenchPrompt
+from sage.bench.measurement import BenchPrompt
 
 Messages = list[dict[str, Any]]
 MEDIA = ("image", "video")

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sage
-from sage.bench.measure import BenchPrompt
+from sage.bench.measurement import BenchPrompt
 from sage.bench.runners import AUTOREGRESSIVE, Sampling, on_device
 from sage.costs.measure import measure_costs
 from sage.costs.tables import Costs

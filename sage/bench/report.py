@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sage.bench.measure import Measurement
+from sage.bench.measurement import Measurement
 from sage.bench.summary import summarize
 
 SCHEMA = 1

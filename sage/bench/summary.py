@@ -14,7 +14,7 @@ from typing import Any
 
 from sage.bench.intervals import rate_interval, ratio_interval
 from sage.bench.losslessness import earliest_difference, top2_gap
-from sage.bench.measure import Measurement
+from sage.bench.measurement import Measurement
 from sage.bench.runners import AUTOREGRESSIVE, HF_GENERATE, Run
 from sage.stats import PHASES
 

@@ -11,7 +11,7 @@ import sage
 from sage.bench.__main__ import main
 from sage.bench.options import Contestant, contestant, contestants
 from sage.bench.prompts import TEXTS, load_prompts, read_jsonl
-from sage.bench.table import format_table, interval
+from sage.bench.report_table import format_table, interval
 from sage.cli import run
 
 

@@ -11,7 +11,7 @@ import sage
 from sage.bench import BenchPrompt, HFRunner, PolicyRunner, Run, Sampling, baseline_runner, build_report, measure
 from sage.bench.intervals import rate_interval, ratio_interval
 from sage.bench.losslessness import earliest_difference, first_difference, top2_gap
-from sage.bench.measure import rotated
+from sage.bench.measurement import rotated
 from sage.bench.runners import (
     AUTOREGRESSIVE,
     HF_ASSISTED,

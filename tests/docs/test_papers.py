@@ -278,7 +278,7 @@ def test_host_work_is_judged_for_our_policies_and_for_all() -> None:
     def found(ours: float, others: float) -> list[bool]:
         shares = {"acceptance": 0.01, "cache commit": 0.0, "policy and tree": 0.05, "other": 0.0}
         rows = {"sage": 0.04, "cost_aware": ours, "eagle2": others}
-        policies = {name: {"shares": {**shares, "not model compute": share}} for name, share in rows.items()}
+        policies = {name: {"shares": {**shares, "host overhead": share}} for name, share in rows.items()}
         return [one.holds for one in studies_page._measured("qwen", policies)]
 
     assert found(0.05, 0.05) == [True, True]

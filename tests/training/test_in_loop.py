@@ -14,7 +14,7 @@ from support.train_helpers import command, make_target
 from checkpoints.store import SaveFailed
 from data_prep.conversation import Conversation
 from data_prep.multi_turn import LATER
-from sage.bench.measure import BenchPrompt, Measurement
+from sage.bench.measurement import BenchPrompt, Measurement
 from sage.bench.runners import Sampling
 from train.config.hydra_app import compose
 from train.config.schema import Config, ValidateOn

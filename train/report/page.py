@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sage.bench.table import SHARES, decode_shares, interval, margins
+from sage.bench.report_table import SHARES, decode_shares, interval, margins
 from train.report.plots import Plot
 
 Report = Mapping[str, Any]

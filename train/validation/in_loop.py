@@ -23,7 +23,7 @@ from checkpoints.files import replace_folder
 from checkpoints.store import saving, write_manifest
 from data_prep.conversation import Conversation
 from data_prep.multi_turn import LATER
-from sage.bench.measure import Measurement
+from sage.bench.measurement import Measurement
 from train.config.schema import Config, ValidateOn
 from train.launch.ranks import Ranks
 from train.launch.signals import StopSignal

@@ -35,7 +35,7 @@ from sage.bench import (
     write_text,
 )
 from sage.bench.calibration import calibration
-from sage.bench.measure import Measurement
+from sage.bench.measurement import Measurement
 from sage.bench.replays import all_policies, replays
 from sage.bench.report import PACKAGES, versions
 from sage.bench.runners import HF_ASSISTED, find_assistant

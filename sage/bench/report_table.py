@@ -1,10 +1,12 @@
-"""The tables that a person reads in the terminal: plain text, aligned, no dependency; and the shares of decoding time."""
+"""The terminal summary of a report: speeds per policy and baseline, margins, shares of decoding time."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from textwrap import fill
 from typing import Any
+
+from sage.bench.tables import RULE, text_table
 
 WIDTH = 118
 HEADER = (
@@ -18,79 +20,75 @@ HEADER = (
     "identical",
     "to HF",
 )
+SHARE_HEADER = (
+    "of decoding time",
+    "target",
+    "draft",
+    "accept",
+    "commit",
+    "policy",
+    "other",
+    "overhead",
+    "ms/token",
+    "nodes",
+    "levels",
+)
 
-
-BOOKKEEPING = ("accept", "commit", "policy", "other")
-SHARES = ("target passes", "draft", "acceptance", "cache commit", "policy and tree", "other", "not model compute")
+HOST_STAGES = ("accept", "commit", "policy", "other")
+SHARES = ("target passes", "draft", "acceptance", "cache commit", "policy and tree", "other", "host overhead")
 
 
 def format_table(report: Mapping[str, Any]) -> str:
-    """Policies first, then the baselines; `*` marks the one that speedups are measured against. Below, where time goes."""
+    """Returns speeds, margins and shares of decoding time as text; `*` marks the baseline of the speedups."""
     wrapped = fill(margins(report), WIDTH, subsequent_indent="  ")
     return "\n\n".join(part for part in (_speed_table(report), wrapped, _share_table(report)) if part)
 
 
 def decode_shares(part: Mapping[str, Any]) -> list[float] | None:
-    """Shares of a policy's decoding time (all but vision tower and target prefill), one per name in `SHARES`.
+    """Returns the shares of a policy's decoding time, one per name in `SHARES`; None without timed decoding.
 
-    The last one sums up everything that is no model compute. None where no decoding was timed.
+    Decoding time excludes the vision tower and the target's prefill. The last share sums up `HOST_STAGES`.
     """
     time_s = part["time_s"]
     total_s = sum(seconds for stage, seconds in time_s.items() if stage not in ("vision", "target_prefill"))
     if total_s <= 0:
         return None
     draft_s = time_s["draft_prefill"] + time_s["draft_steps"]
-    shares = [seconds / total_s for seconds in (time_s["verify"], draft_s, *(time_s[stage] for stage in BOOKKEEPING))]
+    shares = [seconds / total_s for seconds in (time_s["verify"], draft_s, *(time_s[stage] for stage in HOST_STAGES))]
     return [*shares, sum(shares[2:])]
 
 
 def _share_table(report: Mapping[str, Any]) -> str:
-    head = (
-        "of decoding time",
-        "target",
-        "draft",
-        "accept",
-        "commit",
-        "policy",
-        "other",
-        "no model",
-        "ms/token",
-        "nodes",
-        "levels",
-    )
     rows = []
     for name, part in report["policies"].items():
         shares = decode_shares(part)
         if shares is not None:
             figures = (f"{part['nodes_per_round']:.1f}", f"{part['draft_steps_per_round']:.2f}")
             rows.append((name, *(f"{share:.1%}" for share in shares), f"{1e3 / max(part['tokens_per_s'], 1e-9):.3f}", *figures))
-    note = "no model: policy and tree, acceptance, cache commit and other together; nodes verified and draft passes per round"
-    return "\n".join([*_ruled([head, *rows]), note]) if rows else ""
+    note = "overhead: host overhead, the sum of accept, commit, policy and other; nodes verified and levels drafted per round"
+    return f"{text_table(SHARE_HEADER, rows)}\n{note}" if rows else ""
 
 
 def margins(report: Mapping[str, Any]) -> str:
-    """A sentence: how far the fastest policy is ahead of every other runner; empty without a policy that drafts."""
+    """Returns the lead of the fastest drafting policy over every other runner, as a sentence; empty without such a policy."""
     found = report.get("margins")
     if not found or not found["over"]:
         return ""
     others = sorted(found["over"].items(), key=lambda item: item[1]["ratio"])
-    said = (f"{name} {part['ratio']:.2f}x ({interval(part.get('ci'))})" for name, part in others)
-    return f"{found['policy']} against each of the others, paired by prompt: {', '.join(said)}"
+    ratios = (f"{name} {part['ratio']:.2f}x ({interval(part.get('ci'))})" for name, part in others)
+    return f"{found['policy']} against each of the others, paired by prompt: {', '.join(ratios)}"
 
 
 def _speed_table(report: Mapping[str, Any]) -> str:
     policies, baselines = report["policies"], report["baselines"]
     rows = [policy_row(name, section, report) for name, section in policies.items()]
     others = [_baseline_row(name, section, report) for name, section in baselines.items() if name not in policies]
-    lines = _ruled([HEADER, *rows, *others])
-    body = lines[: 2 + len(rows)]
-    below = [*lines[2 + len(rows) :], _footnote(report)]
-    below += [f"{name} left out: {reason}" for name, reason in report["failed_baselines"].items()]
-    return "\n".join([*body, lines[1], *below])
+    failed = [f"{name} left out: {reason}" for name, reason in report["failed_baselines"].items()]
+    return "\n".join([text_table(HEADER, [*rows, RULE, *others]), _footnote(report), *failed])
 
 
 def policy_row(name: str, section: Mapping[str, Any], report: Mapping[str, Any]) -> tuple[str, ...]:
-    """The cells of one policy, as text."""
+    """Returns the cells of one policy."""
     return (
         _marked(name, report),
         f"{section['tokens_per_target_pass']:.2f}",
@@ -105,7 +103,7 @@ def policy_row(name: str, section: Mapping[str, Any], report: Mapping[str, Any])
 
 
 def interval(bounds: Sequence[float] | None) -> str:
-    """`1.94-2.31`, or `-` where there is none: for a single prompt, and for the baseline against itself."""
+    """Returns `1.94-2.31`; `-` for a single prompt and for the baseline compared with itself."""
     return "-" if bounds is None or bounds[0] == bounds[1] else f"{bounds[0]:.2f}-{bounds[1]:.2f}"
 
 
@@ -129,20 +127,3 @@ def _footnote(report: Mapping[str, Any]) -> str:
 
 def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def _ruled(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Aligned lines, the header underlined."""
-    lines = _aligned(rows)
-    return [lines[0], "-" * max(len(line) for line in lines), *lines[1:]]
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
