@@ -11,12 +11,12 @@ from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.papers.items import ITEMS, chosen
+from benchmarks.papers.figures import Figures
 from benchmarks.papers.lab import FIGURES, Lab
-from benchmarks.papers.page import write_page
+from benchmarks.papers.measure.studies import ITEMS, chosen
+from benchmarks.papers.page.render import write_page
 from benchmarks.papers.runs import RunFailed
 from benchmarks.papers.settings import QUICK, load_settings
-from benchmarks.papers.store import Figures
 from sage.cli import run
 
 logger = logging.getLogger(__name__)

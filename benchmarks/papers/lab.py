@@ -12,8 +12,8 @@ import torch
 
 import sage
 from benchmarks.papers import runs
+from benchmarks.papers.figures import Figures, Json
 from benchmarks.papers.settings import Settings, StudySettings
-from benchmarks.papers.store import Figures, Json
 from data_prep.pocket import world
 from sage.bench import BenchPrompt, PolicyRunner, Runner, Sampling, baseline_runner, measure
 from sage.bench.measurement import Measurement

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from benchmarks.papers.figures import digest
 from benchmarks.papers.settings import Settings
-from benchmarks.papers.store import digest
 from checkpoints.files import write_text
 from checkpoints.store import sha256
 

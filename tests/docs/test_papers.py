@@ -16,11 +16,13 @@ import torch
 from support.papers_helpers import tiny_world
 
 from benchmarks.papers import __main__ as command
-from benchmarks.papers import ablations, confidence, entropy, page, policies_page, runs, studies_page, training_page, tuning
-from benchmarks.papers.items import ITEMS, chosen
+from benchmarks.papers import runs
+from benchmarks.papers.figures import Figures
 from benchmarks.papers.lab import FIGURES
+from benchmarks.papers.measure import ablations, calibration, entropy, tuning
+from benchmarks.papers.measure.studies import ITEMS, chosen
+from benchmarks.papers.page import policies, render, studies, training
 from benchmarks.papers.settings import load_settings
-from benchmarks.papers.store import Figures
 from sage.costs.tables import Costs, Curve
 from sage.replay.recording import RecordedRound, Recording
 from sage.trees.sage import confidence_of
@@ -36,24 +38,24 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every item, once; the folder of settings, runs and docs."""
     where = tmp_path_factory.mktemp("results")
     settings = tiny_world(where)
-    (where / "README.md").write_text(f"first\n{page.README_START}\nold\n{page.README_END}\nlast\n", encoding="utf-8")
+    (where / "README.md").write_text(f"first\n{render.README_START}\nold\n{render.README_END}\nlast\n", encoding="utf-8")
     assert command.main(["--quick", "--settings", str(settings)]) == 0
     return where
 
 
 def rendered(docs: Path) -> str:
     drawn = [path.name for path in (docs / FIGURES).glob("*.png")]
-    return page.render(Figures(docs / FIGURES).read_all(), drawn)
+    return render.render(Figures(docs / FIGURES).read_all(), drawn)
 
 
 @pytest.mark.slow
 def test_every_item_leaves_figures_a_section_and_pictures(measured: Path) -> None:
     text = (measured / "docs" / "results.md").read_text()
-    for section in page.SECTIONS:
+    for section in render.SECTIONS:
         assert f". {section.title}\n" in text
         assert f"`make results-{section.item}`" in text
-    assert {section.item for section in page.SECTIONS} == set(ITEMS)
-    for picture in page.pictures():
+    assert {section.item for section in render.SECTIONS} == set(ITEMS)
+    for picture in render.pictures():
         assert (measured / "docs" / FIGURES / picture.file).stat().st_size > 5000
         assert f"({FIGURES}/{picture.file})" in text
     assert "nan" not in text and "None" not in text
@@ -82,9 +84,9 @@ def test_the_page_in_docs_follows_its_figures() -> None:
         pytest.skip("make results has not been run")
     assert rendered(docs) == (docs / "results.md").read_text(), "docs/results.md is not what its figures say: make results"
     readme = (ROOT / "README.md").read_text()
-    if page.README_START in readme:
+    if render.README_START in readme:
         figures = Figures(docs / FIGURES).read_all()
-        assert page.with_headline(readme, {name: one["figures"] for name, one in figures.items()}) == readme
+        assert render.with_headline(readme, {name: one["figures"] for name, one in figures.items()}) == readme
 
 
 @pytest.mark.slow
@@ -97,10 +99,10 @@ def test_the_readme_gets_the_headline_between_its_marks(measured: Path) -> None:
 @pytest.mark.slow
 def test_a_page_of_several_machines_says_which_measured_what(measured: Path) -> None:
     files = Figures(measured / "docs" / FIGURES).read_all()
-    assert "on machine" not in page.render(files, [])
+    assert "on machine" not in render.render(files, [])
     files["length"]["machine"]["cpu"] = "another"
     files["policies_llava"]["machine"]["cpu"] = "another"
-    text = page.render(files, [])
+    text = render.render(files, [])
     numbers = {line[0] for line in text.splitlines() if re.match(r"\d\. Measured on", line)}
     assert numbers == {"1", "2"}
     (length,), (policies,) = (re.findall(rf"`make results-{item}`.*, on (.*?);", text) for item in ("length", "policies"))
@@ -112,7 +114,7 @@ def test_nothing_is_measured_twice(measured: Path, monkeypatch: pytest.MonkeyPat
     before = {path: path.stat().st_mtime_ns for path in (measured / "docs" / FIGURES).glob("*.json")}
     made: list[str] = []
     monkeypatch.setattr(command, "write_page", lambda files, docs: docs)
-    monkeypatch.setattr("benchmarks.papers.store.rounded", lambda figures: made.append("measured") or figures)
+    monkeypatch.setattr("benchmarks.papers.figures.rounded", lambda figures: made.append("measured") or figures)
     assert command.main(["--quick", "--settings", str(measured / "tiny.yaml")]) == 0
     assert not made
     assert {path: path.stat().st_mtime_ns for path in (measured / "docs" / FIGURES).glob("*.json")} == before
@@ -206,7 +208,7 @@ def test_usual_paths_are_those_that_answers_took_most_often() -> None:
 
 
 def test_nodes_on_the_answers_path() -> None:
-    found = [(one.depth, one.is_accepted) for one in confidence.nodes_on_path(ANSWER, "p", 2)]
+    found = [(one.depth, one.is_accepted) for one in calibration.nodes_on_path(ANSWER, "p", 2)]
     assert found == [(1, True), (2, False), (3, False), (1, False)]
 
 
@@ -230,8 +232,8 @@ def test_auc_and_correlation_against_the_naive_ones() -> None:
     outcomes = [draw.random() < value for value in predicted]
     pairs = [(a, b) for a, hit in zip(predicted, outcomes, strict=True) if hit for b in _refused(predicted, outcomes)]
     naive = sum((a > b) + 0.5 * (a == b) for a, b in pairs) / len(pairs)
-    assert confidence.auc(predicted, outcomes) == pytest.approx(naive, abs=1e-12)
-    assert confidence.auc([0.3, 0.4], [True, True]) == 0.5
+    assert calibration.auc(predicted, outcomes) == pytest.approx(naive, abs=1e-12)
+    assert calibration.auc([0.3, 0.4], [True, True]) == 0.5
     series = [[draw.random() for _ in range(length)] for length in (9, 4, 1)]
     first = [value for one in series for value in one[:-2]]
     second = [value for one in series for value in one[2:]]
@@ -249,8 +251,8 @@ def test_the_lemma_fails_for_a_tie_and_holds_for_certainty() -> None:
     """facts of SAGE: p = (.5, .5, 0, ..), k = 10 gives alpha .699 and a bound of .729."""
     tie, sure = [0.5, 0.5, *[0.0] * 8], [1.0, *[0.0] * 9]
     assert confidence_of(tie) == pytest.approx(0.699, abs=5e-4)
-    assert confidence.bound(confidence_of(tie), 10) == pytest.approx(0.729, abs=5e-4)
-    found = confidence.lemma([confidence.Said("p", 1, tie, False), confidence.Said("p", 2, sure, True)])
+    assert calibration.bound(confidence_of(tie), 10) == pytest.approx(0.729, abs=5e-4)
+    found = calibration.lemma([calibration.Said("p", 1, tie, False), calibration.Said("p", 2, sure, True)])
     assert (found["below_bound"], found["sure"], found["sure_accepted"]) == (1, 2, 1)
     assert found["examples"][0]["probs"][:2] == [0.5, 0.5]
 
@@ -269,7 +271,7 @@ def test_what_held_is_decided_by_the_figures() -> None:
     rising, falling = ([{"epoch": n, "policies": {"static": {"tokens_per_target_pass": v}}} for n, v in enumerate(curve)]
                        for curve in ((2.0, 3.0), (3.0, 2.5)))  # fmt: skip
     runs_of = {"a": {"points": rising, "prompts": 8}, "b": {"points": falling, "prompts": 8}}
-    first, second = training_page.epoch_findings({"epochs": {"runs": runs_of}})
+    first, second = training.epoch_findings({"epochs": {"runs": runs_of}})
     assert first.holds and not second.holds
     assert "step back is -0.50" in second.said
 
@@ -279,7 +281,7 @@ def test_host_work_is_judged_for_our_policies_and_for_all() -> None:
         shares = {"acceptance": 0.01, "cache commit": 0.0, "policy and tree": 0.05, "other": 0.0}
         rows = {"sage": 0.04, "cost_aware": ours, "eagle2": others}
         policies = {name: {"shares": {**shares, "host overhead": share}} for name, share in rows.items()}
-        return [one.holds for one in studies_page._measured("qwen", policies)]
+        return [one.holds for one in studies._measured("qwen", policies)]
 
     assert found(0.05, 0.05) == [True, True]
     assert found(0.05, 0.051) == [True, False]
@@ -294,6 +296,6 @@ def test_a_slow_policy_is_explained_by_its_rounds(measured: Path) -> None:
     claim = "pocket Qwen2.5-VL: `cost_aware` at least 2.00x on captions"
     for speedup, holds in ((1.9, False), (2.1, True)):
         captions["speedup"] = speedup
-        [one] = [one for one in policies_page.findings(found) if one.claim == claim]
+        [one] = [one for one in policies.findings(found) if one.claim == claim]
         assert one.holds is holds
         assert ("tokens from a round of" in one.said) is not holds

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.papers.store import Json
+from benchmarks.papers.figures import Json
 from sage.bench.measurement import Measurement
 from sage.bench.summary import summarize
 from sage.stats import PHASES

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.papers.ablations import GUESSED_COSTS, GUESSED_LEVEL
-from benchmarks.papers.parts import Finding, Found, of_targets, paragraphs, title_of
-from benchmarks.papers.store import Json
-from benchmarks.papers.tables import interval, plain_options, table, times
+from benchmarks.papers.figures import Json
+from benchmarks.papers.measure.ablations import GUESSED_COSTS, GUESSED_LEVEL
+from benchmarks.papers.page.parts import Finding, Found, of_targets, paragraphs, title_of
+from benchmarks.papers.page.tables import interval, plain_options, table, times
 from sage.bench.runners import AUTOREGRESSIVE
 
 OURS = "cost_aware"

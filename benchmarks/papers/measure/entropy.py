@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import sqrt
 
-from benchmarks.papers.confidence import nodes_on_path
+from benchmarks.papers.figures import Json
 from benchmarks.papers.lab import Lab
-from benchmarks.papers.store import Json
+from benchmarks.papers.measure.calibration import nodes_on_path
 from sage.replay.recording import Recording
 from sage.trees.sage import confidence_of
 

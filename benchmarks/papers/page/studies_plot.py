@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from benchmarks.papers.parts import Found, of_targets, title_of
+from benchmarks.papers.page.parts import Found, of_targets, title_of
 from train.report import style
 
 PREDICTORS = {"alpha": "#2f6fa7", "draft probability": style.FAINT, "calibrated": "#b23a6b"}

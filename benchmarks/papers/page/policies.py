@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.papers.parts import Finding, Found, listed, of_targets, paragraphs, title_of
-from benchmarks.papers.store import Json
-from benchmarks.papers.table import DRAFTING, MOST_TOKENS, PUBLISHED
-from benchmarks.papers.tables import interval, measured, plain_options, ratio, table, times, why
+from benchmarks.papers.figures import Json
+from benchmarks.papers.measure.policies import DRAFTING, MOST_TOKENS, PUBLISHED
+from benchmarks.papers.page.parts import Finding, Found, listed, of_targets, paragraphs, title_of
+from benchmarks.papers.page.tables import interval, measured, plain_options, ratio, table, times, why
 from sage.bench.runners import AUTOREGRESSIVE
 
 CAPTIONS = "caption"

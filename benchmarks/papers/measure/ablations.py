@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sage
+from benchmarks.papers.figures import Json
 from benchmarks.papers.lab import Lab
-from benchmarks.papers.store import Json
-from benchmarks.papers.tables import kept
-from benchmarks.papers.tuning import options_of
+from benchmarks.papers.measure.tuning import options_of
+from benchmarks.papers.page.tables import kept
 from sage.bench import PolicyRunner
 from sage.costs.tables import Costs, Curve
 from sage.replay.recording import RecordedRound, Recording

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from benchmarks.papers import dynamics_page, plots, policies_page, studies_page, studies_plot, training_page
+from benchmarks.papers.figures import Json
 from benchmarks.papers.lab import FIGURES
-from benchmarks.papers.parts import Finding, Found, Picture, Section, listed, paragraphs
-from benchmarks.papers.store import Json
-from benchmarks.papers.tables import table
+from benchmarks.papers.page import dynamics, plots, policies, studies, studies_plot, training
+from benchmarks.papers.page.parts import Finding, Found, Picture, Section, listed, paragraphs
+from benchmarks.papers.page.tables import table
 from sage.bench import write_text
 from train.report import style
 
@@ -22,8 +22,8 @@ SECTIONS = (
         "policies",
         "Policies and task families",
         ("policies_",),
-        policies_page.body,
-        policies_page.findings,
+        policies.body,
+        policies.findings,
         (
             Picture("families.png", "Speedup by task family", plots.draw_families),
             Picture("time.png", "Decoding time by stage", plots.draw_time),
@@ -33,48 +33,48 @@ SECTIONS = (
         "epochs",
         "More epochs",
         ("epochs",),
-        training_page.epochs,
-        training_page.epoch_findings,
+        training.epochs,
+        training.epoch_findings,
         (Picture("epochs.png", "Tokens per target pass by epoch", plots.draw_epochs),),
     ),
     Section(
         "compressor",
         "Compressors of the draft's visual input",
         ("compressor",),
-        training_page.compressor,
-        training_page.compressor_findings,
+        training.compressor,
+        training.compressor_findings,
         (Picture("compressor.png", "Tokens per pass and speedup by compressor", plots.draw_compressors),),
     ),
     Section(
         "pruning",
         "Pruning while decoding",
         ("pruning",),
-        training_page.pruning,
-        training_page.pruning_findings,
+        training.pruning,
+        training.pruning_findings,
         (Picture("pruning.png", "Acceptance and speedup by pruning ratio", plots.draw_pruning),),
     ),
     Section(
         "length",
         "Length of the answer",
         ("length",),
-        dynamics_page.length,
-        dynamics_page.length_findings,
+        dynamics.length,
+        dynamics.length_findings,
         (Picture("length.png", "Acceptance by length", studies_plot.draw_length),),
     ),
     Section(
         "entropy",
         "How long the draft's confidence remembers",
         ("entropy",),
-        dynamics_page.entropy,
-        dynamics_page.entropy_findings,
+        dynamics.entropy,
+        dynamics.entropy_findings,
         (Picture("entropy.png", "Autocorrelation of alpha by lag", studies_plot.draw_entropy),),
     ),
     Section(
         "calibration",
         "Does entropy predict acceptance?",
         ("calibration_",),
-        studies_page.calibration,
-        studies_page.calibration_findings,
+        studies.calibration,
+        studies.calibration_findings,
         (
             Picture("reliability.png", "Predicted against observed acceptance", studies_plot.draw_reliability),
             Picture("calibration.png", "Calibration error by depth", studies_plot.draw_errors),
@@ -84,24 +84,24 @@ SECTIONS = (
         "ablations",
         "What each part is worth",
         ("ablations",),
-        studies_page.ablations,
-        studies_page.ablation_findings,
+        studies.ablations,
+        studies.ablation_findings,
         (Picture("ablations.png", "Replayed speed by variant", studies_plot.draw_ablations),),
     ),
     Section(
         "temperature",
         "Temperature",
         ("temperature",),
-        dynamics_page.temperature,
-        dynamics_page.temperature_findings,
+        dynamics.temperature,
+        dynamics.temperature_findings,
         (Picture("temperature.png", "Tokens per pass by temperature", studies_plot.draw_temperature),),
     ),
     Section(
         "projection",
         "Overhead, and what a GPU would give",
         ("overhead", "projection", "costs"),
-        studies_page.projection,
-        studies_page.overhead_findings,
+        studies.projection,
+        studies.overhead_findings,
     ),
 )
 
@@ -143,9 +143,9 @@ def with_headline(readme: str, found: Found) -> str:
     """The README with the headline's table between its two marks; as it was before there are figures."""
     before, _, rest = readme.partition(README_START)
     _, _, after = rest.partition(README_END)
-    if not policies_page.headline(found):
+    if not policies.headline(found):
         return readme
-    return f"{before}{README_START}\n\n{policies_page.headline(found)}\n\n{README_END}{after}"
+    return f"{before}{README_START}\n\n{policies.headline(found)}\n\n{README_END}{after}"
 
 
 def render(files: Mapping[str, Json], drawn: Collection[str]) -> str:
@@ -163,7 +163,7 @@ def render(files: Mapping[str, Json], drawn: Collection[str]) -> str:
         "To measure something again, delete its file.",
         _machine(files),
         f"![{HEADLINE.caption}]({FIGURES}/{HEADLINE.file})" if HEADLINE.file in drawn else "",
-        policies_page.headline(found),
+        policies.headline(found),
         _headline_note(found),
         _expectations(shown, found),
         *(_section(number, section, files, drawn) for number, section in enumerate(shown, start=1)),
@@ -172,7 +172,7 @@ def render(files: Mapping[str, Json], drawn: Collection[str]) -> str:
 
 
 def _headline_note(found: Found) -> str:
-    if not policies_page.headline(found):
+    if not policies.headline(found):
         return ""
     return (
         "Speedup, decode only, over the fastest autoregressive decoder of the same run; *identical* counts texts equal to "

@@ -6,8 +6,8 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.papers import runs
+from benchmarks.papers.figures import Json
 from benchmarks.papers.lab import Lab
-from benchmarks.papers.store import Json
 from train.monitor.sinks import METRICS, read_metrics
 from train.report.compare import read_reports
 from train.report.run_page import measured_against_estimate

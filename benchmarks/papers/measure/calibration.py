@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 import sage
+from benchmarks.papers.figures import Json
 from benchmarks.papers.lab import Lab
-from benchmarks.papers.store import Json
 from sage.bench import BenchPrompt
 from sage.costs.calibration import Reliability
 from sage.replay.recording import Path, Recording

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from benchmarks.papers.parts import Finding, Found, listed, paragraphs, title_of
-from benchmarks.papers.store import Json
-from benchmarks.papers.tables import interval, table, times
+from benchmarks.papers.figures import Json
+from benchmarks.papers.page.parts import Finding, Found, listed, paragraphs, title_of
+from benchmarks.papers.page.tables import interval, table, times
 
 CURVE = "static"  # the same tree every round: what changes from epoch to epoch is the draft alone
 HELD = 0.98  # of a figure: what still counts as kept

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 
-from benchmarks.papers.store import Json
+from benchmarks.papers.figures import Json
 
 Found = Mapping[str, Json]  # figures by name, without their provenance
 TARGETS = {"qwen": "pocket Qwen2.5-VL", "llava": "pocket LLaVA-OneVision"}

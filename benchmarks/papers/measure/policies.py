@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import sage
+from benchmarks.papers.figures import Json
 from benchmarks.papers.lab import Lab
-from benchmarks.papers.store import Json
-from benchmarks.papers.tables import kept
-from benchmarks.papers.tuning import most_tokens, options_of
+from benchmarks.papers.measure.tuning import most_tokens, options_of
+from benchmarks.papers.page.tables import kept
 from sage.bench.runners import AUTOREGRESSIVE, HF_ASSISTED, HF_GENERATE, HF_STATIC, PROMPT_LOOKUP
 
 DRAFTING = tuple(name for name in sage.POLICIES if name != AUTOREGRESSIVE)

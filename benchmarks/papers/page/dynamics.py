@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from benchmarks.papers.parts import Finding, Found, listed, paragraphs, title_of
-from benchmarks.papers.store import Json
-from benchmarks.papers.table import PUBLISHED
-from benchmarks.papers.tables import table, times
+from benchmarks.papers.figures import Json
+from benchmarks.papers.measure.policies import PUBLISHED
+from benchmarks.papers.page.parts import Finding, Found, listed, paragraphs, title_of
+from benchmarks.papers.page.tables import table, times
 
 STATIC, SAGE = PUBLISHED.format("static"), PUBLISHED.format("sage")
 NOISE = 0.1  # a correlation of some hundred pairs below this is none

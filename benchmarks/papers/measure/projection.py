@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 import sage
+from benchmarks.papers.figures import Json
 from benchmarks.papers.lab import Lab
-from benchmarks.papers.store import Json
-from benchmarks.papers.table import policies
+from benchmarks.papers.measure.policies import policies
 from sage.bench.costs import NODES, WIDTHS, measure_costs
 from sage.bench.projection import project
 from sage.bench.report_table import HOST_STAGES, SHARES, decode_shares

@@ -7,10 +7,10 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from benchmarks.papers.parts import Found, of_targets, title_of
-from benchmarks.papers.policies_page import CAPTIONS, OURS, part_of
-from benchmarks.papers.table import DRAFTING
-from benchmarks.papers.training_page import CURVE, label_of
+from benchmarks.papers.measure.policies import DRAFTING
+from benchmarks.papers.page.parts import Found, of_targets, title_of
+from benchmarks.papers.page.policies import CAPTIONS, OURS, part_of
+from benchmarks.papers.page.training import CURVE, label_of
 from sage.bench.runners import AUTOREGRESSIVE
 from train.report import style
 

@@ -14,8 +14,8 @@ from itertools import product
 from typing import Any
 
 import sage
+from benchmarks.papers.figures import Json
 from benchmarks.papers.lab import Lab
-from benchmarks.papers.store import Json
 from sage.bench.summary import decode_rate
 from sage.costs.tables import Costs
 from sage.replay.recording import Recording

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from benchmarks.papers.ablations import measure_ablations
-from benchmarks.papers.confidence import measure_confidence
-from benchmarks.papers.dynamics import measure_length, measure_temperature
-from benchmarks.papers.entropy import measure_entropy
 from benchmarks.papers.lab import Lab
-from benchmarks.papers.projection import measure_projection
-from benchmarks.papers.table import measure_policies
-from benchmarks.papers.training import measure_epochs
-from benchmarks.papers.visual import measure_compressors, measure_pruning
+from benchmarks.papers.measure.ablations import measure_ablations
+from benchmarks.papers.measure.calibration import measure_confidence
+from benchmarks.papers.measure.dynamics import measure_length, measure_temperature
+from benchmarks.papers.measure.entropy import measure_entropy
+from benchmarks.papers.measure.epochs import measure_epochs
+from benchmarks.papers.measure.policies import measure_policies
+from benchmarks.papers.measure.projection import measure_projection
+from benchmarks.papers.measure.visual import measure_compressors, measure_pruning
 
 ITEMS: dict[str, Callable[[Lab], None]] = {
     "policies": measure_policies,

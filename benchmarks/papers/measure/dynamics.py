@@ -7,11 +7,11 @@ from itertools import pairwise
 from typing import Any
 
 import sage
+from benchmarks.papers.figures import Json
 from benchmarks.papers.lab import Lab
-from benchmarks.papers.store import Json
-from benchmarks.papers.table import PUBLISHED
-from benchmarks.papers.tables import kept
-from benchmarks.papers.tuning import options_of
+from benchmarks.papers.measure.policies import PUBLISHED
+from benchmarks.papers.measure.tuning import options_of
+from benchmarks.papers.page.tables import kept
 from sage.bench import PolicyRunner
 from sage.replay.replay import replay
 

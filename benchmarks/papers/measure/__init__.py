@@ -1,0 +1,1 @@
+"""The studies: one module each, from targets, drafts and prompts of the lab to figures as JSON."""
