@@ -13,21 +13,10 @@ import re
 import shutil
 from pathlib import Path
 
+from sage.files import fsync
+
 logger = logging.getLogger(__name__)
 LEFTOVER = re.compile(r"\.(.+)\.(part|old)")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file so that a reader sees the old content or the new, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = part_of(path)
-    try:
-        part.write_text(text, encoding="utf-8")
-        _fsync(part)
-        sync_rename(part, path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
 
 
 def replace_folder(part: Path, final: Path) -> None:
@@ -40,7 +29,7 @@ def replace_folder(part: Path, final: Path) -> None:
     share(part)
     sync_tree(part)
     if final.exists() and exchange(part, final):
-        _fsync(final.parent)
+        fsync(final.parent)
         shutil.rmtree(part)
         return
     if final.exists():
@@ -97,7 +86,7 @@ def old_of(final: Path) -> Path:
 def sync_rename(part: Path, final: Path) -> None:
     """Renames and makes the new name durable."""
     os.replace(part, final)
-    _fsync(final.parent)
+    fsync(final.parent)
 
 
 def share(folder: Path) -> None:
@@ -114,7 +103,7 @@ def share(folder: Path) -> None:
 def sync_tree(folder: Path) -> None:
     """Flushes a folder, its files and its folders to the disk."""
     for path in (*sorted(folder.rglob("*")), folder):
-        _fsync(path)
+        fsync(path)
 
 
 def remove_folder(folder: Path) -> None:
@@ -122,11 +111,3 @@ def remove_folder(folder: Path) -> None:
     part = part_of(folder)
     os.replace(folder, part)
     shutil.rmtree(part)
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -25,7 +25,9 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from checkpoints.files import part_of, remove_folder, replace_folder, sync_tree, tidy, write_text
+from checkpoints.files import part_of, remove_folder, replace_folder, sync_tree, tidy
+from sage.cli import EXIT_CRASH
+from sage.files import write_text
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +43,7 @@ class BadState(ValueError):
 class SaveFailed(RuntimeError):
     """A state could not be written; the message says where, why, what is still there and how to go on."""
 
-    exit_code = 1
+    exit_code = EXIT_CRASH
 
 
 @contextmanager

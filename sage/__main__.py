@@ -60,7 +60,7 @@ def _generate(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--draft: missing, and the policy {args.policy!r} needs one; give a draft folder or --policy autoregressive"
         )
-    target = sage.load_target(path, dtype=getattr(torch, args.dtype), device=cli.device(args.device))
+    target = sage.load_target(path, dtype=getattr(torch, args.dtype), device=cli.resolve_device(args.device))
     draft = sage.load_draft(args.draft, target) if args.draft else None
     generation = start(
         target,

@@ -1,7 +1,4 @@
-"""How every command of the project ends: 0 done, 2 the user's mistake in one line, 3 interrupted, 1 anything else.
-
-And which device `--device` names.
-"""
+"""Exit codes, error reporting and the `--device` option shared by every command. Imports torch only to resolve a device."""
 
 from __future__ import annotations
 
@@ -13,62 +10,64 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-EXIT_MISTAKE = 2
-EXIT_STOPPED = 3
+EXIT_DONE = 0
+EXIT_CRASH = 1  # anything unforeseen
+EXIT_USER = 2  # the user's mistake, reported in one line
+EXIT_STOPPED = 3  # interrupted, or stopped by a signal after saving
 
 
-def wants_debug() -> bool:
-    """Whether tracebacks are wanted: `--debug`, which is taken off the command line, or HYDRA_FULL_ERROR=1."""
+def pop_debug_flag() -> bool:
+    """Removes `--debug` from the command line; returns whether tracebacks are requested (`--debug` or HYDRA_FULL_ERROR=1)."""
     if "--debug" in sys.argv:
         sys.argv.remove("--debug")
         return True
     return os.environ.get("HYDRA_FULL_ERROR") == "1"
 
 
-def device(name: str) -> torch.device:
-    """The device that `--device` names.
+def resolve_device(name: str) -> torch.device:
+    """Returns the device named by `--device`.
 
     Args:
-        name: auto (a GPU if there is one), cpu, cuda, cuda:N, or any other that torch has here.
+        name: auto (a GPU if there is one), cpu, cuda, cuda:N, or any other device that torch knows.
 
     Raises:
         ValueError: torch knows no such device, or cannot use it on this machine.
     """
     import torch
 
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     try:
-        found = torch.device(("cuda" if count else "cpu") if name == "auto" else name)
-        torch.empty(1, device=found).cpu()  # the meta device has nothing to give back
+        found = torch.device(("cuda" if num_gpus else "cpu") if name == "auto" else name)
+        torch.empty(1, device=found).cpu()  # fails on the meta device, which holds no data
     except (RuntimeError, AssertionError) as error:
-        choices = ["auto", "cpu", *(["cuda"] if count else []), *(f"cuda:{index}" for index in range(count))]
-        gpus = f"{count} GPU(s)" if count else "no GPU"
+        choices = ["auto", "cpu", *(["cuda"] if num_gpus else []), *(f"cuda:{index}" for index in range(num_gpus))]
+        gpus = f"{num_gpus} GPU(s)" if num_gpus else "no GPU"
         raise ValueError(
-            f"--device {name}: torch cannot use it, and sees {gpus} here; choose one of {', '.join(choices)}"
+            f"--device {name}: not usable by torch, which finds {gpus} on this machine; choose one of {', '.join(choices)}"
         ) from error
     return found
 
 
 def run(main: Callable[[], int | None]) -> int:
-    """Runs a command and turns the user's mistakes into one line on stderr.
+    """Runs a command and reports the user's mistakes as one line on stderr.
 
     Args:
-        main: the command; raises ValueError, or an OSError of a file the user named, for the user's mistakes.
+        main: the command; raises ValueError, or the OSError of a file that the user named, for the user's mistakes.
 
     Returns:
-        the exit code. With `--debug` or HYDRA_FULL_ERROR=1 the traceback is shown instead of the line.
+        the exit code. With `--debug` or HYDRA_FULL_ERROR=1 a traceback is shown instead of the line.
     """
-    wants_traceback = wants_debug()
+    has_traceback = pop_debug_flag()
     try:
-        return main() or 0
+        return main() or EXIT_DONE
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return EXIT_STOPPED
     except BrokenPipeError:
         sys.stderr.close()
-        return 0
+        return EXIT_DONE
     except (ValueError, OSError) as error:
-        if wants_traceback:
+        if has_traceback:
             raise
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return EXIT_MISTAKE
+        return EXIT_USER

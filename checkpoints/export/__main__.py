@@ -20,7 +20,6 @@ from sage import cli
 if TYPE_CHECKING:
     from checkpoints.export.exporting import Options
 
-EXIT_BAD = 2
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -130,7 +129,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
     found = describe(Path(args.inspect))
     print(json.dumps(found.to_dict(), indent=2) if args.json else found.text())
-    return 0 if found.is_whole else EXIT_BAD
+    return 0 if found.is_whole else cli.EXIT_USER
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -144,7 +143,7 @@ def _check(args: argparse.Namespace) -> int:
         lists = {"errors": check.errors, "warnings": check.warnings}
         content = {"format": check.format, "flavour": check.flavour, "notes": check.notes}
         print(json.dumps({**content, **{key: [vars(f) for f in found] for key, found in lists.items()}}, indent=2))
-        return EXIT_BAD if check.errors else 0
+        return cli.EXIT_USER if check.errors else 0
     for kind, found in (("error", check.errors), ("warning", check.warnings)):
         for finding in found:
             print(f"{kind}: {finding}")
@@ -153,7 +152,7 @@ def _check(args: argparse.Namespace) -> int:
     what = f"{check.format or 'unknown format'}{f' for {check.flavour}' if check.flavour else ''}"
     verdict = f"{len(check.errors)} errors: do not serve this" if check.errors else "whole, and what its engines expect"
     print(f"{folder}: {what}; {verdict}")
-    return EXIT_BAD if check.errors else 0
+    return cli.EXIT_USER if check.errors else 0
 
 
 def _export(args: argparse.Namespace) -> int:

@@ -16,8 +16,8 @@ from checkpoints.export.formats.embedding import ENDING, target_embedding
 from checkpoints.export.formats.layout import Head
 from checkpoints.export.importing import PREFIXES, Reading, read_eagle3
 from checkpoints.export.writing import ABOUT, refuse_damaged, writing
-from checkpoints.files import write_text
 from sage.drafts import Eagle3Draft
+from sage.files import write_text
 
 ROUNDING = 2**-7  # one step of bf16's eight bits, relative
 

@@ -26,8 +26,8 @@ from checkpoints.export.source import Source, find_source, headline, load_traine
 from checkpoints.export.validator.findings import BadExport, Check
 from checkpoints.export.validator.validator import check_folder
 from checkpoints.export.writing import ABOUT, writing
-from checkpoints.files import write_text
 from sage.drafts import Head
+from sage.files import write_text
 
 logger = logging.getLogger(__name__)
 

@@ -26,8 +26,7 @@ from sage.bench.report_table import format_table
 from sage.bench.roofline import roofline_costs
 from sage.bench.runners import AUTOREGRESSIVE, HF_ASSISTED, PolicyRunner, Runner, Sampling, baseline_runner, find_assistant
 from sage.bench.shapes import Shape, layers_that_fit, shape_named
-from sage.cli import device as named_device
-from sage.cli import run
+from sage.cli import resolve_device, run
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CPU_LAYERS = 2  # a layer of a 7B target takes a CPU about a second per large tree
@@ -47,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _compare(args: argparse.Namespace, command: str) -> None:
     own = options.contestants(args.policies, args.policy)
-    device = named_device(args.device)
+    device = resolve_device(args.device)
     target = sage.load_target(args.target, dtype=DTYPES[args.dtype] if args.dtype else None, device=device)
     draft = None if args.draft is None else sage.load_draft(args.draft, target)
     runners = _runners(target, draft, own, args)
@@ -91,7 +90,7 @@ def _costs(args: argparse.Namespace) -> None:
 
 
 def _measured_costs(args: argparse.Namespace, shape: Shape, grid: dict[str, list[int]]) -> dict[str, Any]:
-    device, dtype, layers = named_device(args.device), DTYPES[args.dtype], args.layers
+    device, dtype, layers = resolve_device(args.device), DTYPES[args.dtype], args.layers
     if layers is None:
         layers = layers_that_fit(shape, dtype, device)
         layers = layers if device.type == "cuda" else min(layers, CPU_LAYERS)

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from checkpoints.files import replace_folder, write_text
+from checkpoints.files import replace_folder
 from checkpoints.store import BadState, StateStore, verify
+from sage.files import write_text
 
 ROOT = Path(__file__).parents[2]
 

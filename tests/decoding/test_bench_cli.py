@@ -153,8 +153,8 @@ def test_replay_and_calibration_of_a_learning_policy(folders, tmp_path):
         (["--image", "/no/such.png"], "such.png"),
         (["--max-new-tokens", "1"], "max_new_tokens: 1 leaves nothing to decode"),
         (["--num-prompts", "0"], "no prompt to measure on"),
-        (["--device", "cuda:99"], "--device cuda:99: torch cannot use it"),
-        (["--device", "foo"], "--device foo: torch cannot use it"),
+        (["--device", "cuda:99"], "--device cuda:99"),
+        (["--device", "foo"], "--device foo"),
     ],
 )
 def test_mistakes_are_one_line_and_code_2(folders, capsys, words, message):

@@ -15,8 +15,9 @@ from hydra.core.config_store import ConfigStore
 
 from data_prep.config import RegenerateConfig, Split, validate
 from data_prep.files import check_writable
+from sage.cli import EXIT_DONE, EXIT_STOPPED
 from train.config.checks import check_path
-from train.config.hydra_app import EXIT_DONE, EXIT_STOPPED, configure_logging, run_app
+from train.config.hydra_app import configure_logging, run_app
 from train.config.overrides import launch_keys, refuse_idle, task_words
 from train.config.schema import ConfigError, DataConfig, LaunchConfig, TargetConfig
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 
+from sage.cli import EXIT_DONE
 from train.config.checks import check
-from train.config.hydra_app import EXIT_DONE, configure_logging, run_app
+from train.config.hydra_app import configure_logging, run_app
 from train.config.schema import Config
 from train.report.compare import SweepComparison
 

@@ -19,9 +19,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from checkpoints.store import STEP_NAME, StateStore, step_name
 from data_prep.files import check_writable
-from sage.cli import run
+from sage.cli import EXIT_DONE, run
 from train.config.checks import RUN_MARK, check_decode, check_path
-from train.config.hydra_app import EXIT_DONE, configure_logging, run_app
+from train.config.hydra_app import configure_logging, run_app
 from train.config.overrides import key_of, launch_keys, refuse_idle, task_words
 from train.config.schema import ConfigError, DataConfig, DecodeConfig, DraftChoice, TargetConfig, ValidateConfig
 from train.config.target_path import CHOICE, target_dtype, target_name

@@ -21,14 +21,13 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from sage.cli import wants_debug
+from sage.cli import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_USER, pop_debug_flag
 from train.config import sweep
 from train.config.errors import explain, is_config_mistake, refuse_unknown
 from train.config.schema import ConfigError, config_dir, register
 from train.config.sweep import Ending
 from train.config.target_path import target_dtype, target_name, with_choice
 
-EXIT_DONE, EXIT_CRASH, EXIT_USER, EXIT_STOPPED = 0, 1, 2, 3
 FULL_ERROR = "HYDRA_FULL_ERROR"
 
 Task = Callable[[Any], int]
@@ -54,7 +53,7 @@ def run_app(config_name: str, schema: type, task: Task, ending: Ending | None = 
     """
     before = {name: os.environ.get(name) for name in (FULL_ERROR, sweep.FOLDER)}
     sys.argv[1:] = with_choice(sys.argv[1:])
-    job = SweepJob(schema, task, ending, wants_debug(), sweep.swept_keys(sys.argv[1:]))
+    job = SweepJob(schema, task, ending, pop_debug_flag(), sweep.swept_keys(sys.argv[1:]))
     os.environ[FULL_ERROR] = "1"  # so that Hydra hands errors on instead of printing them and exiting
     register()
     register_resolvers()

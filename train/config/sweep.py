@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from checkpoints.files import write_text
+from sage.files import write_text
 
 FOLDER = "SAGE_SWEEP"  # the environment variable that hands the sweep's folder to its jobs
 ROOT = Path("runs") / ".sweep"

@@ -11,7 +11,8 @@ import time
 import traceback
 from dataclasses import dataclass
 
-from train.config.hydra_app import EXIT_CRASH, EXIT_STOPPED, EXIT_USER, is_crash
+from sage.cli import EXIT_CRASH, EXIT_STOPPED, EXIT_USER
+from train.config.hydra_app import is_crash
 
 ECHO = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket|timed out|recvvalue|remote (worker|process)|nccl",

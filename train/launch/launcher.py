@@ -20,9 +20,10 @@ from multiprocessing import active_children
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from checkpoints.files import write_text
+from sage.cli import EXIT_DONE, EXIT_STOPPED
+from sage.files import write_text
 from train.config.checks import check_batch, check_deepspeed
-from train.config.hydra_app import EXIT_DONE, EXIT_STOPPED, configure_logging
+from train.config.hydra_app import configure_logging
 from train.config.schema import Config, ConfigError, Device
 from train.launch.cluster_env import join_environment
 from train.launch.failures import STOPPED_AT_ONCE, RankFailed, describe

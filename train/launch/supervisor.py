@@ -17,7 +17,7 @@ from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
-from train.config.hydra_app import EXIT_CRASH, EXIT_STOPPED
+from sage.cli import EXIT_CRASH, EXIT_STOPPED
 from train.launch.failures import STOPPED_AT_ONCE, Failure, RankFailed
 from train.launch.signals import STOP_SIGNALS
 

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from checkpoints.files import write_text
 from checkpoints.store import saving
+from sage.files import write_text
 from train.config.schema import Config, ConfigError, TrackingKind, WandbConfig, WandbMode
 
 logger = logging.getLogger(__name__)

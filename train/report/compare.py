@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from checkpoints.files import write_text
+from sage.files import write_text
 from train.config.checks import RUN_MARK, flat
 from train.config.schema import Config, ConfigError, PolicyName, ScoreConfig, ScoreMetric
 from train.config.sweep import Job

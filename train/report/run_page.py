@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from checkpoints.files import write_text
 from sage.cli import run as run_command
+from sage.files import write_text
 from train.config.checks import RUN_MARK
 from train.config.schema import ConfigError, PolicyName
 from train.monitor.sinks import METRICS, read_metrics

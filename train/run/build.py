@@ -18,10 +18,11 @@ from omegaconf import OmegaConf
 from transformers.utils.logging import disable_progress_bar
 
 import sage
-from checkpoints.files import tidy, write_text
+from checkpoints.files import tidy
 from checkpoints.store import StateStore, saving
 from data_prep import StepLoader, build_dataset
 from data_prep import prompts as held_out_prompts
+from sage.files import write_text
 from train.config.checks import RUN_MARK, check_batch
 from train.config.draft import ImageInputs
 from train.config.schema import Config

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from checkpoints.store import StateStore
+from sage.cli import EXIT_CRASH
 from train.config.schema import Config
 from train.distill.pairs import count_supervised
 from train.distill.teacher import Teacher
@@ -42,7 +43,7 @@ class Feed(Protocol):
 class TrainingError(RuntimeError):
     """Training cannot go on: the message says where and why; no traceback would add to it."""
 
-    exit_code = 1
+    exit_code = EXIT_CRASH
 
 
 @dataclass(kw_only=True)

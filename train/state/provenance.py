@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from checkpoints.files import write_text
+from sage.files import write_text
 from train.launch.ranks import Ranks
 
 FILE = "provenance.json"

@@ -24,9 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoints.files import tidy, write_text
+from checkpoints.files import tidy
 from checkpoints.store import StateStore, step_name
 from checkpoints.tensors import read_tensors, write_tensors
+from sage.files import write_text
 from train.engine.engine import Engine
 from train.launch.ranks import Ranks
 

@@ -1,0 +1,63 @@
+"""Atomic writes: a reader sees the old file or the new one, never a part of it.
+
+The content is written to `.NAME.PID.part` beside its place, flushed to disk and renamed. Imports the standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yields a temporary path that is renamed to `path` (a file or a folder) if the block ends without an error.
+
+    The parent folder is created if needed. An existing folder is removed just before the rename.
+
+    Raises:
+        OSError: the disk is full or not writable; `path` is unchanged and no temporary file is left.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        yield temporary
+        if temporary.is_file():
+            fsync(temporary)
+        if temporary.is_dir() and path.is_dir():
+            shutil.rmtree(path)
+        os.replace(temporary, path)
+        fsync(path.parent)
+    finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary)
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a text file atomically, in UTF-8."""
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes a JSON file atomically.
+
+    Raises:
+        ValueError: `content` holds NaN or infinity.
+    """
+    write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+
+def fsync(path: Path) -> None:
+    """Flushes a file or a folder to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
