@@ -1,4 +1,4 @@
-# The commands of the project. Everything happens in .venv, which is made on first use.
+# The project's commands. All of them use .venv, which is created on first use.
 
 PYTHON ?= python3
 VENV := .venv
@@ -9,16 +9,16 @@ RESULTS_ARGS ?=
 TARGET ?= pocket_qwen2_5_vl
 RUN ?= runs/demo_$(TARGET)
 
-.PHONY: demo test lint results interop clean
+.PHONY: demo test test-fast lint results interop clean
 
-# torch comes first and pinned: any other way may fetch several GB of CUDA packages on a CPU machine.
+# torch is installed first and pinned: otherwise pip may download several GB of CUDA packages on a CPU machine.
 $(VENV)/installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet torch==2.13.0
 	$(BIN)/pip install --quiet --editable ".[dev]"
 	touch $@
 
-# The demo's own folder is made anew each time; any other run folder that exists is refused.
+# The demo recreates its run folder each time; sage-train refuses any other existing run folder.
 demo: $(VENV)/installed
 	rm -rf $(RUN)
 	$(BIN)/sage-train experiment=demo target=$(TARGET) run.dir=$(RUN)
@@ -26,19 +26,23 @@ demo: $(VENV)/installed
 test: $(VENV)/installed
 	$(BIN)/python -m pytest
 
+# Without the tests marked slow (more than a second each).
+test-fast: $(VENV)/installed
+	$(BIN)/python -m pytest -m "not slow"
+
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# docs/results.md: about an hour on two cores, less where runs and figures are there; RESULTS_ARGS=--quick tries every item.
+# docs/results.md: about an hour on two cores; finished runs and figures are reused. RESULTS_ARGS=--quick is a smoke test.
 results: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.papers $(RESULTS_ARGS)
 
 results-%: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.papers $* $(RESULTS_ARGS)
 
-# speculators wants older transformers and datasets, and torchvision, which would replace torch: an own environment for it.
+# speculators requires older transformers and datasets, and torchvision, which would replace torch: a separate environment.
 $(INTEROP)/installed: tests/interop/requirements.txt
 	test -x $(INTEROP)/bin/python || $(PYTHON) -m venv $(INTEROP)
 	$(INTEROP)/bin/python -c "import torch" 2>/dev/null || $(INTEROP)/bin/pip install --quiet torch==2.13.0
