@@ -1,6 +1,4 @@
-"""From a `report.json` to something a person wants to look at: plots and a page. Reads dictionaries, measures nothing."""
+"""Pages and plots rendered from `report.json` and run folders. Reads dictionaries, measures nothing.
 
-from train.report.page import render_page
-from train.report.plots import Plot, write_plots
-
-__all__ = ["Plot", "render_page", "write_plots"]
+Importing this package is cheap: modules that plot import matplotlib and are imported where they are used.
+"""

@@ -10,7 +10,8 @@ from typing import Any
 
 from sage.bench import write_text
 from sage.cli import run
-from train.report import render_page, write_plots
+from train.report.page import render_page
+from train.report.plots import write_plots
 
 
 def main() -> None:

@@ -43,7 +43,8 @@ from sage.generation import generate
 from sage.trees import Policy
 from sage.trees import policy as new_policy
 from train.config.schema import DecodeConfig, Precision
-from train.report import render_page, write_plots
+from train.report.page import render_page
+from train.report.plots import write_plots
 from train.report.warnings import is_hardly_accepted
 
 logger = logging.getLogger(__name__)
