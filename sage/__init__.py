@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from sage.chat import Chat
     from sage.drafts import Pruning, load_draft, new_draft
     from sage.generation import Output, generate, stream
+    from sage.sampling import Sampling
     from sage.targets import Target, load_target
     from sage.trees import POLICIES, policy
 
@@ -21,6 +22,7 @@ _HOME = {
     "Chat": "sage.chat",
     "Output": "sage.generation",
     "Pruning": "sage.drafts",
+    "Sampling": "sage.sampling",
     "Target": "sage.targets",
     "generate": "sage.generation",
     "load_draft": "sage.drafts",
@@ -44,6 +46,7 @@ __all__ = [
     "Chat",
     "Output",
     "Pruning",
+    "Sampling",
     "Target",
     "generate",
     "load_draft",

@@ -8,7 +8,6 @@ from typing import Any
 
 from sage import cli
 
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "min_new_tokens", "bad_words", "seed")
 DRAFTED, PLAIN, DIM = "\x1b[32m", "\x1b[0m", "\x1b[2m"
 
 
@@ -67,10 +66,8 @@ def _generate(args: argparse.Namespace) -> None:
         draft,
         target.prepare(messages),
         policy=policy,
-        max_new_tokens=args.max_new_tokens,
+        sampling=sage.Sampling.from_attributes(args),
         pruning=sage.Pruning(args.prune, args.prune_method, args.seed),
-        stop=args.stop,
-        **{name: getattr(args, name) for name in SAMPLING},
     )
     for piece in pieces(generation):
         text = f"{DRAFTED}{piece.text}{PLAIN}" if args.show_drafted and piece.is_drafted else piece.text

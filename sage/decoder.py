@@ -17,9 +17,9 @@ from sage.cache import TreeCache
 from sage.drafts.pruning import KEEP_ALL, Pruning
 from sage.drafts.session import DraftSession
 from sage.host_tensors import Mailbox, few_longs
-from sage.sampling import Chooser
+from sage.sampling import TargetSampler
 from sage.stats import Clock, Stats
-from sage.stopping_rules import Ending
+from sage.stopping_rules import StopCriterion
 from sage.targets import Features, Prompt, Target
 from sage.trees import Frontier, Outcome, Policy, Tree, new_builder
 from sage.verify import accept
@@ -46,8 +46,8 @@ class Request:
         target: the model that decides.
         session: the draft at work; None for a policy that never drafts.
         policy: shapes the trees.
-        chooser: how the target chooses.
-        ending: where the answer ends; holds what was emitted.
+        sampler: samples the target's tokens.
+        stop: ends the answer; holds the emitted tokens.
         prompt: the embedded inputs, batch 1.
         cache: the target's, empty, large enough.
         pruning: which visual tokens the draft reads.
@@ -58,8 +58,8 @@ class Request:
     target: Target
     session: DraftSession | None
     policy: Policy
-    chooser: Chooser
-    ending: Ending
+    sampler: TargetSampler
+    stop: StopCriterion
     prompt: Prompt
     cache: TreeCache
     pruning: Pruning = KEEP_ALL
@@ -74,14 +74,14 @@ def decode(request: Request, clock: Clock, stats: Stats) -> Iterator[Round]:
     entered it spares every round the way in and out.
     """
     target, session, policy, cache = request.target, request.session, request.policy, request.cache
-    chooser, ending = request.chooser, request.ending
+    sampler, stop = request.sampler, request.stop
     levels = session.levels if session else ()
     with _inference_mode():
         fresh = request.prompt.after(cache.length)
         wants_attention = session is not None and request.pruning.needs_attention and bool(fresh.visual_mask.any())
         features = target.prefill(fresh, cache, levels, wants_attention)
         request.read.append(features)
-        first = chooser.first(target.lm_head(features.last[:, -1]))
+        first = sampler.first(target.lm_head(features.last[:, -1]))
         root = int(first)
         clock.lap("target_prefill")
         policy.reset()
@@ -95,7 +95,7 @@ def decode(request: Request, clock: Clock, stats: Stats) -> Iterator[Round]:
     unread: list[tuple[Features, list[int]]] = []
     yield Round(_emit([root], request, stats), 0)
 
-    while not ending.is_over:
+    while not stop.is_over:
         with _inference_mode():
             clock.start_round()
             plan = policy.begin()
@@ -109,7 +109,7 @@ def decode(request: Request, clock: Clock, stats: Stats) -> Iterator[Round]:
             target_logits = target.lm_head(features.last[0])
             clock.lap("verify", len(tree))
 
-            choices = chooser(target_logits, tree).tolist()
+            choices = sampler(target_logits, tree).tolist()
             path, tokens = accept(tree, choices)
             emitted = _emit(tokens, request, stats)
             num_accepted = min(len(path) - 1, len(emitted))
@@ -135,10 +135,10 @@ def _inference_mode() -> AbstractContextManager[Any]:
 def draft_tree(root: int, logits: Tensor | None, request: Request, clock: Clock, stats: Stats) -> Tree:
     """Grows one round's tree level by level as the policy asks, at most as deep as the answer may still get."""
     policy, session = request.policy, request.session
-    last_level = request.ending.room - 1
+    last_level = request.stop.num_remaining - 1
     if logits is None or session is None or last_level == 0:
         return Tree.of_root(root, request.prompt.embeds.device)
-    builder = new_builder(policy, root, logits.device, request.ending.eos, request.mailbox)
+    builder = new_builder(policy, root, logits.device, request.stop.eos, request.mailbox)
     for level in range(1, last_level + 1):
         probs, tokens = logits.float().softmax(-1).topk(min(policy.candidates, logits.shape[-1]))
         tokens = tokens if session.token_map is None else session.token_map[tokens]
@@ -185,12 +185,12 @@ def _outcome(
 ) -> Outcome:
     if not request.policy.studies():
         return Outcome(accepted, tree, path, context)
-    return Outcome(accepted, tree, path, context, request.chooser.labels(choices, tree), clock.round_times())
+    return Outcome(accepted, tree, path, context, request.sampler.labels(choices, tree), clock.round_times())
 
 
 def _emit(tokens: list[int], request: Request, stats: Stats) -> list[int]:
     """The tokens that belong to the answer; counts them and makes them history."""
-    emitted = request.ending.cut(tokens)
-    request.chooser.extend(emitted)
+    emitted = request.stop.append(tokens)
+    request.sampler.extend(emitted)
     stats.new_tokens += len(emitted)
     return emitted

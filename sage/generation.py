@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,9 +15,9 @@ from sage.costs.measure import measure_costs
 from sage.decoder import Request, Round, decode
 from sage.drafts import KEEP_ALL, Draft, Pruning, check_draft, new_session
 from sage.host_tensors import CPU, longs
-from sage.sampling import Chooser, Sampling
+from sage.sampling import Sampling, TargetSampler
 from sage.stats import Clock, Stats
-from sage.stopping_rules import Ending
+from sage.stopping_rules import StopCriterion
 from sage.targets import Features, Prompt, Target
 from sage.trees import Policy
 from sage.trees import policy as new_policy
@@ -105,7 +105,7 @@ class Generation:
     @property
     def tokens(self) -> list[int]:
         """The answer so far."""
-        return self.request.ending.tokens
+        return self.request.stop.tokens
 
     def rounds(self) -> Iterator[Round]:
         """Runs the request; yields each round as it is accepted."""
@@ -140,19 +140,20 @@ def start(
     draft: Draft | None,
     inputs: Any,
     policy: str | Policy = "sage",
-    max_new_tokens: int = 256,
+    *,
+    sampling: Sampling | None = None,
     pruning: Pruning = KEEP_ALL,
-    stop: Sequence[str] | str | None = (),
     past: Past | None = None,
-    **sampling: Any,
+    **options: Any,
 ) -> Generation:
-    """Checks one request and embeds its inputs; see `generate`.
+    """Checks one request and embeds its inputs; arguments as for `generate`.
 
     Args:
-        past: an earlier turn of the same conversation; what the new prompt shares with it is not prefilled again. It is used
-            up by this call.
+        past: an earlier turn of the same conversation; its common prefix with the new prompt is not prefilled again. This call
+            takes over its cache.
     """
     clock = Clock(target.device)
+    sampling = _sampling(sampling, options)
     policy = new_policy(policy) if isinstance(policy, str) else policy
     if policy.candidates and draft is None:
         raise ValueError(f"draft: the policy {policy.name!r} needs one; load it with sage.load_draft(path, target)")
@@ -161,11 +162,12 @@ def start(
     inputs = _unpadded(inputs, target.family.pixel_keys)
     prompt_ids = inputs["input_ids"]
     tokenizer = target.processor.tokenizer if target.processor else None
-    ending = Ending(max_new_tokens, target.eos_token_ids, stop, tokenizer)
-    chooser = Chooser(_sampling(sampling), prompt_ids[0].to(target.device), target.eos_token_ids, tokenizer)
-    capacity = _capacity(target, prompt_ids, max_new_tokens, policy)
+    stop = StopCriterion(sampling, target.eos_token_ids, tokenizer)
+    sampler = TargetSampler(sampling, prompt_ids[0].to(target.device), target.eos_token_ids, tokenizer)
+    capacity = _capacity(target, prompt_ids, sampling.max_new_tokens, policy)
     if draft is not None and policy.learns and policy.costs is None:
-        policy.costs = measure_costs(target, draft, len(chooser.history), len(chooser.history) + max_new_tokens)
+        length = prompt_ids.shape[1]
+        policy.costs = measure_costs(target, draft, length, length + sampling.max_new_tokens)
         clock.skip()
     prompt = target.embed(inputs, past.prompt if past else None)
     clock.lap("vision")
@@ -175,8 +177,8 @@ def start(
         target=target,
         session=session,
         policy=policy,
-        chooser=chooser,
-        ending=ending,
+        sampler=sampler,
+        stop=stop,
         prompt=prompt,
         cache=cache,
         pruning=pruning,
@@ -203,42 +205,58 @@ def _unpadded(inputs: Mapping[str, Any], pixel_keys: Collection[str]) -> Mapping
     }
 
 
-def _sampling(options: dict[str, Any]) -> Sampling:
-    known = [option.name for option in fields(Sampling)]
-    unknown = [name for name in options if name not in known]
-    if unknown:
-        raise ValueError(f"{unknown[0]}: unknown option; choose from policy, max_new_tokens, pruning, stop, {', '.join(known)}")
-    return Sampling(**options)
+def _sampling(sampling: Sampling | None, options: dict[str, Any]) -> Sampling:
+    known = [field.name for field in fields(Sampling)]
+    if unknown := [name for name in options if name not in known]:
+        raise ValueError(f"{unknown[0]}: unknown option; choose from policy, sampling, pruning, {', '.join(known)}")
+    return replace(sampling or Sampling(), **options)
 
 
-def generate(target: Target, draft: Draft | None, inputs: Any, **options: Any) -> Output:
-    """Decodes one prompt; the answer is the target's own whatever draft and policy are.
+def generate(
+    target: Target,
+    draft: Draft | None,
+    inputs: Any,
+    policy: str | Policy = "sage",
+    *,
+    sampling: Sampling | None = None,
+    pruning: Pruning = KEEP_ALL,
+    **options: Any,
+) -> Output:
+    """Decodes one prompt. The output distribution is the target's own for every draft and policy.
 
     Args:
-        target: the model that decides.
-        draft: the model that guesses; None for the policy `autoregressive`.
-        inputs: what the target's processor returns, batch 1.
-        options:
-            policy: a name of `sage.POLICIES` or `sage.policy(...)`; default "sage".
-            max_new_tokens: default 256.
-            stop: texts that end the answer, or one text.
-            temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens, bad_words, logits_processor, seed: see
-                `sage.sampling.Sampling`; the same seed gives the same text under every policy.
-            pruning: `sage.Pruning(ratio, method)`, which visual tokens the draft reads; the target sees them all.
+        target: the vision-language model.
+        draft: the draft for `target`; None for the policy `autoregressive`.
+        inputs: output of the target's processor, batch size 1.
+        policy: a name of `sage.POLICIES` or a policy built with `sage.policy(...)`.
+        sampling: sampling parameters; default `sage.Sampling()`.
+        pruning: the visual tokens that the draft reads; the target reads all of them.
+        options: fields of `sage.Sampling` that override those of `sampling`. The same seed gives the same text under every
+            policy.
 
     Raises:
-        ValueError: an option out of range, a batch, a prompt beyond the target's context, a draft of another target.
+        ValueError: an option out of range, a batch size other than 1, a prompt longer than the target's context, or a draft
+            of another target.
     """
-    generation = start(target, draft, inputs, **options)
+    generation = start(target, draft, inputs, policy, sampling=sampling, pruning=pruning, **options)
     with torch.inference_mode():
         for _ in generation.rounds():
             pass
     return generation.output()
 
 
-def stream(target: Target, draft: Draft | None, inputs: Any, **options: Any) -> Iterator[str]:
-    """Yields the text as it is accepted; same arguments as `generate`."""
-    generation = start(target, draft, inputs, **options)
+def stream(
+    target: Target,
+    draft: Draft | None,
+    inputs: Any,
+    policy: str | Policy = "sage",
+    *,
+    sampling: Sampling | None = None,
+    pruning: Pruning = KEEP_ALL,
+    **options: Any,
+) -> Iterator[str]:
+    """Yields the text as it is accepted; arguments as for `generate`."""
+    generation = start(target, draft, inputs, policy, sampling=sampling, pruning=pruning, **options)
     for piece in pieces(generation):
         yield piece.text
 
@@ -257,7 +275,7 @@ def pieces(generation: Generation) -> Iterator[Piece]:
         before = len(generation.tokens) - len(round_.tokens)
         for end, is_drafted in ((before + round_.num_drafted, True), (len(generation.tokens), False)):
             text = tokenizer.decode(generation.tokens[:end], skip_special_tokens=True)
-            is_last = generation.request.ending.is_over and end == len(generation.tokens)
+            is_last = generation.request.stop.is_over and end == len(generation.tokens)
             whole = text if is_last else text.rstrip(UNFINISHED)
             if len(whole) > len(shown):
                 yield Piece(whole[len(shown) :], is_drafted)

@@ -9,8 +9,8 @@ Shapes: N tree nodes, V vocabulary, T prompt tokens, K candidates.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -27,64 +27,84 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from sage.stopping_rules import texts
 from sage.trees.tree import Tree
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """What a request asks of the target's choices.
+    """Sampling parameters of a request.
 
     Attributes:
+        max_new_tokens: maximum number of tokens to generate.
+        min_new_tokens: minimum number of tokens to generate before EOS is allowed.
         temperature: 0 = greedy.
-        top_k: keep the k most likely tokens; 0 = all.
-        top_p: keep the smallest set with at least this probability; 1 = all.
-        min_p: drop tokens less likely than this share of the likeliest; 0 = none.
-        repetition_penalty: above 1 makes tokens of prompt and answer less likely; 1 = off.
-        min_new_tokens: no EOS before so many tokens.
-        bad_words: texts never to emit, or one text.
-        logits_processor: Hugging Face processors, or one, applied to each node with that node's own prefix.
-        seed: of the noise.
+        top_k: number of most probable tokens to keep; 0 = all.
+        top_p: cumulative probability of the most probable tokens to keep; 1 = all.
+        min_p: minimum probability of a token, relative to that of the most probable token; 0 = off.
+        repetition_penalty: above 1 makes tokens of the prompt and the answer less probable; 1 = off.
+        seed: seed of the sampling noise.
+        stop: strings that end the answer; a single string or None is allowed.
+        bad_words: strings that are never generated; a single string or None is allowed.
+        logits_processor: Hugging Face logits processors, applied to each tree node with the prefix of that node; a single
+            processor or None is allowed.
+
+    Raises:
+        ValueError: a value out of range, an empty string, or a logits processor that is not callable.
     """
 
+    max_new_tokens: int = 256
+    min_new_tokens: int = 0
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    min_new_tokens: int = 0
-    bad_words: Sequence[str] | str | None = ()
-    logits_processor: Any = field(default_factory=list)
     seed: int = 0
+    stop: Sequence[str] | str | None = ()
+    bad_words: Sequence[str] | str | None = ()
+    logits_processor: Any = ()
 
     def __post_init__(self) -> None:
         for name, is_valid, allowed in (
+            ("max_new_tokens", self.max_new_tokens >= 1, ">= 1"),
+            ("min_new_tokens", self.min_new_tokens >= 0, ">= 0"),
             ("temperature", self.temperature >= 0, ">= 0 (0 = greedy)"),
             ("top_k", self.top_k >= 0, ">= 0 (0 = all)"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
             ("repetition_penalty", self.repetition_penalty > 0, "> 0 (1 = off)"),
-            ("min_new_tokens", self.min_new_tokens >= 0, ">= 0"),
         ):
             if not is_valid:
                 raise ValueError(f"{name}: {getattr(self, name)} is not allowed; it must be {allowed}")
+        object.__setattr__(self, "stop", _strings("stop", self.stop, "end every answer"))
+        object.__setattr__(self, "bad_words", _strings("bad_words", self.bad_words, "forbid every answer"))
+        object.__setattr__(self, "logits_processor", _processors(self.logits_processor))
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+    @classmethod
+    def from_attributes(cls, source: object) -> Sampling:
+        """Builds from the attributes of `source` that have a field's name, for example of parsed arguments."""
+        return cls(**{field.name: getattr(source, field.name) for field in fields(cls) if hasattr(source, field.name)})
 
 
-class Chooser:
-    """The target's choices within one request.
+class TargetSampler:
+    """Samples the target's next tokens within one request.
 
     Args:
-        sampling: what was asked.
+        sampling: parameters of the request.
         prompt_ids: LongTensor [T].
         eos: token ids that end the answer.
-        tokenizer: needed for `bad_words`.
+        tokenizer: required for `bad_words`.
 
     Raises:
-        ValueError: bad words that are empty or no texts, or without a tokenizer; a logits processor that cannot be called.
+        ValueError: bad words without a tokenizer.
     """
 
     def __init__(self, sampling: Sampling, prompt_ids: Tensor, eos: Sequence[int] = (), tokenizer: Any = None) -> None:
-        self.is_greedy, self.seed = sampling.temperature == 0, sampling.seed
+        self.is_greedy, self.seed = sampling.is_greedy, sampling.seed
         self.num_prompt = len(prompt_ids)
         self.history: list[int] = prompt_ids.tolist()
         self.context = _context_processors(sampling, self.num_prompt, eos, tokenizer, prompt_ids.device)
@@ -188,24 +208,37 @@ def _context_processors(
     processors = LogitsProcessorList()
     if sampling.repetition_penalty != 1:
         processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
-    if bad_words := texts("bad_words", sampling.bad_words, "forbid every answer"):
+    if sampling.bad_words:
         if tokenizer is None:
             raise ValueError("bad_words: the target has no tokenizer to spell them with; use sage.load_target(path)")
-        spellings = [prefix + word for word in bad_words for prefix in ("", " ")]
+        spellings = [prefix + word for word in sampling.bad_words for prefix in ("", " ")]
         ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in spellings]
         processors.append(NoBadWordsLogitsProcessor(ids, eos_token_id=list(eos)))
     if sampling.min_new_tokens and eos:
         processors.append(MinNewTokensLengthLogitsProcessor(num_prompt, sampling.min_new_tokens, list(eos), device=device))
-    processors.extend(_given_processors(sampling.logits_processor))
+    processors.extend(sampling.logits_processor)
     return processors
 
 
-def _given_processors(value: Any) -> list[Any]:
-    """`Sampling.logits_processor` as a list; a bare processor is one of them, None is none."""
-    found = [] if value is None else value if isinstance(value, (list, tuple)) else [value]
-    if wrong := [one for one in found if not callable(one)]:
-        raise ValueError(f"logits_processor: {wrong[0]!r} cannot be called; give Hugging Face processors, or one")
-    return list(found)
+def _processors(value: Any) -> tuple[Any, ...]:
+    found = () if value is None else value if isinstance(value, (list, tuple)) else (value,)
+    if wrong := [processor for processor in found if not callable(processor)]:
+        raise ValueError(f"logits_processor: {wrong[0]!r} is not callable; give one or more Hugging Face logits processors")
+    return tuple(found)
+
+
+def _strings(key: str, value: Sequence[str] | str | None, effect: str) -> tuple[str, ...]:
+    """Normalizes an option of several strings; `effect` says what an empty string would do.
+
+    Raises:
+        ValueError: an empty string, or a value that is not a string.
+    """
+    found = (value,) if isinstance(value, str) else () if value is None else value
+    if not isinstance(found, Collection) or not all(isinstance(text, str) for text in found):
+        raise ValueError(f"{key}: {value!r} is not allowed; give a string or a list of strings")
+    if not all(found):
+        raise ValueError(f"{key}: an empty string would {effect}; remove it")
+    return tuple(found)
 
 
 def _warpers(sampling: Sampling) -> LogitsProcessorList:

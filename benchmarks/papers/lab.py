@@ -15,7 +15,7 @@ from benchmarks.papers import runs
 from benchmarks.papers.figures import Figures, Json
 from benchmarks.papers.settings import Settings, StudySettings
 from data_prep.pocket import world
-from sage.bench import BenchPrompt, PolicyRunner, Runner, Sampling, baseline_runner, measure
+from sage.bench import BenchPrompt, PolicyRunner, Runner, baseline_runner, measure
 from sage.bench.measurement import Measurement
 from sage.bench.runners import AUTOREGRESSIVE, HF_ASSISTED, find_assistant
 from sage.costs.measure import measure_costs
@@ -136,7 +136,7 @@ class Lab:
 
         Policies that learn decode the prompts first that the others were tuned on.
         """
-        chosen = Sampling(**{"max_new_tokens": self.settings.max_new_tokens, **sampling})
+        chosen = sage.Sampling(**{"max_new_tokens": self.settings.max_new_tokens, **sampling})
         for runner in runners:
             if isinstance(runner, PolicyRunner) and runner.policy.learns:
                 for lesson in self.lessons(target):

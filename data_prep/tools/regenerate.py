@@ -96,12 +96,12 @@ def answerer(target: Any, draft: Any, settings: RegenerateConfig, num_frames: in
     """The target itself, sped up by a draft if there is one."""
     import sage
 
-    options = {name: getattr(settings, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
+    sampling = sage.Sampling.from_attributes(settings)
     policy = settings.policy if draft is not None else "autoregressive"
 
     def say(messages: list[Message], seed: int) -> Answer:
         inputs = target.prepare(with_open_media(messages, num_frames))
-        out = sage.generate(target, draft, inputs, policy=policy, seed=seed, **options)
+        out = sage.generate(target, draft, inputs, policy=policy, sampling=sampling, seed=seed)
         return Answer(out.text, bool(len(out.tokens)) and int(out.tokens[-1]) in target.eos_token_ids)
 
     return say

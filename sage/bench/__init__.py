@@ -1,7 +1,7 @@
 """Side-by-side measurement of policies and baselines; `python -m sage.bench` is its command line.
 
 runners = [PolicyRunner(target, draft, "sage"), *(baseline_runner(target, name) for name in ("autoregressive", "hf_generate"))]
-report = build_report(measure(runners, prompts, Sampling()), target, "my draft", policies=["sage"])
+report = build_report(measure(runners, prompts, sage.Sampling()), target, "my draft", policies=["sage"])
 
 Names are loaded on first use, so that `sage.bench.tables` comes without torch.
 """
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
         PolicyRunner,
         Run,
         Runner,
-        Sampling,
         baseline_runner,
     )
 
@@ -35,7 +34,6 @@ _HOME = {
     "PolicyRunner": "runners",
     "Run": "runners",
     "Runner": "runners",
-    "Sampling": "runners",
     "baseline_runner": "runners",
     "build_report": "report",
     "format_table": "report_table",
@@ -60,7 +58,6 @@ __all__ = [
     "PolicyRunner",
     "Run",
     "Runner",
-    "Sampling",
     "baseline_runner",
     "build_report",
     "format_table",

@@ -24,7 +24,7 @@ from sage.bench.replays import all_policies, replays
 from sage.bench.report import build_report, write_json
 from sage.bench.report_table import format_table
 from sage.bench.roofline import roofline_costs
-from sage.bench.runners import AUTOREGRESSIVE, HF_ASSISTED, PolicyRunner, Runner, Sampling, baseline_runner, find_assistant
+from sage.bench.runners import AUTOREGRESSIVE, HF_ASSISTED, PolicyRunner, Runner, baseline_runner, find_assistant
 from sage.bench.shapes import Shape, layers_that_fit, shape_named
 from sage.cli import resolve_device, run
 
@@ -51,14 +51,7 @@ def _compare(args: argparse.Namespace, command: str) -> None:
     draft = None if args.draft is None else sage.load_draft(args.draft, target)
     runners = _runners(target, draft, own, args)
     prompts = load_prompts(target, args.prompts, args.image, args.prompt, args.num_prompts, args.family)
-    sampling = Sampling(
-        max_new_tokens=args.max_new_tokens,
-        min_new_tokens=args.min_new_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        seed=args.seed,
-    )
+    sampling = sage.Sampling.from_attributes(args)
     measurement = measure(runners, prompts, sampling, args.repeats, args.warmup, _progress)
     report = build_report(
         measurement,
@@ -113,7 +106,7 @@ def _runners(target: Any, draft: Any, own: Sequence[options.Contestant], args: a
 
 
 def _replay(
-    target: Any, draft: Any, own: Sequence[options.Contestant], prompts: Sequence[BenchPrompt], sampling: Sampling
+    target: Any, draft: Any, own: Sequence[options.Contestant], prompts: Sequence[BenchPrompt], sampling: sage.Sampling
 ) -> dict[str, Any]:
     """Our contestants and every policy that is not among them."""
     policies = {one.label: sage.policy(one.policy, **one.options) for one in own}

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from sage.bench.runners import Run, Runner, Sampling
+from sage.bench.runners import Run, Runner
+from sage.sampling import Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +125,8 @@ def _check(runners: Sequence[Runner], prompts: Sequence[BenchPrompt], sampling: 
             f"max_new_tokens: {sampling.max_new_tokens} leaves nothing to decode, because the prefill yields the first "
             "token; at least 2"
         )
+    if sampling.stop or sampling.bad_words or sampling.logits_processor:
+        raise ValueError("sampling: stop, bad_words and logits_processor are not supported by every runner; remove them")
     for key, value, least in (("repeats", repeats, 1), ("warmup", warmup, 0)):
         if value < least:
             raise ValueError(f"{key}: {value} is too small; at least {least}")

@@ -10,11 +10,12 @@ from typing import Any
 
 import sage
 from sage.bench.measurement import BenchPrompt
-from sage.bench.runners import AUTOREGRESSIVE, Sampling, on_device
+from sage.bench.runners import AUTOREGRESSIVE, on_device
 from sage.costs.measure import measure_costs
 from sage.costs.tables import Costs
 from sage.replay.recording import WIDE, Recording, record
 from sage.replay.replay import Replayed, replay
+from sage.sampling import Sampling
 from sage.trees import Policy
 
 
@@ -62,18 +63,7 @@ def all_policies(options: Mapping[str, Mapping[str, Any]], leave_out: Sequence[s
 
 
 def _record(target: Any, draft: Any, prompt: BenchPrompt, sampling: Sampling, count: int) -> Recording:
-    return record(
-        target,
-        draft,
-        on_device(prompt.inputs, target.device),
-        candidates=count,
-        max_new_tokens=sampling.max_new_tokens,
-        min_new_tokens=sampling.min_new_tokens,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        seed=sampling.seed,
-    )
+    return record(target, draft, on_device(prompt.inputs, target.device), candidates=count, sampling=sampling)
 
 
 def _costs(target: Any, draft: Any, recordings: Sequence[Recording]) -> Costs:

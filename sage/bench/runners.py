@@ -28,6 +28,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 import sage
 from sage.drafts import KEEP_ALL, Pruning
 from sage.drafts.model import ModelDraft, check_pair
+from sage.sampling import Sampling
 from sage.stats import PHASES
 
 AUTOREGRESSIVE = "autoregressive"
@@ -39,18 +40,6 @@ BASELINES = (AUTOREGRESSIVE, HF_GENERATE, HF_STATIC, PROMPT_LOOKUP, HF_ASSISTED)
 
 PREFILL_STAGES = ("vision", "target_prefill")  # everything else on the clock is decoding
 PROMPT_LOOKUP_TOKENS = 10
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """What every runner of one measurement decodes with. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1.0 are off."""
-
-    max_new_tokens: int = 128
-    min_new_tokens: int = 0
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
 
 
 @dataclass(kw_only=True)
@@ -112,12 +101,7 @@ class PolicyRunner:
             inputs,
             policy=self.policy,
             pruning=self.pruning,
-            max_new_tokens=sampling.max_new_tokens,
-            min_new_tokens=sampling.min_new_tokens,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            seed=sampling.seed,
+            sampling=sampling,
         )
         wall_s = _now(self.target.device) - start
         time_s = complete_stages(out.stats.time_s, wall_s)
@@ -171,13 +155,14 @@ class HFRunner:
                 "temperature": sampling.temperature,
                 "top_k": sampling.top_k,
                 "top_p": sampling.top_p,
+                "min_p": sampling.min_p or None,
             }
         eos = list(self.target.eos_token_ids)
         return GenerationConfig(
             max_new_tokens=sampling.max_new_tokens,
             min_new_tokens=sampling.min_new_tokens or None,
             num_beams=1,
-            repetition_penalty=1.0,
+            repetition_penalty=sampling.repetition_penalty,
             no_repeat_ngram_size=0,
             eos_token_id=eos or None,
             pad_token_id=eos[0] if eos else 0,

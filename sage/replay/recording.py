@@ -127,9 +127,9 @@ def _recording(generation: Generation, recorder: Recorder, positions: Sequence[i
     said = recorder.rounds[: len(positions) - 1]
     return Recording(
         prompt_tokens=request.prompt.input_ids.shape[1],
-        max_new_tokens=request.ending.max_new_tokens,
+        max_new_tokens=request.stop.max_new_tokens,
         vocabulary=generation.target.vocab_size,
         tokens=list(generation.tokens),
         rounds=[RecordedRound(position, one) for position, one in zip(positions[:-1], said, strict=True)],
-        eos=tuple(request.ending.eos),
+        eos=tuple(request.stop.eos),
     )

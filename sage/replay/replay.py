@@ -29,7 +29,7 @@ from sage.stats import RoundTimes
 from sage.trees import Outcome, Policy, Tree, new_builder
 from sage.verify import accept
 
-NOBODY = -1  # a token that no target says
+NO_TOKEN = -1  # matches no drafted token
 
 
 @dataclass
@@ -150,7 +150,7 @@ class _Round:
     def _choice(self, path: Path) -> int:
         """The target's token after a path that follows the answer; nobody's where it left it, or the answer is over."""
         follows = tuple(self.answer[: len(path)]) == path and len(path) < len(self.answer)
-        return self.answer[len(path)] if follows else NOBODY
+        return self.answer[len(path)] if follows else NO_TOKEN
 
     def _draft(self) -> Tree:
         """As `sage.decoder.draft_tree`, from what was recorded."""
@@ -172,7 +172,7 @@ class _Round:
     def _candidates(self, paths: Sequence[Path]) -> Candidates:
         """[F, K] each: as recorded, or equal chances of tokens that nobody says."""
         count = min(self.policy.candidates, self.vocabulary)
-        clueless = torch.full((count,), 1 / self.vocabulary), torch.full((count,), NOBODY)
+        clueless = torch.full((count,), 1 / self.vocabulary), torch.full((count,), NO_TOKEN)
         self.asked += len(paths)
         self.unknown.update(path for path in paths if path not in self.said)
         rows = [self.said.get(path, clueless) for path in paths]
@@ -184,7 +184,7 @@ class _Round:
         if not self.policy.studies():
             return Outcome(accepted, tree, path, self.context)
         assert self.costs is not None
-        said = [None if choice == NOBODY else one for one, choice in zip(tree.said, choices, strict=True)]
+        said = [None if choice == NO_TOKEN else one for one, choice in zip(tree.said, choices, strict=True)]
         tree = replace(tree, said=said)
         verify_s = self.costs.verify_s(len(tree), self.context)
         draft = [(width, self.costs.draft(width)) for width in self.widths]

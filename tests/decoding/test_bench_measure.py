@@ -8,7 +8,7 @@ import torch
 from support.models import make_inputs, make_llava, make_qwen
 
 import sage
-from sage.bench import BenchPrompt, HFRunner, PolicyRunner, Run, Sampling, baseline_runner, build_report, measure
+from sage.bench import BenchPrompt, HFRunner, PolicyRunner, Run, baseline_runner, build_report, measure
 from sage.bench.intervals import rate_interval, ratio_interval
 from sage.bench.losslessness import earliest_difference, first_difference, top2_gap
 from sage.bench.measurement import rotated
@@ -23,6 +23,7 @@ from sage.bench.runners import (
     on_device,
 )
 from sage.bench.summary import acceptance_by_depth, accepted_histogram, pooled_counts, summarize
+from sage.sampling import Sampling
 from sage.stats import PHASES, Stats
 
 SAMPLING = Sampling(max_new_tokens=8)
@@ -95,6 +96,7 @@ def test_progress_counts_prompts():
         ({"repeats": 0}, "repeats: 0 is too small; at least 1"),
         ({"warmup": -1}, "warmup: -1 is too small"),
         ({"sampling": Sampling(max_new_tokens=1)}, "max_new_tokens: 1 leaves nothing to decode"),
+        ({"sampling": Sampling(stop="a")}, "sampling: stop"),
         ({"runners": [FakeRunner("sage", 1.0)]}, "no autoregressive runner"),
         ({"runners": [FakeRunner("a", 1.0, is_autoregressive=True)] * 2}, "a would run twice"),
     ],

@@ -18,7 +18,7 @@ from sage.costs.calibration import Calibrator, Reliability
 from sage.costs.measure import LEAST_SPAN
 from sage.costs.tables import Costs, Curve
 from sage.decoder import decode
-from sage.sampling import Chooser, Sampling, agreement
+from sage.sampling import Sampling, TargetSampler, agreement
 from sage.stats import RoundTimes, Stats
 from sage.trees import Frontier, Outcome, Tree
 from sage.trees.cost_aware.policy import LABELLED_RANKS, LEARN_EVERY, OFF_PATH_WEIGHT, STUDIED, CostAware, Noted, _evidence
@@ -338,7 +338,7 @@ class TestLearning:
         """Every round's levels and nodes, and with them a reason that fits."""
         policy, stats = make_policy("cost_aware", {"max_depth": 3, "max_nodes": 3, "top_k": 3}), Stats()
         request = toy_request(policy, {}, 10, [])
-        request.chooser = Chooser(Sampling(temperature=1.0, seed=3), torch.tensor(PROMPT))
+        request.sampler = TargetSampler(Sampling(temperature=1.0, seed=3), torch.tensor(PROMPT))
         for _ in decode(request, SteadyClock(), stats):  # type: ignore[arg-type]
             pass
         assert stats.rounds_log and any(entry["drafted"] > entry["nodes"] for entry in stats.rounds_log)

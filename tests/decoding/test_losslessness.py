@@ -225,7 +225,7 @@ def loop_law(name: str, options: dict[str, Any], eos: list[int], sampling: Sampl
             return
         context = tokens[: tokens.index(UNDECIDED)]
         assert context not in fixed, "a token was taken from another context's draw"
-        for draw, p in enumerate(request.chooser.laws[context].tolist()):  # type: ignore[attr-defined]
+        for draw, p in enumerate(request.sampler.laws[context].tolist()):  # type: ignore[attr-defined]
             if p > 0:
                 explore({**fixed, context: draw}, weight * p)
 

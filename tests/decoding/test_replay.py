@@ -13,9 +13,10 @@ from sage import generation
 from sage.costs.tables import Costs, Curve
 from sage.decoder import Request, draft_tree
 from sage.replay.recording import RecordedRound, Recording, record
-from sage.replay.replay import NOBODY, replay
+from sage.replay.replay import NO_TOKEN, replay
+from sage.sampling import Sampling
 from sage.stats import Clock, Stats
-from sage.stopping_rules import Ending
+from sage.stopping_rules import StopCriterion
 from sage.trees import Policy
 from sage.verify import accept
 
@@ -72,14 +73,14 @@ def real_chain(ready: Any, recording: Recording, depth: int) -> list[int]:
         answer = recording.tokens
         session = OracleSession(answer, target.vocab_size, seed=1)
         session.known = recorded.position
-        ending = Ending(recording.max_new_tokens)
-        ending.cut(answer[: recorded.position])
+        stop = StopCriterion(Sampling(max_new_tokens=recording.max_new_tokens))
+        stop.append(answer[: recorded.position])
         chain = sage.policy("chain", depth=depth)
         chain.candidates = 16  # as recorded: top-1 and top-16 may order the oracle's equal probabilities differently
-        request = Request(target, session, chain, None, ending, None, None)  # type: ignore[arg-type]
+        request = Request(target, session, chain, None, stop, None, None)  # type: ignore[arg-type]
         root = answer[recorded.position - 1]
         tree = draft_tree(root, session._start(), request, Clock(torch.device("cpu")), Stats())
-        chosen = [*answer[recorded.position :], *[NOBODY] * len(tree)][: len(tree)]
+        chosen = [*answer[recorded.position :], *[NO_TOKEN] * len(tree)][: len(tree)]
         path, _ = accept(tree, chosen)
         accepted.append(len(path) - 1)
     return accepted

@@ -16,7 +16,7 @@ from support.slow_trees import SlowTree
 from support.toy_helpers import probability, target_law
 
 import sage
-from sage.sampling import Chooser, Sampling
+from sage.sampling import Sampling, TargetSampler
 from sage.targets import Prompt
 from sage.verify import accept
 
@@ -123,12 +123,12 @@ def test_acceptance_is_a_walk_and_looks_nowhere_else(tree: SlowTree, data: st.Da
 def test_one_seed_chooses_the_same_whatever_else_is_in_the_tree(tree: SlowTree, seed: int, num_prompt: int) -> None:
     """A node's choice is a function of its logits, prefix, position and seed: in the tree, or along its path alone."""
     logits = torch.randn(len(tree), 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    chooser = Chooser(Sampling(temperature=1.0, seed=seed, repetition_penalty=1.5), torch.arange(num_prompt))
-    chooser.extend([0, int(tree.tokens[0])])
-    together = chooser(logits, tree)
+    sampler = TargetSampler(Sampling(temperature=1.0, seed=seed, repetition_penalty=1.5), torch.arange(num_prompt))
+    sampler.extend([0, int(tree.tokens[0])])
+    together = sampler(logits, tree)
     for leaf in leaves(tree):
         path = torch.tensor(walk(tree, leaf))
-        assert torch.equal(chooser(logits[path], tree.subtree(path)), together[path])
+        assert torch.equal(sampler(logits[path], tree.subtree(path)), together[path])
 
 
 @few

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,9 +19,9 @@ import torch
 import sage
 from sage.costs.tables import Costs, Curve
 from sage.decoder import Request, draft_tree
-from sage.sampling import Chooser, Sampling
+from sage.sampling import Sampling, TargetSampler
 from sage.stats import RoundTimes, Stats
-from sage.stopping_rules import Ending
+from sage.stopping_rules import StopCriterion
 from sage.targets import Features, Prompt
 from sage.trees import Policy, Tree
 
@@ -124,8 +125,8 @@ class TableTarget:
         return torch.stack([target_law(context) for context in self.asked]).log()
 
 
-class Draws(Chooser):
-    """A chooser whose draws are fixed by context, UNDECIDED where none is; `laws` holds the laws it would have drawn from."""
+class Draws(TargetSampler):
+    """A sampler whose draws are fixed by context, UNDECIDED where none is; `laws` holds the laws it would have drawn from."""
 
     def __init__(self, target: TableTarget, fixed: dict[Context, int], sampling: Sampling) -> None:
         super().__init__(sampling, torch.tensor(PROMPT), eos=[EOS])
@@ -164,7 +165,8 @@ def toy_request(
     target: Any = TableTarget()
     cache: Any = TableCache()
     session = TableSession(draft_law) if policy.candidates else None
-    return Request(target, session, policy, Draws(target, fixed, sampling), Ending(max_new_tokens, eos), prompt, cache)
+    sampling = replace(sampling, max_new_tokens=max_new_tokens)
+    return Request(target, session, policy, Draws(target, fixed, sampling), StopCriterion(sampling, eos), prompt, cache)
 
 
 def probability(tokens: Context, law: NextLaw = target_law) -> float:
@@ -195,7 +197,7 @@ def toy_tree(policy: Policy, root: Context = (0,), levels: int = 3) -> tuple[Tre
         logits = request.session.start()  # type: ignore[attr-defined]
     policy.reset()
     policy.begin()
-    request.ending.cut([root[-1]])
+    request.stop.append([root[-1]])
     tree = draft_tree(root[-1], logits, request, SteadyClock(), Stats())  # type: ignore[arg-type]
     contexts = [root]
     for parent, token in zip(tree.parents.tolist()[1:], tree.tokens.tolist()[1:], strict=True):

@@ -15,7 +15,7 @@ from checkpoints.store import SaveFailed
 from data_prep.conversation import Conversation
 from data_prep.multi_turn import LATER
 from sage.bench.measurement import BenchPrompt, Measurement
-from sage.bench.runners import Sampling
+from sage.sampling import Sampling
 from train.config.hydra_app import compose
 from train.config.schema import Config, ValidateOn
 from train.launch.launcher import run_rank

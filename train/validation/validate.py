@@ -11,7 +11,6 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -27,7 +26,6 @@ from sage.bench import (
     BenchPrompt,
     PolicyRunner,
     Runner,
-    Sampling,
     baseline_runner,
     build_report,
     measure,
@@ -40,6 +38,7 @@ from sage.bench.replays import all_policies, replays
 from sage.bench.report import PACKAGES, versions
 from sage.bench.runners import HF_ASSISTED, find_assistant
 from sage.generation import generate
+from sage.sampling import Sampling
 from sage.trees import Policy
 from sage.trees import policy as new_policy
 from train.config.schema import DecodeConfig, Precision
@@ -96,11 +95,11 @@ def validate(
     """
     decode = config.decode
     folder = step_folder(run_dir, step)
-    runners = build_runners(decode, target, draft)
+    runners, sampling = build_runners(decode, target, draft), Sampling.from_attributes(decode)
     with _measuring(target, draft, decode):
-        asked = islice(asked_in_turn(prompts, partial(_answer, target, decode)), decode.num_prompts)
+        asked = islice(asked_in_turn(prompts, partial(_answer, target, sampling)), decode.num_prompts)
         bench = [bench_prompt(target, prompt, index) for index, prompt in enumerate(asked)]
-        measured = merge(measure(runners, bench, sampling(decode), decode.repeats, decode.warmup, progress))
+        measured = merge(measure(runners, bench, sampling, decode.repeats, decode.warmup, progress))
         if measured is None:
             return None
         report = build_report(
@@ -111,9 +110,7 @@ def validate(
             step=step,
             options={name: dict(options) for name, options in decode.options.items() if options},
             calibration=calibration(runners, measured),
-            replay=replays(target, draft, measured.prompts, sampling(decode), all_policies(decode.options))
-            if decode.replay
-            else {},
+            replay=replays(target, draft, measured.prompts, sampling, all_policies(decode.options)) if decode.replay else {},
             command=command or this_command(),
         )
     report["versions"] = versions((*PACKAGES, "deepspeed"))
@@ -175,21 +172,10 @@ def _policy(name: str, options: dict[str, Any]) -> Policy:
         raise ValueError(f"decode.options.{name}: {error}" if options else str(error)) from error
 
 
-def sampling(decode: DecodeConfig) -> Sampling:
-    """The decode group's sampling settings."""
-    return Sampling(
-        max_new_tokens=decode.max_new_tokens,
-        temperature=decode.temperature,
-        top_k=decode.top_k,
-        top_p=decode.top_p,
-        seed=decode.seed,
-    )
-
-
-def _answer(target: Any, decode: DecodeConfig, messages: list[dict[str, Any]]) -> str:
+def _answer(target: Any, sampling: Sampling, messages: list[dict[str, Any]]) -> str:
     """What the target itself says, for the next turn of a prompt that has one."""
     inputs = target.prepare(messages)
-    return generate(target, None, inputs, policy=AUTOREGRESSIVE, **asdict(sampling(decode))).text
+    return generate(target, None, inputs, policy=AUTOREGRESSIVE, sampling=sampling).text
 
 
 def bench_prompt(target: Any, prompt: Any, index: int) -> BenchPrompt:
