@@ -11,10 +11,11 @@ from checkpoints.export.expressible import COMPRESSOR, told_compressor
 from checkpoints.export.facts import read_json
 from checkpoints.export.folder import CONFIG, Weights
 from checkpoints.export.formats.layout import Head
-from checkpoints.export.source import BEST, KINDS, LAST, PROVENANCE, RUN_MARK, find_source
+from checkpoints.export.source import BEST, LAST, PROVENANCE, RUN_MARK, find_source
 from checkpoints.export.validator.validator import check_folder
 from checkpoints.export.writing import ABOUT, find_damage, is_sealed, settle
 from checkpoints.store import MANIFEST, STEP_NAME, BadState, StateStore, step_name, verify
+from sage.drafts.registry import head_kind
 from sage.targets import is_target_folder
 
 
@@ -52,7 +53,7 @@ def _is_state(folder: Path) -> bool:
 
 
 def _is_ours(folder: Path) -> bool:
-    return (folder / CONFIG).is_file() and _peek(folder).get("model_type") in KINDS
+    return (folder / CONFIG).is_file() and head_kind(_peek(folder).get("model_type")) is not None
 
 
 def _is_foreign(folder: Path) -> bool:

@@ -26,7 +26,7 @@ from checkpoints.export.source import Source, find_source, headline, load_traine
 from checkpoints.export.validator.findings import BadExport, Check
 from checkpoints.export.validator.validator import check_folder
 from checkpoints.export.writing import ABOUT, writing
-from sage.drafts import Head
+from sage.drafts import DraftHead
 from sage.files import write_text
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ def export(path: Path | str, out: Path | str, format_: Format | str, options: Op
     return Exported(out, source, check, reload, options.allowed.warnings)
 
 
-def _prove(part: Path, out: Path, trained: Head, facts: TargetFacts) -> tuple[Check, Reload]:
+def _prove(part: Path, out: Path, trained: DraftHead, facts: TargetFacts) -> tuple[Check, Reload]:
     """Validator and reload, on what is on disk; their messages name the folder the user knows."""
     try:
         check = check_folder(part, facts)
@@ -136,7 +136,7 @@ def _format(name: Format | str) -> Format:
         raise ValueError(f"--format {name}: unknown; choose one of {', '.join(Format)}") from error
 
 
-def _tensors(trained: Head, format_: Format, options: Options) -> dict[str, Tensor]:
+def _tensors(trained: DraftHead, format_: Format, options: Options) -> dict[str, Tensor]:
     state = {name: tensor.detach().cpu() for name, tensor in trained.state_dict().items() if not _is_left_behind(name)}
     if format_ == Format.eagle:
         assert options.flavour is not None
@@ -162,7 +162,7 @@ def _wants_embedding(format_: Format, options: Options) -> bool:
 
 
 def _about(
-    trained: Head, source: Source, facts: TargetFacts, format_: Format, options: Options, reload: Reload
+    trained: DraftHead, source: Source, facts: TargetFacts, format_: Format, options: Options, reload: Reload
 ) -> dict[str, Any]:
     """What sage_export.json says: everything about the draft that the engines' config has no field for."""
     config = trained.config

@@ -9,10 +9,9 @@ from transformers import PreTrainedConfig
 
 from checkpoints.export.facts import TargetFacts
 from checkpoints.export.formats.layout import FEATURE_LEVELS, Flavour, Format
-from sage.drafts import Eagle3Config, EagleConfig
+from sage.drafts.registry import head_kind
 
 SERVED_FAMILIES = ("qwen2_5_vl",)  # by vLLM 0.33 and SGLang 0.5.23; LLaVA-OneVision by neither
-CONFIGS: dict[Format, Any] = {Format.eagle3: Eagle3Config, Format.speculators: Eagle3Config, Format.eagle: EagleConfig}
 COMPRESSOR = "compressor"  # field of a config and name of a module: what the draft reads of pictures, not how it reads it
 
 
@@ -64,9 +63,11 @@ def check_expressible(draft: Any, facts: TargetFacts, format_: Format, flavour: 
 
 
 def _check_kind(config: Any, format_: Format, flavour: Flavour | None) -> None:
-    if type(config) is not CONFIGS[format_]:
-        fitting = ", ".join(name for name, kind in CONFIGS.items() if type(config) is kind)
-        raise ValueError(f"--format {format_}: the draft is a {config.model_type}; formats for it: {fitting}")
+    kind = head_kind(config.model_type)
+    fitting = kind.export_formats if kind else ()
+    if format_ not in fitting:
+        shown = ", ".join(fitting) or "none"
+        raise ValueError(f"--format {format_}: the draft is a {config.model_type}; formats for it: {shown}")
     if format_ == Format.eagle and flavour is None:
         raise ValueError(f"--flavour: missing; no single `eagle` serves both engines: give one of {', '.join(Flavour)}")
     if format_ != Format.eagle and flavour is not None:

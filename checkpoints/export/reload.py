@@ -20,8 +20,7 @@ from checkpoints.export.formats.eagle import from_eagle_tensors
 from checkpoints.export.formats.layout import Format, Head
 from checkpoints.export.importing import read_eagle3
 from checkpoints.export.validator.findings import BadExport
-from sage.drafts import Eagle3Draft, EagleConfig, EagleDraft
-from sage.drafts import Head as Draft
+from sage.drafts import DraftHead, Eagle3Draft, EagleConfig, EagleDraft
 
 BATCH, TOKENS, SEED = 2, 7, 0
 
@@ -40,7 +39,7 @@ class Reload:
 
 
 @torch.no_grad()
-def compare_reload(folder: Path, trained: Draft, facts: TargetFacts) -> Reload:
+def compare_reload(folder: Path, trained: DraftHead, facts: TargetFacts) -> Reload:
     """Reloads an export and compares it with the draft it was made from, which is rounded to the export's dtype in place.
 
     Raises:
@@ -61,7 +60,7 @@ def compare_reload(folder: Path, trained: Draft, facts: TargetFacts) -> Reload:
     return Reload(float((wide - narrow).abs().max()), float(agreement))
 
 
-def outputs(draft: Draft) -> Tensor:
+def outputs(draft: DraftHead) -> Tensor:
     """Logits [B, T, U] of an EAGLE-3 head on the fixed batch, predicted features [B, T, D] of an EAGLE head."""
     embeds, levels, positions = fixed_batch(draft)
     if isinstance(draft, Eagle3Draft):
@@ -70,7 +69,7 @@ def outputs(draft: Draft) -> Tensor:
     return draft(embeds, levels[..., : draft.config.hidden_size], positions)
 
 
-def fixed_batch(draft: Draft) -> tuple[Tensor, Tensor, Tensor]:
+def fixed_batch(draft: DraftHead) -> tuple[Tensor, Tensor, Tensor]:
     """Embeddings [B, T, D], features [B, T, A * D] and positions, the same for every call; on three axes for M-RoPE."""
     generator = torch.Generator().manual_seed(SEED)
     size = draft.config.hidden_size
@@ -81,7 +80,7 @@ def fixed_batch(draft: Draft) -> tuple[Tensor, Tensor, Tensor]:
     return embeds.to(draft.dtype), levels.to(draft.dtype), positions
 
 
-def _read_eagle(folder: Path, head: Head, trained: Draft) -> EagleDraft:
+def _read_eagle(folder: Path, head: Head, trained: DraftHead) -> EagleDraft:
     """An exported `eagle` as our head, from the export's own config; only names of ours are taken from the trained draft."""
     theta, section, _ = head.rope
     config = EagleConfig(

@@ -12,13 +12,13 @@ from checkpoints.export.facts import read_json
 from checkpoints.export.folder import CONFIG
 from checkpoints.export.writing import refuse_damaged
 from checkpoints.store import STEP_NAME, StateStore
-from sage.drafts import Eagle3Draft, EagleDraft, Head
+from sage.drafts import DraftHead
+from sage.drafts.registry import head_kind
 from sage.model_files import load_weights
 from sage.targets import is_target_folder
 
 RUN_MARK, PROVENANCE, REPORT = "config.yaml", "provenance.json", "report.json"
 BEST, LAST = "draft_best", "draft"
-KINDS: dict[str, Any] = {head.config_class.model_type: head for head in (EagleDraft, Eagle3Draft)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,7 @@ def _yaml(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def load_trained(folder: Path) -> Head:
+def load_trained(folder: Path) -> DraftHead:
     """One of our drafts, whole, without its target; on the CPU, in the dtype it was saved in.
 
     Raises:
@@ -136,10 +136,10 @@ def load_trained(folder: Path) -> Head:
     if is_target_folder(folder):
         raise ValueError(f"{folder}: a whole model, not a draft head; engines serve it as it is, as a draft model")
     stored = read_json(folder / CONFIG)
-    kind = KINDS.get(str(stored.get("model_type")))
+    kind = head_kind(stored.get("model_type"))
     if kind is None or not stored.get("target"):
         raise ValueError(
             f"{folder}: model_type {stored.get('model_type')!r} is not a draft of ours; --import reads foreign ones"
         )
-    head: Head = load_weights(kind, folder, "draft", dtype="auto")
+    head: DraftHead = load_weights(kind.draft_class(), folder, "draft", dtype="auto")
     return head.eval()

@@ -111,7 +111,9 @@ def draft_costs(
     target: Target, widths: Sequence[int], contexts: Sequence[int], capacity: int, repeats: int
 ) -> list[dict[str, float]]:
     """Seconds of one draft level of an EAGLE head for every (width, context)."""
-    draft = new_draft(target, "eagle", seed=0).eval()
+    draft = new_draft(target, "eagle", seed=0)
+    assert isinstance(draft, EagleDraft)
+    draft.eval()
     return [
         {"width": width, "context": context, "seconds": _level_s(target, draft, width, context, capacity, repeats)}
         for context in contexts

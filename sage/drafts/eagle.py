@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig
 from sage.drafts.compressor.compressor import Compressor, check_compressor
 from sage.drafts.head import DraftHead
 from sage.drafts.layer import DraftLayer, Rope
+from sage.drafts.options import ImageInputs
 from sage.targets import Features, Target
 
 
@@ -72,9 +73,9 @@ class EagleConfig(PreTrainedConfig):
         self.mrope_section = mrope_section
         self.initializer_range = initializer_range
         self.input_norm = input_norm
-        if image_inputs not in ("embed", "token"):
-            raise ValueError(f"draft.image_inputs: {image_inputs!r} is not one of embed, token")
-        self.image_inputs = image_inputs
+        if image_inputs not in tuple(ImageInputs):
+            raise ValueError(f"draft.image_inputs: {image_inputs!r} is not one of {', '.join(ImageInputs)}")
+        self.image_inputs = str(image_inputs)
         if compressor is not None:
             check_compressor(compressor)
             self.compressor = compressor
@@ -93,7 +94,6 @@ class EagleDraft(DraftHead):
     """
 
     config_class = EagleConfig
-    predicts_features = True
     _no_split_modules = ["DraftLayer"]
 
     def __init__(self, config: EagleConfig) -> None:
@@ -105,7 +105,7 @@ class EagleDraft(DraftHead):
         self.post_init()
 
     @torch.no_grad()
-    def reset_parameters(self, target: Target) -> None:
+    def reset_parameters(self, target: Target, vocabulary: Tensor | None = None) -> None:
         """Fresh weights: fc starts as feature + embedding and both blocks start silent, which learns fastest."""
         self.apply(self._init_weights)
         self.fc.weight += torch.eye(self.config.hidden_size).repeat(1, 2)

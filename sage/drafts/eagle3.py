@@ -105,6 +105,10 @@ class Eagle3Draft(DraftHead):
         self.compressor = None if config.compressor is None else Compressor(config)
         self.post_init()
 
+    @classmethod
+    def with_defaults(cls, config: dict[str, Any], target: Target) -> dict[str, Any]:
+        return config if "feature_levels" in config else config | {"feature_levels": default_levels(target.num_layers)}
+
     @torch.no_grad()
     def reset_parameters(self, target: Target, vocabulary: Tensor | None = None) -> None:
         """Fresh weights; lm_head starts as the target's rows.

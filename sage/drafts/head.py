@@ -9,15 +9,19 @@ Shapes: B batch, T tokens, P pairs, Q rows they are shortened to, D hidden, K un
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sage.drafts.compressor.compressor import Compressor, Gate
 from sage.drafts.compressor.operators import Conv, Resampler
 from sage.drafts.compressor.spans import Marks, Shortened
+from sage.drafts.registry import MODEL_TYPE_PREFIX, DraftKind
 from sage.drafts.unroll import Chains
+from sage.model_files import load_weights, read_config
 from sage.targets import Features, Target
 
 
@@ -30,14 +34,71 @@ class DraftHead(PreTrainedModel):
     Attributes:
         levels: indices k of the target's hidden_states[k] it reads beside the last.
         token_map: LongTensor [U], draft id -> target id; None when they are the same.
-        predicts_features: whether its output is meant to be the target's next feature.
         compressor: makes pictures shorter before the head reads them; None to read every visual token.
     """
 
     base_model_prefix = "draft"
-    predicts_features = False
     rope: nn.Module
     compressor: Compressor | None
+
+    @classmethod
+    def new(cls, target: Target, kind: DraftKind, vocabulary: Tensor | None, **config: Any) -> Self:
+        """Creates a head with fresh weights (none on the meta device) and the target's sizes, dtype and device.
+
+        Args:
+            vocabulary: LongTensor [U], target ids of the draft vocabulary; None = all.
+            config: overrides of the sizes; further options of the kind.
+
+        Raises:
+            ValueError: an unknown key, or attention heads that are no multiple of the key-value heads.
+        """
+        sizes = _sizes(target)
+        known = {*sizes, *kind.keys, "compressor", "initializer_range"}
+        unknown = [key for key in config if key not in known]
+        if unknown:
+            raise ValueError(f"draft.{unknown[0]}: unknown; choose from {', '.join(sorted(known))}")
+        sizes |= config
+        heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
+        if heads % kv_heads:
+            raise ValueError(
+                f"draft.num_attention_heads={heads}: allowed: a multiple of draft.num_key_value_heads={kv_heads}; change one "
+                f"(a size that is not given is the target's)"
+            )
+        if kind.has_vocabulary:
+            sizes["draft_vocab_size"] = target.vocab_size if vocabulary is None else len(vocabulary)
+        head = cls(cls.config_class(**cls.with_defaults(sizes, target)))
+        if not target.is_meta:
+            head.reset_parameters(target, vocabulary)
+        return head.to(device=target.device, dtype=target.dtype)
+
+    @classmethod
+    def load(cls, folder: Path, target: Target, dtype: torch.dtype) -> Self:
+        """Loads a trained head for `target` from its folder.
+
+        Raises:
+            ValueError: corrupt files, or a head for another target (names both).
+        """
+        check_target(read_config(folder)["target"], target, folder)
+        head: Self = load_weights(cls, folder, "draft", dtype=dtype)
+        return head.to(target.device).eval()
+
+    @classmethod
+    def with_defaults(cls, config: dict[str, Any], target: Target) -> dict[str, Any]:
+        """The configuration with options filled in that depend on the target."""
+        return config
+
+    def reset_parameters(self, target: Target, vocabulary: Tensor | None = None) -> None:
+        """Draws fresh weights; `vocabulary` as for `new`."""
+        raise NotImplementedError
+
+    def check(self, target: Target) -> None:
+        """Raises ValueError, naming both, if the head was made for another target."""
+        check_target(self.config.target, target, self.config._name_or_path or "the draft")
+
+    @property
+    def kind(self) -> str:
+        """Name of its row in `sage.drafts.registry.KINDS`."""
+        return str(self.config.model_type).removeprefix(MODEL_TYPE_PREFIX)
 
     @property
     def levels(self) -> tuple[int, ...]:
@@ -142,3 +203,38 @@ class DraftHead(PreTrainedModel):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
         elif isinstance(module, (Conv, Resampler, Gate)):  # after the linear layers within them
             module.reset_parameters()
+
+
+def check_target(made_for: dict[str, Any], target: Target, where: Any) -> None:
+    """Raises ValueError, naming both, if `made_for` is not the target's fingerprint."""
+    if made_for != target.fingerprint:
+        raise ValueError(
+            f"draft: {where} was made for {_describe(made_for)}, but the target is {_describe(target.fingerprint)}; "
+            f"give the draft trained for this target"
+        )
+
+
+def _describe(fingerprint: dict[str, Any]) -> str:
+    sizes = ", ".join(f"{key} {value}" for key, value in sorted(fingerprint.items()) if key != "model_type")
+    return f"{fingerprint.get('model_type', 'an unknown target')} ({sizes})"
+
+
+def _sizes(target: Target) -> dict[str, Any]:
+    """A head's sizes after its target, as arguments of its configuration class."""
+    text = target.text_config
+    rope = getattr(text, "rope_parameters", None) or {}
+    return {
+        "hidden_size": target.hidden_size,
+        "intermediate_size": text.intermediate_size,
+        "num_attention_heads": text.num_attention_heads,
+        "num_key_value_heads": target.num_kv_heads,
+        "head_dim": target.head_dim,
+        "vocab_size": target.vocab_size,
+        "max_position_embeddings": text.max_position_embeddings,
+        "rms_norm_eps": text.rms_norm_eps,
+        "hidden_act": text.hidden_act,
+        "rope_theta": rope["rope_theta"],
+        "mrope_section": rope.get("mrope_section"),
+        "target": target.fingerprint,
+        "target_path": target.name,
+    }

@@ -9,11 +9,13 @@ Shapes: F frontier nodes of one level, E nodes drafted so far this round, M toke
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from sage.targets import Features, Prompt, Target
+from sage.drafts.registry import DraftKind
+from sage.targets import Features, Prompt, Target, load_target
 
 
 class ModelDraft:
@@ -27,9 +29,36 @@ class ModelDraft:
         ValueError: another family, or a vocabulary that differs in more than padding.
     """
 
+    kind = "model"
+
     def __init__(self, model: Target, target: Target) -> None:
         check_pair(model, target)
         self.model, self.target = model, target
+
+    @classmethod
+    def new(cls, target: Target, kind: DraftKind, vocabulary: Tensor | None, num_layers: int | None = None) -> ModelDraft:
+        """Copies `num_layers` of the target's own text layers (see `shallow_model`).
+
+        Raises:
+            ValueError: `num_layers` is missing or out of range.
+        """
+        if num_layers is None:
+            raise ValueError(f"draft.num_layers: missing; give 1 to {target.num_layers - 1}")
+        return shallow_model(target, num_layers)
+
+    @classmethod
+    def load(cls, folder: Path, target: Target, dtype: torch.dtype) -> ModelDraft:
+        """Loads a smaller target from its folder.
+
+        Raises:
+            ValueError: corrupt files, or a model that cannot draft for `target`.
+        """
+        return cls(load_target(folder, dtype, target.device), target)
+
+    def check(self, target: Target) -> None:
+        """Raises ValueError, naming both, if the model cannot draft for `target`."""
+        if self.target is not target:  # comparing vocabularies takes as long as a dozen passes
+            check_pair(self.model, target)
 
 
 @torch.no_grad()

@@ -122,6 +122,11 @@ class Target:
         return self.embed_tokens.weight.dtype
 
     @property
+    def is_meta(self) -> bool:
+        """Whether the target has shapes only and no weights, as in the plan of a run."""
+        return self.device.type == "meta"
+
+    @property
     def fingerprint(self) -> dict[str, Any]:
         """What a draft must agree with: family and sizes."""
         return {

@@ -176,7 +176,7 @@ class TestEagle3:
         for ids in (torch.tensor([3, 2]), torch.tensor([1, 400])):
             with pytest.raises(ValueError, match="increasing order"):
                 sage.new_draft(tiny_qwen, "eagle3", vocabulary=ids, feature_levels=[1, 2, 3])
-        with pytest.raises(ValueError, match="belongs to eagle3"):
+        with pytest.raises(ValueError, match="eagle has no vocabulary"):
             sage.new_draft(tiny_qwen, vocabulary=torch.tensor([1, 2]))
 
 
@@ -217,7 +217,7 @@ class TestMistakes:
 
     def test_not_a_draft(self, tiny_qwen: sage.Target, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-        with pytest.raises(ValueError, match="is not a draft of ours"):
+        with pytest.raises(ValueError, match="is not a draft of this package"):
             sage.load_draft(tmp_path, tiny_qwen)
 
     def test_missing_weights_are_named(self, tiny_qwen: sage.Target, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from sage.drafts.unroll import Chains
 STEPS = 4
 
 
-def head(target: sage.Target, kind: str) -> sage.drafts.Head:
+def head(target: sage.Target, kind: str) -> sage.drafts.DraftHead:
     options = {"feature_levels": [1, 2, 3]} if kind == "eagle3" else {}
     return random_draft(target, kind, seed=3, **options)
 

@@ -10,7 +10,7 @@ from support.models import EOS, IMAGE_TOKEN, VIDEO_TOKEN, random_draft
 from torch import Tensor
 
 import sage
-from sage.drafts import Head
+from sage.drafts import DraftHead
 from sage.targets import Processor
 
 COMPRESSORS: dict[str, dict[str, Any]] = {
@@ -43,10 +43,10 @@ CONVERSATIONS: dict[str, list[Any]] = {
 }
 
 
-def draft_with(target: sage.Target, kind: str, compressor: dict[str, Any] | None, seed: int = 0) -> Head:
+def draft_with(target: sage.Target, kind: str, compressor: dict[str, Any] | None, seed: int = 0) -> DraftHead:
     """A random head, every weight of which matters, ready to decode."""
     options = {"feature_levels": [1, 2, 3]} if kind == "eagle3" else {}
-    head: Head = random_draft(target, kind, seed=seed, compressor=compressor, **options).eval()
+    head: DraftHead = random_draft(target, kind, seed=seed, compressor=compressor, **options).eval()
     return head
 
 

@@ -14,7 +14,7 @@ from checkpoints.export import Allowed, Options, export
 from checkpoints.export.exporting import Exported
 from checkpoints.export.formats.layout import Flavour
 from checkpoints.store import StateStore
-from sage.drafts import Head
+from sage.drafts import DraftHead
 
 LEVELS = [0, 1, 2]  # the tiny targets have three layers, too few for the engines' default
 REDUCED = torch.arange(3, 330, 3)
@@ -29,7 +29,7 @@ def save_target(folder: Path, family: str = "qwen2_5_vl", seed: int = 0) -> sage
     return target
 
 
-def make_draft(target: sage.Target, kind: str = "eagle3", vocabulary: torch.Tensor | None = None, **config: Any) -> Head:
+def make_draft(target: sage.Target, kind: str = "eagle3", vocabulary: torch.Tensor | None = None, **config: Any) -> DraftHead:
     """A draft that has moved away from its start, so that no tensor is all zero, one or equal to the target's."""
     extra = {"feature_levels": LEVELS} if kind == "eagle3" else {"input_norm": False}
     draft = sage.new_draft(target, kind, seed=1, vocabulary=vocabulary, **{**extra, **config})

@@ -17,6 +17,7 @@ from support.train_helpers import environment
 
 from data_prep.config import validate as validate_data
 from sage.bench.runners import AUTOREGRESSIVE, BASELINES
+from sage.drafts.registry import KINDS as DRAFT_KINDS
 from sage.trees import _POLICIES, POLICIES
 from sage.trees import policy as new_policy
 from train.cli.train import train
@@ -42,7 +43,6 @@ from train.plan.meta import build_on_meta
 REFUSED_WITHIN_S = 5  # of this process's own time, so that a busy machine does not count
 GROUPS = (
     "target",
-    "draft",
     "draft/compressor",
     "data",
     "deepspeed",
@@ -60,7 +60,8 @@ NEEDS = {  # what a person has to give beside the choice itself
     "data=llava_instruct": ["data.path=/data/llava.json"],
     "experiment=specvlm": ["data.path=/data/llava.json"],
 }
-CHOICES = [f"{group}={path.stem}" for group in GROUPS for path in sorted((config_dir() / group).glob("*.yaml"))]
+FILES = [f"{group}={path.stem}" for group in GROUPS for path in sorted((config_dir() / group).glob("*.yaml"))]
+CHOICES = [*FILES, *(f"draft={kind}" for kind in DRAFT_KINDS)]
 PROMPT_FILES = sorted((config_dir() / "data" / "validation").glob("*.yaml"))
 SWEEP_FILES = sorted((config_dir() / "sweep").glob("*.yaml"))
 POLICY_FILES = sorted((config_dir() / "decode" / "policy").glob("*.yaml"))
@@ -90,7 +91,7 @@ def build_without_weights(config: Config) -> None:
 
 def test_every_yaml_is_a_known_choice() -> None:
     """A file that no test composes would rot."""
-    tested = {config_dir() / f"{choice.replace('=', '/')}.yaml" for choice in CHOICES} | set(POLICY_FILES) | set(SWEEP_FILES)
+    tested = {config_dir() / f"{choice.replace('=', '/')}.yaml" for choice in FILES} | set(POLICY_FILES) | set(SWEEP_FILES)
     roots = {config_dir() / name for name in ("config.yaml", "validate.yaml", "prepare.yaml")}
     assert set(config_dir().rglob("*.yaml")) == tested | roots | set(PROMPT_FILES)
 

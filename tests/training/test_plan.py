@@ -91,7 +91,7 @@ def test_a_planned_draft_is_the_one_that_is_built(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (0, "bf16"), (1, "bf16"), (2, "fp32"), (2, "bf16"), (3, "bf16")])
 def test_planned_weights_and_optimizer_are_the_engines(stage: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On one rank, so nothing is divided: weights in the training precision, masters and both moments in float32."""
-    from train.distill.build import STUDENTS
+    from train.distill.build import new_student
     from train.engine.engine import Engine
     from train.launch.ranks import joined
 
@@ -99,7 +99,7 @@ def test_planned_weights_and_optimizer_are_the_engines(stage: int, dtype: str, m
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     config = configure(f"deepspeed=zero{stage}", f"train.precision={dtype}", f"target.dtype={dtype}", "launch.device=cpu")
-    student = STUDENTS[config.draft.kind](sage.new_draft(make_qwen(), "eagle", seed=0), config)
+    student = new_student(sage.new_draft(make_qwen(), "eagle", seed=0), config)
     parameters = sum(p.numel() for p in student.parameters())
     with joined("cpu", 60) as ranks:
         engine = Engine(student, config, ranks, 1)

@@ -119,12 +119,11 @@ def test_a_model_run_hands_over_a_whole_target_folder(folder: Path, tmp_path: Pa
     ("part", "still"), [("layers", ("visual", "embed_tokens", "lm_head")), ("text", ("visual",)), ("all", ())]
 )
 def test_how_much_of_a_model_is_trained(folder: Path, part: str, still: tuple[str, ...]) -> None:
-    from train.config.draft import DraftKind
-    from train.distill.build import STUDENTS
+    from train.distill.build import new_student
 
     target = sage.load_target(folder / "target_qwen2_5_vl", dtype=torch.float32)
     arguments = [*command(folder / "target_qwen2_5_vl", folder / "none"), *MODEL, f"draft.train_part={part}"]
-    student = STUDENTS[DraftKind.model](shallow_model(target, 1), compose("config", arguments, Config))
+    student = new_student(shallow_model(target, 1), compose("config", arguments, Config))
     for name, parameter in student.named_parameters():
         assert parameter.requires_grad != any(word in name for word in still), name
     assert not any(parameter.requires_grad for parameter in target.model.parameters())

@@ -15,9 +15,10 @@ from omegaconf import OmegaConf
 
 from data_prep.config import Split
 from data_prep.config import validate as check_data_fields
-from train.config.draft import CompressorKind, DraftKind, Eagle3DraftConfig, ModelDraftConfig, TrainedPart
+from sage.drafts.options import Eagle3Options, ModelOptions, TrainedPart
+from sage.drafts.registry import KINDS
+from train.config.draft import CompressorKind
 from train.config.schema import (
-    SUBSCHEMAS,
     Baseline,
     Config,
     ConfigError,
@@ -27,6 +28,7 @@ from train.config.schema import (
     Precision,
     Schedule,
     ValidateOn,
+    subschemas,
 )
 
 RUN_MARK = "config.yaml"  # the file that makes a folder a run
@@ -144,6 +146,8 @@ def check_decode(decode: DecodeConfig) -> None:
 
 
 def _check_draft(config: Config) -> None:
+    if type(config.draft) is not subschemas().get(("draft", config.draft.kind)):
+        _refuse("draft.kind", config.draft.kind, "the kind of the choice", "give draft=KIND instead")
     for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads"):
         _at_least(f"draft.{name}", getattr(config.draft, name, None), 1)
     heads = getattr(config.draft, "num_attention_heads", None)
@@ -154,9 +158,9 @@ def _check_draft(config: Config) -> None:
         if config.draft.path is not None and getattr(config.draft, name, None) is not None:
             _refuse(f"draft.{name}", getattr(config.draft, name), "null with draft.path", "a saved draft brings its own")
     _check_compressor(config)
-    if isinstance(config.draft, Eagle3DraftConfig):
+    if isinstance(config.draft, Eagle3Options):
         _check_eagle3(config.draft)
-    if isinstance(config.draft, ModelDraftConfig):
+    if isinstance(config.draft, ModelOptions):
         _at_least("draft.num_layers", config.draft.num_layers, 1)
         if config.draft.path is None and config.draft.num_layers is None:
             raise ConfigError("draft=model: neither draft.path nor draft.num_layers is given; name a smaller model or a depth")
@@ -164,10 +168,10 @@ def _check_draft(config: Config) -> None:
 
 def _check_compressor(config: Config) -> None:
     chosen = config.draft.compressor
-    if config.draft.kind is DraftKind.model and chosen.kind is not CompressorKind.none:
+    if isinstance(config.draft, ModelOptions) and chosen.kind is not CompressorKind.none:
         remedy = "a smaller model reads every visual token; drop it, or choose draft=eagle or draft=eagle3"
         _refuse("draft/compressor", chosen.kind, "none with draft=model", remedy)
-    if type(chosen) is not SUBSCHEMAS[("draft/compressor", str(chosen.kind))]:
+    if type(chosen) is not subschemas()[("draft/compressor", str(chosen.kind))]:
         raise ConfigError(f"draft.compressor.kind={chosen.kind}: brings other numbers; choose draft/compressor={chosen.kind}")
     for name in ("ratio", "conv_ratio", "queries"):
         _at_least(f"draft.compressor.{name}", getattr(chosen, name, None), 1)
@@ -176,7 +180,7 @@ def _check_compressor(config: Config) -> None:
         _refuse("draft.compressor.temperature", temperature, "above 0", "1.0 is the usual value")
 
 
-def _check_eagle3(draft: Eagle3DraftConfig) -> None:
+def _check_eagle3(draft: Eagle3Options) -> None:
     _at_least("draft.draft_vocab_size", draft.draft_vocab_size, 1)
     levels = draft.feature_levels
     if levels is not None and (not levels or min(levels) < 0 or len(set(levels)) < len(levels)):
@@ -258,10 +262,10 @@ def _check_objective(config: Config) -> None:
             _refuse(f"objective.{name}", getattr(objective, name), "above 0", f"{usual} is the usual value")
     for name in ("chunk_tokens", "steps"):
         _at_least(f"objective.{name}", getattr(objective, name), 1)
-    if config.draft.kind is not DraftKind.eagle and objective.feature_weight:
+    if not KINDS[config.draft.kind].predicts_features and objective.feature_weight:
         remedy = f"it predicts no feature of the target; choose objective={config.draft.kind}"
         _refuse("objective.feature_weight", objective.feature_weight, f"0 with draft={config.draft.kind}", remedy)
-    if config.draft.kind is DraftKind.model:
+    if isinstance(config.draft, ModelOptions):
         remedy = "a model reads tokens alone; choose objective=model"
         if objective.steps != 1:
             _refuse("objective.steps", objective.steps, "1 with draft=model", remedy)
@@ -297,14 +301,14 @@ def check_deepspeed(config: Config, world_size: int) -> None:
         _refuse("train.validate_on", "all", "auto or main with deepspeed.shard_target=true", "every pass takes all ranks")
     for key in derived & set(deepspeed.extra):
         raise ConfigError(f"deepspeed.extra.{key}: derived from train.* and optim.*, so it may not be given here")
-    if isinstance(config.draft, ModelDraftConfig):
+    if isinstance(config.draft, ModelOptions):
         _check_spread_model(config, config.draft, world_size)
 
 
-def _check_spread_model(config: Config, draft: ModelDraftConfig, world_size: int) -> None:
+def _check_spread_model(config: Config, draft: ModelOptions, world_size: int) -> None:
     """A model reads pictures with a vision tower of its own: not at all on a rank whose micro-batch has none."""
     stage = config.deepspeed.stage
-    if config.deepspeed.shard_target and draft.path is None:
+    if config.deepspeed.shard_target and config.draft.path is None:
         remedy = "layers are copied from a whole target; give draft.path=DIR, a smaller model's folder"
         _refuse("deepspeed.shard_target", "true", "false with draft=model and draft.num_layers", remedy)
     waiting = "a rank without pictures would leave the others waiting"

@@ -1,20 +1,17 @@
-"""The part of a run's configuration that is about the draft: its kinds, and the compressors of its visual input.
+"""The `draft` group of a run's configuration: schemas of the kinds of draft and of their visual compressors.
 
-Owns: names, types and defaults, as `train.config.schema` does for the rest. Does not own: what a kind is (sage.drafts).
+Does not own: the kinds and their options (sage.drafts.registry).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from enum import StrEnum
+from functools import cache
 
 from omegaconf import MISSING
 
-
-class DraftKind(StrEnum):
-    eagle = "eagle"
-    eagle3 = "eagle3"
-    model = "model"
+from sage.drafts.registry import DraftKind
 
 
 class CompressorKind(StrEnum):
@@ -29,21 +26,6 @@ class CompressorKind(StrEnum):
     weighted = "weighted"
     concat = "concat"
     select = "select"
-
-
-class TrainedPart(StrEnum):
-    """How much of a smaller target is trained: its decoder layers, also embedding and lm_head, or the vision tower as well."""
-
-    layers = "layers"
-    text = "text"
-    all = "all"
-
-
-class ImageInputs(StrEnum):
-    """What the draft sees at picture positions: the visual embedding or the placeholder token's."""
-
-    embed = "embed"
-    token = "token"
 
 
 @dataclass(kw_only=True)
@@ -83,45 +65,20 @@ class SelectConfig(ConcatConfig):
 
 @dataclass(kw_only=True)
 class DraftConfig:
-    """What every draft has. `path` continues from a saved draft instead of fresh weights."""
+    """Keys of every draft. `path` continues from a saved draft instead of fresh weights."""
 
-    kind: DraftKind = MISSING
+    kind: str = MISSING
     path: str | None = None
     compressor: CompressorConfig = field(default_factory=CompressorConfig)
 
 
-@dataclass(kw_only=True)
-class HeadDraftConfig(DraftConfig):
-    """Sizes left unset follow the target (see `sage.new_draft`)."""
-
-    image_inputs: ImageInputs = ImageInputs.embed
-    intermediate_size: int | None = None
-    num_attention_heads: int | None = None
-    num_key_value_heads: int | None = None
-
-
-@dataclass(kw_only=True)
-class EagleDraftConfig(HeadDraftConfig):
-    kind: DraftKind = DraftKind.eagle
-    input_norm: bool = True
-
-
-@dataclass(kw_only=True)
-class Eagle3DraftConfig(HeadDraftConfig):
-    """`feature_levels` are indices of the target's hidden_states, unset = low, middle, high (see `sage.drafts.eagle3`).
-
-    `draft_vocab_size` keeps that many of the words the training answers are made of; unset = all.
-    """
-
-    kind: DraftKind = DraftKind.eagle3
-    feature_levels: list[int] | None = None
-    draft_vocab_size: int | None = None
-
-
-@dataclass(kw_only=True)
-class ModelDraftConfig(DraftConfig):
-    """A smaller target of the same family: `path` goes on from a folder, `num_layers` starts from that many of the target's."""
-
-    kind: DraftKind = DraftKind.model
-    num_layers: int | None = None
-    train_part: TrainedPart = TrainedPart.text
+@cache
+def draft_schema(kind: DraftKind) -> type[DraftConfig]:
+    """The schema of `draft=NAME`: the keys of every draft and the options of its kind."""
+    return make_dataclass(
+        f"{kind.name.capitalize()}DraftConfig",
+        [("kind", str, kind.name)],
+        bases=(kind.options, DraftConfig),
+        namespace={"__module__": __name__, "__doc__": kind.options.__doc__},
+        kw_only=True,
+    )

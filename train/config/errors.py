@@ -14,7 +14,7 @@ from typing import Any
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import errors as oc
 
-from train.config.schema import SUBSCHEMAS, ConfigError, config_dir
+from train.config.schema import ConfigError, config_dir, subschemas
 
 MAX_LISTED = 30
 PLUGINS = {  # choices that Hydra has only where a package is installed
@@ -56,7 +56,8 @@ def _missing_choice(error: MissingConfigException) -> str:
     group, _, choice = name.rpartition("/")
     if name in PLUGINS:
         return f"{name}: its package is not installed; pip install 'sage-draft[sweep]' ({PLUGINS[name]})"
-    options = sorted(path.stem for path in (config_dir() / group).glob("*.yaml"))
+    files = {path.stem for path in (config_dir() / group).glob("*.yaml")}
+    options = sorted(files | {kind for where, kind in subschemas() if where == group})
     if not group or not options:
         return f"{name}: no such configuration file"
     hint = "; or give any local folder as target.path=DIR" if group == "target" else ""
@@ -98,7 +99,7 @@ def unknown_key(key: str, schema: type) -> str:
     known = sorted(set(keys(schema)))
     if key in known:
         group = parent.replace(".", "/")
-        kinds = [kind for (where, kind), part in SUBSCHEMAS.items() if where == group and name in _field_names(part)]
+        kinds = [kind for (where, kind), part in subschemas().items() if where == group and name in _field_names(part)]
         return f"{key}: not a key of the chosen {group}; it belongs to {group}={'|'.join(kinds)}"
     if _kind(schema, parent.split(".")) == dict[str, Any]:
         return f"{key}: not set by any choice, so it has to be added: +{key}=VALUE"
@@ -140,7 +141,7 @@ def keys(schema: type, prefix: str = "") -> Iterator[str]:
 def _variants(name: str, kind: Any) -> list[type]:
     if not dataclasses.is_dataclass(kind):
         return []
-    others = {schema for (group, _), schema in SUBSCHEMAS.items() if group.rpartition("/")[2] == name}
+    others = {schema for (group, _), schema in subschemas().items() if group.rpartition("/")[2] == name}
     return [typing.cast(type, kind), *sorted(others - {kind}, key=lambda schema: schema.__name__)]
 
 

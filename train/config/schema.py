@@ -16,16 +16,15 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
 from data_prep.config import DataConfig
+from sage.drafts.registry import KINDS
 from train.config.draft import (
     CompressorConfig,
     ConcatConfig,
     DraftConfig,
-    Eagle3DraftConfig,
-    EagleDraftConfig,
-    ModelDraftConfig,
     RatioConfig,
     ResamplerConfig,
     SelectConfig,
+    draft_schema,
 )
 
 
@@ -317,10 +316,7 @@ class ValidateConfig:
     decode: DecodeConfig = field(default_factory=DecodeConfig)
 
 
-SUBSCHEMAS: dict[tuple[str, str], type] = {
-    ("draft", "eagle"): EagleDraftConfig,
-    ("draft", "eagle3"): Eagle3DraftConfig,
-    ("draft", "model"): ModelDraftConfig,
+_SUBSCHEMAS: dict[tuple[str, str], type] = {
     ("draft/compressor", "none"): CompressorConfig,
     ("draft/compressor", "prune"): RatioConfig,
     ("draft/compressor", "pool"): RatioConfig,
@@ -336,13 +332,20 @@ SUBSCHEMAS: dict[tuple[str, str], type] = {
 }
 
 
+def subschemas() -> dict[tuple[str, str], type]:
+    """(group, choice) -> schema, for groups whose choices have different keys."""
+    return {("draft", name): draft_schema(kind) for name, kind in KINDS.items()} | _SUBSCHEMAS
+
+
 def register() -> None:
-    """Puts the schemas where `defaults` lists find them: the roots, and one per kind under `schema/`."""
+    """Puts the schemas where `defaults` lists find them: the roots, the kinds of draft, and one per choice under `schema/`."""
     store = ConfigStore.instance()
     store.store(name="train_schema", node=Config)
     store.store(name="validate_schema", node=ValidateConfig)
-    for (group, kind), schema in SUBSCHEMAS.items():
-        store.store(group=f"schema/{group}", name=kind, node=schema)
+    for name, kind in KINDS.items():  # a kind is a choice without a YAML file
+        store.store(group="draft", name=name, node=draft_schema(kind))
+    for (group, choice), schema in _SUBSCHEMAS.items():
+        store.store(group=f"schema/{group}", name=choice, node=schema)
 
 
 def config_dir() -> Path:

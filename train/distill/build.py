@@ -1,4 +1,4 @@
-"""Which student a configuration asks for: a registry of the kinds of draft, from fresh weights or a saved draft.
+"""Builds the student of a configuration, from fresh weights or a saved draft.
 
 Owns: configuration -> student. Does not own: a kind's architecture (sage.drafts) or how it reads pairs (train.distill.student).
 """
@@ -17,23 +17,16 @@ from torch import Tensor
 import sage
 from checkpoints.export.writing import refuse_damaged
 from data_prep.dataset.vocabulary import count_tokens, most_frequent
-from sage.drafts import Draft, ModelDraft, open_draft, shallow_model
-from train.config.draft import (
-    CompressorConfig,
-    CompressorKind,
-    DraftConfig,
-    DraftKind,
-    Eagle3DraftConfig,
-    ModelDraftConfig,
-    TrainedPart,
-)
+from sage.drafts import Draft, ModelDraft, open_draft
+from sage.drafts.options import ModelOptions, TrainedPart
+from sage.drafts.registry import KINDS, StudentKind
+from train.config.draft import CompressorConfig, CompressorKind, DraftConfig
 from train.config.schema import Config, ConfigError
 from train.distill.objective import Objective
 from train.distill.student import HeadStudent, ModelStudent, Student
 from train.launch.ranks import Ranks
 
 logger = logging.getLogger(__name__)
-NOT_SIZES = ("kind", "path", "draft_vocab_size", "compressor")  # fields that `sage.new_draft` does not take as they are
 
 
 def build_student(config: Config, target: sage.Target, dataset: Any, ranks: Ranks) -> Student:
@@ -51,10 +44,15 @@ def build_student(config: Config, target: sage.Target, dataset: Any, ranks: Rank
     else:
         refuse_damaged(Path(chosen.path))
         draft = open_draft(chosen.path, target, torch.float32)
-        if kind_of(draft) is not chosen.kind:
-            raise ConfigError(f"draft.path={chosen.path}: holds draft={kind_of(draft)}, but draft={chosen.kind} is asked for")
+        check_kind(chosen, draft)
         _check_same(chosen, draft)
-    return STUDENTS[chosen.kind](draft, config)
+    return new_student(draft, config)
+
+
+def check_kind(chosen: DraftConfig, draft: Draft) -> None:
+    """Raises ConfigError if the draft in `draft.path` is not of the configured kind."""
+    if draft.kind != chosen.kind:
+        raise ConfigError(f"draft.path={chosen.path}: holds draft={draft.kind}, but draft={chosen.kind} is asked for")
 
 
 def _check_same(chosen: DraftConfig, draft: Any) -> None:
@@ -83,16 +81,13 @@ def compressor_options(chosen: CompressorConfig) -> dict[str, Any] | None:
 
 def fresh_draft(config: Config, target: sage.Target, vocabulary: Tensor | None) -> Draft:
     """A draft with fresh weights; on a target without weights, the meta device's, it has none either."""
-    if isinstance(config.draft, ModelDraftConfig):
-        assert config.draft.num_layers is not None  # train.config.checks sees to it
-        return shallow_model(target, config.draft.num_layers)
-    own = {key: value for key, value in asdict(config.draft).items() if key not in NOT_SIZES and value is not None}
-    levels = own.get("feature_levels", [])
+    chosen = {key: getattr(config.draft, key) for key in KINDS[config.draft.kind].keys}
+    levels = chosen.get("feature_levels") or []
     if any(level > target.num_layers for level in levels):
         raise ConfigError(f"draft.feature_levels={levels}: allowed: 0 to {target.num_layers}, the target's layers; change them")
-    options = {key: str(value) if key == "image_inputs" else value for key, value in own.items()}
-    options["compressor"] = compressor_options(config.draft.compressor)
-    return sage.new_draft(target, str(config.draft.kind), seed=config.seed, vocabulary=vocabulary, **options)
+    chosen["compressor"] = compressor_options(config.draft.compressor)
+    options = {key: value for key, value in chosen.items() if value is not None}
+    return sage.new_draft(target, config.draft.kind, seed=config.seed, vocabulary=vocabulary, **options)
 
 
 def draft_vocabulary(chosen: DraftConfig, target: sage.Target, dataset: Any, ranks: Ranks) -> Tensor | None:
@@ -101,7 +96,7 @@ def draft_vocabulary(chosen: DraftConfig, target: sage.Target, dataset: Any, ran
     Raises:
         ConfigError: more words than the target has.
     """
-    size = chosen.draft_vocab_size if isinstance(chosen, Eagle3DraftConfig) else None
+    size: int | None = getattr(chosen, "draft_vocab_size", None)
     if size is None:
         return None
     if size > target.vocab_size:
@@ -135,9 +130,9 @@ def build_objective(config: Config) -> Objective:
     return Objective(**chosen)
 
 
-def kind_of(draft: Draft) -> DraftKind:
-    """Which `draft=` it is."""
-    return DraftKind.model if isinstance(draft, ModelDraft) else DraftKind(draft.config.model_type.removeprefix("sage_"))
+def new_student(draft: Draft, config: Config) -> Student:
+    """The student of a draft, its trained part in float32 and marked."""
+    return STUDENTS[KINDS[config.draft.kind].student](draft, config)
 
 
 def _head_student(draft: Any, config: Config) -> Student:
@@ -145,7 +140,7 @@ def _head_student(draft: Any, config: Config) -> Student:
 
 
 def _model_student(draft: Any, config: Config) -> Student:
-    assert isinstance(config.draft, ModelDraftConfig)
+    assert isinstance(config.draft, ModelOptions)
     model, part = draft.model, config.draft.train_part
     parts = {
         TrainedPart.layers: [model.text_model.layers, model.text_model.norm],
@@ -158,8 +153,7 @@ def _model_student(draft: Any, config: Config) -> Student:
     return ModelStudent(draft, build_objective(config))
 
 
-STUDENTS: dict[DraftKind, Callable[[Any, Config], Student]] = {
-    DraftKind.eagle: _head_student,
-    DraftKind.eagle3: _head_student,
-    DraftKind.model: _model_student,
+STUDENTS: dict[StudentKind, Callable[[Any, Config], Student]] = {
+    StudentKind.head: _head_student,
+    StudentKind.model: _model_student,
 }

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sage.drafts import Draft, Head, ModelDraft
+from sage.drafts import Draft, DraftHead, ModelDraft
+from sage.drafts.registry import KINDS
 from train.distill.objective import Drafted, Objective
 from train.distill.pairs import Pairs, with_noise
 
@@ -71,13 +72,13 @@ class HeadStudent(Student):
 
     Args:
         noise: half-width of uniform noise on the target's features.
-        predicts_features: whether its output is held against the target's features.
     """
 
-    def __init__(self, draft: Head, objective: Objective, noise: float = 0.0) -> None:
+    def __init__(self, draft: DraftHead, objective: Objective, noise: float = 0.0) -> None:
         super().__init__(draft, objective)
         self.noise = noise
         self.levels = draft.levels
+        self.predicts_features = KINDS[draft.kind].predicts_features
 
     @property
     def token_map(self) -> Tensor | None:  # type: ignore[override]
@@ -86,8 +87,8 @@ class HeadStudent(Student):
         return found
 
     @property
-    def for_decoder(self) -> Head:  # type: ignore[override]
-        head: Head = self.draft
+    def for_decoder(self) -> DraftHead:  # type: ignore[override]
+        head: DraftHead = self.draft
         return head
 
     def read(self, pairs: Pairs, lm_head: Tensor) -> Drafted:
@@ -96,7 +97,7 @@ class HeadStudent(Student):
         short = draft.shorten(pairs.embeds_next.to(dtype), fused, pairs.position_ids, pairs.marks)
         steps = draft.unroll(short.embeds_next, short.features, short.position_ids, self.objective.steps, short.weight)
         rows_KSD, is_real_KS = at_supervised(steps, short.move(pairs.mask), short.run)
-        features = rows_KSD if draft.predicts_features else None
+        features = rows_KSD if self.predicts_features else None
         return Drafted(draft.to_lm_head(rows_KSD), draft.lm_head_weight(lm_head), is_real_KS, features)
 
 

@@ -18,11 +18,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig
 
 import sage
-from sage.drafts import Eagle3Draft, EagleDraft, Head, ModelDraft
+from sage.drafts import Draft, DraftHead, ModelDraft
+from sage.drafts.registry import head_kind
 from sage.model_files import read_config
 from sage.targets import is_target_folder
 from train.config.schema import Config, ConfigError
-from train.distill.build import STUDENTS, fresh_draft, kind_of
+from train.distill.build import check_kind, fresh_draft, new_student
 
 PRESETS = Path(__file__).with_name("architectures.json")
 
@@ -92,24 +93,25 @@ def meta_draft(config: Config, target: sage.Target) -> nn.Module:
     chosen = config.draft
     if chosen.path is None:
         size = getattr(chosen, "draft_vocab_size", None)
-        found = fresh_draft(config, target, None if size is None else torch.arange(size))
+        found: Draft = fresh_draft(config, target, None if size is None else torch.arange(size))
     elif is_target_folder(chosen.path):
         found = ModelDraft(meta_target(AutoConfig.from_pretrained(chosen.path)), target)
     else:
         found = _meta_head(Path(chosen.path))
-    if kind_of(found) is not chosen.kind:
-        raise ConfigError(f"draft.path={chosen.path}: holds draft={kind_of(found)}, but draft={chosen.kind} is asked for")
-    trained: nn.Module = STUDENTS[chosen.kind](found, config).draft
+    check_kind(chosen, found)
+    trained: nn.Module = new_student(found, config).draft
     return trained
 
 
-def _meta_head(folder: Path) -> Head:
+def _meta_head(folder: Path) -> DraftHead:
     sizes = read_config(folder)
-    for kind in (EagleDraft, Eagle3Draft):
-        if sizes.get("model_type") == kind.config_class.model_type:
-            with torch.device("meta"):
-                return kind(kind.config_class(**sizes))
-    raise ConfigError(f"draft.path={folder}: no draft of ours there (by its config.json); give a run's draft/ folder")
+    kind = head_kind(sizes.get("model_type"))
+    if kind is None:
+        raise ConfigError(f"draft.path={folder}: config.json is not that of a draft head; give a run's draft/ folder")
+    head = kind.draft_class()
+    with torch.device("meta"):
+        found: DraftHead = head(head.config_class(**sizes))
+    return found
 
 
 def target_architecture(path: str, revision: str | None = None) -> PreTrainedConfig:

@@ -22,9 +22,9 @@ from checkpoints.files import tidy
 from checkpoints.store import StateStore, saving
 from data_prep import StepLoader, build_dataset
 from data_prep import prompts as held_out_prompts
+from sage.drafts.options import ImageInputs
 from sage.files import write_text
 from train.config.checks import RUN_MARK, check_batch
-from train.config.draft import ImageInputs
 from train.config.schema import Config
 from train.distill.build import build_student
 from train.distill.student import Student

@@ -1,0 +1,110 @@
+"""Creates and loads drafts of every kind, and checks that a draft fits its target."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sage.drafts.head import DraftHead
+from sage.drafts.model import ModelDraft
+from sage.drafts.pruning import KEEP_ALL, Pruning
+from sage.drafts.registry import KINDS, DraftKind, StudentKind, draft_kind, head_kind
+from sage.drafts.session import DraftSession
+from sage.model_files import read_config
+from sage.targets import Target, is_target_folder
+
+Draft = DraftHead | ModelDraft
+
+
+def new_draft(
+    target: Target, kind: str = "eagle", *, seed: int | None = None, vocabulary: Tensor | None = None, **config: Any
+) -> Draft:
+    """Creates a draft with fresh weights and the target's sizes.
+
+    Args:
+        kind: a name of `sage.drafts.registry.KINDS`.
+        seed: seed of the weights; None draws from torch's global generator. With a target on the meta device the draft has no
+            weights either.
+        vocabulary: LongTensor [U], increasing target ids of the draft vocabulary, for kinds that have one; None = all.
+        config: the kind's options (`DraftKind.keys`); for a head also any size of its configuration class.
+
+    Returns:
+        the draft, in the target's dtype and on its device.
+
+    Raises:
+        ValueError: unknown kind or config key, or sizes that do not fit the target.
+    """
+    row = draft_kind(kind)
+    if vocabulary is not None and not row.has_vocabulary:
+        raise ValueError(f"draft: {kind} has no vocabulary of its own; drop vocabulary, or choose a kind that has one")
+    with torch.random.fork_rng(enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(seed)
+        with torch.device("meta") if target.is_meta else nullcontext():
+            draft: Draft = row.draft_class().new(target, row, vocabulary, **config)
+    return draft
+
+
+def load_draft(path: str | Path, target: Target, dtype: torch.dtype | None = None) -> Draft:
+    """Loads a draft for a target: a trained head, or a smaller target of the same family.
+
+    Args:
+        path: folder with config.json and model.safetensors.
+        dtype: dtype of a smaller target; None = the target's, the only one for a head, which reads the target's features.
+
+    Raises:
+        ValueError: no draft in the folder, a corrupt one, a head in another dtype, or one for another target (names both).
+    """
+    draft = open_draft(path, target, dtype or target.dtype)
+    if isinstance(draft, DraftHead) and draft.dtype != target.dtype:
+        raise ValueError(
+            f"draft: {path}: in {draft.dtype}, but it reads the features of a target in {target.dtype}; leave dtype out"
+        )
+    return draft
+
+
+def open_draft(path: str | Path, target: Target, dtype: torch.dtype) -> Draft:
+    """`load_draft` in any dtype: training keeps a head in float32 beside a target in bfloat16.
+
+    Raises:
+        ValueError: as `load_draft`, but for the dtype.
+    """
+    folder = Path(path)
+    draft: Draft = kind_of_folder(folder).draft_class().load(folder, target, dtype)
+    return draft
+
+
+def kind_of_folder(folder: Path) -> DraftKind:
+    """The kind of the draft saved in a folder; a target's folder is a draft of the kind `model`.
+
+    Raises:
+        ValueError: no draft there.
+    """
+    stored = read_config(folder)
+    if is_target_folder(folder):
+        return next(kind for kind in KINDS.values() if kind.student is StudentKind.model)
+    kind = head_kind(stored.get("model_type"))
+    if kind is None or not stored.get("target"):
+        raise ValueError(f"draft: {folder}: model_type {stored.get('model_type')!r} is not a draft of this package")
+    return kind
+
+
+def new_session(draft: Draft, target: Target, capacity: int) -> DraftSession:
+    """Starts a draft session for one request of at most `capacity` tokens."""
+    session: DraftSession = draft_kind(draft.kind).session_class()(draft, target, capacity)
+    return session
+
+
+def check_draft(draft: Draft, target: Target, pruning: Pruning = KEEP_ALL) -> None:
+    """Raises ValueError if the draft was made for another target, naming both, or cannot read a pruned prompt."""
+    draft.check(target)
+    if pruning.ratio and isinstance(draft, DraftHead) and draft.compressor is not None:
+        compressor = draft.config.compressor["kind"]
+        raise ValueError(
+            f"pruning.ratio: {pruning.ratio}; allowed: 0 for a draft with a compressor ({compressor}), which was trained on "
+            f"unpruned images; drop it"
+        )

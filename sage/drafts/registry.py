@@ -1,0 +1,122 @@
+"""The kinds of draft, one row each: the only place that lists them.
+
+Configuration, training, planning, decoding, export and inspection read the rows. Classes are named "module:Class" and imported
+on demand, so that a command line can list the kinds without importing torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from importlib import import_module
+from typing import Any
+
+from sage.drafts.options import Eagle3Options, EagleOptions, ModelOptions
+
+MODEL_TYPE_PREFIX = "sage_"  # of `model_type` in the config.json of a draft head
+
+
+class StudentKind(StrEnum):
+    """Input of a draft in training: the target's features, or the target's own inputs."""
+
+    head = "head"
+    model = "model"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftKind:
+    """A row of the registry.
+
+    Attributes:
+        name: the choice `draft=NAME`, and the second argument of `sage.new_draft`.
+        options: dataclass of the kind's configuration keys.
+        draft: "module:Class" with the class methods `new` and `load`.
+        session: "module:Class" that implements `DraftSession`, called with draft, target and capacity.
+        student: how the kind is trained.
+        predicts_features: whether the output is trained to equal the target's next feature.
+        export_formats: formats of serving engines that express it.
+    """
+
+    name: str
+    options: type
+    draft: str
+    session: str
+    student: StudentKind
+    predicts_features: bool = False
+    export_formats: tuple[str, ...] = ()
+
+    @property
+    def model_type(self) -> str:
+        """`model_type` in config.json, where the draft is a head."""
+        return MODEL_TYPE_PREFIX + self.name
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Options that `sage.new_draft` takes."""
+        return tuple(one.name for one in fields(self.options) if not one.metadata.get("training_only"))
+
+    @property
+    def has_vocabulary(self) -> bool:
+        """Whether the draft can have a vocabulary of its own, smaller than the target's."""
+        return "draft_vocab_size" in {one.name for one in fields(self.options)}
+
+    def draft_class(self) -> Any:
+        """Imports the draft's class."""
+        return _resolve(self.draft)
+
+    def session_class(self) -> Any:
+        """Imports the session's class."""
+        return _resolve(self.session)
+
+
+KINDS: dict[str, DraftKind] = {
+    kind.name: kind
+    for kind in (
+        DraftKind(
+            name="eagle",
+            options=EagleOptions,
+            draft="sage.drafts.eagle:EagleDraft",
+            session="sage.drafts.session:EagleSession",
+            student=StudentKind.head,
+            predicts_features=True,
+            export_formats=("eagle",),
+        ),
+        DraftKind(
+            name="eagle3",
+            options=Eagle3Options,
+            draft="sage.drafts.eagle3:Eagle3Draft",
+            session="sage.drafts.session:EagleSession",
+            student=StudentKind.head,
+            export_formats=("eagle3", "speculators"),
+        ),
+        DraftKind(
+            name="model",
+            options=ModelOptions,
+            draft="sage.drafts.model:ModelDraft",
+            session="sage.drafts.model:ModelSession",
+            student=StudentKind.model,
+        ),
+    )
+}
+
+
+def draft_kind(name: str) -> DraftKind:
+    """The row of a kind.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if name not in KINDS:
+        raise ValueError(f"draft: {name!r} is unknown; choose one of {', '.join(KINDS)}")
+    return KINDS[name]
+
+
+def head_kind(model_type: Any) -> DraftKind | None:
+    """The row of the draft head with this `model_type` in its config.json; None for anything else."""
+    heads = (kind for kind in KINDS.values() if kind.student is StudentKind.head)
+    return next((kind for kind in heads if kind.model_type == model_type), None)
+
+
+def _resolve(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)

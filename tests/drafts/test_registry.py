@@ -1,0 +1,141 @@
+"""A kind of draft is one row of the registry: it appears in the configuration, in help and in the Python API."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra.core.config_store import ConfigStore
+from support.messages import refused
+from support.models import make_inputs, make_qwen
+from support.train_helpers import environment
+
+import sage
+from checkpoints.export.source import load_trained
+from checkpoints.inspect import describe
+from sage.drafts import EagleConfig, EagleDraft
+from sage.drafts.options import EagleOptions
+from sage.drafts.registry import KINDS, DraftKind, StudentKind
+from train.config.checks import check
+from train.config.errors import unknown_key
+from train.config.hydra_app import compose
+from train.config.schema import Config
+from train.distill.build import fresh_draft, new_student
+from train.distill.student import HeadStudent
+
+
+@dataclass(kw_only=True)
+class ScaledOptions(EagleOptions):
+    """`scale` multiplies the target's feature."""
+
+    scale: float = 1.0
+
+
+class ScaledConfig(EagleConfig):
+    model_type = "sage_scaled"
+
+    def __init__(self, *, scale: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.scale = scale
+
+
+class ScaledDraft(EagleDraft):
+    config_class = ScaledConfig
+
+    def fuse(self, features: Any) -> torch.Tensor:
+        return features.last * self.config.scale
+
+
+ROW = DraftKind(
+    name="scaled",
+    options=ScaledOptions,
+    draft=f"{__name__}:ScaledDraft",
+    session="sage.drafts.session:EagleSession",
+    student=StudentKind.head,
+    predicts_features=True,
+)
+ARGUMENTS = ["launch.plan=true", "draft=scaled", "objective=eagle", "draft.scale=0.5"]
+
+
+@pytest.fixture
+def row(monkeypatch: pytest.MonkeyPatch) -> Iterator[DraftKind]:
+    """The registry with one more row."""
+    monkeypatch.setitem(KINDS, ROW.name, ROW)
+    yield ROW
+    ConfigStore.instance().repo["draft"].pop("scaled.yaml", None)
+
+
+def test_a_row_is_a_choice_of_the_configuration(row: DraftKind) -> None:
+    config = compose("config", ARGUMENTS, Config)
+    check(config)
+    draft: Any = config.draft
+    assert (draft.kind, draft.scale, draft.input_norm, config.run.name) == ("scaled", 0.5, True, "pocket_qwen2_5_vl-scaled")
+    assert unknown_key("draft.scale", Config).endswith("draft=scaled")
+
+
+def test_a_row_is_trained_as_its_kind_of_student(row: DraftKind) -> None:
+    config = compose("config", ARGUMENTS, Config)
+    draft = fresh_draft(config, make_qwen(), None)
+    student = new_student(draft, config)
+    assert isinstance(draft, ScaledDraft) and draft.config.scale == 0.5
+    assert isinstance(student, HeadStudent) and student.predicts_features
+
+
+def test_a_row_is_created_saved_loaded_and_decoded(row: DraftKind, tmp_path: Path) -> None:
+    target = make_qwen()
+    draft = sage.new_draft(target, "scaled", seed=0, scale=2.0)
+    draft.save_pretrained(tmp_path)
+    loaded = sage.load_draft(tmp_path, target)
+    assert isinstance(loaded, ScaledDraft) and loaded.kind == "scaled" and loaded.config.scale == 2.0
+    inputs = make_inputs(target)
+    plain = sage.generate(target, None, inputs, policy="autoregressive", max_new_tokens=8)
+    assert torch.equal(sage.generate(target, loaded, inputs, max_new_tokens=8).tokens, plain.tokens)
+    assert isinstance(load_trained(tmp_path), ScaledDraft)
+    assert describe(tmp_path).facts["architecture"] == "sage_scaled"
+
+
+@pytest.mark.slow
+def test_a_row_is_listed_in_help(tmp_path: Path) -> None:
+    code = (
+        "import sys; from dataclasses import replace; from sage.drafts.registry import KINDS\n"
+        "KINDS['scaled'] = replace(KINDS['eagle'], name='scaled')\n"
+        "from train.cli.train import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--help"], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "draft: eagle, eagle3, model, scaled" in done.stdout
+
+
+def test_without_the_row_the_kind_is_unknown() -> None:
+    with refused("'scaled'", "eagle, eagle3, model"):
+        sage.new_draft(make_qwen(), "scaled")
+    with refused("draft=scaled", "eagle, eagle3, model"):
+        compose("config", ARGUMENTS, Config)
+
+
+def test_the_kind_cannot_be_changed_without_its_schema() -> None:
+    with refused("draft.kind", "model"):
+        check(compose("config", ["launch.plan=true", "draft.kind=model"], Config))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_agree_with_their_classes(kind: str) -> None:
+    row = KINDS[kind]
+    draft = row.draft_class()
+    assert row.name == kind and callable(row.session_class())
+    assert row.student is StudentKind.model or draft.config_class.model_type == row.model_type
+
+
+@pytest.mark.slow
+def test_the_registry_is_read_without_torch() -> None:
+    code = "import sys, sage.drafts.registry, train.config.schema; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
