@@ -1,4 +1,4 @@
-"""`python -m benchmarks.training objective|step`: what training costs, printed. See docs/performance.md."""
+"""`python -m benchmarks.training objective|step`: prints time and memory of training. See docs/performance.md."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from sage.bench.shapes import SHAPES, layers_that_fit, shape_named
 from sage.cli import run
 from train.config.checks import MAX_STAGE, check
 from train.config.hydra_app import compose
-from train.config.schema import Config, Precision, register
-from train.distill.chunked_loss import Terms
+from train.config.schema import Config, ObjectiveConfig, Precision, register
+from train.distill.chunked_loss import TERMS
 from train.launch.ranks import joined, pick_device
 
 
@@ -36,11 +36,12 @@ def _objective(arguments: argparse.Namespace) -> str:
         vocabulary=arguments.vocabulary,
         hidden=arguments.hidden,
         steps=arguments.steps,
-        words=arguments.words,
+        draft_vocab_size=arguments.draft_vocab_size,
     )
-    terms = Terms(ce=arguments.ce, tv=arguments.tv, lk=arguments.lk, chunk_tokens=arguments.chunk)
+    weights = {f"{term.name}_weight": getattr(arguments, term.name) for term in TERMS}
+    config = ObjectiveConfig(**weights, feature_weight=0.0, chunk_tokens=arguments.chunk)
     dtype = DTYPES[Precision(arguments.dtype)]
-    return objective.measure(sizes, terms, arguments.repeats, dtype, pick_device(arguments.device, 0))
+    return objective.measure(sizes, config, arguments.repeats, dtype, pick_device(arguments.device, 0))
 
 
 def _step(arguments: argparse.Namespace, overrides: list[str]) -> str:
@@ -48,7 +49,7 @@ def _step(arguments: argparse.Namespace, overrides: list[str]) -> str:
     config: Config = compose("config", [*overrides, f"launch.device={arguments.device}"], Config)
     check(config)
     if config.deepspeed.stage == MAX_STAGE:
-        raise ValueError("deepspeed.stage=3: allowed: 0, 1 or 2 here; ZeRO-3 takes the draft apart, so nothing runs it alone")
+        raise ValueError("deepspeed.stage=3: allowed: 0, 1 or 2 here; under ZeRO-3 the draft cannot run outside the engine")
     with joined(arguments.device, config.launch.timeout_s) as ranks:
         if arguments.shape is None:
             with step.run_of_target(config, ranks) as made:
@@ -63,33 +64,38 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__)
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    shared.add_argument("--threads", type=int, help="of a CPU; default torch's own choice")
+    shared.add_argument("--threads", type=int, help="CPU threads; default: as torch chooses")
     kinds = parser.add_subparsers(dest="what", required=True)
-    _add_objective(kinds.add_parser("objective", parents=[shared], help="the chunked loss against the naive one"))
-    _add_step(kinds.add_parser("step", parents=[shared], help="a whole step against its parts; takes sage-train's overrides"))
+    _add_objective(kinds.add_parser("objective", parents=[shared], help="the chunked loss against the naive loss"))
+    _add_step(
+        kinds.add_parser(
+            "step", parents=[shared], help="an optimizer step against its parts; takes the overrides of sage-train"
+        )
+    )
     return parser
 
 
 def _add_objective(parser: argparse.ArgumentParser) -> None:
-    sizes, terms = objective.Sizes(), Terms()
+    sizes = objective.Sizes()
     parser.add_argument("--tokens", type=int, default=sizes.tokens, help="supervised positions")
     parser.add_argument("--vocabulary", type=int, default=sizes.vocabulary)
     parser.add_argument("--hidden", type=int, default=sizes.hidden)
     parser.add_argument("--steps", type=int, default=sizes.steps, help="unrolled steps")
-    parser.add_argument("--words", type=int, help="size of a draft vocabulary with a trained lm_head of its own")
-    parser.add_argument("--chunk", type=int, default=terms.chunk_tokens, help="objective.chunk_tokens")
-    parser.add_argument("--ce", type=float, default=1.0)
-    parser.add_argument("--tv", type=float, default=terms.tv)
-    parser.add_argument("--lk", type=float, default=terms.lk)
+    parser.add_argument("--draft-vocab-size", type=int, help="of a draft with a trained lm_head; default: the target's lm_head")
+    parser.add_argument("--chunk", type=int, default=ObjectiveConfig.chunk_tokens, help="objective.chunk_tokens")
+    for term in TERMS:
+        parser.add_argument(
+            f"--{term.name}", type=float, default=float(term.name == "ce"), help=f"objective.{term.name}_weight"
+        )
     parser.add_argument("--dtype", default="fp32", choices=[str(name) for name in Precision])
     parser.add_argument("--repeats", type=int, default=3)
 
 
 def _add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--measured", type=int, default=20, help="steps to time")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before them")
-    parser.add_argument("--shape", choices=list(SHAPES), help="a random target of these sizes in place of a folder's")
-    parser.add_argument("--layers", type=int, help="text layers of --shape; default as many as fit")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before the timed ones")
+    parser.add_argument("--shape", choices=list(SHAPES), help="use a random target of these sizes")
+    parser.add_argument("--layers", type=int, help="text layers of --shape; default: as many as fit")
     parser.add_argument("--length", type=int, default=2048, help="tokens per sequence of --shape")
 
 

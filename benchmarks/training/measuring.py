@@ -1,6 +1,6 @@
-"""Clocks and peaks, on a CPU or a GPU; runs of what is compared take turns, so that a busy machine is unfair to none.
+"""Time and peak memory of interleaved runs, on a CPU or a GPU, so that other load affects all variants alike.
 
-Owns: how seconds and bytes are taken. Does not own: what is measured.
+Owns: the clocks. Does not own: the measured functions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RESET_PEAK = "5"  # see proc(5)
 
 @dataclass
 class Samples:
-    """What repeated runs of one thing took."""
+    """Time and peak memory of repeated runs of one function."""
 
     seconds: list[float] = field(default_factory=list)
     peak_bytes: list[int] = field(default_factory=list)
@@ -34,16 +34,16 @@ class Samples:
 
     @property
     def peak(self) -> int:
-        """Bytes beyond what was allocated before, the median run's."""
+        """Median of the bytes allocated beyond those before the run."""
         return int(median(self.peak_bytes))
 
-    def spread(self) -> str:
+    def text(self) -> str:
         """`1.234 s (1.201-1.310)`."""
         return f"{self.median_s:.4g} s ({min(self.seconds):.4g}-{max(self.seconds):.4g})"
 
 
 def interleaved(works: Mapping[str, Callable[[], Any]], repeats: int, device: torch.device) -> dict[str, Samples]:
-    """Runs every work once to warm up, then all of them in turn, `repeats` times."""
+    """Runs every function once as a warm-up, then all of them in turn, `repeats` times."""
     for work in works.values():
         work()
     samples = {name: Samples() for name in works}
@@ -59,31 +59,31 @@ def interleaved(works: Mapping[str, Callable[[], Any]], repeats: int, device: to
 
 
 def now(device: torch.device) -> float:
-    """Seconds, once the device has done what it was given."""
+    """Returns seconds after a device synchronization."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def reset_peak(device: torch.device) -> int:
-    """Forgets the peak so far; returns what is allocated now.
+    """Resets the peak; returns the bytes that are allocated now.
 
     Raises:
-        ValueError: this system does not keep a process's peak memory.
+        ValueError: this system does not report the peak memory of a process.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
-    ctypes.CDLL(None).malloc_trim(0)  # what the allocator keeps of freed blocks would hide the next ones
+    ctypes.CDLL(None).malloc_trim(0)  # freed blocks kept by the allocator would hide later allocations
     try:
         CLEAR.write_text(RESET_PEAK)
     except OSError as error:
-        raise ValueError(f"{CLEAR}: cannot be written ({error}); on a CPU peak memory is measured on Linux only") from error
+        raise ValueError(f"{CLEAR}: cannot be written ({error}); peak memory on a CPU is measured on Linux only") from error
     return _resident("VmRSS")
 
 
 def peak(device: torch.device) -> int:
-    """The largest number of bytes allocated since `reset_peak`."""
+    """Returns the largest number of bytes allocated since `reset_peak`."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _resident("VmHWM")
 
 
@@ -93,7 +93,7 @@ def _resident(name: str) -> int:
 
 
 def describe_machine(device: torch.device) -> str:
-    """`2 CPU cores, 1 thread(s), load 0.5, torch 2.13.0` or the GPU's name."""
+    """Returns `2 CPU cores, 1 thread(s), load 0.5, torch 2.13.0`, or the name of the GPU."""
     facts = machine(device)
     where = facts["gpu"] if device.type == "cuda" else f"{facts['cores']} CPU cores, {torch.get_num_threads()} thread(s)"
     return f"{where}, load {facts['load_average']:.1f}, torch {torch.__version__}"

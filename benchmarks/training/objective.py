@@ -1,6 +1,6 @@
-"""The chunked objective against the loss anybody would write first: peak extra memory, time, and that they agree.
+"""The chunked objective against the naive loss: peak additional memory, time, and the difference of their results.
 
-Shapes: K steps, S supervised positions, D hidden, V vocabulary, U words the draft may say.
+Shapes: K steps, S supervised positions, D hidden size, V vocabulary, U draft vocabulary.
 """
 
 from __future__ import annotations
@@ -12,109 +12,118 @@ import torch
 from torch import Tensor
 
 from benchmarks.training.measuring import Samples, describe_machine, interleaved
-from train.distill.chunked_loss import Distillation, Terms
+from sage.bench.tables import text_table
+from train.config.schema import ObjectiveConfig
+from train.distill.chunked_loss import ChunkedDistillation
 
 GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What the objective is given. `words` = U; None borrows the target's lm_head with its whole vocabulary."""
+    """Sizes of the inputs. `draft_vocab_size` is U; None borrows the target's lm_head with its complete vocabulary."""
 
     tokens: int = 2048
     vocabulary: int = 152_064
     hidden: int = 3584
     steps: int = 1
-    words: int | None = None
+    draft_vocab_size: int | None = None
+
+    @property
+    def columns(self) -> int:
+        """U, or V without a draft vocabulary: logits per position."""
+        return self.draft_vocab_size or self.vocabulary
 
 
 @dataclass
 class Inputs:
-    """The tensors of `Sizes`. `head` is `target_head` itself where it is borrowed."""
+    """The tensors of `Sizes`. `lm_head_UD` is `target_lm_head_UD` itself where it is borrowed."""
 
-    states_KSD: Tensor
-    head_UD: Tensor
-    wanted_SD: Tensor
-    target_head_UD: Tensor
+    hidden_KSD: Tensor
+    lm_head_UD: Tensor
+    target_hidden_SD: Tensor
+    target_lm_head_UD: Tensor
     weight_KS: Tensor
 
     @property
     def leaves(self) -> list[Tensor]:
-        return [tensor for tensor in (self.states_KSD, self.head_UD) if tensor.requires_grad]
+        """Tensors that gradients are computed for."""
+        return [tensor for tensor in (self.hidden_KSD, self.lm_head_UD) if tensor.requires_grad]
 
 
 def make_inputs(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Inputs:
-    """Random states of unit size and heads that make logits of a few units, as trained ones do."""
+    """Returns random hidden states of unit variance and lm_heads with logits of a few units, as in trained models."""
     generator = torch.Generator(device).manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=device).normal_(generator=generator)
 
-    words = sizes.words or sizes.vocabulary
-    target_head = draw(words, sizes.hidden).mul_(3 * sizes.hidden**-0.5)
-    head = target_head if sizes.words is None else target_head.clone().requires_grad_()
-    wanted = draw(sizes.tokens, sizes.hidden)
-    states = (wanted + 0.5 * draw(sizes.steps, sizes.tokens, sizes.hidden)).requires_grad_()
+    target_lm_head = draw(sizes.columns, sizes.hidden).mul_(3 * sizes.hidden**-0.5)
+    lm_head = target_lm_head if sizes.draft_vocab_size is None else target_lm_head.clone().requires_grad_()
+    target_hidden = draw(sizes.tokens, sizes.hidden)
+    hidden = (target_hidden + 0.5 * draw(sizes.steps, sizes.tokens, sizes.hidden)).requires_grad_()
     weights = torch.full((sizes.steps, sizes.tokens), 1 / sizes.steps, device=device)
-    return Inputs(states, head, wanted, target_head, weights)
+    return Inputs(hidden, lm_head, target_hidden, target_lm_head, weights)
 
 
-def ours(x: Inputs, terms: Terms) -> tuple[Tensor, ...]:
-    """The loss per position, and its gradients."""
-    total = Distillation.apply(x.states_KSD, x.head_UD, x.wanted_SD, x.target_head_UD, x.weight_KS, terms)[0]
-    loss = total / len(x.wanted_SD)
+def chunked(x: Inputs, config: ObjectiveConfig) -> tuple[Tensor, ...]:
+    """Returns the mean loss per position and its gradients."""
+    arguments = (x.hidden_KSD, x.lm_head_UD, x.target_hidden_SD, x.target_lm_head_UD, x.weight_KS)
+    loss = ChunkedDistillation.apply(*arguments, config)[0] / len(x.target_hidden_SD)
     return loss.detach(), *torch.autograd.grad(loss, x.leaves)
 
 
-def naive(x: Inputs, terms: Terms) -> tuple[Tensor, ...]:
-    """The same with all logits at once and autograd."""
-    p_SU = ((x.wanted_SD @ x.target_head_UD.T).float() / terms.temperature).softmax(-1)
+def naive(x: Inputs, config: ObjectiveConfig) -> tuple[Tensor, ...]:
+    """Returns the same as `chunked`, from all logits at once with autograd."""
+    p_SU = ((x.target_hidden_SD @ x.target_lm_head_UD.T).float() / config.temperature).softmax(-1)
     loss = torch.zeros((), device=p_SU.device)
-    for states_SD, weight_S in zip(x.states_KSD, x.weight_KS, strict=True):
-        log_q_SU = ((states_SD @ x.head_UD.T).float() / terms.temperature).log_softmax(-1)
-        each_S = terms.ce * -(p_SU * log_q_SU).sum(-1)
-        if terms.has_overlap:
+    for hidden_SD, weight_S in zip(x.hidden_KSD, x.weight_KS, strict=True):
+        log_q_SU = ((hidden_SD @ x.lm_head_UD.T).float() / config.temperature).log_softmax(-1)
+        each_S = config.ce_weight * -(p_SU * log_q_SU).sum(-1)
+        if config.tv_weight or config.lk_weight:
             overlap_S = torch.minimum(p_SU, log_q_SU.exp()).sum(-1)
-            each_S = each_S + terms.tv * (1 - overlap_S) - terms.lk * overlap_S.log()
+            each_S = each_S + config.tv_weight * (1 - overlap_S) - config.lk_weight * overlap_S.log()
         loss = loss + (weight_S * each_S).sum() / len(p_SU)
     return loss.detach(), *torch.autograd.grad(loss, x.leaves)
 
 
-def measure(sizes: Sizes, terms: Terms, repeats: int, dtype: torch.dtype, device: torch.device) -> str:
-    """Both losses in turn, as the text to print."""
+def measure(sizes: Sizes, config: ObjectiveConfig, repeats: int, dtype: torch.dtype, device: torch.device) -> str:
+    """Measures both losses in interleaved runs; returns the text to print."""
     x = make_inputs(sizes, dtype, device)
-    difference = _difference(x, terms)
-    works: dict[str, Callable[[], object]] = {"chunked": lambda: ours(x, terms), "naive": lambda: naive(x, terms)}
+    difference = _difference(x, config)
+    works: dict[str, Callable[[], object]] = {"chunked": lambda: chunked(x, config), "naive": lambda: naive(x, config)}
     samples = interleaved(works, repeats, device)
-    return "\n".join((*_floor(sizes, terms, dtype), "", *_table(samples), difference, describe_machine(device)))
+    return "\n".join((*_floor(sizes, config, dtype), "", *_results(samples), difference, describe_machine(device)))
 
 
-def _difference(x: Inputs, terms: Terms) -> str:
-    """On a few positions, so that it costs little beside the measurement."""
-    few = min(64, len(x.wanted_SD))
-    small = replace(x, states_KSD=x.states_KSD[:, :few].detach().requires_grad_(), wanted_SD=x.wanted_SD[:few])
-    small = replace(small, weight_KS=x.weight_KS[:, :few])
-    pairs = list(zip(ours(small, terms), naive(small, terms), strict=True))
+def _difference(x: Inputs, config: ObjectiveConfig) -> str:
+    """Compares both losses on a few positions, cheap in comparison with the measurement."""
+    few = min(64, len(x.target_hidden_SD))
+    hidden_KSD = x.hidden_KSD[:, :few].detach().requires_grad_()
+    small = replace(x, hidden_KSD=hidden_KSD, target_hidden_SD=x.target_hidden_SD[:few], weight_KS=x.weight_KS[:, :few])
+    pairs = list(zip(chunked(small, config), naive(small, config), strict=True))
     worst = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
     return f"largest difference of loss and gradients on {few} positions, relative to the largest entry: {worst:.1e}"
 
 
-def _floor(sizes: Sizes, terms: Terms, dtype: torch.dtype) -> list[str]:
-    """What any exact computation has to do: logits of both sides and the gradient back through the lm_head."""
-    words = sizes.words or sizes.vocabulary
-    product = 2 * sizes.tokens * words * sizes.hidden
-    products = 1 + sizes.steps * (2 if sizes.words is None else 3)
-    logits = sizes.tokens * words * torch.float32.itemsize
-    chunk = min(terms.chunk_tokens, sizes.tokens)
+def _floor(sizes: Sizes, config: ObjectiveConfig, dtype: torch.dtype) -> list[str]:
+    """The minimum of any exact computation: logits of both sides and the gradient back through the lm_head."""
+    product = 2 * sizes.tokens * sizes.columns * sizes.hidden
+    products = 1 + sizes.steps * (2 if sizes.draft_vocab_size is None else 3)
+    logits = sizes.tokens * sizes.columns * torch.float32.itemsize
+    chunk = min(config.chunk_tokens, sizes.tokens)
+    chunk_logits = chunk * sizes.columns * torch.float32.itemsize
+    name = str(dtype).removeprefix("torch.")
     return [
-        f"S = {sizes.tokens}, U = {words}, D = {sizes.hidden}, K = {sizes.steps}, {str(dtype).removeprefix('torch.')}",
+        f"S = {sizes.tokens}, U = {sizes.columns}, D = {sizes.hidden}, K = {sizes.steps}, {name}",
         f"floor: {products} products of {product / 1e12:.3g} TFLOP; naive keeps float32 logits of {logits / GIB:.2f} GiB each, "
-        f"ours of {chunk} positions at a time: {chunk * words * torch.float32.itemsize / GIB:.2f} GiB",
+        f"chunked of {chunk} positions at a time: {chunk_logits / GIB:.2f} GiB",
     ]
 
 
-def _table(samples: dict[str, Samples]) -> list[str]:
-    ours_, naive_ = samples["chunked"], samples["naive"]
-    rows = [f"{name:<8}  peak extra {s.peak / GIB:7.3f} GiB   {s.spread()}" for name, s in samples.items()]
-    memory, seconds = ours_.peak / max(naive_.peak, 1), ours_.median_s / naive_.median_s
-    return [*rows, f"chunked / naive: memory {memory:.3f} (1/{1 / max(memory, 1e-9):.1f}), time {seconds:.3f}"]
+def _results(samples: dict[str, Samples]) -> list[str]:
+    ours, baseline = samples["chunked"], samples["naive"]
+    rows = [(name, f"{s.peak / GIB:.3f} GiB", s.text()) for name, s in samples.items()]
+    memory, seconds = ours.peak / max(baseline.peak, 1), ours.median_s / baseline.median_s
+    ratios = f"chunked / naive: memory {memory:.3f} (1/{1 / max(memory, 1e-9):.1f}), time {seconds:.3f}"
+    return [text_table(("loss", "peak additional", "median time (range)"), rows, "<>>", ruled=False), ratios]

@@ -1,6 +1,6 @@
-"""A whole optimizer step against its parts: the teacher's forward alone, and the draft's forward and backward alone.
+"""An optimizer step against its parts: forward pass of the teacher, forward and backward pass of the draft, each alone.
 
-What is left, the overhead, is the engine, the optimizer, the checks of every step, metrics and waiting for data.
+The remainder is overhead: the engine, the optimizer, the checks of every step, metrics and waiting for data.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import sage
 from benchmarks.training.measuring import describe_machine, now, peak, reset_peak
 from checkpoints.store import StateStore
 from sage.bench.shapes import Shape, random_target
+from sage.bench.tables import text_table
 from train.config.checks import check_batch
 from train.config.schema import Config, Precision
 from train.distill.build import build_student
@@ -40,7 +41,7 @@ DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16}
 
 @dataclass
 class Parts:
-    """Seconds of each measured step and of its parts alone."""
+    """Seconds of each measured step and of its parts alone, and tokens per step."""
 
     step: list[float] = field(default_factory=list)
     wait: list[float] = field(default_factory=list)
@@ -50,14 +51,14 @@ class Parts:
     tokens: list[int] = field(default_factory=list)
 
     def ratios(self) -> list[float]:
-        """Step, waiting included, over the sum of its parts; one per step, so that load hits both sides."""
+        """Step with data wait over the sum of its parts; one per step, so that other load affects both sides."""
         alone = zip(self.teacher, self.forward, self.backward, strict=True)
         steps = zip(self.step, self.wait, strict=True)
         return [(step + wait) / sum(parts) for (step, wait), parts in zip(steps, alone, strict=True)]
 
 
 class RandomFeed:
-    """Optimizer steps of random tokens, the second half of each sequence supervised; ready at once."""
+    """Optimizer steps of random tokens, the second half of each sequence supervised; without data wait."""
 
     def __init__(self, config: Config, target: sage.Target, length: int, accumulation: int) -> None:
         shape = (config.train.micro_batch_size, length)
@@ -73,10 +74,10 @@ class RandomFeed:
 
 @contextmanager
 def run_of_shape(config: Config, ranks: Ranks, shape: Shape, num_layers: int, length: int) -> Iterator[Run]:
-    """A run on a random target of a shape; it reads no file and writes none.
+    """Yields a run on a random target of a shape; no file is read or written.
 
     Raises:
-        ValueError: no layer, or more than the shape has.
+        ValueError: `num_layers` is 0 or exceeds the layers of the shape.
     """
     if not 1 <= num_layers <= shape.num_layers:
         raise ValueError(f"--layers {num_layers}: {shape.name} takes 1 to {shape.num_layers}")
@@ -107,7 +108,7 @@ def run_of_shape(config: Config, ranks: Ranks, shape: Shape, num_layers: int, le
 
 @contextmanager
 def run_of_target(config: Config, ranks: Ranks) -> Iterator[Run]:
-    """The run a configuration describes, with its data, in a folder that is thrown away."""
+    """Yields the run of a configuration, with its data, in a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="train-bench-") as folder:
         config.run.dir = str(Path(folder) / "run")
         with building(config, ranks) as run:
@@ -115,7 +116,7 @@ def run_of_target(config: Config, ranks: Ranks) -> Iterator[Run]:
 
 
 def measure(run: Run, num_steps: int, warmup: int) -> str:
-    """Times steps and, on the same batches, their parts alone, in turn; the text to print."""
+    """Times steps interleaved with their parts alone on the same batches; returns the text to print."""
     device, parts = run.ranks.device, Parts()
     alone = copy.deepcopy(run.engine.student)
     before = reset_peak(device)
@@ -142,12 +143,14 @@ def _measure_step(run: Run, alone: Student, steps: Iterator[MicroBatches], parts
     for batch in batches:
         begin = now(device)
         pairs = run.teacher(batch)
-        taught = now(device)
+        teacher_end = now(device)
         loss = alone(pairs, run.teacher.lm_head)[0] / count_supervised(batch["loss_mask"])
-        drafted = now(device)
+        forward_end = now(device)
         torch.autograd.grad(loss, trained)
         end = now(device)
-        teacher_s, forward_s, backward_s = teacher_s + taught - begin, forward_s + drafted - taught, backward_s + end - drafted
+        teacher_s += teacher_end - begin
+        forward_s += forward_end - teacher_end
+        backward_s += end - forward_end
     parts.teacher.append(teacher_s)
     parts.forward.append(forward_s)
     parts.backward.append(backward_s)
@@ -156,7 +159,9 @@ def _measure_step(run: Run, alone: Student, steps: Iterator[MicroBatches], parts
 def _text(run: Run, parts: Parts, peak_bytes: int) -> str:
     ratios, config = sorted(parts.ratios()), run.config
     step_s = median(s + w for s, w in zip(parts.step, parts.wait, strict=True))
-    rows = [("teacher forward", parts.teacher), ("draft forward, loss", parts.forward), ("draft backward", parts.backward)]
+    parts_s = {"teacher forward": parts.teacher, "draft forward, loss": parts.forward, "draft backward": parts.backward}
+    rows = [("optimizer step", f"{1e3 * step_s:.1f} ms", f"{median(parts.tokens) / step_s:,.0f} tokens/s")]
+    rows += [(name, f"{1e3 * median(seconds):.1f} ms", "alone") for name, seconds in parts_s.items()]
     waited = sum(parts.wait) / (sum(parts.step) + sum(parts.wait))
     return "\n".join(
         (
@@ -164,8 +169,7 @@ def _text(run: Run, parts: Parts, peak_bytes: int) -> str:
             f"{config.train.micro_batch_size} x {run.engine.accumulation}, {median(parts.tokens):.0f} tokens, "
             f"ZeRO {config.deepspeed.stage}, {config.train.precision}",
             "",
-            f"{'whole step':<20} {1e3 * step_s:9.1f} ms   {median(parts.tokens) / step_s:,.0f} tokens/s",
-            *(f"{name:<20} {1e3 * median(seconds):9.1f} ms alone" for name, seconds in rows),
+            text_table(None, rows, "<><"),
             f"step / parts: {median(ratios):.3f} ({ratios[0]:.3f}-{ratios[-1]:.3f}); data wait {100 * waited:.2f}% of the time",
             f"peak {peak_bytes / GIB:.2f} GiB beyond weights and optimizer state",
             describe_machine(run.ranks.device),

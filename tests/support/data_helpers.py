@@ -23,6 +23,7 @@ import sage
 from sage.inputs.processing import Processor
 from sage.targets.families.llava_onevision import LlavaOnevision
 from sage.targets.families.qwen2_5_vl import Qwen2_5_VL
+from train.config.schema import ObjectiveConfig
 from train.distill.objective import Objective
 from train.distill.student import HeadStudent
 from train.distill.teacher import Teacher
@@ -169,7 +170,8 @@ def make_target(family: str) -> Any:
 
 def train_step(target: Any, batch: dict[str, Any]) -> float:
     """One real distillation step of a fresh draft: teacher, draft, objective, gradient. Returns the mean loss."""
-    student = HeadStudent(sage.new_draft(target, "eagle"), Objective(ce_weight=0.1, feature_weight=1.0, chunk_tokens=64))
+    objective = Objective(ObjectiveConfig(ce_weight=0.1, feature_weight=1.0, chunk_tokens=64))
+    student = HeadStudent(sage.new_draft(target, "eagle"), objective)
     teacher = Teacher(target)
     pairs = teacher(batch)
     loss, *_ = student(pairs, teacher.lm_head)

@@ -34,7 +34,7 @@ from train.config.schema import (
     ValidateConfig,
     config_dir,
 )
-from train.distill.build import build_objective
+from train.distill.chunked_loss import weighted_terms
 from train.engine.engine import deepspeed_config, make_optimizer
 from train.engine.lr_schedule import learning_rate
 from train.monitor.sinks import check_tracking
@@ -83,7 +83,7 @@ def build_without_weights(config: Config) -> None:
     optimizer = make_optimizer(pair.draft, config, torch.device("meta"))
     assert optimizer.param_groups[0]["betas"] == (config.optim.beta1, config.optim.beta2)
     assert deepspeed_config(config, 1, check_batch(config, 1))["zero_optimization"]["stage"] == config.deepspeed.stage
-    assert build_objective(config).steps == config.objective.steps
+    assert weighted_terms(config.objective)
     assert learning_rate(config.optim, 0, 100) > 0
     assert all(new_policy(str(name), **config.decode.options.get(name, {})) for name in config.decode.policies)
     check_tracking(config)

@@ -1,24 +1,26 @@
-"""The chunked loss against a naive autograd loss in float64, in value and gradient, for every term and mixture."""
+"""The chunked loss against a naive autograd loss in float64, in value and gradient, for every term and combination of terms."""
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from train.distill.chunked_loss import Distillation, Terms
-from train.distill.objective import Drafted, Objective, Sums
-from train.distill.student import at_supervised
+from train.config.schema import ObjectiveConfig
+from train.distill.chunked_loss import TERMS, ChunkedDistillation, weighted_terms
+from train.distill.objective import METRIC_NAMES, DraftOutput, LossSums, Objective
+from train.distill.student import gather_supervised
 
 U, D, E, S, K = 37, 12, 10, 23, 3
 WEIGHTS = ("ce_weight", "tv_weight", "lk_weight", "feature_weight")
 
 
 def make(dtype: torch.dtype = torch.float64, spread: float = 1.0, seed: int = 0, same_head: bool = False) -> dict[str, Tensor]:
-    """States of the draft, its own lm_head, what is wanted, the target's rows, which chains are real."""
+    """Hidden states of the draft, its own lm_head, target features, lm_head rows of the target, valid chains."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -27,43 +29,47 @@ def make(dtype: torch.dtype = torch.float64, spread: float = 1.0, seed: int = 0,
     size = E if same_head else D
     target_head = draw(U, E)
     return {
-        "states": draw(K, S, size).requires_grad_(),
+        "hidden": draw(K, S, size).requires_grad_(),
         "head": target_head if same_head else draw(U, D).requires_grad_(),
-        "wanted": draw(S, E),
+        "target_features": draw(S, E),
         "target_head": target_head,
-        "is_real": torch.rand(K, S, generator=generator) < 0.8,
+        "is_valid": torch.rand(K, S, generator=generator) < 0.8,
         "features": draw(K, S, E).requires_grad_(),
     }
 
 
-def ours(objective: Objective, x: dict[str, Tensor]) -> Sums:
-    drafted = Drafted(x["states"], x["head"], x["is_real"], x["features"])
-    return objective(drafted, x["wanted"], x["target_head"])
+LEAVES = ("hidden", "head", "features")
+
+
+def ours(objective: Objective, x: dict[str, Tensor]) -> LossSums:
+    output = DraftOutput(x["hidden"], x["head"], x["is_valid"], x["features"])
+    return objective(output, x["target_features"], x["target_head"])
 
 
 def naive(objective: Objective, x: dict[str, Tensor]) -> Tensor:
     """All logits at once, autograd throughout, one step after the other."""
-    decay = [objective.step_decay**k for k in range(objective.steps)]
-    total = x["states"].new_zeros(())
-    for k in range(len(x["states"])):
-        p = (x["wanted"] @ x["target_head"].T / objective.temperature).softmax(-1)
-        log_q = (x["states"][k] @ x["head"].T / objective.temperature).log_softmax(-1)
+    config = objective.config
+    decay = [config.step_decay**k for k in range(config.steps)]
+    total = x["hidden"].new_zeros(())
+    for k in range(len(x["hidden"])):
+        p = (x["target_features"] @ x["target_head"].T / config.temperature).softmax(-1)
+        log_q = (x["hidden"][k] @ x["head"].T / config.temperature).log_softmax(-1)
         overlap = torch.minimum(p, log_q.exp()).sum(-1)
-        gap = (x["features"][k] - x["wanted"]).abs()
-        beta = objective.smooth_l1_beta
+        gap = (x["features"][k] - x["target_features"]).abs()
+        beta = config.smooth_l1_beta
         smooth = torch.where(gap < beta, gap**2 / (2 * beta), gap - beta / 2).mean(-1)
         each = (
-            objective.ce_weight * -(p * log_q).sum(-1)
-            + objective.tv_weight * (p - log_q.exp()).abs().sum(-1) / 2
-            + objective.lk_weight * -overlap.log()
-            + objective.feature_weight * smooth
+            config.ce_weight * -(p * log_q).sum(-1)
+            + config.tv_weight * (p - log_q.exp()).abs().sum(-1) / 2
+            + config.lk_weight * -overlap.log()
+            + config.feature_weight * smooth
         )
-        total = total + decay[k] / sum(decay) * (each * x["is_real"][k]).sum()
+        total = total + decay[k] / sum(decay) * (each * x["is_valid"][k]).sum()
     return total
 
 
 def gradients(total: Tensor, x: dict[str, Tensor]) -> list[Tensor]:
-    leaves = [x["states"], x["features"], *([x["head"]] if x["head"].requires_grad else [])]
+    leaves = [x["hidden"], x["features"], *([x["head"]] if x["head"].requires_grad else [])]
     return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, _grad(total, leaves), strict=True)]
 
 
@@ -73,10 +79,16 @@ def _grad(total: Tensor, leaves: list[Tensor]) -> tuple[Tensor | None, ...]:
 
 def objective_of(*names: str, **options: Any) -> Objective:
     weights = dict.fromkeys(WEIGHTS, 0.0) | {name: 0.3 + 0.4 * i for i, name in enumerate(names)}
-    return Objective(**{"steps": K, "step_decay": 0.8, "chunk_tokens": 5, **weights, **options})
+    return Objective(ObjectiveConfig(**{"steps": K, "step_decay": 0.8, "chunk_tokens": 5, **weights, **options}))
 
 
 MIXTURES = [names for count in (1, 2, 4) for names in itertools.combinations(WEIGHTS, count)]
+
+
+def test_every_term_has_a_weight_in_the_configuration_and_a_naive_counterpart_here() -> None:
+    in_config = {part.name for part in fields(ObjectiveConfig) if part.name.endswith("_weight")}
+    assert in_config == set(WEIGHTS) == {f"{term.name}_weight" for term in TERMS} | {"feature_weight"}
+    assert [(term.name, weight) for term, weight in weighted_terms(objective_of("lk_weight").config)] == [("lk", 0.3)]
 
 
 @pytest.mark.parametrize("names", MIXTURES, ids=["+".join(n.removesuffix("_weight") for n in names) for names in MIXTURES])
@@ -91,7 +103,7 @@ def test_value_and_gradients_equal_the_naive_loss(names: tuple[str, ...], temper
 
 @pytest.mark.parametrize("chunk", [1, 7, S, 1000])
 @pytest.mark.parametrize("same_head", [True, False])
-def test_chunks_and_a_borrowed_head_change_nothing(chunk: int, same_head: bool) -> None:
+def test_chunk_size_and_a_borrowed_head_change_nothing(chunk: int, same_head: bool) -> None:
     objective, x = objective_of(*WEIGHTS, chunk_tokens=chunk, smooth_l1_beta=0.3), make(same_head=same_head)
     total, expected = ours(objective, x).loss, naive(objective, x)
     torch.testing.assert_close(total, expected, rtol=1e-12, atol=0)
@@ -100,45 +112,45 @@ def test_chunks_and_a_borrowed_head_change_nothing(chunk: int, same_head: bool) 
 
 
 def test_gradcheck() -> None:
-    """Away from ties of p and q, where tv and lk have kinks."""
+    """Away from ties of p and q, where tv and lk are not differentiable."""
     x = make()
-    terms = Terms(ce=0.5, tv=0.7, lk=0.2, temperature=1.5, chunk_tokens=2)
+    config = ObjectiveConfig(ce_weight=0.5, tv_weight=0.7, lk_weight=0.2, feature_weight=0.0, temperature=1.5, chunk_tokens=2)
     weight = torch.rand(2, 4, dtype=torch.float64)
 
-    def loss(states: Tensor, head: Tensor) -> Tensor:
-        return Distillation.apply(states, head, x["wanted"][:4], x["target_head"], weight, terms)[0]
+    def loss(hidden: Tensor, head: Tensor) -> Tensor:
+        return ChunkedDistillation.apply(hidden, head, x["target_features"][:4], x["target_head"], weight, config)[0]
 
-    rows = x["states"].detach()[:2, :4].clone().requires_grad_()
+    rows = x["hidden"].detach()[:2, :4].clone().requires_grad_()
     assert torch.autograd.gradcheck(loss, (rows, x["head"]))
 
 
-def test_float32_is_as_exact_as_float32_can_be() -> None:
+def test_float32_is_accurate_to_float32_rounding() -> None:
     objective = objective_of(*WEIGHTS)
     small, wide = make(torch.float32), {k: v.double() if v.is_floating_point() else v for k, v in make(torch.float32).items()}
-    wide = {k: v.detach().requires_grad_() if k in ("states", "head", "features") else v for k, v in wide.items()}
+    wide = {k: v.detach().requires_grad_() if k in LEAVES else v for k, v in wide.items()}
     total, expected = ours(objective, small).loss, naive(objective, wide)
     torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=0)  # logits of ~10 rounded to 1e-7 relative
     for mine, theirs in zip(gradients(total, small), gradients(expected, wide), strict=True):
         assert float((mine.double() - theirs).abs().max()) < 1e-5 * float(theirs.abs().max())
 
 
-def test_laws_that_hardly_overlap_keep_a_finite_and_exact_gradient() -> None:
-    """Spread 6 gives logits of some hundreds, so that a is 1e-20 and less, in float32 even nothing."""
+def test_distributions_with_almost_no_overlap_have_a_finite_and_exact_gradient() -> None:
+    """Spread 6 gives logits of some hundreds, so that a is 1e-20 or less, and underflows in float32."""
     objective, x = objective_of("lk_weight"), make(spread=6.0)
     total, expected = ours(objective, x).loss, naive(objective, x)
     torch.testing.assert_close(total, expected, rtol=1e-10, atol=0)
     for mine, theirs in zip(gradients(total, x), gradients(expected, x), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-9)
     small = {k: v.detach().float() if v.is_floating_point() else v for k, v in x.items()}
-    small = {k: v.requires_grad_() if k in ("states", "head", "features") else v for k, v in small.items()}
+    small = {k: v.requires_grad_() if k in LEAVES else v for k, v in small.items()}
     for gradient in gradients(ours(objective, small).loss, small):
         assert bool(gradient.isfinite().all())
 
 
-def test_equal_laws_have_no_loss_and_no_gradient() -> None:
+def test_equal_distributions_have_no_loss_and_no_gradient() -> None:
     x = make(same_head=True)
-    x["states"] = x["wanted"].expand(K, -1, -1).clone().requires_grad_()
-    x["is_real"] = torch.ones(K, S, dtype=torch.bool)
+    x["hidden"] = x["target_features"].expand(K, -1, -1).clone().requires_grad_()
+    x["is_valid"] = torch.ones(K, S, dtype=torch.bool)
     sums = ours(objective_of("tv_weight", "lk_weight"), x)
     assert float(sums.loss.detach()) == pytest.approx(0, abs=1e-12) and float(sums.kl) == pytest.approx(0, abs=1e-12)
     assert float(sums.acceptance) == pytest.approx(S) and sums.agreement == S
@@ -153,31 +165,34 @@ def test_no_position_gives_zero_and_a_gradient_of_zero() -> None:
     assert not torch.autograd.grad(sums.loss, x["head"])[0].any()
 
 
-def test_what_is_reported_is_of_the_first_step() -> None:
+def test_metrics_are_those_of_the_first_step() -> None:
     x = make()
     sums = ours(objective_of("ce_weight", "feature_weight"), x)
-    real = x["is_real"][0]
-    p, q = ((s @ h.T).softmax(-1)[real] for s, h in ((x["wanted"], x["target_head"]), (x["states"][0], x["head"])))
-    assert sums.agreement == (p.argmax(-1) == q.argmax(-1)).sum() and sums.count == real.sum()
+    valid = x["is_valid"][0]
+    sides = ((x["target_features"], x["target_head"]), (x["hidden"][0], x["head"]))
+    p, q = ((hidden @ head.T).softmax(-1)[valid] for hidden, head in sides)
+    assert sums.agreement == (p.argmax(-1) == q.argmax(-1)).sum() and sums.count == valid.sum()
     torch.testing.assert_close(sums.acceptance, torch.minimum(p, q).sum())
     torch.testing.assert_close(sums.ce, -(p * q.log()).sum())
     torch.testing.assert_close(sums.kl, (p * (p / q).log()).sum())
-    assert sums.detached().shape == (7,) and sums.detached().dtype == torch.float64
+    assert sums.stacked().shape == (len(METRIC_NAMES) + 1,) and sums.stacked().dtype == torch.float64
+    named = dict(zip(METRIC_NAMES, sums.stacked(), strict=False))
+    assert (named["loss_ce"], named["agreement"], named["kl"]) == (sums.ce.detach(), sums.agreement, sums.kl)
 
 
-def test_one_step_weighs_one_and_several_share_it() -> None:
+def test_step_weights_sum_to_one() -> None:
     x = make()
-    drafted = Drafted(x["states"], x["head"], torch.ones(K, S, dtype=torch.bool))
-    weights = objective_of("ce_weight", step_decay=0.5).step_weights(drafted)
+    output = DraftOutput(x["hidden"], x["head"], torch.ones(K, S, dtype=torch.bool))
+    weights = objective_of("ce_weight", step_decay=0.5).step_weights(output)
     torch.testing.assert_close(weights[:, 0], torch.tensor([4, 2, 1], dtype=torch.float64) / 7)
-    one = Drafted(x["states"][:1], x["head"], torch.ones(1, S, dtype=torch.bool))
+    one = DraftOutput(x["hidden"][:1], x["head"], torch.ones(1, S, dtype=torch.bool))
     assert (objective_of("ce_weight", steps=1).step_weights(one) == 1).all()
 
 
-def test_rows_of_an_unrolled_pass_are_those_of_the_same_token() -> None:
-    """Row s of step i is pair s + i; the value tells pair and step."""
+def test_rows_of_an_unrolled_pass_belong_to_the_same_token() -> None:
+    """Row s of step i is pair s + i; the value encodes pair and step."""
     steps = [(torch.arange(6 - i)[None, :, None] + i + 100 * i).double() for i in range(3)]
     mask = torch.tensor([[False, True, False, False, True, True]])
-    rows, is_real = at_supervised(steps, mask)
+    rows, is_valid = gather_supervised(steps, mask)
     assert rows[..., 0].tolist() == [[1, 4, 5], [101, 104, 105], [202, 204, 205]]
-    assert is_real.tolist() == [[True] * 3, [True] * 3, [False, True, True]]
+    assert is_valid.tolist() == [[True] * 3, [True] * 3, [False, True, True]]

@@ -1,4 +1,4 @@
-"""Which input goes with which wanted feature, by hand."""
+"""The index shift from sequences to pairs, worked out by hand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_pairs_of_five_tokens_are_those_of_the_table() -> None:
     assert pairs.features.last.flatten().tolist() == [0, 1, 2]
     assert pairs.features.levels[0].flatten().tolist() == [20, 21, 22]
     assert pairs.embeds_next.flatten().tolist() == [11, 12, 13]
-    assert pairs.wanted.flatten().tolist() == [1, 2, 3]
+    assert pairs.features_next.flatten().tolist() == [1, 2, 3]
     assert pairs.position_ids.tolist() == [[0, 1, 2]]
     assert pairs.mask.tolist() == [[False, True, True]]
     assert pairs.marks.visual.tolist() == [[True, False, False]]
@@ -40,11 +40,11 @@ def test_three_axis_positions_are_cut_along_tokens() -> None:
     assert torch.equal(pairs.position_ids, positions[:, :, :3])
 
 
-def test_noise_is_within_its_bounds_on_every_level_and_leaves_the_wanted_alone() -> None:
+def test_noise_is_bounded_on_every_level_and_not_added_to_the_features_to_predict() -> None:
     pairs = pairs_of_five()
     assert with_noise(pairs.features, 0.0) is pairs.features
     torch.manual_seed(0)
     noisy = with_noise(pairs.features, 0.1)
-    for clean, spoilt in ((pairs.features.last, noisy.last), (pairs.features.levels[0], noisy.levels[0])):
-        assert 0 < float((spoilt - clean).abs().max()) <= 0.1
-    assert pairs.wanted.flatten().tolist() == [1, 2, 3]
+    for clean, noised in ((pairs.features.last, noisy.last), (pairs.features.levels[0], noisy.levels[0])):
+        assert 0 < float((noised - clean).abs().max()) <= 0.1
+    assert pairs.features_next.flatten().tolist() == [1, 2, 3]

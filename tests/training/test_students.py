@@ -18,7 +18,7 @@ import sage
 from data_prep.dataset.vocabulary import most_frequent
 from sage.drafts import Eagle3Draft, ModelDraft, shallow_model
 from train.config.hydra_app import compose
-from train.config.schema import Config
+from train.config.schema import Config, ObjectiveConfig
 from train.distill.build import end_tokens
 from train.distill.objective import Objective
 from train.distill.student import HeadStudent, ModelStudent
@@ -137,7 +137,7 @@ def batch_of(target: sage.Target) -> dict[str, Any]:
 
 
 def objective(**options: Any) -> Objective:
-    return Objective(**{"ce_weight": 1.0, "feature_weight": 0.0, "chunk_tokens": 3, **options})
+    return Objective(ObjectiveConfig(**{"ce_weight": 1.0, "feature_weight": 0.0, "chunk_tokens": 3, **options}))
 
 
 def test_a_head_with_its_own_words_equals_the_loss_by_hand() -> None:
@@ -154,7 +154,7 @@ def test_a_head_with_its_own_words_equals_the_loss_by_hand() -> None:
     steps = draft.unroll(pairs.embeds_next, draft.fuse(pairs.features), pairs.position_ids, 3)
     total = torch.zeros((), dtype=torch.float64)
     for i, (hidden, weight) in enumerate(zip(steps, (4 / 7, 2 / 7, 1 / 7), strict=True)):
-        p = (pairs.wanted[:, i:] @ target.lm_head.weight[vocabulary].T).softmax(-1)
+        p = (pairs.features_next[:, i:] @ target.lm_head.weight[vocabulary].T).softmax(-1)
         log_q = draft.logits(hidden, target).log_softmax(-1)
         total = total - weight * ((p * log_q).sum(-1) * pairs.mask[:, i:]).sum()
     torch.testing.assert_close(ours, total, rtol=1e-12, atol=0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -251,7 +252,7 @@ def _check_optim(config: Config) -> None:
 
 def _check_objective(config: Config) -> None:
     objective = config.objective
-    weights = ("ce_weight", "feature_weight", "tv_weight", "lk_weight")
+    weights = [part.name for part in fields(objective) if part.name.endswith("_weight")]
     for name in (*weights, "feature_noise"):
         _at_least(f"objective.{name}", getattr(objective, name), 0)
     if not any(getattr(objective, name) for name in weights):

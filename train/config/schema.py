@@ -158,9 +158,11 @@ class DeepspeedConfig:
 
 @dataclass(kw_only=True)
 class ObjectiveConfig:
-    """The mixture of terms and the steps a head is unrolled for (see `train.distill.objective.Objective`).
+    """Weights of the loss terms and the number of unrolled steps (see `train.distill.objective.Objective`).
 
-    `chunk_tokens` positions see the vocabulary at once; `feature_noise` is the half-width of uniform noise on the input.
+    `<name>_weight` belongs to the term of that name in `train.distill.chunked_loss.TERMS`; `feature_weight` to SmoothL1 on the
+    features. Logits exist for `chunk_tokens` positions at a time; `feature_noise` is the half-width of uniform noise on the
+    input features.
     """
 
     ce_weight: float = MISSING

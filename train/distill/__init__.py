@@ -1,1 +1,4 @@
-"""What is trained on what: the frozen teacher, pairs of features and tokens, the student, and the chunked objective."""
+"""Online distillation: the frozen teacher, (feature, next token) pairs, the student with its draft, and the chunked objective.
+
+Does not own the training loop (train.run), the engine (train.engine) or the draft architectures (sage.drafts).
+"""

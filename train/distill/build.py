@@ -1,6 +1,7 @@
-"""Builds the student of a configuration, from fresh weights or a saved draft.
+"""Builds the student of a configuration, with fresh weights or from a saved draft.
 
-Owns: configuration -> student. Does not own: a kind's architecture (sage.drafts) or how it reads pairs (train.distill.student).
+Owns: configuration -> student. Does not own: the architecture of a draft (sage.drafts), its training forward pass
+(train.distill.student).
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ logger = logging.getLogger(__name__)
 
 
 def build_student(config: Config, target: sage.Target, dataset: Any, ranks: Ranks) -> Student:
-    """The draft in float32 with its objective: loaded from `draft.path`, or fresh from `seed`, the same on every rank.
+    """Returns the draft in float32 with its objective: loaded from `draft.path`, or with fresh weights drawn from `seed`.
 
     Args:
-        dataset: whose supervised tokens a reduced draft vocabulary is counted from.
+        dataset: a reduced draft vocabulary holds its most frequent supervised tokens.
 
     Raises:
-        ValueError: `draft.path` holds no draft, one of another kind, or one made for another target; sizes do not fit.
+        ValueError: `draft.path` holds no draft, or one of another kind or for another target; the sizes do not fit.
     """
     chosen = config.draft
     if chosen.path is None:
@@ -56,7 +57,7 @@ def check_kind(chosen: DraftConfig, draft: Draft) -> None:
 
 
 def _check_same(chosen: DraftConfig, draft: Any) -> None:
-    """What a saved head was made with must be what the configuration says."""
+    """Refuses a saved head whose `config.json` contradicts the configuration."""
     if isinstance(draft, ModelDraft):
         return
     for name in ("image_inputs", "input_norm"):
@@ -65,22 +66,24 @@ def _check_same(chosen: DraftConfig, draft: Any) -> None:
             raise ConfigError(
                 f"draft.{name}={getattr(chosen, name)}: {chosen.path} was made with {made}; give draft.{name}={made}"
             )
-    made_with = getattr(draft.config, "compressor", None)
-    if compressor_options(chosen.compressor) != made_with:
-        kind, *numbers = (made_with or {"kind": CompressorKind.none}).items()
-        words = " ".join([f"draft/compressor={kind[1]}", *(f"draft.compressor.{key}={value}" for key, value in numbers)])
-        raise ConfigError(f"draft/compressor={chosen.compressor.kind}: {chosen.path} was made with another; give {words}")
+    saved = getattr(draft.config, "compressor", None)
+    if compressor_options(chosen.compressor) != saved:
+        kind, *numbers = (saved or {"kind": CompressorKind.none}).items()
+        overrides = [f"draft/compressor={kind[1]}", *(f"draft.compressor.{key}={value}" for key, value in numbers)]
+        raise ConfigError(
+            f"draft/compressor={chosen.compressor.kind}: {chosen.path} has another one; give {' '.join(overrides)}"
+        )
 
 
 def compressor_options(chosen: CompressorConfig) -> dict[str, Any] | None:
-    """A head's own way of writing its compressor (see `sage.drafts.compressor.compressor`); None for none."""
+    """Returns `compressor` as in the `config.json` of a head (see `sage.drafts.compressor.compressor`); None for none."""
     if chosen.kind is CompressorKind.none:
         return None
     return {"kind": str(chosen.kind)} | {key: value for key, value in asdict(chosen).items() if key != "kind"}
 
 
 def fresh_draft(config: Config, target: sage.Target, vocabulary: Tensor | None) -> Draft:
-    """A draft with fresh weights; on a target without weights, the meta device's, it has none either."""
+    """Returns a draft with fresh weights; on the meta device if the target is there."""
     chosen = {key: getattr(config.draft, key) for key in KINDS[config.draft.kind].keys}
     levels = chosen.get("feature_levels") or []
     if any(level > target.num_layers for level in levels):
@@ -91,10 +94,10 @@ def fresh_draft(config: Config, target: sage.Target, vocabulary: Tensor | None) 
 
 
 def draft_vocabulary(chosen: DraftConfig, target: sage.Target, dataset: Any, ranks: Ranks) -> Tensor | None:
-    """The words a draft with a reduced vocabulary may say, counted by rank 0; None for all.
+    """Returns the target ids of a reduced draft vocabulary, LongTensor [U], counted on rank 0; None for the full vocabulary.
 
     Raises:
-        ConfigError: more words than the target has.
+        ConfigError: it is larger than the target's vocabulary.
     """
     size: int | None = getattr(chosen, "draft_vocab_size", None)
     if size is None:
@@ -111,32 +114,25 @@ def _count(size: int, target: sage.Target, dataset: Any) -> list[int]:
     counts = count_tokens(dataset, target.vocab_size)
     ids = most_frequent(counts, size, end_tokens(target))
     share = float(counts[ids].sum() / counts.sum().clamp(min=1))
-    logger.info("draft vocabulary: %d of %d words, %.2f%% of the supervised tokens", size, target.vocab_size, 100 * share)
+    logger.info("draft vocabulary: %d of %d tokens, %.2f%% of the supervised ones", size, target.vocab_size, 100 * share)
     found: list[int] = ids.tolist()
     return found
 
 
 def end_tokens(target: sage.Target) -> list[int]:
-    """The tokens an answer may end with; a draft that cannot say them drafts past every end."""
+    """Returns the EOS ids of the target; without them in its vocabulary, a draft would continue after the end of an answer."""
     tokenizer = target.processor.tokenizer if target.processor is not None else None
     own = [tokenizer.eos_token_id] if tokenizer is not None and tokenizer.eos_token_id is not None else []
     return sorted({*target.eos_token_ids, *own})
 
 
-def build_objective(config: Config) -> Objective:
-    """The loss."""
-    chosen = asdict(config.objective)
-    del chosen["feature_noise"]
-    return Objective(**chosen)
-
-
 def new_student(draft: Draft, config: Config) -> Student:
-    """The student of a draft, its trained part in float32 and marked."""
+    """Returns the student of a draft; its trained part is in float32 and requires gradients."""
     return STUDENTS[KINDS[config.draft.kind].student](draft, config)
 
 
 def _head_student(draft: Any, config: Config) -> Student:
-    return HeadStudent(draft.float().train().requires_grad_(True), build_objective(config), config.objective.feature_noise)
+    return HeadStudent(draft.float().train().requires_grad_(True), Objective(config.objective))
 
 
 def _model_student(draft: Any, config: Config) -> Student:
@@ -150,7 +146,7 @@ def _model_student(draft: Any, config: Config) -> Student:
     model.model.float().train()
     for module in parts[part]:
         module.requires_grad_(True)
-    return ModelStudent(draft, build_objective(config))
+    return ModelStudent(draft, Objective(config.objective))
 
 
 STUDENTS: dict[StudentKind, Callable[[Any, Config], Student]] = {

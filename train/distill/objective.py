@@ -1,55 +1,59 @@
-"""The loss of a micro-batch: what a draft said at the supervised positions, held against the target.
+"""The loss of a micro-batch: draft predictions at the supervised positions, compared with the target.
 
-Owns: the mixture of terms, step weights, what is reported beside the loss. Does not own: the chunked computation
-(train.distill.chunked_loss), which positions count (`pairs`), the division by the number of supervised tokens (the
-step does that, over all ranks).
+Owns: the weighted sum of all terms, the weights of unrolled steps, the metrics beside the loss. Does not own: the terms and
+their chunked computation (train.distill.chunked_loss), the supervised positions (train.distill.pairs), the division by the
+number of supervised tokens over all ranks (train.run.loop).
 
-Shapes: K steps, S supervised positions, D draft's hidden, E target's hidden, U words the draft may say.
+Shapes: K steps, S supervised positions, D draft hidden size, E target hidden size, U draft vocabulary.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from train.distill.chunked_loss import STATS, Distillation, Terms
+from train.config.schema import ObjectiveConfig
+from train.distill.chunked_loss import STATISTICS, ChunkedDistillation
+
+# Metrics in the order of `LossSums.stacked`, whose last entry is the count they are divided by.
+METRIC_NAMES = ("loss", "loss_ce", "loss_feature", "agreement", "acceptance", "kl")
 
 
 @dataclass
-class Drafted:
-    """What a draft says at the supervised positions, K steps deep.
+class DraftOutput:
+    """Predictions of a draft at the supervised positions, unrolled for K steps.
 
     Attributes:
-        states: [K, S, D], what its lm_head reads; row s of step k for the same token as row s of step 0.
-        head: [U, D], that lm_head: its own, trained or not, or the target's.
-        is_real: BoolTensor [K, S], False where a sequence begins too late for a chain of that depth.
-        features: [K, S, E], predictions of the target's feature; None of a draft that makes none.
+        hidden: [K, S, D], input of the draft's lm_head; row s of every step predicts the same token.
+        lm_head: [U, D], the draft's own weight, trained or not, or the target's.
+        is_valid: BoolTensor [K, S], False where a sequence starts too late for a chain of that depth.
+        features: [K, S, E], predicted target features; None for a draft that predicts none.
     """
 
-    states: Tensor
-    head: Tensor
-    is_real: Tensor
+    hidden: Tensor
+    lm_head: Tensor
+    is_valid: Tensor
     features: Tensor | None = None
 
 
 @dataclass
-class Sums:
-    """Sums over supervised positions; divide by `count` for means. `loss` carries the gradient, the rest is for the eye.
+class LossSums:
+    """Sums over supervised positions; divide by `count` for means. `loss` carries the gradient, the other fields are metrics.
 
-    All but `loss` are those of the first step, so they can be compared between drafts; probabilities are those of the laws
-    at the objective's temperature, within the words the draft may say.
+    All fields except `loss` and `agree_KS` describe the first step, so that they can be compared between drafts; probabilities
+    are those at the objective's temperature, within the draft vocabulary.
 
     Attributes:
-        loss: the weighted sum that is trained on.
+        loss: weighted sum of all terms and steps.
         ce: soft cross-entropy in nats.
-        feature: SmoothL1, a mean over the E features of each position; 0 where it is not trained on.
-        agreement: positions where draft and target pick the same token.
-        acceptance: sum of min(p, q) over the vocabulary, the chance that a sampled draft token is accepted.
-        kl: ce less the target's entropy; 0 for equal laws.
+        feature: SmoothL1, averaged over the E features of each position; 0 if its weight is 0.
+        agreement: positions where draft and target have the same most probable token.
+        acceptance: sum of min(p, q) over the vocabulary, the acceptance probability of a sampled draft token.
+        kl: `ce` minus the entropy of the target; 0 for equal distributions.
         count: supervised positions.
-        agree_KS: BoolTensor, of every step and position; not a sum.
+        agree_KS: BoolTensor, agreement of every step and position; not a sum.
     """
 
     loss: Tensor
@@ -61,73 +65,58 @@ class Sums:
     count: Tensor
     agree_KS: Tensor
 
-    def detached(self) -> Tensor:
-        """[7] float64, the sums in the order of the fields, for adding up and reducing over ranks."""
-        return torch.stack([getattr(self, f.name).detach().double() for f in fields(self)[:-1]])
+    def stacked(self) -> Tensor:
+        """Returns the sums as a detached [7] float64 tensor, ordered like METRIC_NAMES and then `count`."""
+        sums = (self.loss, self.ce, self.feature, self.agreement, self.acceptance, self.kl, self.count)
+        return torch.stack([value.detach().double() for value in sums])
 
 
-@dataclass(kw_only=True)
 class Objective:
-    """Sum over steps k of w_k * (ce * CE + tv * TV + lk * LK + feature * SmoothL1), summed over positions.
+    """Sum over steps k of w_k * (sum of weighted terms + feature_weight * SmoothL1), summed over positions.
 
-    w_k is step_decay^k, divided by their sum, so that a loss does not grow with the number of steps. The target's law is
-    restricted to the words the draft may say and renormalised.
+    w_k is step_decay^k, divided by the sum of all step weights, so that the loss does not grow with the number of steps. The
+    target distribution is restricted to the draft vocabulary and renormalized.
 
     Ref: SpecVLM, arXiv 2509.11815 (0.1 CE + 1.0 SmoothL1); EAGLE-3, arXiv 2503.01840, section 3.2 (steps, reduced
     vocabulary); LK losses, arXiv 2602.23881. Differs by: EAGLE-3 does not divide by the sum of its weights.
 
     Args:
-        ce_weight, tv_weight, lk_weight, feature_weight: the mixture.
-        steps, step_decay: K, and the weight of a step relative to the one before.
-        temperature: of both laws.
-        smooth_l1_beta: where SmoothL1 turns from square to absolute.
-        chunk_tokens: positions whose logits exist at once.
+        config: weights of the terms and all other numbers.
     """
 
-    ce_weight: float
-    feature_weight: float
-    tv_weight: float = 0.0
-    lk_weight: float = 0.0
-    steps: int = 1
-    step_decay: float = 1.0
-    temperature: float = 1.0
-    smooth_l1_beta: float = 1.0
-    chunk_tokens: int = 256
+    def __init__(self, config: ObjectiveConfig) -> None:
+        self.config = config
 
-    def __call__(self, drafted: Drafted, wanted_SE: Tensor, lm_head_UE: Tensor) -> Sums:
-        """Sums over all positions and steps.
+    def __call__(self, output: DraftOutput, target_features_SE: Tensor, target_lm_head_UE: Tensor) -> LossSums:
+        """Returns the sums over all positions and steps.
 
         Args:
-            wanted_SE: the target's features.
-            lm_head_UE: frozen, the rows of the words the draft may say.
+            target_features_SE: features of the target at the same positions, the input of its lm_head.
+            target_lm_head_UE: frozen lm_head rows of the draft vocabulary.
         """
-        weight_KS = self.step_weights(drafted)
-        terms = Terms(
-            ce=self.ce_weight,
-            tv=self.tv_weight,
-            lk=self.lk_weight,
-            temperature=self.temperature,
-            chunk_tokens=self.chunk_tokens,
+        weight_KS = self.step_weights(output)
+        loss, stats_KX, agree_KS = ChunkedDistillation.apply(
+            output.hidden, output.lm_head, target_features_SE, target_lm_head_UE, weight_KS, self.config
         )
-        loss, stats_KX, agree_KS = Distillation.apply(drafted.states, drafted.head, wanted_SE, lm_head_UE, weight_KS, terms)
         feature_K = loss.new_zeros(len(weight_KS))
-        if self.feature_weight:
-            assert drafted.features is not None, "objective.feature_weight with a draft that predicts no feature"
-            distance_KS = smooth_l1(drafted.features, wanted_SE, self.smooth_l1_beta)
-            loss = loss + self.feature_weight * (weight_KS * distance_KS).sum()
+        if self.config.feature_weight:
+            assert output.features is not None, "objective.feature_weight with a draft that predicts no feature"
+            distance_KS = smooth_l1(output.features, target_features_SE, self.config.smooth_l1_beta)
+            loss = loss + self.config.feature_weight * (weight_KS * distance_KS).sum()
             feature_K = distance_KS.sum(1)
-        first = dict(zip(STATS, stats_KX[0], strict=True))
-        return Sums(loss=loss, feature=feature_K[0], count=drafted.is_real[0].sum(), agree_KS=agree_KS, **first)
+        first = dict(zip(STATISTICS, stats_KX[0], strict=True))
+        return LossSums(loss=loss, feature=feature_K[0], count=output.is_valid[0].sum(), agree_KS=agree_KS, **first)
 
-    def step_weights(self, drafted: Drafted) -> Tensor:
-        """[K, S], 0 where there is no such chain."""
-        wide = torch.promote_types(drafted.states.dtype, torch.float32)
-        decay_K = self.step_decay ** torch.arange(self.steps, device=drafted.states.device, dtype=wide)
-        return (decay_K / decay_K.sum())[: len(drafted.states), None] * drafted.is_real
+    def step_weights(self, output: DraftOutput) -> Tensor:
+        """Returns w_k of every position, [K, S]; 0 where the chain is not valid."""
+        wide = torch.promote_types(output.hidden.dtype, torch.float32)
+        steps_K = torch.arange(self.config.steps, device=output.hidden.device, dtype=wide)
+        decay_K = self.config.step_decay**steps_K
+        return (decay_K / decay_K.sum())[: len(output.hidden), None] * output.is_valid
 
 
-def smooth_l1(predicted_KSE: Tensor, wanted_SE: Tensor, beta: float) -> Tensor:
-    """SmoothL1 in float32 or wider, a mean over features, [K, S]."""
+def smooth_l1(predicted_KSE: Tensor, target_SE: Tensor, beta: float) -> Tensor:
+    """Returns SmoothL1 averaged over features, [K, S], in float32 or wider."""
     wide = torch.promote_types(predicted_KSE.dtype, torch.float32)
-    wanted_KSE = wanted_SE.to(wide).expand_as(predicted_KSE)
-    return nn.functional.smooth_l1_loss(predicted_KSE.to(wide), wanted_KSE, beta=beta, reduction="none").mean(-1)
+    target_KSE = target_SE.to(wide).expand_as(predicted_KSE)
+    return nn.functional.smooth_l1_loss(predicted_KSE.to(wide), target_KSE, beta=beta, reduction="none").mean(-1)

@@ -1,19 +1,19 @@
-"""What a draft is trained on: whole sequences shifted into pairs.
+"""Training examples of a draft: (feature, next token) pairs of complete sequences, and the features to predict.
 
-Owns: which input goes with which wanted feature, which positions are supervised. Does not own: where features come from (the
-teacher), the loss.
+Owns: the index shift between inputs, targets of the loss and supervised positions. Does not own: the computation of features
+(train.distill.teacher), the loss.
 
-Index shift, by a sequence of five tokens x0..x4 of which x3 and x4 are the answer (loss_mask 0 0 0 1 1), features f0..f4:
+Index shift for a sequence of five tokens x0..x4 of which x3 and x4 are the answer (loss_mask 0 0 0 1 1), features f0..f4:
 
-    pair t           predicts   whose lm_head is the law of   supervised
-    0 = (f0, e1)     f1         x2                            loss_mask[2] = 0, no
-    1 = (f1, e2)     f2         x3                            loss_mask[3] = 1, yes
-    2 = (f2, e3)     f3         x4                            loss_mask[4] = 1, yes
-    3 = (f3, e4)     f4         x5, not in the sequence       not computed
+    pair t           predicts   lm_head gives the distribution of   supervised
+    0 = (f0, e1)     f1         x2                                  loss_mask[2] = 0, no
+    1 = (f1, e2)     f2         x3                                  loss_mask[3] = 1, yes
+    2 = (f2, e3)     f3         x4                                  loss_mask[4] = 1, yes
+    3 = (f3, e4)     f4         x5, not in the sequence             not computed
 
-So T tokens give T - 2 pairs: features[:, :T-2] and embeds[:, 1:T-1] in, features[:, 1:T-1] to match, loss_mask[:, 2:].
+T tokens give T - 2 pairs: inputs features[:, :T-2] and embeds[:, 1:T-1], targets features[:, 1:T-1], mask loss_mask[:, 2:].
 
-Shapes: B batch, T tokens, P = T - 2 pairs, D hidden.
+Shapes: B batch, T tokens, P = T - 2 pairs, D hidden size.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from sage.targets.target import Features
 
 @dataclass
 class Pairs:
-    """A micro-batch as a draft sees it, and the features to match.
+    """A micro-batch of draft inputs, and the features to predict.
 
     Attributes:
         embeds_next: [B, P, D], embedding of token t + 1.
-        features: the target's of token t, [B, P, D] each: the last, and the levels the draft asked for.
+        features: target features of token t, [B, P, D] each: the last one, and the levels that the draft reads.
         position_ids: [B, P] or [3, B, P], rope positions of token t.
-        wanted: [B, P, D], the target's last feature of token t + 1.
+        features_next: [B, P, D], last target feature of token t + 1, to be predicted.
         mask: BoolTensor [B, P], whether token t + 2 is supervised.
-        marks: which pairs are visual, and of which turn: what a compressor goes by.
-        inputs: the batch it was made from, for a draft that reads for itself.
+        marks: visual pairs and turns, for a visual compressor.
+        inputs: the micro-batch itself, for a draft that embeds its own inputs.
     """
 
     embeds_next: Tensor
     features: Features
     position_ids: Tensor
-    wanted: Tensor
+    features_next: Tensor
     mask: Tensor
     marks: Marks
     inputs: dict[str, Any] = field(default_factory=dict)
@@ -60,17 +60,21 @@ def make_pairs(
     ends: Tensor,
     inputs: dict[str, Any] | None = None,
 ) -> Pairs:
-    """Shifts whole sequences into pairs (see the table above).
+    """Shifts complete sequences into pairs (see the table above).
 
     Args:
-        embeds: [B, T, D]; features: of all T tokens; position_ids: [B, T] or [3, B, T]; loss_mask, visual_mask: [B, T].
+        embeds: [B, T, D].
+        features: of all T tokens.
+        position_ids: [B, T] or [3, B, T].
+        loss_mask: [B, T], supervised tokens.
+        visual_mask: [B, T], placeholder tokens of images and videos.
         ends: BoolTensor [B, T], tokens that end a turn.
     """
     return Pairs(
         embeds_next=embeds[:, 1:-1],
         features=Features(features.last[:, :-2], tuple(level[:, :-2] for level in features.levels)),
         position_ids=position_ids[..., :-2],
-        wanted=features.last[:, 1:-1],
+        features_next=features.last[:, 1:-1],
         mask=loss_mask[:, 2:].bool(),
         marks=Marks.of(visual_mask, ends, loss_mask.bool()).first(embeds.shape[1] - 2),
         inputs=inputs or {},
@@ -78,14 +82,16 @@ def make_pairs(
 
 
 def count_supervised(loss_mask: Tensor) -> Tensor:
-    """The number of positions `make_pairs` supervises: tokens of the answer that have two tokens before them."""
+    """Returns the number of supervised pairs: answer tokens with at least two tokens before them."""
     return loss_mask[:, 2:].sum()
 
 
 def with_noise(features: Features, half_width: float) -> Features:
-    """Uniform noise in [-half_width, half_width] on the draft's input, against its own errors piling up when drafting.
+    """Adds uniform noise in [-half_width, half_width] to the input features, against error accumulation when drafting.
 
-    Ref: EAGLE, arXiv 2401.15077, section 4.2 (0.1). Draws from torch's generator, so a resumed run draws the same.
+    Draws from torch's global generator, whose state is part of a checkpoint.
+
+    Ref: EAGLE, arXiv 2401.15077, section 4.2 (0.1).
     """
     if not half_width:
         return features

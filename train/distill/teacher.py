@@ -1,8 +1,8 @@
-"""The frozen target as a teacher: features of whole conversations, in the same step that trains the draft.
+"""The frozen target as a teacher: its features of complete conversations, computed in the step that trains the draft.
 
-Owns: what of the target's forward pass becomes the draft's input. Does not own: the loss.
+Owns: the conversion of a target forward pass into draft inputs. Does not own: the loss.
 
-Shapes: D hidden, V the target's vocabulary, U words the draft may say.
+Shapes: D hidden size, U draft vocabulary.
 """
 
 from __future__ import annotations
@@ -19,20 +19,24 @@ from train.distill.pairs import Pairs, make_pairs
 
 
 class Teacher:
-    """A target, whole on this rank.
+    """Turns micro-batches into `Pairs`.
 
     Args:
-        target: frozen, on the device.
-        image_inputs: `embed` gives the draft the visual embeddings, `token` those of the placeholder token.
-        levels: indices k of the target's hidden_states[k] the draft reads beside the last feature.
-        token_map: LongTensor [U], the words the draft may say; None = all.
+        target: frozen, on the device of this rank.
+        image_inputs: embedding of visual positions in the draft's input; `embed` takes the visual embedding, `token` that of
+            the placeholder token.
+        levels: indices k of hidden_states[k] that the draft reads beside the last feature.
+        token_map: LongTensor [U], target ids of the draft vocabulary; None = the target's vocabulary.
+
+    Raises:
+        ValueError: the lm_head of the target has a bias.
     """
 
     def __init__(
         self, target: Target, image_inputs: str = "embed", levels: Sequence[int] = (), token_map: Tensor | None = None
     ) -> None:
         if getattr(target.lm_head, "bias", None) is not None:
-            raise ValueError(f"target: {target.name} has an lm_head with a bias, which no known family has")
+            raise ValueError(f"target: {target.name} has an lm_head with a bias, which is not supported")
         self.target = target
         self.image_inputs = image_inputs
         self.levels = tuple(levels)
@@ -41,12 +45,12 @@ class Teacher:
 
     @property
     def lm_head(self) -> Tensor:
-        """[U, D], frozen: the rows of the words the draft may say."""
+        """[U, D], frozen lm_head rows of the draft vocabulary."""
         return self._lm_head
 
     @torch.no_grad()
     def __call__(self, batch: dict[str, Any]) -> Pairs:
-        """One micro-batch (see `data_prep.batching.loader`) -> what the draft sees and has to predict."""
+        """Runs the target on a micro-batch (see `data_prep.batching.loader`) and returns its pairs."""
         prompt = self.target.embed(batch)
         features = self.target.features(prompt, self.levels)
         embeds = prompt.embeds if self.image_inputs == "embed" else self.target.embed_tokens(prompt.input_ids)

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from train.distill.objective import METRIC_NAMES
 from train.launch.ranks import Ranks
 from train.monitor.acceptance_estimate import DEPTH, ChainEstimate
 from train.state.resume import TrainState
-
-NAMES = ("loss", "loss_ce", "loss_feature", "agreement", "acceptance", "kl")  # the sums of objective.Sums but its count
 
 
 class Meter:
@@ -42,7 +41,7 @@ class Meter:
         """Takes what a micro-batch reports; stays on the device.
 
         Args:
-            sums: `Sums.detached()`.
+            sums: `LossSums.stacked()`.
             agree_KS, mask_BP: see `ChainEstimate.add`.
         """
         self._sums = sums if self._sums is None else self._sums + sums
@@ -66,7 +65,7 @@ class Meter:
         now = time.perf_counter()
         elapsed = now - self._start
         state.time_s += elapsed
-        means = {name: value / count for name, value in zip(NAMES, sums, strict=True)}
+        means = {name: value / count for name, value in zip(METRIC_NAMES, sums, strict=True)}
         line: dict[str, float | int] = {
             "step": state.step,
             "tokens": state.tokens,

@@ -65,7 +65,7 @@ def building(config: Config, ranks: Ranks) -> Iterator[Run]:
     assert target.processor is not None
     dataset = build_dataset(config.data, target.processor, "train")
     student = build_student(config, target, dataset, ranks)
-    prompts = prepare_prompts(config, target, student.for_decoder, ranks)
+    prompts = prepare_prompts(config, target, student.decoding_draft, ranks)
     loader = partial(build_loader, config, ranks, dataset, target)
     steps = total_steps(config, loader(0).steps_per_epoch)
     store = StateStore(state_folder(config.run.dir), config.train.keep_last, config.train.keep_every)
