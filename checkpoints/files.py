@@ -13,7 +13,7 @@ import re
 import shutil
 from pathlib import Path
 
-from sage.files import fsync
+from sage.files import fsync, fsync_tree
 
 logger = logging.getLogger(__name__)
 LEFTOVER = re.compile(r"\.(.+)\.(part|old)")
@@ -27,7 +27,7 @@ def replace_folder(part: Path, final: Path) -> None:
     """
     settle(final)
     share(part)
-    sync_tree(part)
+    fsync_tree(part)
     if final.exists() and exchange(part, final):
         fsync(final.parent)
         shutil.rmtree(part)
@@ -98,12 +98,6 @@ def share(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file() and path.stat().st_mode & 0o777 != mode:
             path.chmod(mode)
-
-
-def sync_tree(folder: Path) -> None:
-    """Flushes a folder, its files and its folders to the disk."""
-    for path in (*sorted(folder.rglob("*")), folder):
-        fsync(path)
 
 
 def remove_folder(folder: Path) -> None:

@@ -11,11 +11,24 @@ from checkpoints.export.expressible import COMPRESSOR, told_compressor
 from checkpoints.export.facts import read_json
 from checkpoints.export.folder import CONFIG, Weights
 from checkpoints.export.formats.layout import Head
-from checkpoints.export.source import BEST, LAST, PROVENANCE, RUN_MARK, find_source
+from checkpoints.export.source import find_source
 from checkpoints.export.validator.validator import check_folder
-from checkpoints.export.writing import ABOUT, find_damage, is_sealed, settle
-from checkpoints.store import MANIFEST, STEP_NAME, BadState, StateStore, step_name, verify
+from checkpoints.export.writing import ABOUT, find_damage, settle
+from checkpoints.run_folder import (
+    BEST_DRAFT,
+    DRAFT,
+    PROVENANCE,
+    STATE,
+    STEP_NAME,
+    is_run,
+    list_steps,
+    run_of,
+    state_folder,
+    step_name,
+)
+from checkpoints.store import verify_state
 from sage.drafts.registry import head_kind
+from sage.manifest import MANIFEST, CorruptFolder, has_manifest
 from sage.targets import is_target_folder
 
 
@@ -49,7 +62,7 @@ def _unknown(found: Description) -> None:
 
 
 def _is_state(folder: Path) -> bool:
-    return STEP_NAME.fullmatch(folder.name) is not None and folder.parent.name == "state"
+    return STEP_NAME.fullmatch(folder.name) is not None and folder.parent.name == STATE
 
 
 def _is_ours(folder: Path) -> bool:
@@ -61,7 +74,7 @@ def _is_foreign(folder: Path) -> bool:
 
 
 def _is_export(folder: Path) -> bool:
-    return is_sealed(folder) or (folder / ABOUT).is_file()
+    return has_manifest(folder) or (folder / ABOUT).is_file()
 
 
 def _peek(folder: Path) -> dict[str, Any]:
@@ -73,15 +86,15 @@ def _peek(folder: Path) -> dict[str, Any]:
 
 def _run(found: Description) -> None:
     folder = found.folder
-    drafts = [name for name in (BEST, LAST) if (folder / name / CONFIG).is_file()]
+    drafts = [name for name in (BEST_DRAFT, DRAFT) if (folder / name / CONFIG).is_file()]
     known = _provenance(found, folder)
-    steps = StateStore(folder / "state").steps()
+    steps = list_steps(state_folder(folder))
     found.facts = {"started": known.get("started"), "target": _target_line(known.get("target") or {})}
     found.facts |= {"drafts": drafts or "none yet", "saved at steps": steps, "data fingerprint": known.get("data_fingerprint")}
     for step in steps:
         try:
-            verify(folder / "state" / step_name(step))
-        except BadState as error:
+            verify_state(state_folder(folder) / step_name(step))
+        except CorruptFolder as error:
             found.problems.append(str(error))
     for name in drafts:
         inner = Description(folder / name, "draft")
@@ -89,7 +102,7 @@ def _run(found: Description) -> None:
         found.problems += inner.problems
         found.facts[name] = f"{inner.facts.get('architecture')}, {inner.facts.get('parameters')} parameters"
     if drafts:
-        source = find_source(folder, LAST if LAST in drafts else drafts[0])
+        source = find_source(folder, DRAFT if DRAFT in drafts else drafts[0])
         found.facts["steps trained"] = source.step
         found.table = (source.report or {}).get("policies", {})
 
@@ -105,10 +118,10 @@ def _provenance(found: Description, run: Path) -> dict[str, Any]:
 
 def _state(found: Description) -> None:
     run = found.folder.parent.parent
-    if (run / RUN_MARK).is_file():
+    if is_run(run):
         known = _provenance(found, run)
         found.facts = {"target": _target_line(known.get("target") or {}), "data fingerprint": known.get("data_fingerprint")}
-    manifest = verify(found.folder)
+    manifest = verify_state(found.folder)
     sizes = [facts["bytes"] for facts in manifest["files"].values()]
     found.facts |= {"steps trained": manifest["step"], "files": f"{len(sizes)}, {sum(sizes) / 2**20:.1f} MiB"}
 
@@ -127,11 +140,11 @@ def _ours(found: Description) -> None:
         found.facts["compressor"] = told_compressor(config[COMPRESSOR])
     if (folder / ABOUT).is_file():
         _add_about(found, folder)
-    elif (folder.parent / RUN_MARK).is_file():
+    elif run_of(folder):
         source = find_source(folder)
         found.facts |= {"steps trained": source.step, "data fingerprint": source.provenance.get("data_fingerprint")}
         found.table = (source.report or {}).get("policies", {})
-    if is_sealed(folder):
+    if has_manifest(folder):
         _find_damage(found)
 
 
@@ -195,7 +208,7 @@ def _add_about(found: Description, folder: Path) -> None:
 
 
 def _find_damage(found: Description) -> None:
-    if not is_sealed(found.folder):
+    if not has_manifest(found.folder):
         found.problems.append(f"{MANIFEST}: missing, nothing vouches for the files")
         return
     try:
@@ -216,7 +229,7 @@ def _target_line(target: dict[str, Any]) -> str:
 
 Look = Callable[[Description], None]
 KINDS_OF_FOLDERS: tuple[tuple[str, Callable[[Path], bool], Look], ...] = (
-    ("run", lambda folder: (folder / RUN_MARK).is_file(), _run),
+    ("run", is_run, _run),
     ("saved state of a run", _is_state, _state),
     ("draft (ours, for sage.load_draft)", _is_ours, _ours),
     ("export", _is_export, _export),

@@ -13,31 +13,24 @@ state (train.state.resume).
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
-from checkpoints.files import part_of, remove_folder, replace_folder, sync_tree, tidy
+from checkpoints.files import part_of, remove_folder, replace_folder, tidy
+from checkpoints.run_folder import list_steps, step_name
 from sage.cli import EXIT_CRASH
 from sage.files import write_text
+from sage.manifest import MANIFEST, CorruptFolder, verify_manifest, write_manifest
 
 logger = logging.getLogger(__name__)
 
-MANIFEST = "manifest.json"
 LATEST, BEST = "latest", "best"
-STEP_NAME = re.compile(r"step_(\d{8})")
-
-
-class BadState(ValueError):
-    """A folder that is not what its manifest says."""
 
 
 class SaveFailed(RuntimeError):
@@ -120,10 +113,7 @@ class StateStore:
 
     def steps(self) -> list[int]:
         """Steps of the complete states, oldest first; not verified."""
-        if not self.folder.is_dir():
-            return []
-        found = (STEP_NAME.fullmatch(path.name) for path in self.folder.iterdir())
-        return sorted(int(match.group(1)) for match in found if match)
+        return list_steps(self.folder)
 
     def newest(self) -> Path | None:
         """The newest state that is whole; None where there is none yet.
@@ -131,20 +121,20 @@ class StateStore:
         A damaged state is named in a warning and the one before it is used.
 
         Raises:
-            BadState: there are states and every one of them is damaged.
+            CorruptFolder: there are states and every one of them is damaged.
         """
         problems = []
         for step in reversed(self.steps()):
             folder = self.folder / step_name(step)
             try:
-                verify(folder)
-            except BadState as error:
+                verify_state(folder)
+            except CorruptFolder as error:
                 problems.append(str(error))
                 logger.warning("%s; going back to the state before it", error)
             else:
                 return folder
         if problems:
-            raise BadState(f"{problems[0]}; no other state is whole; start again with another run.dir")
+            raise CorruptFolder(f"{problems[0]}; no other state is whole; start again with another run.dir")
         return None
 
     def _prune(self, step: int, best_step: int | None) -> None:
@@ -156,87 +146,13 @@ class StateStore:
                 remove_folder(self.folder / step_name(known))
 
 
-def step_name(step: int) -> str:
-    """`step_00000100`."""
-    return f"step_{step:08d}"
-
-
-# -- sealed folders -----------------------------------------------------------------------------------------------------
-
-
-def write_manifest(folder: Path, step: int) -> None:
-    """Lists every file of `folder` with size and hash, each flushed to the disk first."""
-    sync_tree(folder)
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
-    files = {path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in paths}
-    write_text(folder / MANIFEST, _manifest_text({"step": step, "files": files}))
-
-
-def verify(folder: Path) -> dict[str, Any]:
-    """Compares every file of a sealed folder, the manifest included, with what was sealed.
-
-    Returns:
-        the manifest.
+def verify_state(folder: Path) -> dict[str, Any]:
+    """Compares a state with its manifest and its folder's name; returns the manifest.
 
     Raises:
-        BadState: names the folder, the file and what is wrong with it.
+        CorruptFolder: names the file that differs.
     """
-    manifest = read_manifest(folder)
-    for name, facts in manifest["files"].items():
-        path = folder / name
-        if not path.is_file():
-            raise BadState(f"{folder}: {name} is missing, its {MANIFEST} lists it")
-        if path.stat().st_size != facts["bytes"]:
-            raise BadState(f"{folder}: {name} has {path.stat().st_size} bytes, its {MANIFEST} says {facts['bytes']}")
-        try:
-            is_same = sha256(path) == facts["sha256"]
-        except OSError as error:
-            raise BadState(f"{folder}: {name} cannot be read ({error.strerror})") from error
-        if not is_same:
-            raise BadState(f"{folder}: {name} is damaged, its content is not what its {MANIFEST} says")
+    manifest = verify_manifest(folder)
+    if folder.name != step_name(manifest["step"]):  # the step is in no file's hash
+        raise CorruptFolder(f"{folder / MANIFEST}: corrupt: step {manifest['step']} in the folder {folder.name}")
     return manifest
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """A manifest whose form is right and whose names stay inside `folder`; the files themselves are not looked at.
-
-    Raises:
-        BadState: names what is wrong with it.
-    """
-    path = folder / MANIFEST
-    try:
-        text = path.read_text(encoding="utf-8")
-        manifest = json.loads(text)
-    except OSError as error:
-        raise BadState(f"{folder}: {MANIFEST} is missing") from error
-    except ValueError as error:
-        raise BadState(f"{path}: damaged, not a manifest any more") from error
-    if not _has_manifest_form(manifest):
-        raise BadState(f"{path}: damaged, not a manifest any more")
-    for name in manifest["files"]:
-        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\\" in name:
-            raise BadState(f"{path}: names {name!r}, which leads out of the folder")
-    # A byte may also flip where JSON does not care: the manifest must be the very text that is written for its content.
-    if text != _manifest_text(manifest):
-        raise BadState(f"{path}: damaged, not the text that was written")
-    named = STEP_NAME.fullmatch(folder.name)  # no file's hash depends on the step, so it is held against the folder's name
-    if named and int(named.group(1)) != manifest["step"]:
-        raise BadState(f"{path}: damaged, step {manifest['step']} in a folder of step {int(named.group(1))}")
-    return dict(manifest)
-
-
-def _has_manifest_form(manifest: Any) -> bool:
-    if not isinstance(manifest, dict) or set(manifest) != {"step", "files"} or not isinstance(manifest["files"], dict):
-        return False
-    facts = manifest["files"].values()
-    return type(manifest["step"]) is int and all(isinstance(f, dict) and set(f) == {"bytes", "sha256"} for f in facts)
-
-
-def _manifest_text(manifest: dict[str, Any]) -> str:
-    return json.dumps(manifest, indent=1) + "\n"
-
-
-def sha256(path: Path) -> str:
-    """Hex digest of a file's content."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -54,6 +54,12 @@ def write_json(path: Path, content: Any) -> None:
     write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
+def fsync_tree(folder: Path) -> None:
+    """Flushes a folder and everything in it to disk."""
+    for path in (*sorted(folder.rglob("*")), folder):
+        fsync(path)
+
+
 def fsync(path: Path) -> None:
     """Flushes a file or a folder to disk."""
     handle = os.open(path, os.O_RDONLY)

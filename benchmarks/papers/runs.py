@@ -14,8 +14,8 @@ from pathlib import Path
 
 from benchmarks.papers.figures import digest
 from benchmarks.papers.settings import Settings
-from checkpoints.store import sha256
 from sage.files import write_text
+from sage.manifest import sha256
 
 logger = logging.getLogger(__name__)
 MARK = "trained"  # in a run folder that is whole: its identity

@@ -6,19 +6,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from checkpoints.export.facts import read_json
 from checkpoints.export.folder import CONFIG
 from checkpoints.export.writing import refuse_damaged
-from checkpoints.store import STEP_NAME, StateStore
+from checkpoints.run_folder import BEST_DRAFT, DRAFT, PROVENANCE, draft_report, draft_step, is_run, read_config, run_of
+from checkpoints.run_folder import CONFIG as RUN_CONFIG
 from sage.drafts import DraftHead
 from sage.drafts.registry import head_kind
 from sage.model_files import load_weights
 from sage.targets import is_target_folder
-
-RUN_MARK, PROVENANCE, REPORT = "config.yaml", "provenance.json", "report.json"
-BEST, LAST = "draft_best", "draft"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,14 +50,14 @@ def find_source(path: Path, name: str | None = None) -> Source:
     """
     if not path.is_dir():
         raise ValueError(f"{path}: no such folder; give a run's folder or a draft's")
-    if not (path / RUN_MARK).is_file():
+    if not is_run(path):
         if not (path / CONFIG).is_file():
-            raise ValueError(f"{path}: neither a run ({RUN_MARK}) nor a draft ({CONFIG})")
+            raise ValueError(f"{path}: neither a run ({RUN_CONFIG}) nor a draft ({CONFIG})")
         if name:
             raise ValueError(f"--draft {name}: {path} belongs to no run to choose from: it is a draft's own folder")
-        parent = path.parent if (path.parent / RUN_MARK).is_file() else None
-        return _of_run(path, parent) if parent else Source(draft=path)
-    names = [name] if name else [BEST, LAST]
+        run = run_of(path)
+        return _of_run(path, run) if run else Source(draft=path)
+    names = [name] if name else [BEST_DRAFT, DRAFT]
     for candidate in names:
         if (path / candidate / CONFIG).is_file():
             return _of_run(path / candidate, path)
@@ -69,39 +65,14 @@ def find_source(path: Path, name: str | None = None) -> Source:
 
 
 def _of_run(draft: Path, run: Path) -> Source:
-    report = _report(run, draft.name)
-    steps = StateStore(run / "state").steps()
-    last = report["step"] if report and "step" in report else (steps[-1] if steps else None)
     return Source(
         draft=draft,
         run=run,
-        step=last,
-        recipe=_yaml(run / RUN_MARK),
+        step=draft_step(draft),
+        recipe=read_config(run),
         provenance=read_json(run / PROVENANCE) if (run / PROVENANCE).is_file() else {},
-        report=report,
+        report=draft_report(draft),
     )
-
-
-def _report(run: Path, name: str) -> dict[str, Any] | None:
-    """The newest validation; for the best draft the one that made it the best (the first with the highest score)."""
-    folders = sorted(path for path in (run / "validation").glob("step_*") if STEP_NAME.fullmatch(path.name))
-    reports = [{"step": _step(path), **read_json(path / REPORT)} for path in folders if (path / REPORT).is_file()]
-    if not reports:
-        return None
-    return max(reports, key=score) if name == BEST else reports[-1]
-
-
-def _step(folder: Path) -> int:
-    match = STEP_NAME.fullmatch(folder.name)
-    assert match is not None
-    return int(match.group(1))
-
-
-def score(report: dict[str, Any]) -> float:
-    """tokens_per_target_pass of `sage`, else of the first policy that drafts; what a run keeps its best draft by."""
-    drafting = {name: part for name, part in report.get("policies", {}).items() if name != "autoregressive"}
-    chosen: dict[str, Any] = drafting.get("sage") or next(iter(drafting.values()), {})
-    return float(chosen.get("tokens_per_target_pass", 0.0))
 
 
 SETTINGS = ("step", "target", "device", "dtype", "prompts", "max_new_tokens", "temperature", "seed")
@@ -116,14 +87,6 @@ def headline(report: dict[str, Any] | None) -> dict[str, Any] | None:
         for name, part in report.get("policies", {}).items()
     }
     return {**{key: report[key] for key in SETTINGS if key in report}, "policies": policies}
-
-
-def _yaml(path: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read ({' '.join(str(error).split())})") from error
-    return content if isinstance(content, dict) else {}
 
 
 def load_trained(folder: Path) -> DraftHead:

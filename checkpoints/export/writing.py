@@ -18,13 +18,9 @@ from safetensors import SafetensorError
 
 from checkpoints.export.facts import read_json
 from checkpoints.files import part_of, replace_folder, settle
-from checkpoints.store import MANIFEST, BadState, verify, write_manifest
+from sage.manifest import MANIFEST, CorruptFolder, has_manifest, verify_manifest, write_manifest
 
 ABOUT = "sage_export.json"  # what the export is, for people, for `--inspect` and for importing it again
-
-
-class Damaged(ValueError):
-    """A file of a sealed folder is not what was sealed; the message names the file."""
 
 
 @contextmanager
@@ -66,27 +62,18 @@ def _refuse_existing(out: Path, overwrite: bool) -> None:
         raise ValueError(f"--out {out}: exists; give another folder, or --overwrite to replace it")
 
 
-def is_sealed(folder: Path) -> bool:
-    """Whether the folder claims to be whole."""
-    return (folder / MANIFEST).is_file()
-
-
 def find_damage(folder: Path) -> None:
     """Compares every file of a sealed folder, the manifest included, with what was sealed.
 
     Raises:
-        Damaged: names the file.
+        CorruptFolder: names the file.
     """
-    try:
-        manifest = verify(folder)
-    except BadState as error:
-        raise Damaged(str(error)) from error
-    _compare_step(folder, manifest["step"])
+    _compare_step(folder, verify_manifest(folder)["step"])
 
 
 def refuse_damaged(folder: Path) -> None:
-    """Raises `Damaged` for a sealed folder that is not what was sealed; one that never was sealed passes."""
-    if is_sealed(folder):
+    """Raises CorruptFolder for a sealed folder that is not what was sealed; one that never was sealed passes."""
+    if has_manifest(folder):
         find_damage(folder)
 
 
@@ -94,4 +81,4 @@ def _compare_step(folder: Path, step: object) -> None:
     """The one number in a manifest that no file's hash depends on is also written in the sealed description."""
     written = read_json(folder / ABOUT).get("step") if (folder / ABOUT).is_file() else step
     if written != step:
-        raise Damaged(f"{folder / MANIFEST}: damaged, step {step} where {ABOUT} says {written}")
+        raise CorruptFolder(f"{folder / MANIFEST}: damaged, step {step} where {ABOUT} says {written}")

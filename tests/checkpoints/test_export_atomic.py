@@ -14,12 +14,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.export_helpers import export_draft, save_draft, save_target
+from support.messages import refused
 
 from checkpoints import files
 from checkpoints.export import check_folder
 from checkpoints.export.exporting import find_facts
 from checkpoints.export.source import load_trained
-from checkpoints.export.writing import Damaged, find_damage, settle, writing
+from checkpoints.export.writing import find_damage, settle, writing
+from sage.manifest import CorruptFolder
 
 NAMES = ("config.json", "model.safetensors", "sage_export.json", "README.md")
 
@@ -190,29 +192,28 @@ class TestDamage:
             size = (out / name).stat().st_size
             for position in range(0, size, 1 if name == "manifest.json" else size // 30):
                 content = self.flip(out / name, position)
-                with pytest.raises(Damaged) as caught:
+                with pytest.raises(CorruptFolder) as caught:
                     find_damage(out)
-                said = name if name == "manifest.json" else f"{name} is damaged"
-                assert said in str(caught.value), position
+                assert f"{name}: corrupt" in str(caught.value), position
                 (out / name).write_bytes(content)
         find_damage(out)
 
     @pytest.mark.parametrize("name", NAMES)
     def test_the_check_says_which_file(self, out: Path, name: str) -> None:
         self.flip(out / name, 30)
-        assert f"{name} is damaged" in str(check_folder(out).errors[0])
+        assert f"{name}: corrupt" in str(check_folder(out).errors[0])
         (out / name).unlink()
-        assert f"{name} is missing" in str(check_folder(out).errors[0])
+        assert f"{name}: missing" in str(check_folder(out).errors[0])
 
     def test_a_manifest_cannot_lead_out_of_its_folder(self, out: Path) -> None:
         manifest = json.loads((out / "manifest.json").read_text())
         manifest["files"]["../../../etc/passwd"] = {"bytes": 1, "sha256": "0"}
         (out / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
-        with pytest.raises(Damaged, match=r"names '../../../etc/passwd', which leads out of the folder"):
+        with refused("manifest.json", "'../../../etc/passwd'", error=CorruptFolder):
             find_damage(out)
 
     @pytest.mark.parametrize("content", ["", "[]", "{}", '{"files": 3, "step": 0}', '{"files": {"a": 1}, "step": 0}'])
     def test_what_is_no_manifest(self, out: Path, content: str) -> None:
         (out / "manifest.json").write_text(content)
-        with pytest.raises(Damaged, match=r"manifest\.json: damaged"):
+        with refused("manifest.json", error=CorruptFolder):
             find_damage(out)

@@ -93,14 +93,14 @@ def test_damage_is_told(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1] + b"\x00")
     found = describe(out)
     assert "DAMAGED" in found.text()
-    assert "model.safetensors is damaged" in found.problems[0]
+    assert "model.safetensors: corrupt" in found.problems[0]
     (out / "manifest.json").unlink()
     assert "manifest.json: missing, nothing vouches for the files" in describe(out).problems[0]
     (run / "state" / "step_00000100" / "trainer.json").write_text("{ }")
     (run / "draft" / "model.safetensors").unlink()
     (run / "provenance.json").unlink()
     problems = "\n".join(describe(run).problems)
-    for part in ("trainer.json has 3 bytes", "provenance.json: missing", "no weights there"):
+    for part in ("trainer.json: corrupt: 3 bytes", "provenance.json: missing", "no weights there"):
         assert part in problems
 
 

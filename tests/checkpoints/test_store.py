@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.messages import refused
 
 from checkpoints.files import replace_folder
-from checkpoints.store import BadState, StateStore, verify
+from checkpoints.store import StateStore, verify_state
 from sage.files import write_text
+from sage.manifest import CorruptFolder
 
 ROOT = Path(__file__).parents[2]
 
@@ -106,39 +108,39 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("damage", "parts"),
     [
-        (lambda folder: (folder / "a.bin").unlink(), "a.bin is missing"),
-        (lambda folder: (folder / "a.bin").write_text("shrt"), "a.bin has 4 bytes, its manifest.json says 7"),
-        (lambda folder: (folder / "a.bin").write_text("WEIGHTS"), "a.bin is damaged"),
-        (lambda folder: (folder / "manifest.json").write_text("{"), "manifest.json: damaged, not a manifest any more"),
-        (lambda folder: (folder / "manifest.json").unlink(), "manifest.json is missing"),
-        (lambda folder: (folder / "manifest.json").write_text('{"step": 2, "files": {"a.bin": 7}}'), "not a manifest any more"),
-        (lambda folder: edit(folder, lambda manifest: manifest["files"].update({"../../x": FACTS})), "leads out of the folder"),
-        (lambda folder: edit(folder, lambda manifest: manifest["files"].update({"/etc/x": FACTS})), "leads out of the folder"),
-        (lambda folder: edit(folder, lambda manifest: manifest.update(step=3)), "step 3 in a folder of step 2"),
+        (lambda folder: (folder / "a.bin").unlink(), ("a.bin", "missing")),
+        (lambda folder: (folder / "a.bin").write_text("shrt"), ("a.bin", "4 bytes", "7")),
+        (lambda folder: (folder / "a.bin").write_text("WEIGHTS"), ("a.bin", "sha256")),
+        (lambda folder: (folder / "manifest.json").write_text("{"), ("manifest.json",)),
+        (lambda folder: (folder / "manifest.json").unlink(), ("manifest.json", "missing")),
+        (lambda folder: (folder / "manifest.json").write_text('{"step": 2, "files": {"a.bin": 7}}'), ("manifest.json",)),
+        (lambda folder: edit(folder, lambda manifest: manifest["files"].update({"../../x": FACTS})), ("../../x",)),
+        (lambda folder: edit(folder, lambda manifest: manifest["files"].update({"/etc/x": FACTS})), ("/etc/x",)),
+        (lambda folder: edit(folder, lambda manifest: manifest.update(step=3)), ("step 3", "step_00000002")),
     ],
 )
-def test_damage_is_named_and_the_state_before_is_used(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: object, message: str
+def test_corrupt_state_is_named_and_the_previous_one_is_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: object, parts: tuple[str, ...]
 ) -> None:
     store = StateStore(tmp_path)
     good, bad = save(store, 1), save(store, 2)
     assert callable(damage)
     damage(bad)
-    with pytest.raises(BadState, match=message):
-        verify(bad)
+    with refused(*parts, error=CorruptFolder):
+        verify_state(bad)
     checkpoints_logger = logging.getLogger("checkpoints")
     checkpoints_logger.propagate = True
     with caplog.at_level(logging.WARNING):
         assert store.newest() == good
-    assert message in caplog.text
+    assert all(part in caplog.text for part in parts)
 
 
-def test_nothing_whole_is_an_error(tmp_path: Path) -> None:
+def test_only_corrupt_states_is_an_error(tmp_path: Path) -> None:
     store = StateStore(tmp_path)
     (save(store, 1) / "a.bin").unlink()
-    with pytest.raises(BadState, match="no other state is whole"):
+    with refused("step_00000001/a.bin", "run.dir", error=CorruptFolder):
         store.newest()
 
 
@@ -151,11 +153,11 @@ def test_every_flipped_byte_is_found_and_the_file_named(tmp_path: Path) -> None:
             flipped = bytearray(whole)
             flipped[position] ^= 1
             path.write_bytes(flipped)
-            with pytest.raises(BadState) as caught:
-                verify(folder)
+            with pytest.raises(CorruptFolder) as caught:
+                verify_state(folder)
             assert path.name in str(caught.value), (path.name, position)
         path.write_bytes(whole)
-    verify(folder)
+    verify_state(folder)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from checkpoints.export.exporting import Exported
 from checkpoints.export.formats.layout import Flavour
 from checkpoints.store import StateStore
 from sage.drafts import DraftHead
+from sage.manifest import write_manifest
 
 LEVELS = [0, 1, 2]  # the tiny targets have three layers, too few for the engines' default
 REDUCED = torch.arange(3, 330, 3)
@@ -78,9 +79,9 @@ def policy_figures(tokens_per_target_pass: float) -> dict[str, Any]:
 
 def save_run(folder: Path, target: sage.Target, scores: dict[int, float], **draft: Any) -> Path:
     """A run as training leaves it: validated at some steps, the best draft kept, one state saved."""
-    names = {"draft": 1, "draft_best": 2}
-    for name in names:
-        save_draft(folder / name, target, **draft)
+    steps = {"draft": max(scores, default=1), "draft_best": max(scores, key=scores.__getitem__, default=1)}
+    for name, step in steps.items():
+        write_manifest(save_draft(folder / name, target, **draft), step)
     (folder / "config.yaml").write_text(RECIPE)
     git = {"commit": "0123abc", "is_dirty": True}
     known = {

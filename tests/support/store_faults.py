@@ -19,7 +19,8 @@ from typing import Any
 
 from checkpoints import files as module
 from checkpoints.files import replace_folder, settle, tidy
-from checkpoints.store import StateStore, verify, write_manifest
+from checkpoints.store import StateStore
+from sage.manifest import verify_manifest, write_manifest
 
 FILES = {"weight.bin": "weights", "deep/moments.bin": "moments"}
 
@@ -94,7 +95,7 @@ def content(folder: Path) -> str:
     Raises:
         AssertionError: it is a mixture, or not to the last byte what was saved.
     """
-    verify(folder)
+    verify_manifest(folder)
     found = {name: (folder / name).read_text() for name in FILES}
     label = found["weight.bin"].split()[1]
     assert found == {name: filled(name, label) for name in FILES}
@@ -139,7 +140,7 @@ def check_states(home: Path) -> None:
     save(home, 30, "at30")
     assert content(home / "step_00000030") == "at30" and (home / "latest").read_text() == "step_00000030\n"
     for path in home.iterdir():
-        assert path.name in ("latest", "best") or verify(path), path
+        assert path.name in ("latest", "best") or verify_manifest(path), path
 
 
 def check_draft(home: Path) -> None:

@@ -10,6 +10,7 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import sage
+from sage.manifest import write_manifest
 
 FAMILY = "qwen2_5_vl"
 
@@ -68,8 +69,8 @@ def save_draft(folder: Path, target: sage.Target) -> Path:
 def save_run(folder: Path, target_folder: Path, num_prompts: int = 2) -> Path:
     """What sage-train leaves behind, as far as sage-validate reads it."""
     target = sage.load_target(target_folder)
-    save_draft(folder / "draft", target)
-    (folder / "state" / "step_00000012").mkdir(parents=True)
+    write_manifest(save_draft(folder / "draft", target), step=12)
+    (folder / "state").mkdir()
     (folder / "config.yaml").write_text(
         f"""
 target: {{name: tiny, path: {target_folder}, revision: null, dtype: fp32}}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from PIL import Image
+from support.messages import refused
 
 from train.cli import validate as validate_cli
 from train.config.hydra_app import compose
@@ -143,9 +144,9 @@ def test_the_command_prints_the_table_and_where_it_is(
     shown = capsys.readouterr().out
     assert "b *" in shown and shown.endswith(f"comparison: {tmp_path / 'o' / 'compare.md'}\n")
     monkeypatch.setattr("sys.argv", ["sage-validate", "--compare", "/no/such"])
-    with pytest.raises(SystemExit) as refused:
+    with pytest.raises(SystemExit) as ended:
         validate_cli.main()
-    assert refused.value.code == 2
+    assert ended.value.code == 2
     assert capsys.readouterr().err == (
         "error: /no/such: no run there (config.yaml is missing); give folders that sage-train made\n"
     )
@@ -153,7 +154,7 @@ def test_the_command_prints_the_table_and_where_it_is(
 
 def test_what_is_broken_is_named(runs: list[Path], tmp_path: Path) -> None:
     (runs[0] / "validation" / "step_00000004" / "report.json").write_text("{")
-    with pytest.raises(ConfigError, match="report.json: is not JSON"):
+    with refused("report.json"):
         run_command([str(runs[0])])
     with pytest.raises(ConfigError, match="is no run"):
         read_run(tmp_path)

@@ -20,7 +20,7 @@ import sage
 from checkpoints.export.converting import load_any
 from checkpoints.export.source import load_trained
 from checkpoints.inspect import describe
-from checkpoints.store import write_manifest
+from sage.manifest import write_manifest
 from train.config.hydra_app import compose
 from train.config.schema import Config
 from train.launch.launcher import run_rank

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.train_helpers import command, make_target, quiet_process
 
-from checkpoints.store import write_manifest
+from sage.manifest import write_manifest
 from train.config.hydra_app import compose
 from train.config.schema import Config, ConfigError
 from train.launch.launcher import run_rank

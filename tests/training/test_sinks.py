@@ -16,6 +16,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from checkpoints.run_folder import read_metrics
 from checkpoints.store import SaveFailed
 from train.cli.train import main
 from train.config.hydra_app import compose
@@ -23,10 +24,7 @@ from train.config.schema import (
     Config,
     ConfigError,
     OptimConfig,
-    PolicyName,
     Schedule,
-    ScoreConfig,
-    ScoreMetric,
     TrackingKind,
     WandbConfig,
     WandbMode,
@@ -35,8 +33,7 @@ from train.engine.lr_schedule import learning_rate, total_steps
 from train.launch.ranks import Ranks
 from train.monitor.metrics import Meter
 from train.monitor.progress import Lines, Live, Silent, clock, describe, open_display
-from train.monitor.sinks import Jsonl, Tracker, check_tracking, open_tracker, read_metrics, wandb_mode
-from train.report.score import score_of
+from train.monitor.sinks import Jsonl, Tracker, check_tracking, open_tracker, wandb_mode
 from train.run.build import open_run_folder
 from train.state.provenance import git_revision, write_provenance
 from train.state.resume import TrainState
@@ -329,17 +326,9 @@ def test_other_ranks_are_silent_and_clocks_read_well() -> None:
     assert describe({}) == ""
 
 
-def test_the_score_is_sages_else_the_first_that_drafts() -> None:
+def test_reports_are_flattened_for_trackers() -> None:
     def report(*names: str) -> dict[str, object]:
         return {"policies": {name: {"tokens_per_target_pass": float(i), "first_gaps": []} for i, name in enumerate(names)}}
 
-    own = ScoreConfig()
-    assert score_of(report("autoregressive", "static", "sage"), own) == 2.0
-    assert score_of(report("autoregressive", "static", "chain"), own) == 1.0
-    assert score_of(report("autoregressive"), own) is None
-    assert score_of(report("sage", "static", "chain"), ScoreConfig(policy=PolicyName.chain)) == 2.0
-    assert score_of(report("sage", "static"), ScoreConfig(policy=PolicyName.chain)) == 0.0  # not measured: as if unsaid
-    fast = {"policies": {"sage": {"tokens_per_target_pass": 1.0, "speedup": 3.5}}}
-    assert score_of(fast, ScoreConfig(metric=ScoreMetric.speedup)) == 3.5
     assert flatten(report("sage")) == {"validation/sage/tokens_per_target_pass": 0.0}
     assert math.isclose(flatten(report("static", "sage"))["validation/sage/tokens_per_target_pass"], 1.0)

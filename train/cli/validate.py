@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from checkpoints.store import STEP_NAME, StateStore, step_name
+from checkpoints.run_folder import CONFIG as RUN_CONFIG
+from checkpoints.run_folder import REPORT, draft_step, is_run, run_of, validation_folder
 from data_prep.files import check_writable
 from sage.cli import EXIT_DONE, run
-from train.config.checks import RUN_MARK, check_decode, check_path
+from train.config.checks import check_decode, check_path
 from train.config.hydra_app import configure_logging, run_app
 from train.config.overrides import key_of, launch_keys, refuse_idle, task_words
 from train.config.schema import ConfigError, DataConfig, DecodeConfig, DraftChoice, TargetConfig, ValidateConfig
@@ -28,7 +29,7 @@ from train.config.target_path import CHOICE, target_dtype, target_name
 from train.report.compare import run_command
 
 Group = TypeVar("Group", TargetConfig, DataConfig, DecodeConfig)
-DRAFT_FILE, BEST, TRAINER = "config.json", "draft_best", "trainer.json"
+DRAFT_FILE = "config.json"
 CHOSEN = {"decode/policy": {"policies", "options"}, "data/validation": {"validation"}}  # what a choice within a group brings
 IDLE = dict.fromkeys(launch_keys("device", "threads"), "in sage-validate, which measures in one process; drop it")
 
@@ -100,18 +101,18 @@ def find_checkpoint(config: ValidateConfig) -> Checkpoint:
             raise ConfigError("checkpoint: missing; give checkpoint=RUN_FOLDER, or draft=DIR with target=NAME")
         if not (named / DRAFT_FILE).is_file():
             raise ConfigError(f"draft={named}: no draft there ({DRAFT_FILE} is missing); give a run's draft/ folder")
-        return Checkpoint(draft=named, run=_run_of(named))
+        return Checkpoint(draft=named, run=run_of(named))
     folder = Path(config.checkpoint).expanduser()
     if not folder.is_dir():
         raise ConfigError(f"checkpoint={folder}: no such folder; give a run's folder or a draft's folder")
     if (folder / DRAFT_FILE).is_file():
-        return Checkpoint(draft=folder, run=_run_of(folder))
-    run = folder if (folder / RUN_MARK).is_file() else None
+        return Checkpoint(draft=folder, run=run_of(folder))
+    run = folder if is_run(folder) else None
     for draft in (folder / config.draft.path, named):
         if (draft / DRAFT_FILE).is_file():
             return Checkpoint(draft=draft, run=run)
     if run is None:
-        raise ConfigError(f"checkpoint={folder}: neither a run ({RUN_MARK}) nor a draft ({DRAFT_FILE}); give one of them")
+        raise ConfigError(f"checkpoint={folder}: neither a run ({RUN_CONFIG}) nor a draft ({DRAFT_FILE}); give one of them")
     saved = sorted(path.parent.name for path in folder.glob(f"draft*/{DRAFT_FILE}"))
     remedy = f"it has {', '.join(saved)}" if saved else "the run has not saved one yet"
     raise ConfigError(f"draft={config.draft.path}: no draft of that name in {folder}; {remedy}")
@@ -125,7 +126,7 @@ def settle(config: ValidateConfig, checkpoint: Checkpoint, overrides: Sequence[s
     """
     overrides = [word for word in overrides if word != CHOICE]  # it came with target.path, and a run knows its target
     if checkpoint.run is not None:
-        saved = _load(checkpoint.run / RUN_MARK)
+        saved = _load(checkpoint.run / RUN_CONFIG)
         return replace(
             config,
             target=overlay(config.target, _group(saved, "target", TargetConfig, checkpoint.run), "target", overrides),
@@ -167,11 +168,6 @@ def _merged(saved: Any, composed: Any) -> Any:
     return saved | {key: _merged(saved.get(key), value) for key, value in composed.items()}
 
 
-def _run_of(draft: Path) -> Path | None:
-    """The run that a draft folder lies in."""
-    return draft.parent if (draft.parent / RUN_MARK).is_file() else None
-
-
 def _load(path: Path) -> Any:
     try:
         return OmegaConf.load(path)
@@ -182,15 +178,15 @@ def _load(path: Path) -> Any:
 def _group(saved: Any, name: str, schema: type[Group], run: Path) -> Group:
     """One group of the run's configuration, typed; a field that a newer version dropped is an error, not ignored."""
     if name not in saved:
-        raise ConfigError(f"{run / RUN_MARK}: has no {name}; give a folder that sage-train made")
+        raise ConfigError(f"{run / RUN_CONFIG}: has no {name}; give a folder that sage-train made")
     known = {field.name for field in fields(schema)}
     if unknown := sorted(set(saved[name]) - known):
-        raise ConfigError(f"{run / RUN_MARK}: {name}.{unknown[0]} is unknown to this version; give {name}=NAME instead")
+        raise ConfigError(f"{run / RUN_CONFIG}: {name}.{unknown[0]} is unknown to this version; give {name}=NAME instead")
     try:
         found = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), saved[name]))
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"{run / RUN_MARK}: {name}: {reason}; give {name}=NAME, or a whole run folder") from error
+        raise ConfigError(f"{run / RUN_CONFIG}: {name}: {reason}; give {name}=NAME, or a whole run folder") from error
     assert isinstance(found, schema)
     return found
 
@@ -209,10 +205,10 @@ def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     from data_prep.build import prompts
     from sage.bench import format_table
     from train.launch.ranks import pick_device
-    from train.validation.validate import DTYPES, REPORT, build_policies, step_folder, validate
+    from train.validation.validate import DTYPES, build_policies, validate
 
-    home, step = config.out or checkpoint.home, _step(checkpoint)
-    check_writable(step_folder(home, step) / REPORT)
+    home, step = config.out or checkpoint.home, (draft_step(checkpoint.draft) or 0) if checkpoint.run else 0
+    check_writable(validation_folder(home, step) / REPORT)
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     if config.launch.threads is not None:
@@ -227,19 +223,6 @@ def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     report = validate(config, target, draft, step, home, held_out, draft_name=str(checkpoint.draft), progress=_progress)
     assert report is not None  # nobody else measures
     return report | {"table": format_table(report)}
-
-
-def _step(checkpoint: Checkpoint) -> int:
-    """The step the draft was saved at: at its validation, or, the best one, as the run remembers; 0 without a run."""
-    if checkpoint.run is None:
-        return 0
-    saved = StateStore(checkpoint.run / "state").steps()
-    if checkpoint.draft.name == BEST and saved:
-        trainer = checkpoint.run / "state" / step_name(saved[-1]) / TRAINER
-        best = json.loads(trainer.read_text(encoding="utf-8")).get("best_step") if trainer.is_file() else None
-        return int(best or saved[-1])
-    names = [STEP_NAME.fullmatch(path.name) for path in (checkpoint.run / "validation").glob("step_*")]
-    return max((int(name.group(1)) for name in names if name), default=max(saved, default=0))
 
 
 def _progress(done: int, total: int) -> None:

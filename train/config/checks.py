@@ -14,6 +14,8 @@ from typing import Any, NoReturn
 
 from omegaconf import OmegaConf
 
+from checkpoints.run_folder import CONFIG as RUN_CONFIG
+from checkpoints.run_folder import is_run
 from data_prep.config import Split
 from data_prep.config import validate as check_data_fields
 from sage.drafts.options import Eagle3Options, ModelOptions, TrainedPart
@@ -32,7 +34,6 @@ from train.config.schema import (
     subschemas,
 )
 
-RUN_MARK = "config.yaml"  # the file that makes a folder a run
 MAX_STAGE = 3
 # What a saved draft brings along: sizes that may not be chosen again.
 SIZES = (
@@ -79,10 +80,10 @@ def check_run_folder(config: Config) -> None:
     folder = Path(config.run.dir)
     if folder.exists() and not folder.is_dir():
         _refuse("run.dir", folder, "a folder", "that is a file; give another path")
-    if (folder / RUN_MARK).exists() and not config.run.resume:
+    if is_run(folder) and not config.run.resume:
         remedy = "give run.resume=true to go on with it, or another run.dir"
         raise ConfigError(f"run.dir={folder}: already holds a run; {remedy}")
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / RUN_MARK).exists():
+    if folder.is_dir() and any(folder.iterdir()) and not is_run(folder):
         raise ConfigError(f"run.dir={folder}: is not empty and holds no run; give a new or an empty folder")
     parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not os.access(parent, os.W_OK):
@@ -91,7 +92,7 @@ def check_run_folder(config: Config) -> None:
 
 def check_same_run(config: Config) -> None:
     """A run that is resumed must be the run that was started, as far as its result depends on it."""
-    path = Path(config.run.dir) / RUN_MARK
+    path = Path(config.run.dir) / RUN_CONFIG
     if not path.exists():
         return
     try:

@@ -72,7 +72,7 @@ def run_alone(config: Config) -> int:
     try:
         return run_rank(config)
     except KeyboardInterrupt as error:
-        from train.state.resume import state_folder
+        from checkpoints.run_folder import state_folder
 
         if any(state_folder(config.run.dir).glob("step_*")):
             raise RankFailed(STOPPED_AT_ONCE, EXIT_STOPPED) from error

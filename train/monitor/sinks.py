@@ -15,12 +15,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from checkpoints.run_folder import METRICS, read_metrics
 from checkpoints.store import saving
 from sage.files import write_text
 from train.config.schema import Config, ConfigError, TrackingKind, WandbConfig, WandbMode
 
 logger = logging.getLogger(__name__)
-METRICS = "metrics.jsonl"
 NO_LOGIN = ("offline", "disabled", "dryrun")  # ways of wandb that ask nothing of its server
 WANDB_REMEDY = "run `wandb login` or set WANDB_API_KEY, or keep it in the run folder with tracking.mode=offline"
 Metrics = Mapping[str, float | int]
@@ -194,16 +194,3 @@ def _has_login() -> bool:
     if "prompt" in inspect.signature(wandb.login).parameters:
         return bool(wandb.login(prompt=False, verify=False))
     return bool(os.environ.get("WANDB_IDENTITY_TOKEN_FILE") or wandb.api.api_key)  # older ones have no such question
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file; a last line cut off by a crash is dropped."""
-    if not path.exists():
-        return []
-    lines = []
-    for text in path.read_text().splitlines():
-        try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
-            break
-    return lines

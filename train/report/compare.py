@@ -17,15 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from checkpoints import run_folder
+from checkpoints.run_folder import is_run
 from sage.files import write_text
-from train.config.checks import RUN_MARK, flat
-from train.config.schema import Config, ConfigError, PolicyName, ScoreConfig, ScoreMetric
+from train.config.checks import flat
+from train.config.schema import Config, ConfigError, ScoreConfig
 from train.config.sweep import Job
-from train.monitor.sinks import METRICS, read_metrics
 from train.report.compare_table import page, table
-from train.report.score import score_of, score_policy
 
 SCHEMA = 1
 STEM = "compare"
@@ -45,6 +43,7 @@ class RunFacts:
         loss: the last one logged.
         score: of that validation; None without one, `error` then says why where it is known.
         policies: that validation's figures by policy.
+        score_metric, score_policy: what the score is (checkpoints.run_folder.score).
     """
 
     folder: Path
@@ -55,6 +54,8 @@ class RunFacts:
     score: float | None = None
     policies: dict[str, dict[str, float]] = field(default_factory=dict)
     error: str | None = None
+    score_metric: str = run_folder.DEFAULT_METRIC
+    score_policy: str | None = None
 
 
 def read_run(folder: Path, chosen: ScoreConfig | None = None) -> RunFacts:
@@ -64,17 +65,19 @@ def read_run(folder: Path, chosen: ScoreConfig | None = None) -> RunFacts:
         chosen: what the score is; None takes the run's own.
 
     Raises:
-        ConfigError: no run there, or a report that cannot be read.
+        ConfigError: `folder` is not a run.
+        ValueError: its config.yaml or a report cannot be parsed.
     """
-    if not (folder / RUN_MARK).is_file():
-        raise ConfigError(f"{folder}: is no run ({RUN_MARK} is missing); give folders that sage-train made")
-    config = flat(yaml.safe_load((folder / RUN_MARK).read_text(encoding="utf-8")) or {})
-    metrics = read_metrics(folder / METRICS)
-    facts = RunFacts(folder=folder, config=config)
+    if not is_run(folder):
+        raise ConfigError(f"{folder}: is no run ({run_folder.CONFIG} is missing); give folders that sage-train made")
+    config = run_folder.read_config(folder)
+    metrics = run_folder.read_metrics(folder / run_folder.METRICS)
+    metric, policy = (str(chosen.metric), chosen.policy) if chosen else run_folder.score_settings(config)
+    facts = RunFacts(folder=folder, config=flat(config), score_metric=metric, score_policy=policy)
     if metrics:
         facts.steps, facts.loss = metrics[-1]["step"], metrics[-1].get("loss")
-    for step, report in read_reports(folder):
-        score = score_of(report, chosen or run_score(config))
+    for step, report in run_folder.read_reports(folder):
+        score = run_folder.score(report, metric, policy)
         if facts.best_step is None or (score is not None and (facts.score is None or score > facts.score)):
             facts.best_step, facts.score = step, score
             facts.policies = {
@@ -82,31 +85,6 @@ def read_run(folder: Path, chosen: ScoreConfig | None = None) -> RunFacts:
                 for name, part in report["policies"].items()
             }
     return facts
-
-
-def read_reports(folder: Path) -> list[tuple[int, dict[str, Any]]]:
-    """The validations of a run, by step.
-
-    Raises:
-        ConfigError: a report that is not JSON.
-    """
-    found = []
-    for path in sorted((folder / "validation").glob("step_*/report.json")):
-        try:
-            report = json.loads(path.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{path}: is not JSON ({error.msg}); validate that run again") from error
-        found.append((int(path.parent.name.removeprefix("step_")), report))
-    return found
-
-
-def run_score(config: dict[str, Any]) -> ScoreConfig:
-    """What a run's score is, by its configuration."""
-    policy, metric = config.get("score.policy"), config.get("score.metric")
-    return ScoreConfig(
-        policy=PolicyName(policy) if policy else None,
-        metric=ScoreMetric(metric) if metric else ScoreMetric.tokens_per_target_pass,
-    )
 
 
 def changed_keys(runs: Sequence[RunFacts]) -> list[str]:
@@ -169,9 +147,8 @@ def describe(runs: Sequence[RunFacts]) -> dict[str, Any]:
 
 
 def _scored_by(run: RunFacts) -> str | None:
-    chosen = run_score(run.config)
-    policy = score_policy(run.policies, chosen)
-    return None if policy is None else f"{chosen.metric} of {policy}"
+    policy = run_folder.score_policy(run.policies, run.score_policy)
+    return None if policy is None else f"{run.score_metric} of {policy}"
 
 
 def labels(folders: Sequence[Path]) -> list[str]:
@@ -197,15 +174,15 @@ def find_runs(words: Iterable[str]) -> list[Path]:
         paths = sorted(Path(name) for name in glob.glob(word)) if is_pattern else [Path(word).expanduser()]
         inside = [run for path in paths for run in _runs_in(path)]
         if not inside:
-            raise ConfigError(f"{word}: no run there ({RUN_MARK} is missing); give folders that sage-train made")
+            raise ConfigError(f"{word}: no run there ({run_folder.CONFIG} is missing); give folders that sage-train made")
         found |= dict.fromkeys(inside)
     return list(found)
 
 
 def _runs_in(path: Path) -> list[Path]:
-    if (path / RUN_MARK).is_file():
+    if is_run(path):
         return [path]
-    return sorted(mark.parent for mark in path.glob(f"*/{RUN_MARK}"))
+    return sorted(mark.parent for mark in path.glob(f"*/{run_folder.CONFIG}"))
 
 
 def home_of(folders: Sequence[Path]) -> Path:
@@ -253,7 +230,7 @@ def _facts_of(job: Job) -> RunFacts | None:
     if job.dir is None:
         return None
     folder = Path(job.dir)
-    facts = read_run(folder) if (folder / RUN_MARK).is_file() else RunFacts(folder=folder)
+    facts = read_run(folder) if is_run(folder) else RunFacts(folder=folder)
     if job.code:
         facts.error = f"exit {job.code}: {job.error}"
     return facts

@@ -15,15 +15,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from checkpoints import run_folder
+from checkpoints.run_folder import METRICS, read_metrics, read_reports
 from sage.cli import run as run_command
 from sage.files import write_text
-from train.config.checks import RUN_MARK
 from train.config.schema import ConfigError, PolicyName
-from train.monitor.sinks import METRICS, read_metrics
 from train.report import style
-from train.report.compare import read_reports, read_run, run_score
+from train.report.compare import read_run
 from train.report.run_plots import draw_curves
-from train.report.score import score_policy
 from train.report.warnings import falls_short
 
 logger = logging.getLogger(__name__)
@@ -40,8 +39,8 @@ def write_run_report(folder: Path) -> Path:
     Raises:
         ConfigError: no run there, or one that has not logged a step.
     """
-    if not (folder / RUN_MARK).is_file():
-        raise ConfigError(f"{folder}: is no run ({RUN_MARK} is missing); give a folder that sage-train made")
+    if not run_folder.is_run(folder):
+        raise ConfigError(f"{folder}: is no run ({run_folder.CONFIG} is missing); give a folder that sage-train made")
     lines = read_metrics(folder / METRICS)
     if not lines:
         raise ConfigError(f"{folder}: {METRICS} holds no step yet; train.log_every says how often one is logged")
@@ -88,9 +87,9 @@ def _headline(facts: Any, last: dict[str, Any]) -> str:
     text = f"{last['step']:,} steps, {last['tokens']:,} tokens in {minutes:.1f} minutes of training; loss {last['loss']:.4f}."
     if facts.score is None:
         return text
-    chosen = run_score(facts.config)
-    named = f"{chosen.metric} of `{score_policy(facts.policies, chosen)}`"
-    return f"{text} Best {named}: **{facts.score:.2f}**, after step {facts.best_step:,} (`draft_best/`)."
+    named = f"{facts.score_metric} of `{run_folder.score_policy(facts.policies, facts.score_policy)}`"
+    is_kept = run_folder.draft_step(facts.folder / run_folder.BEST_DRAFT) == facts.best_step
+    return f"{text} Best {named}: **{facts.score:.2f}**, after step {facts.best_step:,}{' (`draft_best/`)' if is_kept else ''}."
 
 
 def _table(measured: Sequence[dict[str, Any]]) -> str:
@@ -130,11 +129,11 @@ def _note(facts: Any) -> str:
 
 def _files(folder: Path) -> str:
     known = {
-        "draft": "the draft after the last validation",
-        "draft_best": "the draft with the best score",
-        "metrics.jsonl": "one line per log step",
-        "config.yaml": "the resolved configuration",
-        "provenance.json": "revision, versions, command line, data",
+        run_folder.DRAFT: "the draft after the last validation",
+        run_folder.BEST_DRAFT: "the draft with the best score",
+        METRICS: "one line per log step",
+        run_folder.CONFIG: "the resolved configuration",
+        run_folder.PROVENANCE: "revision, versions, command line, data",
         "profile": "profiler traces",
     }
     lines = [f"* [{name}]({name}): {text}" for name, text in known.items() if (folder / name).exists()]

@@ -19,12 +19,14 @@ from transformers.utils.logging import disable_progress_bar
 
 import sage
 from checkpoints.files import tidy
+from checkpoints.run_folder import CONFIG as RUN_CONFIG
+from checkpoints.run_folder import state_folder
 from checkpoints.store import StateStore, saving
 from data_prep import StepLoader, build_dataset
 from data_prep import prompts as held_out_prompts
 from sage.drafts.options import ImageInputs
 from sage.files import write_text
-from train.config.checks import RUN_MARK, check_batch
+from train.config.checks import check_batch
 from train.config.schema import Config
 from train.distill.build import build_student
 from train.distill.student import Student
@@ -40,7 +42,7 @@ from train.monitor.progress import open_display
 from train.monitor.sinks import Tracker, check_tracking, open_tracker
 from train.run.loop import Run
 from train.state.provenance import write_provenance
-from train.state.resume import TrainState, load_state, seed_everything, state_folder
+from train.state.resume import TrainState, load_state, seed_everything
 from train.state.same_data import check_same_data, data_content
 from train.validation.in_loop import all_ranks_decode, validate_draft
 from train.validation.validate import DTYPES, bench_prompt, build_policies, build_runners
@@ -179,7 +181,7 @@ def open_run_folder(config: Config, ranks: Ranks, target: sage.Target, data_fing
     resolved = OmegaConf.to_container(OmegaConf.create(text))
     with saving(folder, then="start again"):
         tidy(folder)
-        write_text(folder / RUN_MARK, text)
+        write_text(folder / RUN_CONFIG, text)
         write_provenance(folder, ranks, target, data_fingerprint, state.step)
     assert isinstance(resolved, dict)
     return open_tracker(config, {str(key): value for key, value in resolved.items()}, state.step)

@@ -13,17 +13,17 @@ from typing import Any
 
 import torch
 
+from checkpoints.run_folder import PROVENANCE
 from sage.files import write_text
 from train.launch.ranks import Ranks
 
-FILE = "provenance.json"
 PACKAGES = ("sage-draft", "torch", "transformers", "deepspeed", "datasets", "hydra-core", "omegaconf", "numpy", "wandb")
 GIT_TIMEOUT_S = 5
 
 
 def write_provenance(folder: Path, ranks: Ranks, target: Any, data_fingerprint: str, from_step: int) -> None:
     """Adds this start to `provenance.json`: the first entry is the run's own, further ones are resumptions."""
-    path = folder / FILE
+    path = folder / PROVENANCE
     entry = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "from_step": from_step,

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from checkpoints.files import tidy
-from checkpoints.store import StateStore, step_name
+from checkpoints.run_folder import step_name
+from checkpoints.store import StateStore
 from checkpoints.tensors import read_tensors, write_tensors
 from sage.files import write_text
 from train.engine.engine import Engine
@@ -157,8 +158,3 @@ def seed_everything(seed: int, rank: int) -> None:
     random.seed(mixed)
     np.random.seed(mixed % 2**32)
     torch.manual_seed(mixed)
-
-
-def state_folder(run_dir: str | Path) -> Path:
-    """Where a run keeps its states."""
-    return Path(run_dir) / "state"

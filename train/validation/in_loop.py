@@ -1,7 +1,7 @@
 """The hand-over of a draft in training: saved in Hugging Face format, judged by the decoder, the best one kept.
 
 Owns: `draft/` and `draft_best/` of a run folder, which ranks decode which prompts, when to stop early. Does not own: measuring
-(train.validation.validate), which figure is the score (train.report.score).
+(train.validation.validate), which figure is the score (checkpoints.run_folder).
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ import torch
 import sage
 from checkpoints.files import part_of as part_folder
 from checkpoints.files import replace_folder
-from checkpoints.store import saving, write_manifest
+from checkpoints.run_folder import BEST_DRAFT, DRAFT
+from checkpoints.run_folder import score as score_of
+from checkpoints.store import saving
 from data_prep.conversation import Conversation
 from data_prep.multi_turn import LATER
 from sage.bench.measurement import Measurement
+from sage.manifest import write_manifest
 from train.config.schema import Config, ValidateOn
 from train.launch.ranks import Ranks
 from train.launch.signals import StopSignal
 from train.report.run_page import write_run_report
-from train.report.score import score_of
 from train.run.loop import Run
 from train.state.resume import rng_state, set_rng_state
 from train.validation.validate import validate
 
 logger = logging.getLogger(__name__)
-DRAFT, BEST = "draft", "draft_best"
 
 
 def save_draft(run: Run) -> Path:
@@ -68,7 +69,7 @@ def validate_draft(run: Run, prompts: list[Any]) -> None:
     except Stopped:
         is_stopped = True
     set_rng_state(generators, run.ranks.device)
-    score = None if report is None else score_of(report, run.config.score)
+    score = None if report is None else score_of(report, run.config.score.metric, run.config.score.policy)
     score, run.is_stopping = run.ranks.share((score, is_stopped))  # the other ranks wait here
     if run.is_stopping:
         logger.info("stopped while validating at step %d; that is made up when the run goes on", run.state.step)
@@ -93,7 +94,7 @@ def keep_best(run: Run, folder: Path, score: float | None) -> None:
         return
     run.state.best, run.state.best_step, run.state.stale = score, run.state.step, 0
     if run.ranks.is_main:
-        best = folder.with_name(BEST)
+        best = folder.with_name(BEST_DRAFT)
         with saving(best):
             shutil.rmtree(part_folder(best), ignore_errors=True)
             shutil.copytree(folder, part_folder(best))

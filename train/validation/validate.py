@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from checkpoints.run_folder import REPORT, REPORT_PAGE, validation_folder
 from checkpoints.store import saving
 from data_prep.multi_turn import asked_in_turn
 from sage.bench import (
@@ -49,7 +50,6 @@ from train.report.warnings import is_hardly_accepted
 logger = logging.getLogger(__name__)
 
 DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16}
-REPORT, PAGE = "report.json", "report.md"
 
 
 class HasDecode(Protocol):
@@ -94,7 +94,7 @@ def validate(
         ValueError: an unknown policy, option or baseline, no prompts, or a prompt that cannot be prepared.
     """
     decode = config.decode
-    folder = step_folder(run_dir, step)
+    folder = validation_folder(run_dir, step)
     runners, sampling = build_runners(decode, target, draft), Sampling.from_attributes(decode)
     with _measuring(target, draft, decode):
         asked = islice(asked_in_turn(prompts, partial(_answer, target, sampling)), decode.num_prompts)
@@ -120,11 +120,6 @@ def validate(
     return report | {"path": str(folder)}
 
 
-def step_folder(run_dir: str | Path, step: int) -> Path:
-    """`RUN/validation/step_00000100`."""
-    return Path(run_dir) / "validation" / f"step_{step:08d}"
-
-
 def write(report: Mapping[str, Any], folder: Path) -> None:
     """Writes plots, page and, last, the JSON: a folder with a report.json is whole.
 
@@ -134,9 +129,9 @@ def write(report: Mapping[str, Any], folder: Path) -> None:
     with saving(folder, then="measure again (sage-validate), or go on with the run (run.resume=true)"):
         folder.mkdir(parents=True, exist_ok=True)
         plots = write_plots(report, folder)
-        write_text(folder / PAGE, render_page(report, plots))
+        write_text(folder / REPORT_PAGE, render_page(report, plots))
         write_json(report, folder / REPORT)
-    logger.info("validation: %s", folder / PAGE)
+    logger.info("validation: %s", folder / REPORT_PAGE)
 
 
 def build_runners(decode: DecodeConfig, target: Any, draft: Any) -> list[Runner]:

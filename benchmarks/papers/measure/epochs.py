@@ -8,8 +8,7 @@ from typing import Any
 from benchmarks.papers import runs
 from benchmarks.papers.figures import Json
 from benchmarks.papers.lab import Lab
-from train.monitor.sinks import METRICS, read_metrics
-from train.report.compare import read_reports
+from checkpoints.run_folder import METRICS, read_metrics, read_reports
 from train.report.run_page import measured_against_estimate
 
 FIGURES = ("tokens_per_target_pass", "mean_accepted_draft", "speedup", "match", "total", "rounds")

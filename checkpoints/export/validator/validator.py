@@ -7,11 +7,13 @@ from pathlib import Path
 from checkpoints.export.facts import TargetFacts, read_json
 from checkpoints.export.folder import CONFIG, Weights, read_config
 from checkpoints.export.formats.layout import EAGLE_CLASSES, Format, Head, eagle3_table, eagle_table, is_ours
-from checkpoints.export.source import RUN_MARK
 from checkpoints.export.validator.config_checks import check_config
 from checkpoints.export.validator.findings import Case, Check, Finding
 from checkpoints.export.validator.tensor_checks import check_tensors
-from checkpoints.export.writing import ABOUT, Damaged, find_damage, is_sealed
+from checkpoints.export.writing import ABOUT, find_damage
+from checkpoints.run_folder import CONFIG as RUN_CONFIG
+from checkpoints.run_folder import is_run
+from sage.manifest import CorruptFolder, has_manifest
 
 UNREADABLE = "no engine can load it"
 
@@ -32,15 +34,15 @@ def check_folder(folder: Path, facts: TargetFacts | None = None) -> Check:
     check = Check(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder")
-    if (folder / RUN_MARK).is_file() and not (folder / CONFIG).is_file():
+    if is_run(folder) and not (folder / CONFIG).is_file():
         effect = "no engine knows it: export its draft first (sage-export DIR --format ...)"
-        check.findings.append(Finding(RUN_MARK, "a run's folder", effect))
+        check.findings.append(Finding(RUN_CONFIG, "a run's folder", effect))
         return check
     try:
-        if is_sealed(folder):
+        if has_manifest(folder):
             find_damage(folder)
         config = read_config(folder)
-    except Damaged as error:
+    except CorruptFolder as error:
         check.findings.append(Finding("manifest", str(error), "an engine would load the damaged file"))
         return check
     except ValueError as error:

@@ -1,0 +1,162 @@
+"""The run folder: names of its files, and what can be read from them.
+
+    config.yaml              the resolved configuration; makes the folder a run
+    provenance.json          git revision, versions, command line, data fingerprint
+    metrics.jsonl            one JSON object per log step
+    state/step_########/     checkpoints to resume from (checkpoints.store)
+    draft/, draft_best/      the latest draft, and the one with the highest validation score
+    validation/step_########/report.json
+
+Owns: names, readers, the validation score. Does not own: writing (train), checkpoints (checkpoints.store).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sage.manifest import has_manifest, read_manifest
+
+CONFIG, PROVENANCE, METRICS = "config.yaml", "provenance.json", "metrics.jsonl"
+STATE, VALIDATION = "state", "validation"
+DRAFT, BEST_DRAFT = "draft", "draft_best"
+REPORT, REPORT_PAGE = "report.json", "report.md"
+STEP_NAME = re.compile(r"step_(\d{8})")
+AUTOREGRESSIVE, DEFAULT_POLICY, DEFAULT_METRIC = "autoregressive", "sage", "tokens_per_target_pass"
+
+Report = dict[str, Any]
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def is_run(folder: Path) -> bool:
+    """Returns whether the folder holds a run."""
+    return (folder / CONFIG).is_file()
+
+
+def run_of(draft: Path) -> Path | None:
+    """Returns the run folder that contains the folder of a draft, if any."""
+    return draft.parent if is_run(draft.parent) else None
+
+
+def state_folder(run: str | Path) -> Path:
+    """Returns the folder of a run's checkpoints."""
+    return Path(run) / STATE
+
+
+def validation_folder(run: str | Path, step: int) -> Path:
+    """Returns the folder of the validation at `step`."""
+    return Path(run) / VALIDATION / step_name(step)
+
+
+def step_name(step: int) -> str:
+    """Returns `step_00000100` for 100."""
+    return f"step_{step:08d}"
+
+
+def list_steps(folder: Path) -> list[int]:
+    """Returns the steps of the `step_########` entries of a folder in ascending order; none if there is no folder."""
+    names = (STEP_NAME.fullmatch(path.name) for path in (folder.iterdir() if folder.is_dir() else ()))
+    return sorted(int(match.group(1)) for match in names if match)
+
+
+# -- readers -----------------------------------------------------------------------------------------------------------
+
+
+def read_config(run: Path) -> dict[str, Any]:
+    """Reads config.yaml as nested plain values.
+
+    Raises:
+        ValueError: the file is missing or cannot be parsed.
+    """
+    path = run / CONFIG
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read ({' '.join(str(error).split())})") from error
+    return content if isinstance(content, dict) else {}
+
+
+def read_reports(run: Path) -> list[tuple[int, Report]]:
+    """Reads the validation reports of a run as (step, report.json), in ascending order of steps.
+
+    Raises:
+        ValueError: a report cannot be parsed.
+    """
+    found = []
+    for step in list_steps(run / VALIDATION):
+        path = validation_folder(run, step) / REPORT
+        if path.is_file():
+            try:
+                found.append((step, dict(json.loads(path.read_text(encoding="utf-8")))))
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{path}: cannot be read ({error}); validate that run again") from error
+    return found
+
+
+def draft_step(draft: Path) -> int | None:
+    """Returns the number of optimizer steps a draft was trained for, from its manifest.json; None without a manifest.
+
+    Raises:
+        CorruptFolder: the manifest is corrupt.
+    """
+    return int(read_manifest(draft)["step"]) if has_manifest(draft) else None
+
+
+def draft_report(draft: Path) -> Report | None:
+    """Returns the validation report of a run's draft: the one at the step the draft was saved at.
+
+    Raises:
+        ValueError: the draft's manifest or a report of the run cannot be parsed.
+    """
+    run, step = run_of(draft), draft_step(draft)
+    report = dict(read_reports(run)).get(step) if run is not None and step is not None else None
+    return None if report is None else {"step": step, **report}
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Reads the lines of a metrics.jsonl; none if there is no file. A last line truncated by a crash is dropped."""
+    lines = []
+    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            break
+    return lines
+
+
+# -- the validation score ----------------------------------------------------------------------------------------------
+
+
+def score_settings(run_config: Mapping[str, Any]) -> tuple[str, str | None]:
+    """Returns (`score.metric`, `score.policy`) of a run's configuration, with defaults for missing keys."""
+    score = run_config.get("score") or {}
+    return score.get("metric") or DEFAULT_METRIC, score.get("policy")
+
+
+def score_policy(policies: Iterable[str], policy: str | None = None) -> str | None:
+    """Returns the policy that is scored: `policy` if measured, else `sage`, else the first that drafts; None if none does."""
+    drafting = [str(name) for name in policies if name != AUTOREGRESSIVE]
+    for name in (policy, DEFAULT_POLICY):
+        if name is not None and str(name) in drafting:
+            return str(name)
+    return drafting[0] if drafting else None
+
+
+def score(report: Mapping[str, Any], metric: str = DEFAULT_METRIC, policy: str | None = None) -> float | None:
+    """Returns the score of a validation report (higher is better); None if no drafting policy was measured.
+
+    The draft with the highest score is kept as `draft_best/`; early stopping and sweeps use it as well.
+
+    Args:
+        metric: a figure of the report's policies.
+        policy: see `score_policy`.
+    """
+    name = score_policy(report["policies"], policy)
+    return None if name is None else float(report["policies"][name][str(metric)])

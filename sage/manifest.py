@@ -1,0 +1,103 @@
+"""Manifests: the size and sha256 of every file of a folder, written last and verified before the folder is used.
+
+manifest.json: {"step": 100, "files": {NAME: {"bytes": n, "sha256": hex}}}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from sage.files import fsync_tree, write_text
+
+MANIFEST = "manifest.json"
+
+
+class CorruptFolder(ValueError):
+    """A folder that differs from its manifest. The message names the file and the difference."""
+
+
+def has_manifest(folder: Path) -> bool:
+    """Returns whether the folder is checksummed."""
+    return (folder / MANIFEST).is_file()
+
+
+def write_manifest(folder: Path, step: int) -> None:
+    """Flushes every file of `folder` to disk and lists it with size and hash.
+
+    Args:
+        step: number of optimizer steps that the content was trained for.
+    """
+    fsync_tree(folder)
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
+    files = {path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in paths}
+    write_text(folder / MANIFEST, _manifest_text({"step": step, "files": files}))
+
+
+def verify_manifest(folder: Path) -> dict[str, Any]:
+    """Compares every file listed in a folder's manifest, and the manifest itself, with what was written.
+
+    Returns:
+        the manifest.
+
+    Raises:
+        CorruptFolder: a file is missing, unreadable or has another size or content.
+    """
+    manifest = read_manifest(folder)
+    for name, listed in manifest["files"].items():
+        path = folder / name
+        if not path.is_file():
+            raise CorruptFolder(f"{path}: missing, but listed in {MANIFEST}")
+        if path.stat().st_size != listed["bytes"]:
+            raise CorruptFolder(f"{path}: corrupt: {path.stat().st_size} bytes, {listed['bytes']} in {MANIFEST}")
+        try:
+            is_same = sha256(path) == listed["sha256"]
+        except OSError as error:
+            raise CorruptFolder(f"{path}: cannot be read ({error.strerror})") from error
+        if not is_same:
+            raise CorruptFolder(f"{path}: corrupt: its sha256 differs from the one in {MANIFEST}")
+    return manifest
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Reads a manifest and checks its form; the listed files are not read.
+
+    Raises:
+        CorruptFolder: the manifest is missing, not byte for byte as written, or lists a path outside `folder`.
+    """
+    path = folder / MANIFEST
+    try:
+        text = path.read_text(encoding="utf-8")
+        manifest = json.loads(text)
+    except OSError as error:
+        raise CorruptFolder(f"{path}: missing") from error
+    except ValueError as error:
+        raise CorruptFolder(f"{path}: corrupt: not JSON") from error
+    if not _has_manifest_form(manifest):
+        raise CorruptFolder(f"{path}: corrupt: not a manifest")
+    for name in manifest["files"]:
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\\" in name:
+            raise CorruptFolder(f"{path}: lists {name!r}, a path outside the folder")
+    # A flipped byte can leave the JSON equivalent (white space): the text itself is compared as well.
+    if text != _manifest_text(manifest):
+        raise CorruptFolder(f"{path}: corrupt: not the text that was written")
+    return dict(manifest)
+
+
+def sha256(path: Path) -> str:
+    """Returns the hex digest of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _has_manifest_form(manifest: Any) -> bool:
+    if not isinstance(manifest, dict) or set(manifest) != {"step", "files"} or not isinstance(manifest["files"], dict):
+        return False
+    listed = manifest["files"].values()
+    return type(manifest["step"]) is int and all(isinstance(f, dict) and set(f) == {"bytes", "sha256"} for f in listed)
+
+
+def _manifest_text(manifest: dict[str, Any]) -> str:
+    return json.dumps(manifest, indent=1) + "\n"

@@ -1,0 +1,93 @@
+"""The run folder: names, readers, the validation score, and which validation belongs to which draft."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.export_helpers import edit_json, policy_figures, save_run, save_target
+from support.messages import refused
+
+from checkpoints import run_folder
+from checkpoints.export.source import find_source
+from checkpoints.inspect import describe
+from checkpoints.run_folder import score
+
+
+def report(*names: str, metric: str = "tokens_per_target_pass") -> dict[str, Any]:
+    return {"policies": {name: {metric: float(i), "first_gaps": []} for i, name in enumerate(names)}}
+
+
+def test_score_is_that_of_sage_or_of_the_first_drafting_policy() -> None:
+    assert score(report("autoregressive", "static", "sage")) == 2.0
+    assert score(report("autoregressive", "static", "chain")) == 1.0
+    assert score(report("autoregressive")) is None
+    assert score(report("sage", "static", "chain"), policy="chain") == 2.0
+    assert score(report("sage", "static"), policy="chain") == 0.0  # not measured: as if no policy was chosen
+    assert score(report("static", "sage", metric="speedup"), "speedup", "sage") == 1.0
+
+
+def test_score_settings_have_defaults() -> None:
+    assert run_folder.score_settings({}) == ("tokens_per_target_pass", None)
+    assert run_folder.score_settings({"score": {"metric": "speedup", "policy": "chain"}}) == ("speedup", "chain")
+    assert run_folder.score_settings({"score": {"metric": None, "policy": None}}) == ("tokens_per_target_pass", None)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run whose best draft, by the speedup of `chain`, is of step 200; `sage` has the most tokens per pass at step 100."""
+    run = save_run(tmp_path / "run", save_target(tmp_path / "target"), {100: 2.5, 200: 2.25, 300: 2.0})
+    for step, speedup in ((100, 1.0), (200, 1.9), (300, 1.5)):
+        chain = policy_figures(1.5) | {"speedup": speedup}
+        path = run_folder.validation_folder(run, step) / "report.json"
+        edit_json(path, lambda content, chain=chain: content["policies"].update(chain=chain))
+    with (run / "config.yaml").open("a", encoding="utf-8") as file:
+        file.write("score: {metric: speedup, policy: chain}\n")
+    edit_json_manifest(run / "draft_best", 200)
+    return run
+
+
+def edit_json_manifest(draft: Path, step: int) -> None:
+    path = draft / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"step": step}, indent=1) + "\n")
+
+
+def test_step_and_report_of_the_best_draft_are_those_of_its_manifest(run: Path) -> None:
+    source = find_source(run)
+    assert (source.draft.name, source.step) == ("draft_best", 200)
+    assert source.report is not None and source.report["policies"]["chain"]["speedup"] == 1.9
+    found = describe(run / "draft_best")
+    assert found.facts["steps trained"] == 200 and found.table["sage"]["tokens_per_target_pass"] == 2.25
+    assert find_source(run, "draft").step == 300
+    assert describe(run).facts["steps trained"] == 300
+
+
+def test_a_draft_without_manifest_has_no_step(run: Path) -> None:
+    (run / "draft_best" / "manifest.json").unlink()
+    assert run_folder.draft_step(run / "draft_best") is None
+    assert run_folder.draft_report(run / "draft_best") is None
+
+
+def test_a_draft_saved_after_the_last_validation_has_no_report(run: Path) -> None:
+    edit_json_manifest(run / "draft", 350)
+    source = find_source(run, "draft")
+    assert (source.step, source.report) == (350, None)
+
+
+def test_unreadable_files_are_named(run: Path) -> None:
+    path = run_folder.validation_folder(run, 100) / "report.json"
+    path.write_text("{")
+    with refused(str(path)):
+        run_folder.read_reports(run)
+    (run / "config.yaml").write_text("a: [")
+    with refused(str(run / "config.yaml")):
+        run_folder.read_config(run)
+
+
+def test_names(run: Path) -> None:
+    assert run_folder.is_run(run) and not run_folder.is_run(run / "draft")
+    assert run_folder.run_of(run / "draft") == run and run_folder.run_of(run) is None
+    assert run_folder.list_steps(run_folder.state_folder(run)) == [300]
+    assert run_folder.list_steps(run / "none") == []
