@@ -140,8 +140,7 @@ def draft_tree(root: int, logits: Tensor | None, request: Request, clock: Clock,
         return Tree.of_root(root, request.prompt.embeds.device)
     builder = new_builder(policy, root, logits.device, request.stop.eos, request.mailbox)
     for level in range(1, last_level + 1):
-        probs, tokens = logits.float().softmax(-1).topk(min(policy.candidates, logits.shape[-1]))
-        tokens = tokens if session.token_map is None else session.token_map[tokens]
+        probs, tokens = session.propose(logits, policy.candidates)
         clock.lap("draft_steps", len(probs))
         frontier = builder.ask(probs, tokens)
         if policy.on_host:

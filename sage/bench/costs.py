@@ -145,8 +145,9 @@ def _level_s(target: Target, draft: EagleDraft, width: int, context: int, capaci
     tokens = rows % target.vocab_size
 
     def level() -> None:
-        session.pretend(context, width)
-        session.expand(rows, tokens).float().softmax(-1).topk(CANDIDATES).values.tolist()
+        session.set_synthetic_state(context, width)
+        probs, _ = session.propose(session.expand(rows, tokens), CANDIDATES)
+        probs.tolist()
 
     return _median_s(level, repeats, target.device)
 

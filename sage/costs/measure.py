@@ -18,6 +18,7 @@ from sage.targets import Target
 VERIFY_NODES = (1, 2, 4, 8, 16, 32, 64)
 DRAFT_WIDTHS = (1, 2, 4, 8, 16)
 LONGER_NODES = 16
+NUM_CANDIDATES = 10
 REPEATS = 16
 LEAST_SPAN = 1024  # tokens between the two contexts
 
@@ -64,9 +65,8 @@ def _draft_level(session: DraftSession, width: int, context: int, device: torch.
     rows = torch.arange(width, device=device)
 
     def once() -> None:
-        session.pretend(context, width)
-        logits = session.expand(rows, torch.zeros_like(rows))
-        logits.float().softmax(-1).topk(min(10, logits.shape[-1]))
+        session.set_synthetic_state(context, width)
+        session.propose(session.expand(rows, torch.zeros_like(rows)), NUM_CANDIDATES)
 
     return once
 

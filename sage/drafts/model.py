@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sage.drafts.registry import DraftKind
+from sage.drafts.session import DraftSession
 from sage.targets import Features, Prompt, Target, load_target
 
 
@@ -94,7 +95,7 @@ def shallow_model(target: Target, num_layers: int) -> ModelDraft:
     return ModelDraft(Target(model, target.processor), target)
 
 
-class ModelSession:
+class ModelSession(DraftSession):
     """A smaller target at work on one request.
 
     Args:
@@ -102,9 +103,6 @@ class ModelSession:
         target: the one it drafts for; its vocabulary size is that of the returned logits.
         capacity: tokens that prompt, answer and one drafted tree can take.
     """
-
-    levels: tuple[int, ...] = ()
-    token_map: Tensor | None = None
 
     def __init__(self, draft: ModelDraft, target: Target, capacity: int) -> None:
         self.model, self.vocab_size = draft.model, target.vocab_size
@@ -140,8 +138,7 @@ class ModelSession:
         self.position = self._root_position + 1
         return self._read(tokens)
 
-    def pretend(self, context: int, width: int) -> None:
-        """Sets up a made-up context and frontier, so that `expand` can be timed without a prompt."""
+    def set_synthetic_state(self, context: int, width: int) -> None:
         self.cache.storage[..., :context, :] = 0
         self.cache.crop_to(context)
         self.committed = context

@@ -5,7 +5,7 @@ Shapes: F frontier nodes of one tree level, E nodes drafted so far this round, M
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
@@ -19,51 +19,69 @@ from sage.drafts.layer import join_maps
 from sage.targets import Features, Prompt, Target
 
 
-class DraftSession(Protocol):
-    """What the decoder asks of any draft.
+class DraftSession(ABC):
+    """A draft at work on one request; the decoder's interface to every kind of draft.
 
     Attributes:
-        levels: indices k of the target's hidden_states[k] the draft reads beside the last.
-        token_map: LongTensor [U], draft id -> target id; None when the draft speaks the target's vocabulary (U = V).
-        context: how many rows the draft has in its cache for what it was last told to read, drafted nodes not counted.
+        levels: indices k of the target's hidden_states[k] that the draft reads in addition to the last.
+        token_map: LongTensor [U], draft id -> target id; None when the draft vocabulary is the target's (U = V).
     """
 
-    levels: tuple[int, ...]
-    token_map: Tensor | None
+    levels: tuple[int, ...] = ()
+    token_map: Tensor | None = None
 
     @property
-    def context(self) -> int: ...
+    @abstractmethod
+    def context(self) -> int:
+        """Committed rows in the draft's cache; drafted nodes are not counted."""
 
+    @abstractmethod
     def prefill(self, prompt: Prompt, features: Features, root: Tensor) -> Tensor:
         """Reads the prompt and the first token [1]; returns the logits below it, [1, U]."""
 
+    @abstractmethod
     def expand(self, rows: Tensor, tokens: Tensor) -> Tensor:
         """Drafts one level deeper.
 
         Args:
             rows: LongTensor [F], each node's parent as a row of the previous call's result.
-            tokens: LongTensor [F], the nodes' tokens; not to be kept, the caller's next ones take their place.
+            tokens: LongTensor [F], the nodes' tokens; the caller reuses its memory after the call.
 
         Returns:
             [F, U], the logits below each node.
         """
 
+    @abstractmethod
     def commit(self, features: Features, tokens: Tensor) -> Tensor:
-        """Forgets the tree and reads what the target accepted since the last call.
+        """Drops the tree and reads the tokens that the target accepted since the last call.
 
         Args:
-            features: the target's true features [1, M, D] of the old root and the accepted tokens, the next root excluded.
-            tokens: LongTensor [M], the tokens after each of them, the next root last; not to be kept either.
+            features: the target's features [1, M, D] of the old root and the accepted tokens, without the next root.
+            tokens: LongTensor [M], the token after each of them, the next root last; its memory is reused after the call.
 
         Returns:
             [1, U], the logits below the next root.
         """
 
-    def pretend(self, context: int, width: int) -> None:
-        """Sets up a made-up context and frontier, so that `expand` can be timed without a prompt."""
+    def propose(self, logits: Tensor, num_candidates: int) -> tuple[Tensor, Tensor]:
+        """Selects the most probable next tokens below each node.
+
+        Args:
+            logits: [F, U], as returned by `prefill`, `expand` or `commit`.
+            num_candidates: K, at most U of them are returned.
+
+        Returns:
+            probabilities (float32) and target token ids, [F, K] each, in descending order of probability.
+        """
+        probs, tokens = logits.float().softmax(-1).topk(min(num_candidates, logits.shape[-1]))
+        return probs, tokens if self.token_map is None else self.token_map[tokens]
+
+    def set_synthetic_state(self, context: int, width: int) -> None:
+        """Sets a context of `context` rows and a frontier of `width` nodes, both of zeros, so that `expand` can be timed."""
+        raise NotImplementedError
 
 
-class EagleSession:
+class EagleSession(DraftSession):
     """An EAGLE or EAGLE-3 head at work: pair t = (feature of token t, embedding of token t + 1) at the position of token t.
 
     Args:
@@ -160,7 +178,7 @@ class EagleSession:
         self.offset += length
         return self._start_tree(hidden)
 
-    def pretend(self, context: int, width: int) -> None:
+    def set_synthetic_state(self, context: int, width: int) -> None:
         self.cache.storage[..., :context, :] = 0
         self.cache.crop_to(context)
         size = self.draft.config.hidden_size

@@ -59,8 +59,8 @@ class Recording:
     eos: tuple[int, ...] = ()
 
 
-class Recorder:
-    """A draft session that writes down what the draft says; implements `DraftSession`.
+class Recorder(DraftSession):
+    """A draft session that writes down what the draft says.
 
     Args:
         session: the draft at work.
@@ -88,17 +88,13 @@ class Recorder:
         self._frontier = [(*self._frontier[row], token) for row, token in zip(rows.tolist(), tokens.tolist(), strict=True)]
         return self._note(logits)
 
-    def pretend(self, context: int, width: int) -> None:
-        self.session.pretend(context, width)
-
     def _start(self, logits: Tensor) -> Tensor:
         self.rounds.append({})
         self._frontier = [()]
         return self._note(logits)
 
     def _note(self, logits: Tensor) -> Tensor:
-        probs, tokens = logits.float().softmax(-1).topk(min(self.count, logits.shape[-1]))
-        tokens = tokens if self.token_map is None else self.token_map[tokens]
+        probs, tokens = self.session.propose(logits, self.count)
         for path, row in zip(self._frontier, zip(probs.cpu(), tokens.cpu(), strict=True), strict=True):
             self.rounds[-1][path] = row
         return logits

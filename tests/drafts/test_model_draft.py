@@ -42,7 +42,7 @@ def test_any_model_drafts_losslessly(family: str, policy: str) -> None:
 
 def test_vocabularies_are_compared_once(tiny_target: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
     draft = ModelDraft(tiny_target, tiny_target)
-    monkeypatch.setattr(sage.drafts, "check_pair", lambda *_: pytest.fail("compared again"))
+    monkeypatch.setattr(sage.drafts.model, "check_pair", lambda *_: pytest.fail("compared again"))
     sage.generate(tiny_target, draft, make_inputs(tiny_target), policy="chain", max_new_tokens=2)
     with pytest.raises(pytest.fail.Exception, match="compared again"):
         sage.generate(make_qwen(), draft, make_inputs(tiny_target), policy="chain", max_new_tokens=2)

@@ -13,6 +13,7 @@ from transformers import (
 )
 
 import sage
+from sage.drafts import DraftSession
 
 VOCABULARY = 330  # room for 64 ids of our own and every byte
 IMAGE_TOKEN, VIDEO_TOKEN, EOS = 60, 61, 1
@@ -135,15 +136,13 @@ def random_draft(target: sage.Target, kind: str = "eagle", seed: int = 0, **opti
     return draft
 
 
-class OracleSession:
+class OracleSession(DraftSession):
     """A stand-in draft that knows the answer and errs on purpose, so that deep paths, forks and misses all occur.
 
     At depth d of a path that follows the answer, the true token has the rank given by a seeded draw; a path that has left
     the answer gets arbitrary candidates.
     """
 
-    levels: tuple[int, ...] = ()
-    token_map = None
     context = 0
 
     def __init__(self, answer: list[int], vocabulary: int, seed: int) -> None:

@@ -19,6 +19,7 @@ import torch
 import sage
 from sage.costs.tables import Costs, Curve
 from sage.decoder import Request, draft_tree
+from sage.drafts import DraftSession
 from sage.sampling import Sampling, TargetSampler
 from sage.stats import RoundTimes, Stats
 from sage.stopping_rules import StopCriterion
@@ -57,11 +58,9 @@ def draft_law(context: Context) -> torch.Tensor:
     return (target_law(context).log() + 0.7 * noise).softmax(0)
 
 
-class TableSession:
-    """A draft that is a table; implements `DraftSession`."""
+class TableSession(DraftSession):
+    """A draft that is a table."""
 
-    levels: tuple[int, ...] = ()
-    token_map = None
     context = 0  # of rows for the prompt; this draft keeps none
 
     def __init__(self, law: NextLaw, context: Context = ()) -> None:
