@@ -61,6 +61,19 @@ def verify_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
+def refuse_corrupt_draft(folder: Path) -> None:
+    """Verifies the folder of a draft before it is loaded. A folder without a manifest is accepted.
+
+    Raises:
+        CorruptFolder: see `verify_manifest`; with the remedy.
+    """
+    if has_manifest(folder):
+        try:
+            verify_manifest(folder)
+        except CorruptFolder as error:
+            raise CorruptFolder(f"draft: {error}; save or copy the draft again") from error
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Reads a manifest and checks its form; the listed files are not read.
 

@@ -15,9 +15,10 @@ from checkpoints.export.folder import CONFIG, Weights, read_config
 from checkpoints.export.formats.embedding import ENDING, target_embedding
 from checkpoints.export.formats.layout import Head
 from checkpoints.export.importing import PREFIXES, Reading, read_eagle3
-from checkpoints.export.writing import ABOUT, refuse_damaged, writing
+from checkpoints.export.writing import ABOUT, writing
 from sage.drafts import Eagle3Draft
 from sage.files import write_text
+from sage.manifest import refuse_corrupt_draft
 
 ROUNDING = 2**-7  # one step of bf16's eight bits, relative
 
@@ -57,9 +58,9 @@ def load_any(folder: Path | str, target: sage.Target, reading: Reading | None = 
         ValueError: neither, damaged, or not for this target.
     """
     folder = Path(folder)
-    refuse_damaged(folder)
     if not (folder / CONFIG).is_file() or Head(read_config(folder)).format is None:
         return sage.load_draft(folder, target)
+    refuse_corrupt_draft(folder)
     draft = read_eagle3(folder, TargetFacts.of_config(target.model.config, target.name), reading)
     check_embedding(folder, target.embed_tokens.weight.detach().cpu())
     return draft.to(device=target.device, dtype=target.dtype)

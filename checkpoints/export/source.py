@@ -8,11 +8,11 @@ from typing import Any
 
 from checkpoints.export.facts import read_json
 from checkpoints.export.folder import CONFIG
-from checkpoints.export.writing import refuse_damaged
 from checkpoints.run_folder import BEST_DRAFT, DRAFT, PROVENANCE, draft_report, draft_step, is_run, read_config, run_of
 from checkpoints.run_folder import CONFIG as RUN_CONFIG
 from sage.drafts import DraftHead
 from sage.drafts.registry import head_kind
+from sage.manifest import refuse_corrupt_draft
 from sage.model_files import load_weights
 from sage.targets import is_target_folder
 
@@ -95,7 +95,7 @@ def load_trained(folder: Path) -> DraftHead:
     Raises:
         ValueError: another kind of folder, a damaged one, or weights that do not fit its config.
     """
-    refuse_damaged(folder)
+    refuse_corrupt_draft(folder)
     if is_target_folder(folder):
         raise ValueError(f"{folder}: a whole model, not a draft head; engines serve it as it is, as a draft model")
     stored = read_json(folder / CONFIG)

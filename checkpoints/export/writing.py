@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 
 from checkpoints.export.facts import read_json
 from checkpoints.files import part_of, replace_folder, settle
-from sage.manifest import MANIFEST, CorruptFolder, has_manifest, verify_manifest, write_manifest
+from sage.manifest import MANIFEST, CorruptFolder, verify_manifest, write_manifest
 
 ABOUT = "sage_export.json"  # what the export is, for people, for `--inspect` and for importing it again
 
@@ -69,12 +69,6 @@ def find_damage(folder: Path) -> None:
         CorruptFolder: names the file.
     """
     _compare_step(folder, verify_manifest(folder)["step"])
-
-
-def refuse_damaged(folder: Path) -> None:
-    """Raises CorruptFolder for a sealed folder that is not what was sealed; one that never was sealed passes."""
-    if has_manifest(folder):
-        find_damage(folder)
 
 
 def _compare_step(folder: Path, step: object) -> None:

@@ -14,6 +14,7 @@ from sage.drafts.model import ModelDraft
 from sage.drafts.pruning import KEEP_ALL, Pruning
 from sage.drafts.registry import KINDS, DraftKind, StudentKind, draft_kind, head_kind
 from sage.drafts.session import DraftSession
+from sage.manifest import refuse_corrupt_draft
 from sage.model_files import read_config
 from sage.targets import Target, is_target_folder
 
@@ -74,6 +75,7 @@ def open_draft(path: str | Path, target: Target, dtype: torch.dtype) -> Draft:
         ValueError: as `load_draft`, but for the dtype.
     """
     folder = Path(path)
+    refuse_corrupt_draft(folder)
     draft: Draft = kind_of_folder(folder).draft_class().load(folder, target, dtype)
     return draft
 

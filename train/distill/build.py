@@ -9,14 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import sage
-from checkpoints.export.writing import refuse_damaged
 from data_prep.dataset.vocabulary import count_tokens, most_frequent
 from sage.drafts import Draft, ModelDraft, open_draft
 from sage.drafts.options import ModelOptions, TrainedPart
@@ -43,7 +41,6 @@ def build_student(config: Config, target: sage.Target, dataset: Any, ranks: Rank
     if chosen.path is None:
         draft = fresh_draft(config, target, draft_vocabulary(chosen, target, dataset, ranks))
     else:
-        refuse_damaged(Path(chosen.path))
         draft = open_draft(chosen.path, target, torch.float32)
         check_kind(chosen, draft)
         _check_same(chosen, draft)
