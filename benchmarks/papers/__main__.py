@@ -1,4 +1,4 @@
-"""`python -m benchmarks.papers [ITEM ..]`: trains what is missing, measures what has changed, writes docs/results.md."""
+"""`python -m benchmarks.papers [STUDY ...]`: trains missing runs, measures outdated figures, writes docs/results.md."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.papers.figures import Figures
-from benchmarks.papers.lab import FIGURES, Lab
-from benchmarks.papers.measure.studies import ITEMS, chosen
+from benchmarks.papers.figures import FIGURES_DIR, FigureStore
+from benchmarks.papers.lab import Lab
+from benchmarks.papers.measure.studies import STUDIES, select_studies
 from benchmarks.papers.page.render import write_page
-from benchmarks.papers.runs import RunFailed
+from benchmarks.papers.runs import TrainingFailed
 from benchmarks.papers.settings import QUICK, load_settings
 from sage.cli import run
 
@@ -23,36 +23,44 @@ logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point. Figures are written as soon as they are measured, the page at the end."""
+    """Runs the selected studies and writes the page; returns the exit code.
+
+    Every figure is written as soon as it is measured, so an interrupted process loses one measurement.
+    """
     args = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    names, failed, began = chosen(args.items), list[str](), time.perf_counter()
+    names = select_studies(args.studies)
     settings = load_settings(*([QUICK] if args.quick else []), *args.settings)
     docs = Path(settings.docs_dir)
-    figures = Figures(docs / FIGURES)
-    if not args.page:
-        lab = Lab(settings, figures)
-        for name in names:
-            try:
-                ITEMS[name](lab)
-            except RunFailed as error:  # the other items need other runs
-                logger.error("%s: %s", name, error)
-                failed.append(name)
-            logger.info("%s: %.1f minutes in all", name, (time.perf_counter() - began) / 60)
-    print(f"written: {write_page(figures.read_all(), docs)}")
+    store = FigureStore(docs / FIGURES_DIR)
+    failed = [] if args.page_only else _measure(names, Lab(settings, store))
+    print(f"written: {write_page(store.read_all(), docs)}")
     if failed:
-        print(f"left out, because a training run failed: {', '.join(failed)}", file=sys.stderr)
+        print(f"skipped, because a training run failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _measure(names: Sequence[str], lab: Lab) -> list[str]:
+    """Returns the studies whose training run failed; the other studies do not need that run."""
+    failed, start = [], time.perf_counter()
+    for name in names:
+        try:
+            STUDIES[name](lab)
+        except TrainingFailed as error:
+            logger.error("%s: %s", name, error)
+            failed.append(name)
+        logger.info("%s: %.1f minutes since the start", name, (time.perf_counter() - start) / 60)
+    return failed
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.papers", description=__doc__)
-    parser.add_argument("items", metavar="ITEM", nargs="*", help=f"of {', '.join(ITEMS)}; default: all of them")
-    parser.add_argument("--quick", action="store_true", help="every item once, on drafts that have hardly learned")
-    parser.add_argument("--settings", metavar="FILE", action="append", default=[], help="YAML over full.yaml; may be repeated")
-    parser.add_argument("--page", action="store_true", help="measure nothing: write the page and pictures from the figures")
+    parser.add_argument("studies", metavar="STUDY", nargs="*", help=f"one of {', '.join(STUDIES)}; default: all")
+    parser.add_argument("--quick", action="store_true", help="run every study once, on barely trained drafts")
+    parser.add_argument("--settings", metavar="FILE", action="append", default=[], help="YAML over full.yaml; repeatable")
+    parser.add_argument("--page-only", action="store_true", help="measure nothing: write the page and plots from the figures")
     return parser
 
 

@@ -1,7 +1,4 @@
-"""Figures on disk: one small JSON per measurement, made again only when what it depends on has changed.
-
-A file is written when its measurement is complete, so a process that is killed at any point loses that one measurement.
-"""
+"""Figures on disk: one JSON file per measurement, measured again only when its inputs change."""
 
 from __future__ import annotations
 
@@ -18,83 +15,86 @@ from sage.bench.report import PACKAGES, machine, versions
 
 logger = logging.getLogger(__name__)
 SCHEMA = 1
-DIGITS = 5  # significant ones: more than any measurement here holds
+SIGNIFICANT_DIGITS = 5
+FIGURES_DIR = "results"  # figures and plots, beside docs/results.md
 Json = dict[str, Any]
 
 
 def digest(value: Any) -> str:
-    """A short name for anything that is JSON: equal values, equal names."""
+    """Returns a short hash of a JSON value; equal values give equal hashes."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def rounded(value: Any) -> Any:
-    """The same with floats of `DIGITS` significant digits."""
+def round_floats(value: Any) -> Any:
+    """Returns `value` with every float rounded to `SIGNIFICANT_DIGITS`."""
     if isinstance(value, float):
-        return float(f"{value:.{DIGITS}g}")
+        return float(f"{value:.{SIGNIFICANT_DIGITS}g}")
     if isinstance(value, Mapping):
-        return {str(key): rounded(part) for key, part in value.items()}
+        return {str(key): round_floats(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [rounded(part) for part in value]
+        return [round_floats(part) for part in value]
     return value
 
 
-class Figures:
-    """A folder of figures; one that is deleted is measured again.
+class FigureStore:
+    """A folder of figures. A deleted file is measured again.
 
     Args:
-        folder: one file `NAME.json` per measurement.
+        folder: holds one file `NAME.json` per measurement.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def read(self, name: str) -> Json | None:
-        """A whole file with its provenance; None where there is none.
+        """Returns the content of a file, figures and provenance; None if it does not exist.
 
         Raises:
-            ValueError: the file is no figures of ours.
+            ValueError: the file is not JSON, or of another schema.
         """
         path = self.folder / f"{name}.json"
         if not path.is_file():
             return None
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(path.read_text(encoding="utf-8"))
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path}: not JSON ({error.msg}); delete it, and it is measured again") from error
-        if not isinstance(found, dict) or found.get("schema") != SCHEMA:
-            raise ValueError(f"{path}: not figures of schema {SCHEMA}; delete it, and it is measured again")
-        return found
+            raise ValueError(f"{path}: not JSON ({error.msg}); delete the file to measure it again") from error
+        if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+            raise ValueError(f"{path}: not figures of schema {SCHEMA}; delete the file to measure it again")
+        return content
 
     def read_all(self) -> dict[str, Json]:
-        """Every file of the folder, by name."""
-        found = {path.stem: self.read(path.stem) for path in sorted(self.folder.glob("*.json"))}
-        return {name: content for name, content in found.items() if content is not None}
+        """Returns the content of every file by name."""
+        contents = {path.stem: self.read(path.stem) for path in sorted(self.folder.glob("*.json"))}
+        return {name: content for name, content in contents.items() if content is not None}
 
     def is_current(self, name: str, inputs: Any) -> bool:
-        """Whether the figures are there and were made from the same inputs."""
-        found = self.read(name)
-        return found is not None and found["inputs"] == digest(inputs)
+        """Whether the figures exist and were measured with the same inputs."""
+        content = self.read(name)
+        return content is not None and content["inputs"] == digest(inputs)
 
-    def make(self, name: str, inputs: Any, measure: Callable[[], Json], command: str) -> Json:
-        """The figures of that name: read where they are current, else measured and written.
+    def get_or_measure(self, name: str, inputs: Any, measure: Callable[[], Json], command: str) -> Json:
+        """Returns the figures of that name; measures and writes them if they are missing or outdated.
 
         Args:
-            inputs: everything they depend on that a person can change: settings, command lines, drafts.
-            command: what repeats the measurement.
+            name: of the file.
+            inputs: everything that the figures depend on and a user can change: settings, command lines, drafts.
+            measure: returns the figures.
+            command: the command that repeats the measurement.
         """
         if self.is_current(name, inputs):
-            found = self.read(name)
-            assert found is not None
-            return found["figures"]
+            content = self.read(name)
+            assert content is not None
+            return content["figures"]
         logger.info("measuring %s", name)
         start = time.perf_counter()
-        figures = rounded(measure())
+        figures = round_floats(measure())
         content = {
             "schema": SCHEMA,
             "inputs": digest(inputs),
             "command": command,
             "seconds": round(time.perf_counter() - start, 1),
-            "machine": rounded(machine("cpu")),
+            "machine": round_floats(machine("cpu")),
             "versions": versions(PACKAGES),
             "figures": figures,
         }

@@ -1,4 +1,4 @@
-"""Training runs that results need: `sage-train` in a process of its own, once per command line."""
+"""Training runs of the studies: `sage-train` in a separate process, once per command line."""
 
 from __future__ import annotations
 
@@ -18,91 +18,85 @@ from sage.files import write_text
 from sage.manifest import sha256
 
 logger = logging.getLogger(__name__)
-MARK = "trained"  # in a run folder that is whole: its identity
+MARKER = "trained"  # written into a run folder when training is complete: the digest of the run
 DRAFT = "draft"
-LAST_LINES = 12
+LOG_TAIL_LINES = 12
 
 
-class RunFailed(RuntimeError):
-    """sage-train ended with an error; its last lines are the message."""
+class TrainingFailed(RuntimeError):
+    """sage-train exited with an error; the message holds the last lines of its log."""
 
 
 def overrides(settings: Settings, name: str) -> list[str]:
-    """What sage-train is told for a run, the run folder left out.
+    """Returns the arguments of sage-train for a run, without the run folder.
 
     Raises:
-        ValueError: no such run in the settings.
+        ValueError: the settings name no such run.
     """
     known = settings.training.runs
     if name not in known:
-        raise ValueError(f"training.runs: {name!r} is none of {', '.join(known)}")
+        raise ValueError(f"training.runs: {name!r} is not one of {', '.join(known)}")
     run = known[name]
     return [*settings.training.common, *run.overrides, *run.extra, *settings.training.last]
 
 
-def identity(settings: Settings, name: str) -> str:
-    """What a run is: its overrides and the target's weights; another target under the same path is another run."""
-    return digest([overrides(settings, name), weights(settings.targets[settings.training.runs[name].target])])
+def run_digest(settings: Settings, name: str) -> str:
+    """Returns a hash of the run's overrides and of the target's weights."""
+    target = settings.training.runs[name].target
+    return digest([overrides(settings, name), weights_digest(settings.targets[target])])
 
 
 @cache
-def weights(path: str) -> str:
-    """A target's weights, by content; a hub id stands for itself."""
+def weights_digest(path: str) -> str:
+    """Returns a hash of a target's weights; a hub id is returned as it is."""
     files = sorted(Path(path).glob("*.safetensors"))
     return digest([sha256(file) for file in files]) if files else path
 
 
-def folder_of(settings: Settings, name: str) -> Path:
-    """The run's folder."""
+def run_folder(settings: Settings, name: str) -> Path:
+    """Returns the folder of a run."""
     return Path(settings.runs_dir) / name
 
 
-def command(settings: Settings, name: str) -> str:
-    """The run as a person would type it."""
+def command_line(settings: Settings, name: str) -> str:
+    """Returns the run as a shell command."""
     words = [word if " " not in word else f"'{word}'" for word in overrides(settings, name)]
-    return " ".join(["sage-train", *words, f"run.dir={folder_of(settings, name)}"])
+    return " ".join(["sage-train", *words, f"run.dir={run_folder(settings, name)}"])
 
 
 def is_trained(settings: Settings, name: str) -> bool:
-    """Whether the run is there, whole, and the same."""
-    mark = folder_of(settings, name) / MARK
-    return mark.is_file() and mark.read_text(encoding="utf-8") == identity(settings, name)
+    """Whether the run folder exists, is complete and has the same digest."""
+    marker = run_folder(settings, name) / MARKER
+    return marker.is_file() and marker.read_text(encoding="utf-8") == run_digest(settings, name)
 
 
-def trained(settings: Settings, name: str) -> Path:
-    """The run's folder, trained first where it is missing, was interrupted or had other overrides.
+def ensure_trained(settings: Settings, name: str) -> Path:
+    """Returns the run folder; trains the run if it is missing, incomplete or of other overrides.
 
     Raises:
-        RunFailed: sage-train ended with an error.
+        TrainingFailed: sage-train exited with an error.
     """
-    folder = folder_of(settings, name)
+    folder = run_folder(settings, name)
     if is_trained(settings, name):
         return folder
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    logger.info("training %s (log: %s)", name, _log(folder))
+    log = folder.with_name(f"{folder.name}.log")
+    logger.info("training %s (log: %s)", name, log)
     start = time.perf_counter()
-    _sage_train([*overrides(settings, name), f"run.dir={folder}"], _log(folder))
+    _sage_train([*overrides(settings, name), f"run.dir={folder}"], log)
     logger.info("trained %s in %.0f s", name, time.perf_counter() - start)
-    write_text(folder / MARK, identity(settings, name))
+    write_text(folder / MARKER, run_digest(settings, name))
     return folder
 
 
-def _log(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}.log")
-
-
 def _sage_train(words: Sequence[str], log: Path) -> None:
-    """One thread per rank, as `experiment=demo` has it: two small ranks use two cores better than two threads of one."""
+    """One thread per rank, as in `experiment=demo`: two small ranks use two cores better than two threads of one rank."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "train.cli.train", *words]
     with log.open("w", encoding="utf-8") as out:
-        done = subprocess.run(
-            [sys.executable, "-m", "train.cli.train", *words],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            check=False,
-        )
+        done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=environment, check=False)
     if done.returncode:
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        raise RunFailed(f"sage-train ended with exit code {done.returncode}, see {log}:\n" + "\n".join(lines[-LAST_LINES:]))
+        tail = "\n".join(lines[-LOG_TAIL_LINES:])
+        raise TrainingFailed(f"sage-train ended with exit code {done.returncode}, see {log}:\n{tail}")

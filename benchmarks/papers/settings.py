@@ -1,4 +1,4 @@
-"""What `make results` trains and measures, as typed settings: the numbers are in full.yaml, quick.yaml shortens them."""
+"""Typed settings of `make results`; the values are in full.yaml, shortened by quick.yaml."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FULL, QUICK = "full", "quick"
 
 @dataclass(kw_only=True)
 class RunSettings:
-    """One training run: its target by short name, and what sage-train is told; `extra` comes last."""
+    """One training run: the short name of its target, and its arguments of sage-train; `extra` follows `overrides`."""
 
     target: str = MISSING
     overrides: list[str] = field(default_factory=list)
@@ -24,7 +24,7 @@ class RunSettings:
 
 @dataclass(kw_only=True)
 class TrainingSettings:
-    """`common` overrides come before each run's own, `last` behind them."""
+    """`common` arguments precede those of each run, `last` follow them."""
 
     common: list[str] = MISSING
     last: list[str] = field(default_factory=list)
@@ -33,7 +33,7 @@ class TrainingSettings:
 
 @dataclass(kw_only=True)
 class TuningSettings:
-    """Policies are tuned by replay over grids (products of the listed values); the `timed` best of each are then timed."""
+    """`grids`: per policy, products of the listed values; all are replayed, the `timed` best of each policy are timed."""
 
     prompts: int = MISSING
     timed_prompts: int = MISSING
@@ -45,7 +45,7 @@ class TuningSettings:
 
 @dataclass(kw_only=True)
 class StudySettings:
-    """What every study has: prompts of each family, from the test split."""
+    """Common to all studies: number of prompts per task family, test split."""
 
     prompts: int = MISSING
     families: list[str] = MISSING
@@ -58,7 +58,7 @@ class TimedSettings(StudySettings):
 
 @dataclass(kw_only=True)
 class EpochsSettings:
-    """`runs` are those whose validations are read, one after each epoch."""
+    """`runs`: runs with one validation after each epoch."""
 
     runs: list[str] = MISSING
 
@@ -70,7 +70,7 @@ class PruningSettings(TimedSettings):
 
 @dataclass(kw_only=True)
 class CompressorSettings(TimedSettings):
-    """`runs` are compared under each of `policies`; the first run is what the others are held against."""
+    """`runs` are compared under each of `policies`; the first run is the uncompressed reference."""
 
     policies: list[str] = MISSING
     runs: list[str] = MISSING
@@ -78,7 +78,7 @@ class CompressorSettings(TimedSettings):
 
 @dataclass(kw_only=True)
 class LengthSettings(TimedSettings):
-    """`edges`: where answers that end by themselves are cut into stretches, in tokens."""
+    """`edges`: starts of the segments of free-running answers, in tokens."""
 
     lengths: list[int] = MISSING
     edges: list[int] = MISSING
@@ -86,7 +86,7 @@ class LengthSettings(TimedSettings):
 
 @dataclass(kw_only=True)
 class EntropySettings(StudySettings):
-    """`candidates` is SAGE's k."""
+    """`candidates`: k of SAGE."""
 
     lags: int = MISSING
     candidates: int = MISSING
@@ -94,7 +94,7 @@ class EntropySettings(StudySettings):
 
 @dataclass(kw_only=True)
 class CalibrationSettings(StudySettings):
-    """`rounds` are decoded on the validation split before errors are counted on the test split."""
+    """`rounds`: decoding rounds of the validation split to calibrate on before errors are counted on the test split."""
 
     rounds: int = MISSING
 
@@ -106,7 +106,7 @@ class TemperatureSettings(TimedSettings):
 
 @dataclass(kw_only=True)
 class ProjectionSettings(StudySettings):
-    """`bandwidths`: gigabytes per second that the device of each shape reads; `policies` are replayed as published."""
+    """`bandwidths`: memory bandwidth of the device of each shape, in GB/s; `policies` are replayed as published."""
 
     policies: list[str] = MISSING
     shapes: list[str] = MISSING
@@ -116,7 +116,7 @@ class ProjectionSettings(StudySettings):
 
 @dataclass(kw_only=True)
 class CostsSettings:
-    """What passes of a large shape cost on this very machine; of its text layers only `layers` are built."""
+    """Costs of passes of a large shape on this machine; only `layers` of its text layers are built."""
 
     shape: str = MISSING
     layers: int = MISSING
@@ -128,7 +128,13 @@ class CostsSettings:
 
 @dataclass(kw_only=True)
 class Settings:
-    """Everything. `main` names the draft that each target is measured with, `assistants` a smaller model of its family."""
+    """All settings.
+
+    Attributes:
+        targets: model folder or id by short name.
+        main_runs: by target, the run whose draft the target is measured with.
+        assistant_runs: by target, the run of a smaller model of the same family.
+    """
 
     threads: int = MISSING
     runs_dir: str = MISSING
@@ -137,10 +143,10 @@ class Settings:
     families: list[str] = MISSING
     max_new_tokens: int = MISSING
     training: TrainingSettings = field(default_factory=TrainingSettings)
-    main: dict[str, str] = MISSING
-    assistants: dict[str, str] = MISSING
+    main_runs: dict[str, str] = MISSING
+    assistant_runs: dict[str, str] = MISSING
     tuning: TuningSettings = field(default_factory=TuningSettings)
-    table: TimedSettings = field(default_factory=TimedSettings)
+    policies: TimedSettings = field(default_factory=TimedSettings)
     epochs: EpochsSettings = field(default_factory=EpochsSettings)
     pruning: PruningSettings = field(default_factory=PruningSettings)
     compressor: CompressorSettings = field(default_factory=CompressorSettings)
@@ -154,18 +160,18 @@ class Settings:
 
 
 def load_settings(*names_or_paths: str | Path) -> Settings:
-    """full.yaml, and on top of it each file named (`quick`, or a path).
+    """Returns full.yaml merged with each named file (`quick`, or a path).
 
     Raises:
-        ValueError: a key that no setting has, or a value of another type.
+        ValueError: an unknown key, or a value of the wrong type.
     """
     here = Path(__file__).parent
     files = [here / f"{FULL}.yaml"]
     files += [here / f"{one}.yaml" if one in (FULL, QUICK) else Path(one) for one in names_or_paths]
     try:
         merged = OmegaConf.merge(OmegaConf.structured(Settings), *(OmegaConf.load(file) for file in files))
-        made = OmegaConf.to_object(merged)
+        settings = OmegaConf.to_object(merged)
     except (OmegaConfBaseException, YAMLError) as error:
         raise ValueError(f"{files[-1]}: {str(error).splitlines()[0]}") from error
-    assert isinstance(made, Settings)
-    return made
+    assert isinstance(settings, Settings)
+    return settings

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.papers`: every item end to end on random targets, and a page that follows from its figures."""
+"""`python -m benchmarks.papers`: every study end to end on random targets, and the page rendered from figures."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from support.messages import check_message, refused
 from support.papers_helpers import tiny_world
 
 from benchmarks.papers import __main__ as command
 from benchmarks.papers import runs
-from benchmarks.papers.figures import Figures
-from benchmarks.papers.lab import FIGURES
+from benchmarks.papers.figures import FIGURES_DIR, FigureStore
+from benchmarks.papers.lab import Lab
 from benchmarks.papers.measure import ablations, calibration, entropy, tuning
-from benchmarks.papers.measure.studies import ITEMS, chosen
-from benchmarks.papers.page import policies, render, studies, training
+from benchmarks.papers.measure.studies import STUDIES, select_studies
+from benchmarks.papers.page import epochs, policies, projection, render
+from benchmarks.papers.page.sections import SECTIONS
 from benchmarks.papers.settings import load_settings
 from sage.costs.tables import Costs, Curve
 from sage.replay.recording import RecordedRound, Recording
@@ -35,7 +37,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every item, once; the folder of settings, runs and docs."""
+    """Runs every study once; returns the folder of settings, runs and docs."""
     where = tmp_path_factory.mktemp("results")
     settings = tiny_world(where)
     (where / "README.md").write_text(f"first\n{render.README_START}\nold\n{render.README_END}\nlast\n", encoding="utf-8")
@@ -44,106 +46,123 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rendered(docs: Path) -> str:
-    drawn = [path.name for path in (docs / FIGURES).glob("*.png")]
-    return render.render(Figures(docs / FIGURES).read_all(), drawn)
+    return render.render(FigureStore(docs / FIGURES_DIR).read_all())
 
 
 @pytest.mark.slow
-def test_every_item_leaves_figures_a_section_and_pictures(measured: Path) -> None:
+def test_every_study_has_a_section_with_plots(measured: Path) -> None:
     text = (measured / "docs" / "results.md").read_text()
-    for section in render.SECTIONS:
-        assert f". {section.title}\n" in text
-        assert f"`make results-{section.item}`" in text
-    assert {section.item for section in render.SECTIONS} == set(ITEMS)
-    for picture in render.pictures():
-        assert (measured / "docs" / FIGURES / picture.file).stat().st_size > 5000
-        assert f"({FIGURES}/{picture.file})" in text
-    assert "nan" not in text and "None" not in text
-    assert "## What was expected, and what came out" in text
+    assert {section.study for section in SECTIONS} == set(STUDIES)
+    for number, section in enumerate(SECTIONS, start=1):
+        assert f"\n## {number}. " in text
+        assert f"`make results-{section.study}`" in text
+        for file in section.plots:
+            assert (measured / "docs" / FIGURES_DIR / file).stat().st_size > 5000
+            assert f"({FIGURES_DIR}/{file})" in text
+    assert "nan" not in text and "None" not in text and "$" not in text
+    assert "\n## Expectations of the papers\n" in text
 
 
 @pytest.mark.slow
-def test_the_page_follows_the_figures(measured: Path, tmp_path: Path) -> None:
+def test_page_depends_on_the_figures_only(measured: Path, tmp_path: Path) -> None:
     docs = measured / "docs"
     text = (docs / "results.md").read_text()
     assert rendered(docs) == text
-    changed = tmp_path / FIGURES
+    changed = tmp_path / FIGURES_DIR
     changed.mkdir()
-    for path in (docs / FIGURES).iterdir():
+    for path in (docs / FIGURES_DIR).iterdir():
         (changed / path.name).write_bytes(path.read_bytes())
-    found = json.loads((changed / "policies_qwen.json").read_text())
-    found["figures"]["policies"]["sage"]["tokens_per_target_pass"] += 1
-    (changed / "policies_qwen.json").write_text(json.dumps(found))
+    content = json.loads((changed / "policies_qwen.json").read_text())
+    content["figures"]["policies"]["sage"]["tokens_per_target_pass"] += 1
+    (changed / "policies_qwen.json").write_text(json.dumps(content))
     assert rendered(tmp_path) != text
 
 
-def test_the_page_in_docs_follows_its_figures() -> None:
-    """docs/results.md and the README's table, as long as `make results` has been run."""
-    docs = ROOT / "docs"
-    if not (docs / "results.md").is_file():
-        pytest.skip("make results has not been run")
-    assert rendered(docs) == (docs / "results.md").read_text(), "docs/results.md is not what its figures say: make results"
-    readme = (ROOT / "README.md").read_text()
-    if render.README_START in readme:
-        figures = Figures(docs / FIGURES).read_all()
-        assert render.with_headline(readme, {name: one["figures"] for name, one in figures.items()}) == readme
+def test_committed_page_and_readme_are_current() -> None:
+    docs, readme = ROOT / "docs", (ROOT / "README.md").read_text()
+    assert rendered(docs) == (docs / "results.md").read_text(), "outdated: make results RESULTS_ARGS=--page-only"
+    files = FigureStore(docs / FIGURES_DIR).read_all()
+    assert render.README_START in readme
+    assert render.with_headline(readme, {name: content["figures"] for name, content in files.items()}) == readme
+
+
+def test_committed_figures_are_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make results` measures nothing after a rename of keys or settings."""
+    store = FigureStore(ROOT / "docs" / FIGURES_DIR)
+    monkeypatch.chdir(ROOT)
+
+    def get(name: str, inputs: Any, *_: Any) -> Any:
+        assert store.is_current(name, inputs), name
+        content = store.read(name)
+        assert content is not None
+        return content["figures"]
+
+    monkeypatch.setattr(store, "get_or_measure", get)
+    threads = torch.get_num_threads()
+    try:
+        lab = Lab(load_settings(), store)
+        for measure in STUDIES.values():
+            measure(lab)
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.slow
-def test_the_readme_gets_the_headline_between_its_marks(measured: Path) -> None:
+def test_headline_is_written_between_the_markers_of_the_readme(measured: Path) -> None:
     text = (measured / "README.md").read_text()
     assert text.startswith("first\n") and text.endswith("\nlast\n") and "old" not in text
     assert "**`cost_aware`**" in text
 
 
 @pytest.mark.slow
-def test_a_page_of_several_machines_says_which_measured_what(measured: Path) -> None:
-    files = Figures(measured / "docs" / FIGURES).read_all()
-    assert "on machine" not in render.render(files, [])
+def test_sections_name_their_machine_if_there_are_several(measured: Path) -> None:
+    files = FigureStore(measured / "docs" / FIGURES_DIR).read_all()
+    assert "on machine" not in render.render(files)
     files["length"]["machine"]["cpu"] = "another"
     files["policies_llava"]["machine"]["cpu"] = "another"
-    text = render.render(files, [])
-    numbers = {line[0] for line in text.splitlines() if re.match(r"\d\. Measured on", line)}
+    text = render.render(files)
+    numbers = {line[0] for line in text.splitlines() if re.match(r"\d\. Linux", line)}
     assert numbers == {"1", "2"}
-    (length,), (policies,) = (re.findall(rf"`make results-{item}`.*, on (.*?);", text) for item in ("length", "policies"))
+    (length,), (policies,) = (
+        re.findall(rf"`make results-{item}`.*, on (.*?)\. Figures", text) for item in ("length", "policies")
+    )
     assert policies == "machines 1 and 2" and length in ("machine 1", "machine 2")
 
 
 @pytest.mark.slow
-def test_nothing_is_measured_twice(measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = {path: path.stat().st_mtime_ns for path in (measured / "docs" / FIGURES).glob("*.json")}
+def test_current_figures_are_not_measured_again(measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {path: path.stat().st_mtime_ns for path in (measured / "docs" / FIGURES_DIR).glob("*.json")}
     made: list[str] = []
     monkeypatch.setattr(command, "write_page", lambda files, docs: docs)
-    monkeypatch.setattr("benchmarks.papers.figures.rounded", lambda figures: made.append("measured") or figures)
+    monkeypatch.setattr("benchmarks.papers.figures.round_floats", lambda figures: made.append("measured") or figures)
     assert command.main(["--quick", "--settings", str(measured / "tiny.yaml")]) == 0
     assert not made
-    assert {path: path.stat().st_mtime_ns for path in (measured / "docs" / FIGURES).glob("*.json")} == before
+    assert {path: path.stat().st_mtime_ns for path in (measured / "docs" / FIGURES_DIR).glob("*.json")} == before
 
 
-@pytest.mark.slow
-def test_figures_are_made_anew_when_what_they_depend_on_changes(tmp_path: Path) -> None:
-    figures = Figures(tmp_path)
-    assert figures.make("one", {"prompts": 1}, lambda: {"value": 1 / 3}, "make results-x") == {"value": 0.33333}
-    assert figures.make("one", {"prompts": 1}, lambda: {"value": 2.0}, "make results-x") == {"value": 0.33333}
-    assert figures.make("one", {"prompts": 2}, lambda: {"value": 2.0}, "make results-x") == {"value": 2.0}
+def test_figures_are_measured_again_when_their_inputs_change(tmp_path: Path) -> None:
+    store = FigureStore(tmp_path)
+    assert store.get_or_measure("one", {"prompts": 1}, lambda: {"value": 1 / 3}, "make results-x") == {"value": 0.33333}
+    assert store.get_or_measure("one", {"prompts": 1}, lambda: {"value": 2.0}, "make results-x") == {"value": 0.33333}
+    assert store.get_or_measure("one", {"prompts": 2}, lambda: {"value": 2.0}, "make results-x") == {"value": 2.0}
     stored = json.loads((tmp_path / "one.json").read_text())
     assert stored["command"] == "make results-x" and stored["machine"]["cores"] >= 1
     (tmp_path / "one.json").write_text("{")
-    with pytest.raises(ValueError, match="not JSON.*delete it"):
-        figures.read("one")
+    with refused("one.json", "not JSON", "delete"):
+        store.read("one")
 
 
-def test_a_run_of_other_overrides_is_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_is_trained_again_when_its_overrides_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = load_settings()
     settings.runs_dir = str(tmp_path)
     trained: list[list[str]] = []
     monkeypatch.setattr(runs.subprocess, "run", lambda words, **_: trained.append(words) or _made(words))
-    folder = runs.trained(settings, "eagle_qwen")
+    folder = runs.ensure_trained(settings, "eagle_qwen")
     assert runs.is_trained(settings, "eagle_qwen") and len(trained) == 1
-    runs.trained(settings, "eagle_qwen")
+    runs.ensure_trained(settings, "eagle_qwen")
     assert len(trained) == 1
     settings.training.runs["eagle_qwen"].overrides.append("optim.lr=1e-3")
-    runs.trained(settings, "eagle_qwen")
+    runs.ensure_trained(settings, "eagle_qwen")
     assert len(trained) == 2 and f"run.dir={folder}" in trained[1]
 
 
@@ -152,48 +171,49 @@ def _made(words: list[str]) -> SimpleNamespace:
     return SimpleNamespace(returncode=0)
 
 
-def test_a_failed_training_is_named_and_other_items_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_failed_training_run_skips_only_its_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     def fails(lab: Any) -> None:
-        raise runs.RunFailed("sage-train ended with exit code 2")
+        raise runs.TrainingFailed("sage-train ended with exit code 2")
 
     done: list[str] = []
-    monkeypatch.setattr(command, "ITEMS", {"policies": fails, "epochs": lambda lab: done.append("epochs")})
+    monkeypatch.setattr(command, "STUDIES", {"policies": fails, "epochs": lambda lab: done.append("epochs")})
     (tmp_path / "where.yaml").write_text(f"docs_dir: {tmp_path}/docs\n")
     assert command.main(["policies", "epochs", "--settings", str(tmp_path / "where.yaml")]) == 1
     assert done == ["epochs"]
-    assert "training run failed: policies" in capsys.readouterr().err
+    check_message(capsys.readouterr().err, "training run failed", "policies")
 
 
-def test_mistakes_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="tables: no item of the results; choose from policies, "):
-        chosen(["tables"])
-    assert chosen(["entropy", "policies"]) == ["policies", "entropy"]
+def test_unknown_names_are_refused(tmp_path: Path) -> None:
+    with refused("tables", "policies, "):
+        select_studies(["tables"])
+    assert select_studies(["entropy", "policies"]) == ["policies", "entropy"]
     (tmp_path / "bad.yaml").write_text("tabel: {prompts: 1}\n")
-    with pytest.raises(ValueError, match="bad.yaml: Key 'tabel'"):
+    with refused("bad.yaml", "tabel"):
         load_settings(tmp_path / "bad.yaml")
-    with pytest.raises(ValueError, match="training.runs: 'other' is none of eagle_qwen, "):
+    with refused("training.runs", "'other'", "eagle_qwen, "):
         runs.overrides(load_settings(), "other")
 
 
+@pytest.mark.slow
 def test_every_run_in_the_settings_composes() -> None:
-    """Each command line of full.yaml, as Hydra sees it."""
+    """Composes each command line of full.yaml with Hydra."""
     settings = load_settings()
     for name in settings.training.runs:
         check(compose("config", [*runs.overrides(settings, name), "run.dir=somewhere"], Config))
-    named = [*settings.main.values(), *settings.assistants.values(), *settings.epochs.runs, *settings.compressor.runs]
+    named = [*settings.main_runs.values(), *settings.assistant_runs.values(), *settings.epochs.runs, *settings.compressor.runs]
     assert set(named) == set(settings.training.runs)
 
 
-# -- what is computed ------------------------------------------------------------------------------------------------------
+# -- computations ----------------------------------------------------------------------------------------------------------
 
 
 def recording(answer: list[int], rounds: list[tuple[int, dict[tuple[int, ...], list[int]]]]) -> Recording:
-    """A recording whose candidates have falling made-up probabilities."""
-    made = []
+    """Returns a recording whose candidates have decreasing probabilities."""
+    recorded = []
     for position, said in rounds:
         probs = {path: (torch.tensor([0.6, 0.3, 0.1][: len(tokens)]), torch.tensor(tokens)) for path, tokens in said.items()}
-        made.append(RecordedRound(position, probs))
-    return Recording(prompt_tokens=5, max_new_tokens=20, vocabulary=50, tokens=answer, rounds=made)
+        recorded.append(RecordedRound(position, probs))
+    return Recording(prompt_tokens=5, max_new_tokens=20, vocabulary=50, tokens=answer, rounds=recorded)
 
 
 ANSWER = recording(
@@ -202,18 +222,17 @@ ANSWER = recording(
 )
 
 
-def test_usual_paths_are_those_that_answers_took_most_often() -> None:
+def test_most_frequent_paths() -> None:
     """Round 1 goes 8 (rank 0), 9 (rank 1), then 10 is no candidate; round 2 takes 11 (rank 1)."""
-    assert tuning.usual_paths([ANSWER], [1, 3]) == [[[0]], [[0], [1], [0, 1]]]
+    assert tuning.most_frequent_paths([ANSWER], [1, 3]) == [[[0]], [[0], [1], [0, 1]]]
 
 
-def test_nodes_on_the_answers_path() -> None:
+def test_nodes_on_path() -> None:
     found = [(one.depth, one.is_accepted) for one in calibration.nodes_on_path(ANSWER, "p", 2)]
     assert found == [(1, True), (2, False), (3, False), (1, False)]
 
 
-def test_oracle_against_all_choices_of_depth() -> None:
-    """Brute force over every combination of depths per round."""
+def test_oracle_against_brute_force() -> None:
     costs = Costs(Curve([1, 2, 3], [1.0, 1.1, 1.6]), Curve([1, 2], [0.2, 0.3]), 5, overhead=0.1)
     reach, left = [2, 1], [4, 1]
     best = 0.0
@@ -223,10 +242,10 @@ def test_oracle_against_all_choices_of_depth() -> None:
         best = max(best, tokens / seconds)
     found = ablations.oracle([ANSWER], costs, 12)
     assert found["tokens_per_s"] == pytest.approx(best, rel=1e-9)
-    assert [ablations._reach(ANSWER, one, 12) for one in ANSWER.rounds] == reach
+    assert [ablations._reachable_depth(ANSWER, one, 12) for one in ANSWER.rounds] == reach
 
 
-def test_auc_and_correlation_against_the_naive_ones() -> None:
+def test_auc_and_correlation_against_naive_versions() -> None:
     draw = random.Random(0)
     predicted = [draw.choice([0.1, 0.2, 0.5, 0.9]) for _ in range(60)]
     outcomes = [draw.random() < value for value in predicted]
@@ -247,41 +266,41 @@ def _refused(predicted: list[float], outcomes: list[bool]) -> list[float]:
     return [value for value, hit in zip(predicted, outcomes, strict=True) if not hit]
 
 
-def test_the_lemma_fails_for_a_tie_and_holds_for_certainty() -> None:
-    """facts of SAGE: p = (.5, .5, 0, ..), k = 10 gives alpha .699 and a bound of .729."""
-    tie, sure = [0.5, 0.5, *[0.0] * 8], [1.0, *[0.0] * 9]
+def test_lemma_fails_for_a_tie_and_holds_for_a_certain_token() -> None:
+    """p = (.5, .5, 0, ...) with k = 10 has alpha 0.699 and a claimed bound of 0.729."""
+    tie, certain = [0.5, 0.5, *[0.0] * 8], [1.0, *[0.0] * 9]
     assert confidence_of(tie) == pytest.approx(0.699, abs=5e-4)
     assert calibration.bound(confidence_of(tie), 10) == pytest.approx(0.729, abs=5e-4)
-    found = calibration.lemma([calibration.Said("p", 1, tie, False), calibration.Said("p", 2, sure, True)])
-    assert (found["below_bound"], found["sure"], found["sure_accepted"]) == (1, 2, 1)
+    found = calibration.lemma([calibration.PathNode("p", 1, tie, False), calibration.PathNode("p", 2, certain, True)])
+    assert (found["below_bound"], found["above_threshold"], found["above_threshold_accepted"]) == (1, 2, 1)
     assert found["examples"][0]["probs"][:2] == [0.5, 0.5]
 
 
-def test_guessed_costs_stay_as_guessed() -> None:
-    policy = ablations.GuessedCosts(0.004)
+def test_assumed_costs_are_not_updated() -> None:
+    policy = ablations.AssumedCosts(0.004)
     assert policy.costs is not None
     assert policy.costs.verify(1) == policy.costs.verify(60) == 0.004
     assert policy.costs.draft(8) == pytest.approx(0.0004)
 
 
-# -- sentences follow figures ----------------------------------------------------------------------------------------------
+# -- expectations ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_held_is_decided_by_the_figures() -> None:
+def test_expectations_depend_on_the_figures() -> None:
     rising, falling = ([{"epoch": n, "policies": {"static": {"tokens_per_target_pass": v}}} for n, v in enumerate(curve)]
                        for curve in ((2.0, 3.0), (3.0, 2.5)))  # fmt: skip
     runs_of = {"a": {"points": rising, "prompts": 8}, "b": {"points": falling, "prompts": 8}}
-    first, second = training.epoch_findings({"epochs": {"runs": runs_of}})
-    assert first.holds and not second.holds
-    assert "step back is -0.50" in second.said
+    first, second = epochs.expectations({"epochs": {"runs": runs_of}})
+    assert first.is_met and not second.is_met
+    assert "-0.50" in second.evidence
 
 
-def test_host_work_is_judged_for_our_policies_and_for_all() -> None:
+def test_host_overhead_of_our_policies_and_of_all() -> None:
     def found(ours: float, others: float) -> list[bool]:
         shares = {"acceptance": 0.01, "cache commit": 0.0, "policy and tree": 0.05, "other": 0.0}
         rows = {"sage": 0.04, "cost_aware": ours, "eagle2": others}
         policies = {name: {"shares": {**shares, "host overhead": share}} for name, share in rows.items()}
-        return [one.holds for one in studies._measured("qwen", policies)]
+        return [one.is_met for one in projection.measured_overhead("qwen", policies)]
 
     assert found(0.05, 0.05) == [True, True]
     assert found(0.05, 0.051) == [True, False]
@@ -289,13 +308,13 @@ def test_host_work_is_judged_for_our_policies_and_for_all() -> None:
 
 
 @pytest.mark.slow
-def test_a_slow_policy_is_explained_by_its_rounds(measured: Path) -> None:
-    found = {name: one["figures"] for name, one in Figures(measured / "docs" / FIGURES).read_all().items()}
+def test_slow_policy_is_explained_by_its_rounds(measured: Path) -> None:
+    found = {name: one["figures"] for name, one in FigureStore(measured / "docs" / FIGURES_DIR).read_all().items()}
     figures = found["policies_qwen"]
     captions = figures["by_family"]["caption"]["policies"]["cost_aware"]
     claim = "pocket Qwen2.5-VL: `cost_aware` at least 2.00x on captions"
-    for speedup, holds in ((1.9, False), (2.1, True)):
+    for speedup, is_met in ((1.9, False), (2.1, True)):
         captions["speedup"] = speedup
-        [one] = [one for one in policies.findings(found) if one.claim == claim]
-        assert one.holds is holds
-        assert ("tokens from a round of" in one.said) is not holds
+        [one] = [one for one in policies.expectations(found) if one.claim == claim]
+        assert one.is_met is is_met
+        assert ("tokens per round of" in one.evidence) is not is_met

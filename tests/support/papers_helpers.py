@@ -1,4 +1,4 @@
-"""Random pocket targets and untrained drafts in the layout that `benchmarks.papers` expects, so that none is trained."""
+"""Random pocket targets and untrained drafts in the layout of `benchmarks.papers`; no run is trained."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMPRESSORS = {"compressor_pool": {"kind": "pool", "ratio": 4}}
 
 
 def tiny_world(where: Path) -> Path:
-    """Targets, settings and runs below `where`; the settings' path."""
+    """Creates targets, settings and runs below `where`; returns the path of the settings."""
     targets = {name: str(make_target(where, family)) for name, family in FAMILIES.items()}
     small = {
         "runs_dir": str(where / "runs"),
@@ -29,7 +29,7 @@ def tiny_world(where: Path) -> Path:
         "max_new_tokens": 10,
         "targets": targets,
         "families": ["caption"],
-        "table": {"families": ["caption"]},
+        "policies": {"families": ["caption"]},
         "entropy": {"prompts": 1, "families": ["caption"], "lags": 2},
         "calibration": {"rounds": 2, "prompts": 1, "families": ["caption"]},
         "compressor": {"runs": ["compressor_none", "compressor_pool"], "policies": ["chain"]},
@@ -44,20 +44,20 @@ def tiny_world(where: Path) -> Path:
 
 
 def make_runs(settings: Settings) -> None:
-    """Every run that the settings name, as if sage-train had left it."""
-    opened = {name: sage.load_target(path, dtype=torch.float32) for name, path in settings.targets.items()}
+    """Creates every run of the settings, as sage-train would leave it."""
+    targets = {name: sage.load_target(path, dtype=torch.float32) for name, path in settings.targets.items()}
     for name in settings.training.runs:
-        target = opened[settings.training.runs[name].target]
-        folder = runs.folder_of(settings, name)
+        target = targets[settings.training.runs[name].target]
+        folder = runs.run_folder(settings, name)
         save_draft(name, target, folder / runs.DRAFT)
         save_history(folder)
-        (folder / runs.MARK).write_text(runs.identity(settings, name), encoding="utf-8")
+        (folder / runs.MARKER).write_text(runs.run_digest(settings, name), encoding="utf-8")
 
 
 def save_draft(name: str, target: sage.Target, folder: Path) -> None:
-    """A draft of the run's kind, untrained."""
+    """Saves an untrained draft of the run's kind."""
     if name.startswith("model"):
-        shutil.copytree(target.name, folder)  # tokenizer and picture processor, as a target has them
+        shutil.copytree(target.name, folder)  # tokenizer and image processor of a target
         shallow_model(target, 1).model.model.save_pretrained(folder)
         return
     kind = "eagle3" if name.startswith("eagle3") else "eagle"
@@ -68,7 +68,7 @@ def save_draft(name: str, target: sage.Target, folder: Path) -> None:
 
 
 def save_history(folder: Path, curve: tuple[float, ...] = (1.5, 2.0)) -> None:
-    """Metrics and one validation per epoch."""
+    """Saves metrics and one validation per epoch."""
     lines = [{"step": step, "time_s": 1.0 * step, "tokens": 100 * step} for step in range(1, len(curve) + 1)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     for step, tokens in enumerate(curve, start=1):

@@ -1,5 +1,5 @@
-"""Does the draft's entropy predict acceptance? Reliability of alpha, of the draft's probability and of the calibrated estimate;
-calibration error by depth after learning; the counterexample to SAGE's Lemma 4.3 on real rounds (arXiv 2602.00523).
+"""Predictors of acceptance: reliability of alpha, of the draft probability and of the calibrated estimate; calibration error by
+depth; Lemma 4.3 and Theorem 4.4 on recorded nodes. Ref: SAGE, arXiv 2602.00523, section 4.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from sage.replay.recording import Path, Recording
 from sage.trees.cost_aware.policy import CostAware
 from sage.trees.sage import confidence_of
 
-SURE = 0.56  # SAGE's Theorem 4.4: above this alpha a token is accepted for sure
+ALPHA_THRESHOLD = 0.56  # SAGE, Theorem 4.4: above this alpha, a token is always accepted
+NUM_BINS = 10
 DECIMALS = 3
-SHOWN = 4  # probabilities of an example
+NUM_EXAMPLES, NUM_EXAMPLE_PROBS = 3, 4
 
 
 @dataclass
-class Said:
-    """One node on the way of the answer: what the draft said, and whether its best token was the target's."""
+class PathNode:
+    """One node on the path of the answer: its draft distribution, and whether the target chose the most likely token."""
 
     prompt: str
     depth: int
@@ -34,8 +35,8 @@ class Said:
     is_accepted: bool
 
 
-def nodes_on_path(recording: Recording, prompt: str, candidates: int) -> Iterator[Said]:
-    """The recorded nodes that the answer passes through, round by round; every token of the answer is asked for once."""
+def nodes_on_path(recording: Recording, prompt: str, candidates: int) -> Iterator[PathNode]:
+    """Yields the recorded nodes on the path of the answer, round by round."""
     for recorded in recording.rounds:
         answer: Path = tuple(recording.tokens[recorded.position :])
         for depth, token in enumerate(answer):
@@ -43,33 +44,33 @@ def nodes_on_path(recording: Recording, prompt: str, candidates: int) -> Iterato
             if known is None:
                 break
             best = known[1].tolist()
-            yield Said(prompt, depth + 1, known[0][:candidates].tolist(), token == best[0])
+            yield PathNode(prompt, depth + 1, known[0][:candidates].tolist(), token == best[0])
             if token not in best:
                 break
 
 
-def measure_confidence(lab: Lab) -> None:
-    """`calibration_TARGET` for every target."""
+def measure_calibration(lab: Lab) -> None:
+    """Measures `calibration_TARGET` for every target."""
     for target in lab.settings.targets:
         study = lab.settings.calibration
-        inputs = lab.origin(lab.settings.main[target]) | lab.study(study) | {"candidates": lab.settings.entropy.candidates}
-        lab.make("calibration", f"calibration_{target}", inputs, partial(_measure, lab, target))
+        inputs = lab.run_inputs(lab.settings.main_runs[target], study=study, candidates=lab.settings.entropy.candidates)
+        lab.figures("calibration", f"calibration_{target}", inputs, partial(_measure, lab, target))
 
 
 def _measure(lab: Lab, target: str) -> Json:
     study, candidates = lab.settings.calibration, lab.settings.entropy.candidates
-    tested = lab.tested(target, study)
+    prompts = lab.test_prompts(target, study)
     policy = sage.policy("cost_aware")
     assert isinstance(policy, CostAware)
-    learned_on = _learn(lab, target, policy, study.rounds)
+    calibration_rounds = _calibrate(lab, target, policy, study.rounds)
     frozen = policy.calibrator.state()
-    by_depth = _errors(lab, target, policy, tested)
+    by_depth = _errors(lab, target, policy, prompts)
     policy.calibrator.load_state(frozen)
-    recordings = lab.recordings(target, tested)
-    nodes = [one for prompt, own in zip(tested, recordings, strict=True) for one in nodes_on_path(own, prompt.name, candidates)]
+    recorded = zip(prompts, lab.recordings(target, prompts), strict=True)
+    nodes = [node for prompt, own in recorded for node in nodes_on_path(own, prompt.name, candidates)]
     return {
         "target": target,
-        "rounds_learned_on": learned_on,
+        "calibration_rounds": calibration_rounds,
         "by_depth": by_depth,
         "predictors": predictors(nodes, policy),
         "lemma": lemma(nodes),
@@ -78,11 +79,11 @@ def _measure(lab: Lab, target: str) -> Json:
 
 def _decode(lab: Lab, target: str, policy: CostAware, prompt: BenchPrompt) -> None:
     limit = lab.settings.max_new_tokens
-    sage.generate(lab.target(target), lab.main(target), dict(prompt.inputs), policy=policy, max_new_tokens=limit)
+    sage.generate(lab.target(target), lab.main_draft(target), dict(prompt.inputs), policy=policy, max_new_tokens=limit)
 
 
-def _learn(lab: Lab, target: str, policy: CostAware, rounds: int) -> int:
-    """Decodes prompts of the validation split until so many rounds are learned from."""
+def _calibrate(lab: Lab, target: str, policy: CostAware, rounds: int) -> int:
+    """Decodes prompts of the validation split for at least `rounds` rounds; returns their number."""
     families, start = lab.settings.calibration.families, 0
     while policy.rounds < rounds:
         for prompt in lab.prompts(target, "validation", families, 1, start=start):
@@ -92,7 +93,7 @@ def _learn(lab: Lab, target: str, policy: CostAware, rounds: int) -> int:
 
 
 def _errors(lab: Lab, target: str, policy: CostAware, prompts: Sequence[BenchPrompt]) -> list[Json]:
-    """Errors by depth on the test split, of the draft's probabilities and of the calibrated ones, which go on learning."""
+    """Returns errors by depth on the test split, before and after calibration, which continues online."""
     policy.before, policy.after = Reliability(), Reliability()
     for prompt in prompts:
         _decode(lab, target, policy, prompt)
@@ -101,32 +102,32 @@ def _errors(lab: Lab, target: str, policy: CostAware, prompts: Sequence[BenchPro
     return [{"depth": depth, "labels": labels[depth], "before": before[depth], "after": after[depth]} for depth in before]
 
 
-# -- what predicts acceptance ----------------------------------------------------------------------------------------------
+# -- predictors of acceptance -----------------------------------------------------------------------------------------------
 
 
-def predictors(nodes: Sequence[Said], policy: CostAware) -> Json:
-    """Per predictor of "the draft's best token is accepted": error, power to tell (AUC), and its reliability curve."""
+def predictors(nodes: Sequence[PathNode], policy: CostAware) -> Json:
+    """Returns, per predictor of the acceptance of the most likely token, its error, AUC and reliability curve."""
     outcomes = [one.is_accepted for one in nodes]
-    said = {
+    predicted = {
         "alpha": [confidence_of(one.probs) for one in nodes],
         "draft probability": [one.probs[0] for one in nodes],
         "calibrated": [policy.calibrator.likeliest(one.probs, one.depth, 0.0)[0] for one in nodes],
     }
-    found = {name: _reliability(own, outcomes) for name, own in said.items()}
-    return {"nodes": len(nodes), "accepted": _mean(outcomes), "by_name": found}
+    by_name = {name: _reliability(own, outcomes) for name, own in predicted.items()}
+    return {"nodes": len(nodes), "accepted": _mean(outcomes), "by_name": by_name}
 
 
 def _reliability(predicted: Sequence[float], outcomes: Sequence[bool]) -> Json:
-    cells: list[list[tuple[float, bool]]] = [[] for _ in range(10)]
+    bins: list[list[tuple[float, bool]]] = [[] for _ in range(NUM_BINS)]
     for value, outcome in zip(predicted, outcomes, strict=True):
-        cells[min(int(value * 10), 9)].append((value, outcome))
-    curve = [[_mean([v for v, _ in cell]), _mean([o for _, o in cell]), len(cell)] for cell in cells if cell]
-    error = sum(count * abs(said - seen) for said, seen, count in curve) / max(len(predicted), 1)
+        bins[min(int(value * NUM_BINS), NUM_BINS - 1)].append((value, outcome))
+    curve = [[_mean([v for v, _ in cell]), _mean([o for _, o in cell]), len(cell)] for cell in bins if cell]
+    error = sum(count * abs(expected - observed) for expected, observed, count in curve) / max(len(predicted), 1)
     return {"error": error, "auc": auc(predicted, outcomes), "curve": curve}
 
 
 def auc(predicted: Sequence[float], outcomes: Sequence[bool]) -> float:
-    """The chance that an accepted one was given more than a refused one, ties counting half; 0.5 where there are not both."""
+    """Returns the area under the ROC curve, ties counting half; 0.5 if all outcomes are equal."""
     order = sorted(range(len(predicted)), key=lambda i: predicted[i])
     ranks = [0.0] * len(order)
     start = 0
@@ -153,35 +154,35 @@ def _mean(values: Sequence[Any]) -> float:
 
 
 def bound(alpha: float, k: int) -> float:
-    """What Lemma 4.3 claims p_1 to be at least: 1/k + alpha (k - 1)/k."""
+    """Returns the lower bound on p_1 that Lemma 4.3 claims: 1/k + alpha (k - 1)/k."""
     return 1 / k + alpha * (k - 1) / k
 
 
-def lemma(nodes: Sequence[Said]) -> Json:
-    """How often p_1 of the renormalised top k is below the lemma's bound, the furthest cases, and what Theorem 4.4 promises."""
+def lemma(nodes: Sequence[PathNode]) -> Json:
+    """Counts violations of Lemma 4.3 (p_1 of the renormalized top k below its bound) and of Theorem 4.4; adds examples."""
     rows = []
-    for one in nodes:
-        total = math.fsum(one.probs)
-        alpha = confidence_of(one.probs)
-        rows.append((one, alpha, bound(alpha, len(one.probs)), [prob / total for prob in one.probs]))
-    sure = [one.is_accepted for one, alpha, _, _ in rows if alpha > SURE]
-    furthest = sorted(rows, key=lambda row: row[3][0] - row[2])[:3]
+    for node in nodes:
+        total = math.fsum(node.probs)
+        alpha = confidence_of(node.probs)
+        rows.append((node, alpha, bound(alpha, len(node.probs)), [prob / total for prob in node.probs]))
+    confident = [node.is_accepted for node, alpha, _, _ in rows if alpha > ALPHA_THRESHOLD]
+    largest_violations = sorted(rows, key=lambda row: row[3][0] - row[2])[:NUM_EXAMPLES]
     return {
         "nodes": len(rows),
         "k": len(nodes[0].probs) if nodes else 0,
         "below_bound": sum(probs[0] < least for _, _, least, probs in rows),
-        "sure_alpha": SURE,
-        "sure": len(sure),
-        "sure_accepted": sum(sure),
+        "alpha_threshold": ALPHA_THRESHOLD,
+        "above_threshold": len(confident),
+        "above_threshold_accepted": sum(confident),
         "examples": [
             {
-                "prompt": one.prompt,
-                "depth": one.depth,
+                "prompt": node.prompt,
+                "depth": node.depth,
                 "alpha": round(alpha, DECIMALS),
                 "bound": round(least, DECIMALS),
-                "probs": [round(prob, DECIMALS) for prob in probs[:SHOWN]],
-                "accepted": one.is_accepted,
+                "probs": [round(prob, DECIMALS) for prob in probs[:NUM_EXAMPLE_PROBS]],
+                "accepted": node.is_accepted,
             }
-            for one, alpha, least, probs in furthest
+            for node, alpha, least, probs in largest_violations
         ],
     }

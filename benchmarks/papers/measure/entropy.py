@@ -1,4 +1,4 @@
-"""How long the draft's entropy remembers (SAGE's Figure 2, arXiv 2602.00523), and whose alpha foretells a round's length."""
+"""Autocorrelation of the draft's entropy, and its correlation with accepted lengths. Ref: SAGE, arXiv 2602.00523, Figure 2."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Series = list[list[float]]  # one list per answer
 
 
 def measure_entropy(lab: Lab) -> None:
-    """`entropy`, for every target."""
+    """Measures `entropy` for every target."""
     study, targets = lab.settings.entropy, list(lab.settings.targets)
-    inputs = lab.origin(*(lab.settings.main[target] for target in targets)) | lab.study(study)
-    lab.make("entropy", "entropy", inputs, lambda: {"targets": {target: _measure(lab, target) for target in targets}})
+    inputs = lab.run_inputs(*(lab.settings.main_runs[target] for target in targets), study=study)
+    lab.figures("entropy", "entropy", inputs, lambda: {"targets": {target: _measure(lab, target) for target in targets}})
 
 
 def _measure(lab: Lab, target: str) -> Json:
     study = lab.settings.entropy
-    recordings = lab.recordings(target, lab.tested(target, study))
+    recordings = lab.recordings(target, lab.test_prompts(target, study))
     tokens = [[confidence_of(one.probs) for one in nodes_on_path(own, "", study.candidates)] for own in recordings]
     rounds = [_root_alphas(own, study.candidates) for own in recordings]
     lengths = [_lengths(own) for own in recordings]
@@ -43,27 +43,27 @@ def _root_alphas(recording: Recording, candidates: int) -> list[float]:
 
 
 def _lengths(recording: Recording) -> list[float]:
-    """Tokens of the answer that follow each round's start along the recorded drafts."""
-    found = []
+    """Returns, per round, the number of tokens of the answer that the recorded drafts contain."""
+    lengths = []
     for recorded in recording.rounds:
         answer, depth = tuple(recording.tokens[recorded.position :]), 0
         while depth < len(answer) and answer[:depth] in recorded.said and answer[depth] in recorded.said[answer[:depth]][1]:
             depth += 1
-        found.append(float(depth))
-    return found
+        lengths.append(float(depth))
+    return lengths
 
 
 def correlation(first: Series, second: Series, lag: int) -> float | None:
-    """Pearson's, of what is `lag` places apart within the same answer; None without any spread."""
+    """Returns the Pearson correlation of values `lag` places apart within the same answer; None without variance."""
     pairs = [pair for a, b in zip(first, second, strict=True) for pair in zip(a, b[lag:], strict=False)]
     return pearson([x for x, _ in pairs], [y for _, y in pairs])
 
 
 def pearson(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """Pearson's correlation; None without any spread."""
+    """Returns the Pearson correlation; None without variance."""
     if len(first) < 2:
         return None
     mean_x, mean_y = sum(first) / len(first), sum(second) / len(second)
-    spread = sqrt(sum((x - mean_x) ** 2 for x in first) * sum((y - mean_y) ** 2 for y in second))
-    shared = sum((x - mean_x) * (y - mean_y) for x, y in zip(first, second, strict=True))
-    return shared / spread if spread > 0 else None
+    scale = sqrt(sum((x - mean_x) ** 2 for x in first) * sum((y - mean_y) ** 2 for y in second))
+    covariance = sum((x - mean_x) * (y - mean_y) for x, y in zip(first, second, strict=True))
+    return covariance / scale if scale > 0 else None

@@ -1,8 +1,7 @@
-"""Acceptance by training epoch: SpecVLM's finding (arXiv 2509.11815) that more online epochs keep helping."""
+"""Acceptance by training epoch. Ref: SpecVLM, arXiv 2509.11815."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from benchmarks.papers import runs
@@ -15,10 +14,10 @@ FIGURES = ("tokens_per_target_pass", "mean_accepted_draft", "speedup", "match", 
 
 
 def measure_epochs(lab: Lab) -> None:
-    """`epochs`: what each validation of the runs measured."""
+    """Measures `epochs`: the figures of each validation of the runs."""
     names = lab.settings.epochs.runs
-    inputs = lab.origin(*names) | {"epochs": asdict(lab.settings.epochs)}
-    lab.make("epochs", "epochs", inputs, lambda: {"runs": {name: _curve(lab, name) for name in names}})
+    inputs = lab.run_inputs(*names, epochs=lab.settings.epochs)
+    lab.figures("epochs", "epochs", inputs, lambda: {"runs": {name: _curve(lab, name) for name in names}})
 
 
 def _curve(lab: Lab, name: str) -> Json:
@@ -27,7 +26,7 @@ def _curve(lab: Lab, name: str) -> Json:
     reports = read_reports(folder)
     measured = measured_against_estimate(lines, reports)
     return {
-        "command": runs.command(lab.settings, name),
+        "command": runs.command_line(lab.settings, name),
         "target": lab.settings.training.runs[name].target,
         "prompts": reports[-1][1]["prompts"],
         "training_s": lines[-1]["time_s"],

@@ -1,4 +1,4 @@
-"""What a GPU would give: the drafts measured here at the costs of large shapes. A projection, marked as one wherever shown."""
+"""Projects the recorded pocket drafts to the costs of large targets on GPUs; the page labels these figures as a projection."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import sage
 from benchmarks.papers.figures import Json
 from benchmarks.papers.lab import Lab
-from benchmarks.papers.measure.policies import policies
+from benchmarks.papers.measure.policies import policy_figures
 from sage.bench.costs import NODES, WIDTHS, measure_costs
 from sage.bench.projection import project
 from sage.bench.report_table import HOST_STAGES, SHARES, decode_shares
@@ -26,46 +26,42 @@ DTYPE = torch.bfloat16
 
 
 def measure_projection(lab: Lab) -> None:
-    """`costs`: of a large shape's passes on this machine; `overhead`: what is no model compute, measured, beside those passes
-    and projected; `projection`: speedups at the costs of large shapes."""
-    tables = {target: policies(lab, target) for target in lab.settings.targets}
+    """Measures `costs`, `overhead` and `projection`.
+
+    `costs`: passes of a large shape on this machine. `overhead`: share of host overhead, measured, beside those passes, and
+    projected to GPUs. `projection`: speedups at the costs of large shapes on GPUs.
+    """
     study = lab.settings.projection
-    inputs = lab.origin(*(lab.settings.main[target] for target in tables)) | lab.study(study)
-    inputs |= {"tables": tables}
-    here = _costs_here(lab)
-    beside = inputs | {"costs": here}
-    lab.make("projection", "overhead", beside, lambda: {name: _overhead(lab, table, here) for name, table in tables.items()})
-    lab.make("projection", "projection", inputs, lambda: {"rows": _projected(lab, tables)})
+    tables = {target: policy_figures(lab, target) for target in lab.settings.targets}
+    inputs = lab.run_inputs(*(lab.settings.main_runs[target] for target in tables), study=study, tables=tables)
+    costs = _costs_on_this_machine(lab)
+
+    def measure_overhead() -> Json:
+        return {target: _overhead(lab, table, costs) for target, table in tables.items()}
+
+    lab.figures("projection", "overhead", inputs | {"costs": costs}, measure_overhead)
+    lab.figures("projection", "projection", inputs, lambda: {"rows": _projected(lab, tables)})
 
 
-def _costs(lab: Lab, shape: str) -> Json:
+def _costs_on_this_machine(lab: Lab) -> Json:
+    plan, device = lab.settings.costs, torch.device("cpu")
+
+    def measure() -> Json:
+        shape = shape_named(plan.shape)
+        return measure_costs(shape, plan.layers, DTYPE, device, plan.nodes, plan.widths, plan.contexts, plan.repeats)
+
+    return lab.figures("projection", "costs", {"costs": asdict(plan)}, measure)
+
+
+def _roofline(lab: Lab, shape: str) -> Json:
     study = lab.settings.projection
     return roofline_costs(shape_named(shape), DTYPE, study.bandwidths[shape], NODES, WIDTHS, study.contexts)
 
 
-def _costs_here(lab: Lab) -> Json:
-    plan = lab.settings.costs
-
-    def measure() -> Json:
-        return measure_costs(
-            shape_named(plan.shape),
-            plan.layers,
-            DTYPE,
-            torch.device("cpu"),
-            plan.nodes,
-            plan.widths,
-            plan.contexts,
-            plan.repeats,
-        )
-
-    return lab.make("projection", "costs", {"costs": asdict(plan)}, measure)
-
-
-def _overhead(lab: Lab, table: Mapping[str, Any], here: Json) -> Json:
-    """Shares of decoding time by policy: as measured, beside a large shape's passes on this machine, and beside the least
-    that passes of large shapes can take on a GPU."""
-    projected = {shape: project(table, _costs(lab, shape)) for shape in lab.settings.projection.shapes}
-    beside = {row["policy"]: row["share"] for row in project(table, here)}
+def _overhead(lab: Lab, table: Mapping[str, Any], costs: Json) -> Json:
+    """Returns shares of decoding time by policy: measured, beside passes of a large shape on this machine, and projected."""
+    projected = {shape: project(table, _roofline(lab, shape)) for shape in lab.settings.projection.shapes}
+    on_this_machine = {row["policy"]: row["share"] for row in project(table, costs)}
     rows = {}
     for name, part in table["policies"].items():
         shares = decode_shares(part)
@@ -74,27 +70,26 @@ def _overhead(lab: Lab, table: Mapping[str, Any], here: Json) -> Json:
         rows[name] = {
             "shares": dict(zip(SHARES, shares, strict=True)),
             "host_ms_per_round": 1e3 * host_s(part),
-            "here": beside.get(name),
+            "on_this_machine": on_this_machine.get(name),
             "projected": {
-                shape: {str(row["context"]): row["share"] for row in found if row["policy"] == name}
-                for shape, found in projected.items()
+                shape: {str(row["context"]): row["share"] for row in own if row["policy"] == name}
+                for shape, own in projected.items()
             },
         }
     return rows
 
 
 def _projected(lab: Lab, tables: Mapping[str, Any]) -> list[Json]:
-    """Per target, shape and context: predicted speedup of every policy as published, replayed at those costs."""
+    """Returns, per target, shape and context, the speedup of every policy as published, replayed at those costs."""
     study, rows = lab.settings.projection, []
     for target, table in tables.items():
-        recordings = lab.recordings(target, lab.tested(target, study))
+        recordings = lab.recordings(target, lab.test_prompts(target, study))
         for shape in study.shapes:
-            found = _costs(lab, shape)
+            costs = _roofline(lab, shape)
             for context in study.contexts:
-                speedups = {name: _speedup(recordings, name, table, _at(found, context)) for name in study.policies}
-                rows.append(
-                    {"target": target, "shape": shape, "device": found["device"], "context": context, "policies": speedups}
-                )
+                speedups = {name: _speedup(recordings, name, table, _at(costs, context)) for name in study.policies}
+                where = {"target": target, "shape": shape, "device": costs["device"], "context": context}
+                rows.append({**where, "policies": speedups})
     return rows
 
 
@@ -106,17 +101,17 @@ def _at(costs: Mapping[str, Any], context: int) -> Costs:
 
 
 def _speedup(recordings: list[Recording], name: str, table: Mapping[str, Any], costs: Costs) -> Json:
-    """This machine's bookkeeping per round is charged on both sides."""
-    alone_s = host_s(table["policies"][AUTOREGRESSIVE]) + costs.verify(1)
+    """The host overhead per round of this machine is added to both sides."""
+    autoregressive_s = host_s(table["policies"][AUTOREGRESSIVE]) + costs.verify(1)
     costs.overhead = host_s(table["policies"][name])
     policy = sage.policy(name)
     if policy.learns:
         replay(recordings, policy, costs)
     summary = replay(recordings, policy, costs).summary()
     figures = ("tokens_per_target_pass", "nodes_per_round", "draft_steps_per_round", "coverage")
-    return {"speedup": summary["tokens_per_s"] * alone_s, **{figure: summary[figure] for figure in figures}}
+    return {"speedup": summary["tokens_per_s"] * autoregressive_s, **{figure: summary[figure] for figure in figures}}
 
 
 def host_s(part: Mapping[str, Any]) -> float:
-    """Seconds of a round that are no model compute."""
+    """Returns the host overhead per round in seconds."""
     return sum(part["time_s"][stage] for stage in HOST_STAGES) / max(part["rounds"], 1)

@@ -1,4 +1,4 @@
-"""Which studies there are: their names on the command line, in the order of what matters most if time runs out."""
+"""The studies by name, in the order in which they run: the most important first."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ from collections.abc import Callable, Sequence
 
 from benchmarks.papers.lab import Lab
 from benchmarks.papers.measure.ablations import measure_ablations
-from benchmarks.papers.measure.calibration import measure_confidence
-from benchmarks.papers.measure.dynamics import measure_length, measure_temperature
+from benchmarks.papers.measure.calibration import measure_calibration
+from benchmarks.papers.measure.compressor import measure_compressors
 from benchmarks.papers.measure.entropy import measure_entropy
 from benchmarks.papers.measure.epochs import measure_epochs
+from benchmarks.papers.measure.length import measure_length
 from benchmarks.papers.measure.policies import measure_policies
 from benchmarks.papers.measure.projection import measure_projection
-from benchmarks.papers.measure.visual import measure_compressors, measure_pruning
+from benchmarks.papers.measure.pruning import measure_pruning
+from benchmarks.papers.measure.temperature import measure_temperature
 
-ITEMS: dict[str, Callable[[Lab], None]] = {
+STUDIES: dict[str, Callable[[Lab], None]] = {
     "policies": measure_policies,
-    "calibration": measure_confidence,
+    "calibration": measure_calibration,
     "projection": measure_projection,
     "epochs": measure_epochs,
     "ablations": measure_ablations,
@@ -28,12 +30,12 @@ ITEMS: dict[str, Callable[[Lab], None]] = {
 }
 
 
-def chosen(names: Sequence[str]) -> list[str]:
-    """Items in their own order; all where none is named.
+def select_studies(names: Sequence[str]) -> list[str]:
+    """Returns the named studies in the order of `STUDIES`; all of them if `names` is empty.
 
     Raises:
-        ValueError: a name that is no item.
+        ValueError: an unknown study.
     """
-    if unknown := [name for name in names if name not in ITEMS]:
-        raise ValueError(f"{unknown[0]}: no item of the results; choose from {', '.join(ITEMS)}")
-    return [name for name in ITEMS if not names or name in names]
+    if unknown := [name for name in names if name not in STUDIES]:
+        raise ValueError(f"{unknown[0]}: unknown study; choose from {', '.join(STUDIES)}")
+    return [name for name in STUDIES if not names or name in names]

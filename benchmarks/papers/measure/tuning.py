@@ -1,7 +1,6 @@
-"""Policies tuned on the validation split: many configurations replayed on the same drafts, the best few timed.
+"""Tunes policies on the validation split: replays many configurations on the same drafts, then times the best few.
 
-`static` is tuned by its tree: the n rank paths that recorded answers took most often. `cost_aware` is not tuned: its defaults
-take part as they are.
+`static` is tuned by its tree: the n rank paths that recorded answers took most often. `cost_aware` keeps its defaults.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -23,35 +22,34 @@ from sage.replay.replay import replay
 
 logger = logging.getLogger(__name__)
 Options = dict[str, Any]
-UNTUNED = "cost_aware"
 
 
-def tuned(lab: Lab, target: str) -> Json:
-    """The figures `tuning_TARGET`: per policy the options to measure with, and how they were found.
+def tuning_figures(lab: Lab, target: str) -> Json:
+    """Returns the figures `tuning_TARGET`.
 
     Returns:
-        {"costs": cost tables, "rounds": replayed, "policies": {name: {"tried", "options", "most_tokens": options, "timed":
-        [{"options", "predicted", "tokens_per_s", "is_default"}]}}}, the timed ones by falling speed. `most_tokens` has the
-        most tokens per target pass of all that were tried, whatever they cost.
+        {"costs": cost tables, "rounds": number replayed, "policies": {name: {"tried": number of configurations, "options",
+        "most_tokens": options, "timed": [{"options", "predicted", "tokens_per_s", "is_default"}]}}}; `timed` is sorted by
+        decreasing speed.
     """
     settings = lab.settings
-    inputs = lab.origin(settings.main[target]) | {"tuning": asdict(settings.tuning), "families": settings.families}
-    return lab.make("policies", f"tuning_{target}", inputs, lambda: _tune(lab, target))
+    inputs = lab.run_inputs(settings.main_runs[target], tuning=settings.tuning, families=settings.families)
+    return lab.figures("policies", f"tuning_{target}", inputs, lambda: _tune(lab, target))
 
 
-def options_of(lab: Lab, target: str, policy: str) -> Options:
-    """What a policy is measured with: tuned, or its defaults where it is not."""
-    return dict(tuned(lab, target)["policies"].get(policy, {}).get("options", {}))
+def tuned_options(lab: Lab, target: str, policy: str) -> Options:
+    """Returns the tuned options of a policy; empty (its defaults) if it is not tuned."""
+    return dict(tuning_figures(lab, target)["policies"].get(policy, {}).get("options", {}))
 
 
 def most_tokens(lab: Lab, target: str, policy: str) -> Options:
-    """The options with the most tokens per target pass of all that were tried, whatever they cost."""
-    return dict(tuned(lab, target)["policies"][policy]["most_tokens"])
+    """Returns the options with the most tokens per target pass of all that were replayed, regardless of cost."""
+    return dict(tuning_figures(lab, target)["policies"][policy]["most_tokens"])
 
 
 @dataclass
-class Tried:
-    """One configuration and what replaying it predicts."""
+class Replayed:
+    """One configuration and its predicted performance."""
 
     options: Options
     tokens_per_s: float
@@ -61,15 +59,15 @@ class Tried:
 def _tune(lab: Lab, target: str) -> Json:
     plan = lab.settings.tuning
     costs = lab.costs(target)
-    recordings = lab.recordings(target, lab.lessons(target))
+    recordings = lab.recordings(target, lab.tuning_prompts(target))
     ranked = {name: rank(recordings, costs, name, grid(name, recordings, lab)) for name in ("static", *plan.grids)}
-    chosen = {name: with_default(found, plan.timed) for name, found in ranked.items()}
+    chosen = {name: with_default(own, plan.timed) for name, own in ranked.items()}
     speeds = _timed(lab, target, chosen)
     policies = {name: _entry(ranked[name], chosen[name], speeds[name]) for name in chosen}
     return {"costs": costs.state(), "rounds": sum(len(one.rounds) for one in recordings), "policies": policies}
 
 
-def _entry(ranked: Sequence[Tried], chosen: Sequence[Tried], speeds: Sequence[float]) -> Json:
+def _entry(ranked: Sequence[Replayed], chosen: Sequence[Replayed], speeds: Sequence[float]) -> Json:
     timed: list[Json] = [
         {"options": one.options, "predicted": one.tokens_per_s, "tokens_per_s": speed, "is_default": not one.options}
         for one, speed in zip(chosen, speeds, strict=True)
@@ -79,26 +77,26 @@ def _entry(ranked: Sequence[Tried], chosen: Sequence[Tried], speeds: Sequence[fl
     return {"tried": len(ranked), "options": timed[0]["options"], "most_tokens": greedy.options, "timed": timed}
 
 
-def with_default(found: Sequence[Tried], count: int) -> list[Tried]:
-    """The `count` best, and the policy's defaults."""
-    return [*found[:count], *(one for one in found[count:] if not one.options)]
+def with_default(ranked: Sequence[Replayed], count: int) -> list[Replayed]:
+    """Returns the `count` best and the defaults of the policy."""
+    return [*ranked[:count], *(one for one in ranked[count:] if not one.options)]
 
 
-def rank(recordings: Sequence[Recording], costs: Costs, policy: str, configurations: Sequence[Options]) -> list[Tried]:
-    """Configurations by predicted tokens per second, their own time left out; the fastest first."""
+def rank(recordings: Sequence[Recording], costs: Costs, policy: str, configurations: Sequence[Options]) -> list[Replayed]:
+    """Returns configurations by decreasing predicted tokens per second; the time of the policy itself is not included."""
     found = []
     for options in configurations:
         summary = replay(recordings, sage.policy(policy, **options), costs).summary()
-        found.append(Tried(options, summary["tokens_per_s"], summary["tokens_per_target_pass"]))
+        found.append(Replayed(options, summary["tokens_per_s"], summary["tokens_per_target_pass"]))
     logger.info("  %s: %d configurations replayed", policy, len(found))
     return sorted(found, key=lambda one: -one.tokens_per_s)
 
 
 def grid(policy: str, recordings: Sequence[Recording], lab: Lab) -> list[Options]:
-    """Every configuration to try; the defaults come first."""
+    """Returns the configurations to replay, the defaults first."""
     plan = lab.settings.tuning
     if policy == "static":
-        return [{}, *({"paths": paths} for paths in usual_paths(recordings, plan.static_sizes))]
+        return [{}, *({"paths": paths} for paths in most_frequent_paths(recordings, plan.static_sizes))]
     return [{}, *_products(plan.grids[policy])]
 
 
@@ -108,10 +106,10 @@ def _products(grids: Sequence[Mapping[str, Sequence[Any]]]) -> Iterator[Options]
             yield dict(zip(axes, values, strict=True))
 
 
-def usual_paths(recordings: Sequence[Recording], sizes: Sequence[int]) -> list[list[list[int]]]:
-    """Static trees of these sizes: the rank paths most often taken by the answers, over all recorded rounds.
+def most_frequent_paths(recordings: Sequence[Recording], sizes: Sequence[int]) -> list[list[list[int]]]:
+    """Returns static trees of these sizes: the rank paths that the answers took most often, over all recorded rounds.
 
-    A path is taken at most as often as any of its prefixes, so the most frequent ones form a tree.
+    A path is taken at most as often as each of its prefixes, so the most frequent paths form a tree.
     """
     taken: Counter[tuple[int, ...]] = Counter()
     for recording in recordings:
@@ -128,14 +126,14 @@ def usual_paths(recordings: Sequence[Recording], sizes: Sequence[int]) -> list[l
     return [[list(path) for path in order[:size]] for size in dict.fromkeys(min(size, len(order)) for size in sizes) if size]
 
 
-def _timed(lab: Lab, target: str, chosen: Mapping[str, Sequence[Tried]]) -> dict[str, list[float]]:
-    """Measured tokens per second of every chosen configuration, interleaved on the validation split."""
+def _timed(lab: Lab, target: str, chosen: Mapping[str, Sequence[Replayed]]) -> dict[str, list[float]]:
+    """Returns the measured tokens per second of every chosen configuration, interleaved on the validation split."""
     plan = lab.settings.tuning
     runners = {
-        name: [lab.contestant(target, f"{name} {place}", name, one.options) for place, one in enumerate(found)]
+        name: [lab.variant(target, f"{name} {place}", name, one.options) for place, one in enumerate(found)]
         for name, found in chosen.items()
     }
     prompts = lab.prompts(target, "validation", lab.settings.families, plan.timed_prompts, start=plan.prompts)
-    everybody = [runner for own in runners.values() for runner in own]
-    measured = lab.contest(target, [*everybody, *lab.baselines(target)], prompts, plan.timed_repeats)
+    variants = [runner for own in runners.values() for runner in own]
+    measured = lab.run_comparison(target, [*variants, *lab.baselines(target)], prompts, plan.timed_repeats)
     return {name: [decode_rate(measured.runs[runner.name]) for runner in own] for name, own in runners.items()}

@@ -1,0 +1,40 @@
+"""Acceptance, speed and equality of texts by sampling temperature."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.papers.figures import Json
+from benchmarks.papers.lab import Lab
+from benchmarks.papers.measure.comparison import compare
+from benchmarks.papers.measure.tuning import tuned_options
+from sage.bench.runners import AUTOREGRESSIVE
+
+POLICIES = ("chain", "static", "sage", "cost_aware")
+
+
+def measure_temperature(lab: Lab) -> None:
+    """Measures `temperature` for every target."""
+    study, targets = lab.settings.temperature, list(lab.settings.targets)
+    options = {target: {name: tuned_options(lab, target, name) for name in POLICIES} for target in targets}
+    inputs = lab.run_inputs(*(lab.settings.main_runs[target] for target in targets), study=study, options=options)
+
+    def measure() -> Json:
+        return {"rows": [_row(lab, target, value, options[target]) for target in targets for value in study.values]}
+
+    lab.figures("temperature", "temperature", inputs, measure)
+
+
+def _row(lab: Lab, target: str, temperature: float, options: Mapping[str, Mapping[str, Any]]) -> Json:
+    study = lab.settings.temperature
+    variants = [lab.variant(target, name, name, options[name]) for name in POLICIES]
+    prompts = lab.test_prompts(target, study)
+    compared = compare(lab, target, variants, prompts, study.repeats, temperature=temperature, seed=1)
+    return {
+        "target": target,
+        "temperature": temperature,
+        "prompts": len(prompts),
+        "policies": compared["policies"],
+        "baselines": {AUTOREGRESSIVE: compared["baselines"][AUTOREGRESSIVE]["tokens_per_s"]},
+    }
