@@ -15,7 +15,7 @@ from train.config.checks import MAX_STAGE, check
 from train.config.hydra_app import compose
 from train.config.schema import Config, ObjectiveConfig, Precision, register
 from train.distill.chunked_loss import TERMS
-from train.launch.ranks import joined, pick_device
+from train.launch.ranks import pick_device, process_group
 
 
 def main() -> int:
@@ -50,7 +50,7 @@ def _step(arguments: argparse.Namespace, overrides: list[str]) -> str:
     check(config)
     if config.deepspeed.stage == MAX_STAGE:
         raise ValueError("deepspeed.stage=3: allowed: 0, 1 or 2 here; under ZeRO-3 the draft cannot run outside the engine")
-    with joined(arguments.device, config.launch.timeout_s) as ranks:
+    with process_group(arguments.device, config.launch.timeout_s) as ranks:
         if arguments.shape is None:
             with step.run_of_target(config, ranks) as made:
                 return step.measure(made, arguments.measured, arguments.warmup)

@@ -32,8 +32,9 @@ from train.monitor.profiler import ProfileWindow
 from train.monitor.progress import Silent
 from train.monitor.sinks import Tracker
 from train.run.build import build_teacher, building
-from train.run.loop import MicroBatches, Run, train_step
+from train.run.loop import MicroBatches, TrainingRun, train_step
 from train.state.resume import TrainState
+from train.validation.in_loop import ValidationOutcome
 
 GIB = 2**30
 DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16}
@@ -73,7 +74,7 @@ class RandomFeed:
 
 
 @contextmanager
-def run_of_shape(config: Config, ranks: Ranks, shape: Shape, num_layers: int, length: int) -> Iterator[Run]:
+def run_of_shape(config: Config, ranks: Ranks, shape: Shape, num_layers: int, length: int) -> Iterator[TrainingRun]:
     """Yields a run on a random target of a shape; no file is read or written.
 
     Raises:
@@ -87,7 +88,7 @@ def run_of_shape(config: Config, ranks: Ranks, shape: Shape, num_layers: int, le
     student = build_student(config, target, None, ranks)
     engine = Engine(student, config, ranks, accumulation)
     try:
-        yield Run(
+        yield TrainingRun(
             config=config,
             ranks=ranks,
             engine=engine,
@@ -99,7 +100,7 @@ def run_of_shape(config: Config, ranks: Ranks, shape: Shape, num_layers: int, le
             meter=Meter(feed),
             state=TrainState(),
             total_steps=1,
-            validate=lambda run: None,
+            validate=lambda: ValidationOutcome(report=None, is_interrupted=False),
             profile=ProfileWindow("unused", None, ranks.rank),
         )
     finally:
@@ -107,7 +108,7 @@ def run_of_shape(config: Config, ranks: Ranks, shape: Shape, num_layers: int, le
 
 
 @contextmanager
-def run_of_target(config: Config, ranks: Ranks) -> Iterator[Run]:
+def run_of_target(config: Config, ranks: Ranks) -> Iterator[TrainingRun]:
     """Yields the run of a configuration, with its data, in a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="train-bench-") as folder:
         config.run.dir = str(Path(folder) / "run")
@@ -115,7 +116,7 @@ def run_of_target(config: Config, ranks: Ranks) -> Iterator[Run]:
             yield run
 
 
-def measure(run: Run, num_steps: int, warmup: int) -> str:
+def measure(run: TrainingRun, num_steps: int, warmup: int) -> str:
     """Times steps interleaved with their parts alone on the same batches; returns the text to print."""
     device, parts = run.ranks.device, Parts()
     alone = copy.deepcopy(run.engine.student)
@@ -129,7 +130,7 @@ def measure(run: Run, num_steps: int, warmup: int) -> str:
     return _text(run, parts, peak(device) - before)
 
 
-def _measure_step(run: Run, alone: Student, steps: Iterator[MicroBatches], parts: Parts) -> None:
+def _measure_step(run: TrainingRun, alone: Student, steps: Iterator[MicroBatches], parts: Parts) -> None:
     device = run.ranks.device
     start = now(device)
     batches = next(steps)
@@ -156,7 +157,7 @@ def _measure_step(run: Run, alone: Student, steps: Iterator[MicroBatches], parts
     parts.backward.append(backward_s)
 
 
-def _text(run: Run, parts: Parts, peak_bytes: int) -> str:
+def _text(run: TrainingRun, parts: Parts, peak_bytes: int) -> str:
     ratios, config = sorted(parts.ratios()), run.config
     step_s = median(s + w for s, w in zip(parts.step, parts.wait, strict=True))
     parts_s = {"teacher forward": parts.teacher, "draft forward, loss": parts.forward, "draft backward": parts.backward}

@@ -18,7 +18,7 @@ from checkpoints.export.__main__ import main
 from data_prep import DataConfig, prompts
 from train.config.hydra_app import compose
 from train.config.schema import Config
-from train.launch.launcher import run_rank
+from train.run.rank import run_rank
 from train.state.resume import rng_state, set_rng_state
 
 TARGET = ROOT / "data_prep" / "pocket" / "targets" / "pocket_qwen2_5_vl"  # a trained one: a draft learns to guess it in steps

@@ -1,8 +1,9 @@
-"""Who may import whom, read off the source; and what `import sage` pulls in."""
+"""Imports between packages and between the rooms of train/, compared with the graph drawn in ARCHITECTURE.md."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,44 +11,137 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FORBIDDEN = {
-    "sage": {"hydra", "omegaconf", "deepspeed", "datasets", "wandb", "matplotlib", "rich", "train", "data_prep", "checkpoints"},
-    "data_prep": {"hydra", "omegaconf", "deepspeed", "wandb", "train", "checkpoints"},
-    "checkpoints": {"hydra", "omegaconf", "deepspeed", "wandb", "train", "data_prep"},
-    "train": set(),
+PACKAGES = ("sage", "data_prep", "checkpoints", "train", "benchmarks")
+MAX_ROOMS = 12
+FORBIDDEN = {  # third-party packages, by the package that may not import them
+    "sage": {"hydra", "omegaconf", "deepspeed", "datasets", "wandb", "matplotlib", "rich"},
+    "data_prep": {"hydra", "omegaconf", "deepspeed", "wandb"},
+    "checkpoints": {"hydra", "omegaconf", "deepspeed", "wandb"},
 }
-ONLY_IN = {"deepspeed": "train/engine/engine.py", "wandb": "train/monitor/sinks.py"}
+ONLY_IN = {"deepspeed": "train/engine/", "wandb": "train/monitor/"}
+NEVER_IMPORTED = {"benchmarks", "tests", "support"}
+Graph = dict[str, set[str]]
 
 
-def imports(source: str) -> set[str]:
-    """Top-level packages a module imports anywhere, also inside functions."""
+def imported_modules(source: str) -> set[str]:
+    """Modules imported anywhere in a file, also inside functions and under TYPE_CHECKING."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found.add(node.module.split(".")[0])
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return found
 
 
-def wrong_arrows(path: str, source: str) -> set[str]:
-    """Imports of one file that point the wrong way."""
-    package = path.split("/")[0]
-    used = imports(source)
-    return used & FORBIDDEN[package] | {name for name, home in ONLY_IN.items() if name in used and path != home}
+def read_sources() -> dict[str, set[str]]:
+    """Path relative to the repository -> imported modules, of every file of the packages."""
+    paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    return {path.relative_to(ROOT).as_posix(): imported_modules(path.read_text()) for path in paths}
 
 
-MODULES = [path.relative_to(ROOT).as_posix() for package in FORBIDDEN for path in sorted((ROOT / package).rglob("*.py"))]
+def package_graph(sources: dict[str, set[str]]) -> Graph:
+    graph: Graph = {package: set() for package in PACKAGES}
+    for path, modules in sources.items():
+        package = path.split("/")[0]
+        graph[package] |= {module.split(".")[0] for module in modules} & (set(PACKAGES) | NEVER_IMPORTED) - {package}
+    return graph
 
 
-@pytest.mark.parametrize("path", MODULES)
-def test_arrows_point_downwards(path: str) -> None:
-    assert wrong_arrows(path, (ROOT / path).read_text()) == set()
+def room_graph(sources: dict[str, set[str]]) -> Graph:
+    rooms = {parts[1] for path in sources if len(parts := path.split("/")) > 2 and parts[0] == "train"}
+    graph: Graph = {room: set() for room in rooms}
+    for path, modules in sources.items():
+        package, room, *_ = path.split("/")
+        if package == "train" and room in rooms:
+            used = {module.split(".")[1] for module in modules if module.startswith("train.")}
+            graph[room] |= used & rooms - {room}
+    return graph
 
 
-def test_negative_control_wrong_arrows_are_found() -> None:
-    assert wrong_arrows("sage/x.py", "def f():\n    from train.run.loop import fit") == {"train"}
-    assert wrong_arrows("train/run/loop.py", "import deepspeed.runtime") == {"deepspeed"}
+def drawn_graph(title: str, text: str) -> Graph:
+    """Reads a fenced block ```TITLE with lines `NAME -> NAME, NAME`, the highest name first."""
+    block = re.search(rf"^```{title}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    assert block, f"ARCHITECTURE.md has no block ```{title}"
+    lines = [line.partition("->") for line in block.group(1).splitlines() if line.strip()]
+    return {name.strip(): {used.strip() for used in arrows.split(",") if used.strip()} for name, _, arrows in lines}
+
+
+def problems(graph: Graph, drawn: Graph) -> list[str]:
+    """Differences between the imports and the drawing, and drawn arrows that do not point down."""
+    order = list(drawn)
+    found = [f"{name}: not drawn" for name in graph.keys() - drawn.keys()]
+    found += [f"{name}: drawn, but does not exist" for name in drawn.keys() - graph.keys()]
+    for name in graph.keys() & drawn.keys():
+        found += [f"{name} -> {used}: imported, not drawn" for used in graph[name] - drawn[name]]
+        found += [f"{name} -> {used}: drawn, not imported" for used in drawn[name] - graph[name]]
+        found += [
+            f"{name} -> {used}: points up" for used in drawn[name] if used in order and order.index(used) <= order.index(name)
+        ]
+    return sorted(found)
+
+
+def draw(graph: Graph) -> str:
+    """The graph in the notation of ARCHITECTURE.md, each name with its floor; names on a cycle come first, without one."""
+    floors: dict[str, int] = {}
+    while ready := [name for name in graph if name not in floors and graph[name] <= floors.keys()]:
+        floors |= {name: 1 + max((floors[used] for used in graph[name]), default=-1) for name in ready}
+    names = sorted(graph, key=lambda name: (-floors.get(name, len(graph)), name))
+    arrows = sum(map(len, graph.values()))
+    lines = [f"{floors.get(name, 'cycle')!s:>5}  {name:<12} -> {', '.join(sorted(graph[name]))}" for name in names]
+    return "\n".join([f"{len(graph)} names, {1 + max(floors.values(), default=-1)} floors, {arrows} arrows", *lines])
+
+
+@pytest.mark.parametrize("title", ["packages", "rooms"])
+def test_imports_are_the_drawn_ones_and_point_down(title: str) -> None:
+    sources = read_sources()
+    graph = package_graph(sources) if title == "packages" else room_graph(sources)
+    found = problems(graph, drawn_graph(title, (ROOT / "ARCHITECTURE.md").read_text()))
+    assert not found, "\n".join([*found, "", draw(graph)])
+    assert len(graph) <= MAX_ROOMS, draw(graph)
+
+
+def forbidden_imports(path: str, modules: set[str]) -> set[str]:
+    """Third-party packages that a file may not import."""
+    used = {module.split(".")[0] for module in modules}
+    return used & FORBIDDEN.get(path.split("/")[0], set()) | {
+        name for name, home in ONLY_IN.items() if name in used and not path.startswith(home)
+    }
+
+
+def test_no_package_imports_a_forbidden_third_party() -> None:
+    found = {path: forbidden for path, modules in read_sources().items() if (forbidden := forbidden_imports(path, modules))}
+    assert found == {}
+
+
+def test_negative_control_forbidden_imports_are_found() -> None:
+    assert forbidden_imports("sage/x.py", imported_modules("def f():\n    from hydra.core import main")) == {"hydra"}
+    assert forbidden_imports("train/run/loop.py", imported_modules("import deepspeed.runtime")) == {"deepspeed"}
+    assert forbidden_imports("train/engine/engine.py", imported_modules("import deepspeed")) == set()
+
+
+def test_negative_control_wrong_arrows_are_found_and_drawn() -> None:
+    lazy = "def f():\n    from train.run.loop import fit\nif TYPE_CHECKING:\n    from train import state"
+    sources = {
+        "train/__init__.py": set[str](),
+        "train/config/a.py": imported_modules(lazy),
+        "train/run/b.py": imported_modules("import train.config.a"),
+        "train/state/c.py": imported_modules("from train.config import a"),
+    }
+    graph = room_graph(sources)
+    assert graph == {"config": {"run", "state"}, "run": {"config"}, "state": {"config"}}
+    drawn = drawn_graph("rooms", "```rooms\nrun -> config\nstate -> config, run\nconfig -> run\n```\n")
+    assert problems(graph, drawn) == [
+        "config -> run: points up",
+        "config -> state: imported, not drawn",
+        "state -> run: drawn, not imported",
+        "state -> run: points up",
+    ]
+    assert "cycle  config" in draw(graph)
+    assert draw({"a": {"b"}, "b": set()}).splitlines()[0] == "2 names, 2 floors, 1 arrows"
+    assert package_graph({"sage/x.py": {"tests.support", "train.run"}})["sage"] == {"tests", "train"}
+    with pytest.raises(AssertionError, match="has no block"):
+        drawn_graph("floors", "")
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A random pocket target on disk, and command lines that train on it in seconds."""
+"""A random pocket target on disk, command lines that train on it in seconds, and a validation that decodes nothing."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from train.state.resume import rng_state, set_rng_state
 if TYPE_CHECKING:
     from train.config.schema import Config
     from train.launch.ranks import Ranks
+    from train.validation.validate import Validate
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -38,6 +39,39 @@ SMALL = [
 ]
 
 
+QUICK_FIGURES = {
+    "tokens_per_target_pass": 1.0,
+    "mean_accepted_draft": 0.0,
+    "tokens_per_s": 1.0,
+    "speedup": 1.0,
+    "speedup_end_to_end": 1.0,
+    "match": 1,
+    "total": 1,
+    "nodes_per_round": 1.0,
+    "draft_steps_per_round": 1.0,
+    "time_s": {},
+}
+
+
+def quick_report(**figures: float) -> dict[str, Any]:
+    """A report as the summary of a run needs it."""
+    same = {"prompts": 1, "repeats": 1, "dtype": "float32", "device": "cpu", "temperature": 0.0, "path": "nowhere"}
+    rest = {"baselines": {}, "failed_baselines": {}, "fastest_baseline": None}
+    return {"policies": {"sage": QUICK_FIGURES | figures}, **same, **rest}
+
+
+def quick_validation(*_: Any, **__: Any) -> dict[str, Any]:
+    """Replaces `train.validation.validate.validate` without decoding."""
+    return quick_report()
+
+
+def train_quickly(config: Config, validate: Validate = quick_validation) -> int:
+    """Trains on one rank of this process with a validation that decodes nothing; returns the exit code."""
+    from train.run.rank import run_rank
+
+    return run_rank(config, validate)
+
+
 def make_target(where: Path, family: str = "qwen2_5_vl", layers: int = 2) -> Path:
     """An untrained pocket target with its processor, as a folder."""
     tokenizer = architecture.new_tokenizer(family, training.world_texts(50))
@@ -52,12 +86,12 @@ def command(target: Path, run: Path, *overrides: str) -> list[str]:
     return [*SMALL, *where, *overrides]
 
 
-def stopped_after(config: Config, ranks: Ranks, step: int) -> None:
-    """Runs, with a signal arriving while step `step` is taken."""
+def train_until_signal(config: Config, ranks: Ranks, step: int, validate: Validate = quick_validation) -> None:
+    """Trains until a signal is received during step `step`."""
     from train.run.build import building
     from train.run.loop import fit
 
-    with building(config, ranks) as run:
+    with building(config, ranks, validate=validate) as run:
         feed = run.loader
 
         class Interrupted:
@@ -86,21 +120,17 @@ def sage_train(
 
 
 def environment() -> dict[str, str]:
-    """One thread per process, our sources importable from anywhere, none of the launcher's variables."""
+    """One thread per process, the checkout on PYTHONPATH, no launcher variables."""
     kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "HYDRA_FULL_ERROR")}
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 
 
 @contextmanager
-def quiet_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A run in this process: no launcher's variables, a judge that takes no time, the caller's generators as they were."""
+def single_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Prepares this process for a run: no launcher variables; restores the random generators."""
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setattr(
-        "train.validation.in_loop.validate", lambda *_, **__: {"policies": {"sage": {"tokens_per_target_pass": 1.0}}}
-    )
-    monkeypatch.setattr("train.launch.launcher._summary", lambda *_: None)
     before = rng_state(torch.device("cpu"))
     yield
     set_rng_state(before, torch.device("cpu"))

@@ -15,45 +15,41 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.train_helpers import stopped_after
+from support.train_helpers import quick_validation, train_until_signal
 
 import sage
 import train.run.build
 from train.config.hydra_app import compose
 from train.config.schema import Config
-from train.engine.sharded_teacher import Shards
-from train.launch.cluster_env import join_environment
-from train.launch.launcher import run_rank
-from train.launch.ranks import joined
+from train.engine.sharded_teacher import ShardedTarget
+from train.launch.cluster_env import detect_launcher
+from train.launch.ranks import process_group
+from train.run.rank import run_rank
 
 LIMIT_S = 280
-QUICK_REPORT = {"policies": {"sage": {"tokens_per_target_pass": 1.0}}}
 
 
 def main(jobs: Path, notes: Path) -> None:
     faulthandler.dump_traceback_later(LIMIT_S, exit=True)
     torch.set_num_threads(1)
-    seen: dict[str, Any] = {"ranks": join_environment(), "rank": int(os.environ["RANK"]), "targets": {}}
-    train.launch.launcher._summary = lambda *_: None  # type: ignore[assignment]
-    real = train.validation.in_loop.validate
+    seen: dict[str, Any] = {"ranks": detect_launcher(), "rank": int(os.environ["RANK"]), "targets": {}}
     for job in json.loads(jobs.read_text()):
         os.environ["MASTER_PORT"] = str(job["port"])
-        train.validation.in_loop.validate = real if job["is_judged"] else lambda *_, **__: QUICK_REPORT
         look_at_targets(seen["targets"], job["name"])
         config: Config = compose("config", job["arguments"], Config)
         if job["stop"]:
-            with joined("cpu", LIMIT_S) as ranks:
-                stopped_after(config, ranks, job["stop"])
+            with process_group("cpu", LIMIT_S) as ranks:
+                train_until_signal(config, ranks, job["stop"])
         else:
-            assert run_rank(config) == 0
+            assert run_rank(config, None if job["is_validated"] else quick_validation) == 0
     notes.write_text(json.dumps(seen))
 
 
 def look_at_targets(seen: dict[str, Any], name: str, load: Any = train.run.build.load_sharded) -> None:
     """Measures a sharded target as soon as it is loaded, and against a whole one; rank 0 sees a picture, rank 1 none."""
 
-    def looking(load_target: Any, config: Config, ranks: Any) -> Shards:
-        shards: Shards = load(load_target, config, ranks)
+    def looking(load_target: Any, config: Config, ranks: Any) -> ShardedTarget:
+        shards: ShardedTarget = load(load_target, config, ranks)
         target, whole = shards.target, sage.load_target(config.target.path, dtype=torch.float32)
         picture = [{"type": "image", "image": picture_file(Path(config.run.dir).parent)}] if ranks.is_main else []
         words = {"type": "text", "text": "what is this? " * (1 + ranks.rank)}

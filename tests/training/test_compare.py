@@ -174,7 +174,7 @@ def test_a_sweep_scores_runs_and_compares_them_with_the_failed_ones_named(
     jobs = [Job(number=n, name=run.name, dir=str(run)) for n, run in enumerate(runs)]
     jobs[2].code, jobs[2].error = 2, "no supervised token"
     jobs += [Job(number=3, name="d", dir=str(tmp_path / "d"), code=1, error="boom"), Job(number=4, name="e", code=2, error="?")]
-    ending.conclude(jobs)
+    ending.compare(jobs)
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].startswith("b *") and lines[-1] == f"comparison: {tmp_path / 'compare.md'}"
     assert lines[4].endswith("exit 2: no supervised token") and lines[5].startswith("d ") and lines[5].endswith("exit 1: boom")
@@ -183,7 +183,7 @@ def test_a_sweep_scores_runs_and_compares_them_with_the_failed_ones_named(
 
 
 def test_a_lone_job_needs_no_comparison(runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    SweepComparison().conclude([Job(number=0, name="a", dir=str(runs[0]))])
+    SweepComparison().compare([Job(number=0, name="a", dir=str(runs[0]))])
     assert capsys.readouterr().out == "" and not (tmp_path / "compare.md").exists()
 
 

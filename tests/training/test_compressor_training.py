@@ -14,15 +14,15 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 from support.compressor_helpers import COMPRESSORS
-from support.train_helpers import command, make_target, quiet_process, sage_train
+from support.train_helpers import command, make_target, sage_train, single_process, train_quickly
 
 import sage
 from data_prep.build import prompts
 from train.cli.train import train as train_command
 from train.config.hydra_app import compose, run_app
 from train.config.schema import Config
-from train.launch.launcher import run_rank
-from train.launch.ranks import joined
+from train.launch.cluster_env import is_main_rank
+from train.launch.ranks import process_group
 from train.plan.meta import build_on_meta
 from train.run.build import building
 from train.run.loop import train_step
@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No launcher's variables, a judge that takes no time, the caller's generators as they were."""
-    with quiet_process(monkeypatch):
+    with single_process(monkeypatch):
         yield
 
 
@@ -65,7 +65,7 @@ def configure(folder: Path, run: Path, *overrides: str) -> Config:
 def test_every_mode_learns(folder: Path, tmp_path: Path, mode: str, draft: list[str]) -> None:
     """The loop's own step, on one batch over and over: the loss falls and every weight of the compressor moves."""
     config = configure(folder, tmp_path / "run", *options(mode), *draft)
-    with joined("cpu", 60) as ranks, building(config, ranks) as run:
+    with process_group("cpu", 60) as ranks, building(config, ranks) as run:
         head = run.engine.student.draft
         before = {name: value.clone() for name, value in head.compressor.named_parameters()}
         batches = next(iter(run.loader))
@@ -92,7 +92,7 @@ def planned_without(config: Config) -> int:
 def test_a_run_hands_over_a_draft_that_decodes(folder: Path, tmp_path: Path, mode: str, draft: list[str]) -> None:
     """From command line to decoder; a resumed run is the uninterrupted one, draws included."""
     run = configure(folder, tmp_path / "run", *options(mode), *draft)
-    assert run_rank(run) == 0
+    assert train_quickly(run) == 0
     target = sage.load_target(folder / "target_qwen2_5_vl", dtype=torch.float32)
     trained: Any = sage.load_draft(tmp_path / "run" / "draft", target)
     assert trained.config.compressor == COMPRESSORS[mode]
@@ -101,10 +101,10 @@ def test_a_run_hands_over_a_draft_that_decodes(folder: Path, tmp_path: Path, mod
     plain = sage.generate(target, None, inputs, policy="autoregressive", max_new_tokens=6)
     out = sage.generate(target, trained, inputs, max_new_tokens=6)
     assert torch.equal(out.tokens, plain.tokens) and out.stats.draft_context < out.stats.prompt_tokens
-    assert run_rank(configure(folder, tmp_path / "half", *options(mode), *draft, "train.max_steps=1")) == 0
+    assert train_quickly(configure(folder, tmp_path / "half", *options(mode), *draft, "train.max_steps=1")) == 0
     state = tmp_path / "half" / "config.yaml"
     state.write_text(state.read_text().replace("max_steps: 1", "max_steps: 2"))
-    assert run_rank(configure(folder, tmp_path / "half", *options(mode), *draft, "run.resume=true")) == 0
+    assert train_quickly(configure(folder, tmp_path / "half", *options(mode), *draft, "run.resume=true")) == 0
     one, other = (load_file(tmp_path / name / "draft" / "model.safetensors") for name in ("run", "half"))
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
@@ -155,7 +155,7 @@ def test_mistakes_are_refused_by_name_with_exit_code_2(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["sage-train", f"target.path={tmp_path}", *overrides.split()])
-    assert run_app("config", Config, train_command) == 2
+    assert run_app("config", Config, train_command, is_main_rank) == 2
     shown = capsys.readouterr().err
     assert shown.startswith("error: ") and shown.count("\n") == 1 and message in shown, shown
     assert list(tmp_path.iterdir()) == []
@@ -165,7 +165,7 @@ def test_going_on_from_a_draft_of_another_compressor_names_its_own(folder: Path,
     target = sage.load_target(folder / "target_qwen2_5_vl", dtype=torch.float32)
     sage.new_draft(target, "eagle", compressor={"kind": "pool", "ratio": 4}).save_pretrained(tmp_path / "pool")
     with pytest.raises(ValueError, match=r"draft/compressor=none: .*give draft/compressor=pool draft\.compressor\.ratio=4"):
-        run_rank(configure(folder, tmp_path / "run", f"draft.path={tmp_path}/pool"))
+        train_quickly(configure(folder, tmp_path / "run", f"draft.path={tmp_path}/pool"))
     sage.new_draft(target, "eagle").save_pretrained(tmp_path / "plain")
     with pytest.raises(ValueError, match=r"draft/compressor=pool: .*give draft/compressor=none"):
-        run_rank(configure(folder, tmp_path / "run", "draft/compressor=pool", f"draft.path={tmp_path}/plain"))
+        train_quickly(configure(folder, tmp_path / "run", "draft/compressor=pool", f"draft.path={tmp_path}/plain"))

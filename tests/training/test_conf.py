@@ -37,6 +37,7 @@ from train.config.schema import (
 from train.distill.chunked_loss import weighted_terms
 from train.engine.engine import deepspeed_config, make_optimizer
 from train.engine.lr_schedule import learning_rate
+from train.launch.cluster_env import is_main_rank
 from train.monitor.sinks import check_tracking
 from train.plan.meta import build_on_meta
 
@@ -160,7 +161,7 @@ def test_a_sweep_plugin_that_is_not_installed_is_named(
     if importlib.util.find_spec("hydra_plugins") is not None:
         pytest.skip("plugins of Hydra are installed")
     monkeypatch.setattr(sys, "argv", ["sage-train", "-m", f"sweep={path.stem}", "seed=1,2", "launch.plan=true"])
-    assert run_app("config", Config, train) == 2
+    assert run_app("config", Config, train, is_main_rank) == 2
     assert "its package is not installed; pip install 'sage-draft[sweep]'" in capsys.readouterr().err
 
 
@@ -274,7 +275,7 @@ def test_mistakes_are_refused_by_name_with_exit_code_2(
     # a target folder that exists; what is in it is looked at only after every check here
     monkeypatch.setattr(sys, "argv", ["sage-train", f"target.path={in_empty_folder}", *overrides.split()])
     started = time.process_time()
-    assert run_app("config", Config, train) == 2
+    assert run_app("config", Config, train, is_main_rank) == 2
     assert time.process_time() - started < REFUSED_WITHIN_S
     shown = capsys.readouterr()
     assert shown.err.startswith("error: ") and shown.err.count("\n") == 1, shown.err
@@ -334,7 +335,7 @@ def test_a_crash_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, capsys: py
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(sys, "argv", ["sage-train"])
-    assert run_app("config", Config, broken) == 1
+    assert run_app("config", Config, broken, is_main_rank) == 1
     shown = capsys.readouterr().err
     assert "Traceback" in shown and shown.endswith("error: RuntimeError: a bug\n")
 
@@ -343,7 +344,7 @@ def test_debug_shows_where_a_mistake_was_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["sage-train", "--debug", "seed=-1", f"target.path={tmp_path}"])
-    assert run_app("config", Config, train) == 2
+    assert run_app("config", Config, train, is_main_rank) == 2
     shown = capsys.readouterr().err
     assert "Traceback" in shown and "error: seed=-1" in shown
 
@@ -360,7 +361,7 @@ def test_a_failed_job_does_not_end_a_sweep(
         return 0
 
     monkeypatch.setattr(sys, "argv", ["sage-train", "-m", "seed=0,1,2", "run.dir=sweep"])
-    assert run_app("config", Config, task) == 2
+    assert run_app("config", Config, task, is_main_rank) == 2
     assert seen == [(0, "sweep/seed_0"), (2, "sweep/seed_2")]
     shown = capsys.readouterr().err
     assert "error: seed=1: not this one" in shown
@@ -405,5 +406,5 @@ def test_the_command_itself_refuses_without_torch(tmp_path: Path, words: list[st
 
 def test_rank_0_alone_reports(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("RANK", "1")
-    assert hydra_app.report(ConfigError("seed=-1"), Config) == 2
+    assert not is_main_rank() and hydra_app.report(ConfigError("seed=-1"), Config, is_main_rank()) == 2
     assert capsys.readouterr().err == ""

@@ -1,26 +1,31 @@
-"""Validation in the loop: who decodes what, how measurements become one, the best draft, when a run ends early."""
+"""Validation in training: prompts per rank, merged measurements, the best draft, early stopping."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.train_helpers import command, make_target
+from support.messages import refused
+from support.train_helpers import command, make_target, quick_report, single_process
 
 from checkpoints.store import SaveFailed
 from data_prep.conversation import Conversation
 from data_prep.multi_turn import LATER
 from sage.bench.measurement import BenchPrompt, Measurement
 from sage.sampling import Sampling
+from sage.targets import Target
 from train.config.hydra_app import compose
-from train.config.schema import Config, ValidateOn
-from train.launch.launcher import run_rank
+from train.config.schema import Config, DecodeConfig, ValidateOn
 from train.launch.ranks import Ranks
-from train.validation.in_loop import all_ranks_decode, first_turns, interleave
+from train.run.rank import run_rank
+from train.validation.decode_ranks import all_ranks_decode, interleave, shard_prompts
+from train.validation.prompts import PromptSet, limit_turns
+from train.validation.validate import validate
 
 
 def conversation(name: str, later: int) -> Conversation:
@@ -31,17 +36,17 @@ def turns(prompts: list[Any]) -> list[tuple[str, int]]:
     return [(prompt.id, 1 + len(prompt.meta.get(LATER, []))) for prompt in prompts]
 
 
-def test_ranks_share_conversations_and_ask_no_more_turns_than_one_rank() -> None:
+def test_the_turns_of_all_conversations_are_limited() -> None:
     prompts = [conversation("a", 1), conversation("b", 3), conversation("c", 0)]
-    assert turns(first_turns(prompts, 99)) == [("a", 2), ("b", 4), ("c", 1)]
-    assert turns(first_turns(prompts, 4)) == [("a", 2), ("b", 2)]
-    assert turns(first_turns(prompts, 1)) == [("a", 1)]
-    assert first_turns([{"input_ids": 1}, {"input_ids": 2}], 1) == [{"input_ids": 1}]
-    assert turns(prompts) == [("a", 2), ("b", 4), ("c", 1)]  # the caller's are as they were
+    assert turns(limit_turns(prompts, 99)) == [("a", 2), ("b", 4), ("c", 1)]
+    assert turns(limit_turns(prompts, 4)) == [("a", 2), ("b", 2)]
+    assert turns(limit_turns(prompts, 1)) == [("a", 1)]
+    assert limit_turns([{"input_ids": 1}, {"input_ids": 2}], 1) == [{"input_ids": 1}]
+    assert turns(prompts) == [("a", 2), ("b", 4), ("c", 1)]  # not modified
 
 
 def measurement(names: list[str], failed: dict[str, str] | None = None) -> Measurement:
-    """Runs are stand-ins: merging does not look into them."""
+    """The runs are strings, which merging does not read."""
     runs: Any = {runner: [[f"{runner} on {name}"] for name in names] for runner in ("ar", "sage")}
     return Measurement(
         prompts=[BenchPrompt(name=name, inputs={}) for name in names],
@@ -53,15 +58,15 @@ def measurement(names: list[str], failed: dict[str, str] | None = None) -> Measu
     )
 
 
-def test_measurements_of_ranks_are_one_in_the_order_of_the_prompts() -> None:
+def test_measurements_of_ranks_are_merged_in_the_order_of_the_prompts() -> None:
     names = ["p0", "p1", "p2", "p3", "p4"]
-    whole = measurement(names)
-    assert interleave([measurement(names[rank::2]) for rank in range(2)]) == whole
-    assert interleave([measurement(names[rank::4]) for rank in range(4)]) == whole
-    assert interleave([whole]) == whole
+    complete = measurement(names)
+    assert interleave([measurement(names[rank::2]) for rank in range(2)]) == complete
+    assert interleave([measurement(names[rank::4]) for rank in range(4)]) == complete
+    assert interleave([complete]) == complete
 
 
-def test_a_baseline_that_failed_on_one_rank_is_left_out() -> None:
+def test_a_baseline_that_failed_on_one_rank_is_dropped() -> None:
     parts = [measurement(["p0"]), measurement(["p1"], failed={"ar": "no memory"})]
     merged = interleave(parts)
     assert set(merged.runs) == {"sage"} and merged.autoregressive == [] and merged.failed == {"ar": "no memory"}
@@ -77,41 +82,44 @@ def test_a_baseline_that_failed_on_one_rank_is_left_out() -> None:
         ("main", "cuda", 2, False),
     ],
 )
-def test_who_decodes(where: str, device: str, ranks: int, expected: bool) -> None:
+def test_ranks_that_decode(where: str, device: str, ranks: int, expected: bool) -> None:
     config: Config = compose("config", [f"train.validate_on={where}"], Config)
     assert all_ranks_decode(config, Ranks(0, ranks, torch.device(device))) is expected
     config.deepspeed.shard_target, config.train.validate_on = True, ValidateOn.auto
     assert not all_ranks_decode(config, Ranks(0, ranks, torch.device(device)))  # every pass takes all ranks
 
 
-@pytest.fixture
-def scores(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Stands in for the decoder: each validation takes the next of these scores."""
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    left: list[float] = []
+class Scores:
+    """Replaces decoding: each validation has the next of these speedups."""
 
-    def judged(*_: object, **__: object) -> dict[str, Any]:
-        return {"policies": {"sage": {"tokens_per_target_pass": 1.0, "speedup": left.pop(0)}}}
+    def __init__(self, *left: float) -> None:
+        self.left = list(left)
 
-    monkeypatch.setattr("train.validation.in_loop.validate", judged)
-    monkeypatch.setattr("train.launch.launcher._summary", lambda *_: None)
-    return left
+    def __call__(self, *_: object, **__: object) -> dict[str, Any]:
+        return quick_report(speedup=self.left.pop(0))
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with single_process(monkeypatch):
+        yield
+
+
+def configure(folder: Path, *overrides: str) -> Config:
+    arguments = [*command(make_target(folder), folder / "run", *overrides), "deepspeed=zero0", "launch.device=cpu"]
+    config: Config = compose("config", arguments, Config)
+    return config
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*:UserWarning:torch.profiler")
-def test_a_run_without_progress_ends_early_and_keeps_its_best_draft(scores: list[float], tmp_path: Path) -> None:
-    """Best at step 2; with a patience of two it ends at step 4 of 9. Steps 2 and 3 are traced on the way."""
-    scores += [1.0, 2.0, 1.5, 2.0, 9.9]
-    words = ["train.max_steps=9", "train.validate_every=1", "train.patience=2", "score.metric=speedup", "train.profile=[2,3]"]
-    config: Config = compose(
-        "config", [*command(make_target(tmp_path), tmp_path / "run", *words), "deepspeed=zero0", "launch.device=cpu"], Config
-    )
-    assert run_rank(config) == 0
+def test_a_run_without_progress_ends_early_and_keeps_its_best_draft(tmp_path: Path) -> None:
+    """The best score is at step 2; with a patience of two the run ends at step 4 of 9. Steps 2 and 3 are traced."""
+    scores = Scores(1.0, 2.0, 1.5, 2.0, 9.9)
+    length = ["train.max_steps=9", "train.validate_every=1", "train.patience=2"]
+    assert run_rank(configure(tmp_path, *length, "score.metric=speedup", "train.profile=[2,3]"), scores) == 0
     run = tmp_path / "run"
-    assert scores == [9.9]
+    assert scores.left == [9.9]
     trainer = json.loads((run / "state" / "step_00000004" / "trainer.json").read_text())
     assert (trainer["step"], trainer["best"], trainer["best_step"], trainer["stale"]) == (4, 2.0, 2, 2)
     last, best = (load_file(run / name / "model.safetensors") for name in ("draft", "draft_best"))
@@ -123,14 +131,64 @@ def test_a_run_without_progress_ends_early_and_keeps_its_best_draft(scores: list
 
 
 @pytest.mark.slow
-def test_a_page_that_cannot_be_written_ends_the_run_in_one_line(
-    scores: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(_: Path) -> None:
+def test_a_run_page_that_cannot_be_written_ends_the_run_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    scores += [1.0]
-    monkeypatch.setattr("train.validation.in_loop.write_run_report", full)
-    words = [*command(make_target(tmp_path), tmp_path / "run", "train.max_steps=1"), "deepspeed=zero0", "launch.device=cpu"]
-    with pytest.raises(SaveFailed, match=r"/run: could not be saved .*No space left.*; make room .*run\.resume=true"):
-        run_rank(compose("config", words, Config))
+    monkeypatch.setattr("train.validation.in_loop.write_run_report", fail)
+    with refused("/run: ", "No space left", "run.resume=true", error=SaveFailed):
+        run_rank(configure(tmp_path, "train.max_steps=1"), Scores(1.0))
+
+
+@pytest.mark.slow
+def test_prompts_are_prepared_once_for_all_validations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared, prepare = list[Any](), Target.prepare
+
+    def count(self: Target, messages: Any) -> Any:
+        prepared.append(messages)
+        return prepare(self, messages)
+
+    monkeypatch.setattr(Target, "prepare", count)
+    reports: list[Any] = []
+
+    def decode(*arguments: Any, **options: Any) -> Any:
+        reports.append(validate(*arguments, **options))
+        return reports[-1]
+
+    overrides = ["train.max_steps=3", "train.validate_every=1", "decode.num_prompts=2", "decode.policies=[autoregressive]"]
+    assert run_rank(configure(tmp_path, *overrides), decode) == 0
+    assert len(reports) == 3 and all(report["prompts"] == 2 for report in reports)
+    assert len(prepared) == 2
+
+
+class CountingTarget:
+    """Answers every prompt with its number of messages; counts the prepared prompts."""
+
+    def __init__(self) -> None:
+        self.prepared = list[int]()
+
+    def prepare(self, messages: list[Any]) -> dict[str, Any]:
+        self.prepared.append(len(messages))
+        return {"input_ids": len(messages)}
+
+
+def test_first_turns_are_prepared_early_and_later_turns_after_the_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = DecodeConfig(num_prompts=4, max_new_tokens=2)
+    target = CountingTarget()
+    monkeypatch.setattr(PromptSet, "_answer", lambda _, messages: f"answer {len(messages)}")
+    prompts = PromptSet(target, decode, [conversation("a", 2), conversation("b", 5), conversation("c", 0)])
+    assert prompts.num_turns == 4 and [prompt.id for prompt in prompts.prompts] == ["a", "b"]
+    prompts.prepare_first_turns()
+    assert target.prepared == [0, 0]
+    assert [turn.name for turn in prompts.turns] == ["a", "a-turn-2", "a-turn-3", "b"]
+    assert prompts.turns is prompts.turns and target.prepared == [0, 0, 2, 4]
+
+
+def test_a_rank_keeps_the_inputs_of_its_own_prompts_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    config: Config = compose("config", ["train.validate_on=all", "decode.num_prompts=5"], Config)
+    target = CountingTarget()
+    prompts = PromptSet(target, config.decode, [conversation(name, 0) for name in "abcde"])
+    prompts.prepare_first_turns()
+    shard = shard_prompts(config, Ranks(0, 2, torch.device("cpu")), prompts)
+    assert [turn.name for turn in shard.prompts.turns] == ["a", "c", "e"] and len(target.prepared) == 5
+    assert len(shard.prompts._first_turns) == 3

@@ -22,13 +22,21 @@ from support.train_helpers import command, environment, make_target
 from checkpoints.store import SaveFailed
 from train.config.hydra_app import compose
 from train.config.schema import Config, ConfigError
-from train.launch.cluster_env import first_host, join_environment
+from train.launch.cluster_env import detect_launcher, first_host
 from train.launch.failures import RankFailed, describe
-from train.launch.launcher import check_devices, launch
-from train.launch.signals import StopSignal
-from train.launch.supervisor import Watch
+from train.launch.launcher import check_devices
+from train.launch.launcher import launch as launch_work
+from train.launch.signals import StopFlag
+from train.launch.supervisor import Supervisor
+from train.run.rank import run_rank
 
 START_S = 200
+
+
+def launch(config: Config) -> int:
+    return launch_work(config, run_rank)
+
+
 TINY_REPORT = ["decode.policies=[autoregressive]", "decode.max_new_tokens=2"]
 
 
@@ -223,11 +231,11 @@ def test_a_killed_rank_takes_the_run_down_within_seconds(
 
 
 def test_the_first_report_counts_an_echo_less_and_a_kill_more(tmp_path: Path) -> None:
-    watch = Watch(tmp_path)
+    supervisor = Supervisor(tmp_path)
     lost = describe(RuntimeError("gloo: Connection closed by peer [127.0.0.1]:1"), 2)
-    assert lost.is_echo and lost.message.startswith("rank 2: lost another rank") and not lost.details
+    assert lost.is_secondary and lost.message.startswith("rank 2: lost another rank") and not lost.details
     bug = describe(RuntimeError("a bug"), 0)
-    assert not bug.is_echo and bug.message == "rank 0: RuntimeError: a bug" and "RuntimeError: a bug" in bug.details
+    assert not bug.is_secondary and bug.message == "rank 0: RuntimeError: a bug" and "RuntimeError: a bug" in bug.details
     full = describe(SaveFailed("disk full"), 1)
     assert (full.message, full.exit_code, full.details) == ("disk full", 1, "")
     mistake = describe(ConfigError("seed=-1"), 1)
@@ -235,15 +243,15 @@ def test_the_first_report_counts_an_echo_less_and_a_kill_more(tmp_path: Path) ->
     for rank, when, failure in ((0, 3.0, bug), (1, 2.0, full), (2, 1.0, lost)):
         (tmp_path / f"rank_{rank}.json").write_text(json.dumps(asdict(replace(failure, time=when))))
         (tmp_path / f"rank_{rank}.pid").write_text(str(rank + 100))
-    assert str(watch.verdict()) == "disk full"
-    watch.first_dead = {101: -9, 100: 1}
-    assert str(watch.verdict()) == "rank 1 was killed by SIGKILL (out of memory?)"
-    watch.first_dead = {100: -15, 101: -9}  # torch has ended the other one before anybody looked
-    assert str(watch.verdict()) == "rank 1 was killed by SIGKILL (out of memory?)"
-    watch.first_dead = {100: -15, 101: 1}
-    assert str(watch.verdict()) == "disk full"
-    watch.asked_to_stop = True
-    assert watch.verdict().exit_code == 3
+    assert str(supervisor.root_cause()) == "disk full"
+    supervisor.failed = {101: -9, 100: 1}
+    assert str(supervisor.root_cause()) == "rank 1 was killed by SIGKILL (out of memory?)"
+    supervisor.failed = {100: -15, 101: -9}  # torch has ended the other one before anybody looked
+    assert str(supervisor.root_cause()) == "rank 1 was killed by SIGKILL (out of memory?)"
+    supervisor.failed = {100: -15, 101: 1}
+    assert str(supervisor.root_cause()) == "disk full"
+    supervisor.is_stop_requested = True
+    assert supervisor.root_cause().exit_code == 3
 
 
 class Child:
@@ -262,23 +270,26 @@ class Child:
 
 def test_a_rank_that_dies_while_the_others_are_looked_at_is_not_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("train.launch.supervisor.GRACE_S", 0.0)
-    watch = Watch(tmp_path)
-    watch._children = {100: Child(None, -9), 101: Child(1)}  # looked at, killed, and its loss has ended the other one already
-    watch._watch()
-    assert watch.first_dead == {100: -9, 101: 1}
+    supervisor = Supervisor(tmp_path)
+    supervisor._children = {
+        100: Child(None, -9),
+        101: Child(1),
+    }  # looked at, killed, and its loss has ended the other one already
+    supervisor._poll()
+    assert supervisor.failed == {100: -9, 101: 1}
 
 
 def test_a_terminated_rank_says_more_than_the_echo_of_its_loss(tmp_path: Path) -> None:
-    watch = Watch(tmp_path)
+    supervisor = Supervisor(tmp_path)
     lost = describe(RuntimeError("gloo: Connection closed by peer [127.0.0.1]:1"), 0)
     (tmp_path / "rank_0.json").write_text(json.dumps(asdict(lost)))
     (tmp_path / "rank_1.pid").write_text("101")
-    watch.first_dead = {101: -15}
-    assert str(watch.verdict()) == "rank 1 was killed by SIGTERM"
+    supervisor.failed = {101: -15}
+    assert str(supervisor.root_cause()) == "rank 1 was killed by SIGTERM"
 
 
 def test_a_silent_death_is_still_an_error(tmp_path: Path) -> None:
-    assert "before it could say why" in str(Watch(tmp_path).verdict())
+    assert "before it could say why" in str(Supervisor(tmp_path).root_cause())
 
 
 def test_srun_variables_become_torch_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +300,7 @@ def test_srun_variables_become_torch_ones(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.delenv(name)
     for name, value in slurm.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    assert join_environment() == 8
+    assert detect_launcher() == 8
     assert (os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["MASTER_ADDR"]) == ("5", "1", "gpu03")
     assert 20_000 <= int(os.environ["MASTER_PORT"]) < 32_000
 
@@ -302,7 +313,7 @@ def test_first_host(nodes: str, first: str) -> None:
 def test_half_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError, match="WORLD_SIZE, MASTER_ADDR, MASTER_PORT: missing"):
-        join_environment()
+        detect_launcher()
 
 
 def test_another_number_of_ranks_than_started_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -334,10 +345,10 @@ def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.
 
 def test_signals_set_a_flag_once_there_is_a_loop() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with StopSignal() as stop:
+    with StopFlag() as stop:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
-        stop.is_gentle = True
+        stop.is_polled = True
         signal.raise_signal(signal.SIGUSR1)
         assert stop.is_set
         signal.raise_signal(signal.SIGTERM)

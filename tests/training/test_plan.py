@@ -93,7 +93,7 @@ def test_planned_weights_and_optimizer_are_the_engines(stage: int, dtype: str, m
     """On one rank, so nothing is divided: weights in the training precision, masters and both moments in float32."""
     from train.distill.build import new_student
     from train.engine.engine import Engine
-    from train.launch.ranks import joined
+    from train.launch.ranks import process_group
 
     monkeypatch.setenv("LOCAL_RANK", "0")
     for name in ("RANK", "WORLD_SIZE"):
@@ -101,7 +101,7 @@ def test_planned_weights_and_optimizer_are_the_engines(stage: int, dtype: str, m
     config = configure(f"deepspeed=zero{stage}", f"train.precision={dtype}", f"target.dtype={dtype}", "launch.device=cpu")
     student = new_student(sage.new_draft(make_qwen(), "eagle", seed=0), config)
     parameters = sum(p.numel() for p in student.parameters())
-    with joined("cpu", 60) as ranks:
+    with process_group("cpu", 60) as ranks:
         engine = Engine(student, config, ranks, 1)
         try:
             optimizer = base_optimizer(engine._optimizer)

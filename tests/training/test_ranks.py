@@ -19,19 +19,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.train_helpers import ROOT, command, environment, make_target, stopped_after
+from support.train_helpers import ROOT, command, environment, make_target, train_quickly, train_until_signal
 
 from train.config.hydra_app import compose
 from train.config.schema import Config
-from train.launch.cluster_env import PORTS
-from train.launch.launcher import run_rank
-from train.launch.ranks import joined
+from train.launch.cluster_env import RENDEZVOUS_PORTS
+from train.launch.ranks import process_group
 from train.state.resume import rng_state, set_rng_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")]
 
 STAGES = (0, 1, 2, 3)
-ports = iter(random.Random(os.getpid()).sample(PORTS, 100))
+ports = iter(random.Random(os.getpid()).sample(RENDEZVOUS_PORTS, 100))
 LENGTH = ["train.max_steps=4", "objective.feature_noise=0"]
 WHERE = ["launch.device=cpu", "data.cache=examples"]
 
@@ -46,16 +45,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
             patch.delenv(name, raising=False)
         patch.setenv("LOCAL_RANK", "0")
-        patch.setattr(
-            "train.validation.in_loop.validate", lambda *_, **__: {"policies": {"sage": {"tokens_per_target_pass": 1.0}}}
-        )
-        patch.setattr("train.launch.launcher._summary", lambda *_: None)
-        assert run_rank(config(target, home / "one_2")) == 0
-        assert run_rank(config(target, home / "one_4", *LENGTH)) == 0
-        with joined("cpu", 60) as ranks:
-            stopped_after(config(target, home / "to_two", *LENGTH), ranks, 2)
+        assert train_quickly(config(target, home / "one_2")) == 0
+        assert train_quickly(config(target, home / "one_4", *LENGTH)) == 0
+        with process_group("cpu", 60) as ranks:
+            train_until_signal(config(target, home / "to_two", *LENGTH), ranks, 2)
         run_two_ranks(home, target)
-        assert run_rank(config(target, home / "from_two", *LENGTH, "run.resume=true", "deepspeed=zero1")) == 0
+        assert train_quickly(config(target, home / "from_two", *LENGTH, "run.resume=true", "deepspeed=zero1")) == 0
     set_rng_state(generators, torch.device("cpu"))
     return home
 
@@ -71,7 +66,7 @@ def run_two_ranks(home: Path, target: Path) -> None:
         for stage in STAGES
         for kind in ("whole", "sharded")
     ]
-    jobs[-1]["is_judged"] = True
+    jobs[-1]["is_validated"] = True
     jobs.append(job(home, target, "from_two", "deepspeed=zero3", *LENGTH) | {"stop": 2})
     jobs.append(job(home, target, "to_two", "deepspeed=zero2", "run.resume=true", "deepspeed.shard_target=true", *LENGTH))
     (home / "jobs.json").write_text(json.dumps(jobs))
@@ -95,7 +90,7 @@ def start_rank(home: Path, rank: int, errors: Path) -> subprocess.Popen[bytes]:
 
 def job(home: Path, target: Path, name: str, *overrides: str) -> dict[str, Any]:
     arguments = [*command(target, home / name), *WHERE, "train.micro_batch_size=1", *overrides]
-    return {"name": name, "arguments": arguments, "port": free_port(), "stop": 0, "is_judged": False}
+    return {"name": name, "arguments": arguments, "port": free_port(), "stop": 0, "is_validated": False}
 
 
 def free_port() -> int:

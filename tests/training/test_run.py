@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.train_helpers import command, make_target, stopped_after
+from support.train_helpers import command, make_target, train_quickly, train_until_signal
 
 import sage
 from checkpoints.export.converting import load_any
@@ -23,9 +23,9 @@ from checkpoints.inspect import describe
 from sage.manifest import write_manifest
 from train.config.hydra_app import compose
 from train.config.schema import Config
-from train.launch.launcher import run_rank
-from train.launch.ranks import joined
-from train.run.loop import Run, TrainingError, fit
+from train.launch.ranks import process_group
+from train.run.loop import TrainingError, TrainingRun, fit
+from train.run.rank import run_rank
 from train.state.resume import rng_state, seed_everything, set_rng_state
 
 pytestmark = pytest.mark.slow
@@ -55,19 +55,15 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def quick_judge(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decoding and drawing take longer than these runs; tests marked `real_judge` do without this stand-in."""
-    if "real_judge" in request.fixturenames:
-        return
-    report = {"policies": {"sage": {"tokens_per_target_pass": 1.0}}}
-    monkeypatch.setattr("train.validation.in_loop.validate", lambda *_, **__: report)
-    monkeypatch.setattr("train.validation.in_loop.write_run_report", lambda *_: None)
-    monkeypatch.setattr("train.launch.launcher._summary", lambda *_: None)
+def no_run_page(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing the curves takes longer than these runs; tests that need them ask for `run_page`."""
+    if "run_page" not in request.fixturenames:
+        monkeypatch.setattr("train.validation.in_loop.write_run_report", lambda *_: None)
 
 
 @pytest.fixture
-def real_judge() -> None:
-    """Asks for the decoder as it is."""
+def run_page() -> None:
+    """Keeps the curves of the run."""
 
 
 def configure(target: Path, run: Path, cache: Path, *overrides: str) -> Config:
@@ -92,7 +88,7 @@ def assert_close(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava_onevision"])
 def test_a_run_writes_what_the_contract_says(
-    targets: dict[str, Path], cache: Path, tmp_path: Path, family: str, real_judge: None, caplog: pytest.LogCaptureFixture
+    targets: dict[str, Path], cache: Path, tmp_path: Path, family: str, run_page: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = tmp_path / "run"
     config = configure(targets[family], run, cache, "train.save_every=1", "train.validate_every=1")
@@ -124,14 +120,14 @@ def test_three_steps_and_three_resumed_are_six_bit_for_bit(targets: dict[str, Pa
     same = ["objective.feature_noise=0.1", "optim.schedule=cosine", "optim.warmup_steps=2", "train.log_every=3"]
     straight, halved = tmp_path / "straight", tmp_path / "halved"
     target = targets["qwen2_5_vl"]
-    assert run_rank(configure(target, straight, cache, *same, "train.max_steps=6")) == 0
+    assert train_quickly(configure(target, straight, cache, *same, "train.max_steps=6")) == 0
     stopping = configure(target, halved, cache, *same, "train.max_steps=6")
-    with joined("cpu", 60) as ranks:
-        stopped_after(stopping, ranks, 3)
+    with process_group("cpu", 60) as ranks:
+        train_until_signal(stopping, ranks, 3)
     assert (halved / "state" / "latest").read_text() == "step_00000003\n"
     assert not (halved / "draft").exists()
     seed_everything(99, 0)  # whatever the process did meanwhile
-    assert run_rank(configure(target, halved, cache, *same, "train.max_steps=6", "run.resume=true")) == 0
+    assert train_quickly(configure(target, halved, cache, *same, "train.max_steps=6", "run.resume=true")) == 0
     left, right = weights(straight), weights(halved)
     assert all(torch.equal(left[name], right[name]) for name in left)
     for one, other in zip(metrics(straight), metrics(halved), strict=True):
@@ -148,7 +144,7 @@ def test_how_a_batch_is_split_does_not_matter(targets: dict[str, Path], cache: P
     runs = {}
     for size in (4, 2, 1):
         run = tmp_path / f"micro{size}"
-        assert run_rank(configure(targets["qwen2_5_vl"], run, cache, f"train.micro_batch_size={size}")) == 0
+        assert train_quickly(configure(targets["qwen2_5_vl"], run, cache, f"train.micro_batch_size={size}")) == 0
         runs[size] = (weights(run), metrics(run))
     for size in (2, 1):
         assert_close(runs[4][0], runs[size][0], 5e-6)
@@ -161,7 +157,7 @@ def test_negative_control_another_batch_is_another_run(targets: dict[str, Path],
     runs = []
     for seed in (0, 1):
         run = tmp_path / f"seed{seed}"
-        assert run_rank(configure(targets["qwen2_5_vl"], run, cache, f"seed={seed}")) == 0
+        assert train_quickly(configure(targets["qwen2_5_vl"], run, cache, f"seed={seed}")) == 0
         runs.append(weights(run))
     with pytest.raises(AssertionError):
         assert_close(runs[0], runs[1], 5e-6)
@@ -171,7 +167,7 @@ def test_one_batch_is_learnt_by_heart(targets: dict[str, Path], cache: Path, tmp
     """Four examples over and over: the features get close and the draft agrees with the target nearly everywhere."""
     run = tmp_path / "run"
     few = ["data.num_examples=4", "train.max_steps=60", "train.micro_batch_size=4", "optim.lr=3e-3", "train.log_every=20"]
-    assert run_rank(configure(targets["qwen2_5_vl"], run, cache, *few)) == 0
+    assert train_quickly(configure(targets["qwen2_5_vl"], run, cache, *few)) == 0
     first, *_, last = metrics(run)
     assert last["loss_feature"] < 0.2 * first["loss_feature"]
     assert last["agreement"] > max(0.5, first["agreement"])
@@ -181,8 +177,8 @@ def test_one_batch_is_learnt_by_heart(targets: dict[str, Path], cache: Path, tmp
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_stage_on_one_rank_equals_no_sharding(targets: dict[str, Path], cache: Path, tmp_path: Path, stage: int) -> None:
     plain, sharded = tmp_path / "plain", tmp_path / "sharded"
-    assert run_rank(configure(targets["qwen2_5_vl"], plain, cache)) == 0
-    assert run_rank(configure(targets["qwen2_5_vl"], sharded, cache, f"deepspeed=zero{stage}")) == 0
+    assert train_quickly(configure(targets["qwen2_5_vl"], plain, cache)) == 0
+    assert train_quickly(configure(targets["qwen2_5_vl"], sharded, cache, f"deepspeed=zero{stage}")) == 0
     assert_close(weights(plain), weights(sharded), 5e-6)
     assert metrics(plain)[-1]["grad_norm"] == pytest.approx(metrics(sharded)[-1]["grad_norm"], rel=1e-5)
 
@@ -192,7 +188,7 @@ def test_bf16_without_sharding_takes_the_same_first_step(targets: dict[str, Path
     run = tmp_path / "run"
     one_step = ["target.dtype=bf16", "train.max_steps=1", "train.micro_batch_size=4", "decode.policies=[autoregressive]"]
     config = configure(targets["qwen2_5_vl"], run, cache, *one_step)
-    assert run_rank(config) == 0
+    assert train_quickly(config) == 0
     target = sage.load_target(targets["qwen2_5_vl"], dtype=torch.bfloat16)
     fresh = sage.new_draft(target, "eagle", seed=config.seed).state_dict()
     name = "layer.mlp.down_proj.weight"  # has a gradient from the first step on
@@ -204,7 +200,7 @@ def test_bf16_without_sharding_takes_the_same_first_step(targets: dict[str, Path
 class Spoilt:
     """A feed whose second step holds one example with features that are not finite."""
 
-    def __init__(self, run: Run, value: float) -> None:
+    def __init__(self, run: TrainingRun, value: float) -> None:
         self.feed, self.value = run.loader, value
 
     def __iter__(self) -> Any:
@@ -220,7 +216,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_step_and_names_the_batch(
     from train.run.build import building
 
     config = configure(targets["qwen2_5_vl"], tmp_path / "run", cache, "train.max_steps=3")
-    with joined("cpu", 60) as ranks, building(config, ranks) as run:
+    with process_group("cpu", 60) as ranks, building(config, ranks) as run:
         ids = [batch["ids"] for batch in iter_second_step(run)]
         run.loader = Spoilt(run, float("nan"))
         before: list[torch.Tensor] = []
@@ -235,7 +231,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_step_and_names_the_batch(
         assert all(torch.equal(one, other) for one, other in zip(before, now, strict=True))
 
 
-def iter_second_step(run: Run) -> list[dict[str, Any]]:
+def iter_second_step(run: TrainingRun) -> list[dict[str, Any]]:
     steps = run.loader.__iter__()
     next(steps)
     second = next(steps)
@@ -246,7 +242,7 @@ def iter_second_step(run: Run) -> list[dict[str, Any]]:
 def test_a_batch_without_answers_is_refused(targets: dict[str, Path], cache: Path, tmp_path: Path) -> None:
     from train.run.build import building
 
-    with joined("cpu", 60) as ranks, building(configure(targets["qwen2_5_vl"], tmp_path / "run", cache), ranks) as run:
+    with process_group("cpu", 60) as ranks, building(configure(targets["qwen2_5_vl"], tmp_path / "run", cache), ranks) as run:
         steps = run.loader.__iter__()
         batches = next(steps)
         steps.close()
@@ -270,12 +266,12 @@ def test_nothing_is_written_before_everything_fits(
         patch.setattr("train.run.build.build_target", lambda *_: pytest.fail("options are checked before anything is loaded"))
         for option, message in {"max_depth=1": "min_depth=3, max_depth=1", "window=0": "window: 0 is not allowed"}.items():
             with pytest.raises(ValueError, match=rf"decode\.options\.sage: policy\.sage.*{message}"):
-                run_rank(configure(targets["qwen2_5_vl"], run, cache, f"decode.options.sage.{option}"))
+                train_quickly(configure(targets["qwen2_5_vl"], run, cache, f"decode.options.sage.{option}"))
     assert not run.exists()
-    assert run_rank(configure(targets["qwen2_5_vl"], run, cache)) == 0
+    assert train_quickly(configure(targets["qwen2_5_vl"], run, cache)) == 0
     other = tmp_path / "other"
     with pytest.raises(ValueError, match="was made for llava_onevision|was made for qwen2_5_vl"):
-        run_rank(configure(targets["llava_onevision"], other, cache, f"draft.path={run / 'draft'}"))
+        train_quickly(configure(targets["llava_onevision"], other, cache, f"draft.path={run / 'draft'}"))
     assert not other.exists()
 
 
@@ -284,7 +280,7 @@ def test_a_prompt_that_cannot_be_prepared_costs_no_run(
 ) -> None:
     monkeypatch.setattr("train.run.build.held_out_prompts", lambda *_: [[{"role": "user", "content": " "}]])
     with pytest.raises(ValueError, match="validation prompt prompt-0: prompt: empty"):
-        run_rank(configure(targets["qwen2_5_vl"], tmp_path / "run", cache))
+        train_quickly(configure(targets["qwen2_5_vl"], tmp_path / "run", cache))
     assert not (tmp_path / "run").exists()
 
 
@@ -292,24 +288,24 @@ def test_a_damaged_state_falls_back_and_a_strangers_is_refused(
     targets: dict[str, Path], cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run, target = tmp_path / "run", targets["qwen2_5_vl"]
-    assert run_rank(configure(target, run, cache, "train.save_every=1")) == 0
+    assert train_quickly(configure(target, run, cache, "train.save_every=1")) == 0
     newest = run / "state" / "step_00000002"
     (newest / "exp_avg.safetensors").write_bytes(b"rubbish")
     logging.getLogger("checkpoints").propagate = True
     with caplog.at_level(logging.WARNING):
-        assert run_rank(configure(target, run, cache, "run.resume=true")) == 0
+        assert train_quickly(configure(target, run, cache, "run.resume=true")) == 0
     assert "exp_avg.safetensors has 7 bytes" in caplog.text and "going back to the state before it" in caplog.text
     assert [line["step"] for line in metrics(run)] == [1, 2]  # step 2 was taken again, and is there once
     moments = load_file(newest / "exp_avg.safetensors")
     save_file({"other": next(iter(moments.values()))}, newest / "exp_avg.safetensors", metadata={"step": "2"})
     write_manifest(newest, 2)
     with pytest.raises(ValueError, match="exp_avg.safetensors: was saved from another draft"):
-        run_rank(configure(target, run, cache, "run.resume=true", "train.max_steps=3"))
+        train_quickly(configure(target, run, cache, "run.resume=true", "train.max_steps=3"))
 
 
 def test_a_state_holds_no_pickle(targets: dict[str, Path], cache: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    assert run_rank(configure(targets["qwen2_5_vl"], run, cache, "deepspeed=zero2", "train.max_steps=1")) == 0
+    assert train_quickly(configure(targets["qwen2_5_vl"], run, cache, "deepspeed=zero2", "train.max_steps=1")) == 0
     files = {path.name for path in (run / "state" / "step_00000001").iterdir()}
     tensors = {"weight.safetensors", "exp_avg.safetensors", "exp_avg_sq.safetensors", "rank_00000.safetensors"}
     assert files == {*tensors, "trainer.json", "manifest.json"}
@@ -318,19 +314,19 @@ def test_a_state_holds_no_pickle(targets: dict[str, Path], cache: Path, tmp_path
 def test_training_goes_on_from_a_saved_draft(targets: dict[str, Path], cache: Path, tmp_path: Path) -> None:
     """In float32, also beside a target in bfloat16, whose dtype would round every weight by up to 0.4%."""
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
-    assert run_rank(configure(targets["qwen2_5_vl"], first, cache)) == 0
+    assert train_quickly(configure(targets["qwen2_5_vl"], first, cache)) == 0
     changes = (f"draft.path={first / 'draft'}", "optim.lr=1e-12")
     mixed = ("target.dtype=bf16", "train.precision=fp32", "train.max_steps=1")
-    assert run_rank(configure(targets["qwen2_5_vl"], second, cache, *changes)) == 0
+    assert train_quickly(configure(targets["qwen2_5_vl"], second, cache, *changes)) == 0
     assert_close(weights(first), weights(second), 1e-9)
-    assert run_rank(configure(targets["qwen2_5_vl"], third, cache, *changes, *mixed)) == 0
+    assert train_quickly(configure(targets["qwen2_5_vl"], third, cache, *changes, *mixed)) == 0
     state = load_file(third / "state" / "step_00000001" / "weight.safetensors")
     assert_close(weights(first), {name.removeprefix("draft."): value for name, value in state.items()}, 1e-9)
 
 
 def test_a_flipped_byte_in_a_draft_is_found_by_all_who_read_it(targets: dict[str, Path], cache: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    assert run_rank(configure(targets["qwen2_5_vl"], run, cache, "train.max_steps=1")) == 0
+    assert train_quickly(configure(targets["qwen2_5_vl"], run, cache, "train.max_steps=1")) == 0
     assert describe(run / "draft").is_whole
     path = run / "draft" / "model.safetensors"
     content = bytearray(path.read_bytes())
@@ -343,7 +339,7 @@ def test_a_flipped_byte_in_a_draft_is_found_by_all_who_read_it(targets: dict[str
     with pytest.raises(ValueError, match=damaged):
         load_trained(run / "draft")
     with pytest.raises(ValueError, match=damaged):
-        run_rank(configure(targets["qwen2_5_vl"], tmp_path / "other", cache, f"draft.path={run / 'draft'}"))
+        train_quickly(configure(targets["qwen2_5_vl"], tmp_path / "other", cache, f"draft.path={run / 'draft'}"))
     assert not (tmp_path / "other" / "state").exists()
 
 

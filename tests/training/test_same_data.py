@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.train_helpers import command, make_target, quiet_process
+from support.train_helpers import command, make_target, single_process, train_quickly
 
 from sage.manifest import write_manifest
 from train.config.hydra_app import compose
 from train.config.schema import Config, ConfigError
-from train.launch.launcher import run_rank
-from train.launch.ranks import joined
+from train.launch.ranks import process_group
 
 LOCAL = ["deepspeed=zero0", "launch.device=cpu"]
 pytestmark = pytest.mark.slow
@@ -25,7 +24,7 @@ OTHERS = ["seven", "yellow", "cylinders", "stand", "behind", "two", "purple", "c
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with quiet_process(monkeypatch):
+    with single_process(monkeypatch):
         yield
 
 
@@ -50,7 +49,7 @@ def home(tmp_path: Path) -> Path:
     """A run of two steps whose data has grown since."""
     make_target(tmp_path)
     append_rows(tmp_path / "rows.jsonl", WORDS, 40)
-    assert run_rank(configure(tmp_path)) == 0
+    assert train_quickly(configure(tmp_path)) == 0
     append_rows(tmp_path / "rows.jsonl", OTHERS, 200)
     return tmp_path
 
@@ -58,10 +57,10 @@ def home(tmp_path: Path) -> Path:
 def test_changed_data_is_refused_by_name_and_data_put_back_goes_on(home: Path) -> None:
     grown = (home / "rows.jsonl").read_text()
     with pytest.raises(ConfigError, match=r"data.path=.*rows.jsonl: the content of data source \w+ has changed since"):
-        run_rank(configure(home, "run.resume=true", "train.max_steps=3"))
+        train_quickly(configure(home, "run.resume=true", "train.max_steps=3"))
     assert not (home / "run" / "state" / "step_00000003").exists()
     (home / "rows.jsonl").write_text("".join(line + "\n" for line in grown.splitlines()[:40]))
-    assert run_rank(configure(home, "run.resume=true", "train.max_steps=3")) == 0
+    assert train_quickly(configure(home, "run.resume=true", "train.max_steps=3")) == 0
 
 
 def test_a_state_that_remembers_no_data_goes_on_with_the_words_it_knows(home: Path) -> None:
@@ -73,7 +72,7 @@ def test_a_state_that_remembers_no_data_goes_on_with_the_words_it_knows(home: Pa
     (state / "trainer.json").write_text(json.dumps(trainer))
     write_manifest(state, 2)
     config = configure(home, "run.resume=true", "train.max_steps=3")
-    with joined("cpu", 60) as ranks, building(config, ranks) as run:
+    with process_group("cpu", 60) as ranks, building(config, ranks) as run:
         words = run.engine.draft.token_map
         rows = run.teacher.target.lm_head.weight[words]
         assert torch.equal(run.teacher.lm_head, rows) and torch.equal(run.engine.student.token_map, words)

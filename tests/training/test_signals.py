@@ -1,4 +1,4 @@
-"""Signals around validations: what is saved by then, what is made up later, what a person is told."""
+"""Signals during validations: the saved state, the repeated validation, the message."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from support.train_helpers import command, make_target, quiet_process, stopped_after
+from support.messages import refused
+from support.train_helpers import command, make_target, quick_report, single_process, train_until_signal
 
 from checkpoints.store import StateStore
 from train.config.hydra_app import compose
 from train.config.schema import Config
 from train.launch.failures import RankFailed
-from train.launch.launcher import launch, run_rank
-from train.launch.ranks import Ranks, joined
-from train.launch.signals import StopSignal
-from train.validation.in_loop import Part, Stopped, part_of
+from train.launch.launcher import launch
+from train.launch.ranks import Ranks, process_group
+from train.launch.signals import StopFlag
+from train.run.rank import run_rank
+from train.validation.decode_ranks import Interrupted, shard_prompts
+from train.validation.prompts import PromptSet
 
 
 @pytest.fixture(scope="module")
@@ -30,30 +32,34 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with quiet_process(monkeypatch):
+    with single_process(monkeypatch):
         yield
 
 
-class Judge:
-    """Stands in for the decoder on two prompts; `signals[step]` arrive between them."""
+class SignalledValidation:
+    """Replaces decoding of two prompts; `signals[step]` are received between them.
 
-    def __init__(self, signals: dict[int, list[signal.Signals]]) -> None:
-        self.signals, self.steps, self.saved = signals, list[int](), list[list[int]]()
+    Attributes:
+        saved: the steps of the saved states at each call.
+        steps: of the completed validations; every one has a better score.
+    """
 
-    def __call__(self, config: Config, _: Any, __: Any, step: int, *___: Any, progress: Any, **____: Any) -> dict[str, Any]:
-        self.saved.append(StateStore(Path(config.run.dir) / "state").steps())
-        for number in self.signals.pop(step, []):
+    def __init__(self, **signals: list[signal.Signals]) -> None:
+        self.signals = {int(name.removeprefix("step_")): numbers for name, numbers in signals.items()}
+        self.steps, self.saved = list[int](), list[list[int]]()
+
+    def __call__(self, *arguments: Any, progress: Any, **_: Any) -> dict[str, Any]:
+        info = arguments[-1]
+        self.saved.append(StateStore(Path(info.run_dir) / "state").steps())
+        for number in self.signals.pop(info.step, []):
             signal.raise_signal(number)
         progress(1, 2)
         progress(2, 2)
-        self.steps.append(step)
-        return {"policies": {"sage": {"tokens_per_target_pass": 1.0 + len(self.steps)}}}
+        self.steps.append(info.step)
+        return quick_report(tokens_per_target_pass=1.0 + len(self.steps))
 
-
-def judged_by(monkeypatch: pytest.MonkeyPatch, **signals: list[signal.Signals]) -> Judge:
-    judge = Judge({int(name.removeprefix("step_")): numbers for name, numbers in signals.items()})
-    monkeypatch.setattr("train.validation.in_loop.validate", judge)
-    return judge
+    def train(self, config: Config) -> int:
+        return run_rank(config, self)
 
 
 def configure(target: Path, run: Path, *overrides: str) -> Config:
@@ -68,70 +74,62 @@ def trainer(run: Path, step: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_ctrl_c_twice_in_the_last_validation_loses_nothing(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_interrupts_during_the_last_validation_lose_nothing(target: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    judge = judged_by(monkeypatch, step_2=[signal.SIGINT, signal.SIGINT])
-    with pytest.raises(RankFailed, match="what was saved before is whole, go on with run.resume=true") as caught:
-        launch(configure(target, run))
-    assert caught.value.exit_code == 3 and judge.saved == [[2]] and judge.steps == []
+    validation = SignalledValidation(step_2=[signal.SIGINT, signal.SIGINT])
+    with refused("run.resume=true", error=RankFailed) as caught:
+        launch(configure(target, run), validation.train)
+    assert caught.value.exit_code == 3 and validation.saved == [[2]] and validation.steps == []
     assert trainer(run, 2)["best"] is None
-    assert run_rank(configure(target, run, "run.resume=true")) == 0
-    assert judge.steps == [2] and trainer(run, 2)["best"] == 2.0  # saved again, with what the validation found
+    assert validation.train(configure(target, run, "run.resume=true")) == 0
+    assert validation.steps == [2] and trainer(run, 2)["best"] == 2.0  # saved again with the result of the validation
 
 
 @pytest.mark.slow
-def test_ctrl_c_twice_before_anything_is_saved_is_no_error_of_ours(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    judged_by(monkeypatch, step_1=[signal.SIGINT, signal.SIGINT])
+def test_two_interrupts_before_the_first_save_are_no_rank_failure(target: Path, tmp_path: Path) -> None:
+    validation = SignalledValidation(step_1=[signal.SIGINT, signal.SIGINT])
     with pytest.raises(KeyboardInterrupt):
-        launch(configure(target, tmp_path / "run", "train.validate_every=1"))
+        launch(configure(target, tmp_path / "run", "train.validate_every=1"), validation.train)
 
 
 @pytest.mark.slow
-def test_a_validation_that_a_signal_cuts_short_is_made_up(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_validation_is_repeated(target: Path, tmp_path: Path) -> None:
     run, length = tmp_path / "run", ["train.max_steps=4", "train.validate_every=2"]
-    judge = judged_by(monkeypatch, step_2=[signal.SIGTERM], step_4=[signal.SIGTERM])
-    assert launch(configure(target, run, *length)) == 3
-    assert judge.steps == [] and trainer(run, 2)["validated_step"] == 0
-    assert launch(configure(target, run, *length, "run.resume=true")) == 3
-    assert judge.steps == [2] and trainer(run, 4)["validated_step"] == trainer(run, 4)["best_step"] == 2
-    assert launch(configure(target, run, *length, "run.resume=true")) == 0
-    assert judge.steps == [2, 4] and trainer(run, 4)["best_step"] == 4
+    validation = SignalledValidation(step_2=[signal.SIGTERM], step_4=[signal.SIGTERM])
+    assert launch(configure(target, run, *length), validation.train) == 3
+    assert validation.steps == [] and trainer(run, 2)["validated_step"] == 0
+    assert launch(configure(target, run, *length, "run.resume=true"), validation.train) == 3
+    assert validation.steps == [2] and trainer(run, 4)["validated_step"] == trainer(run, 4)["best_step"] == 2
+    assert launch(configure(target, run, *length, "run.resume=true"), validation.train) == 0
+    assert validation.steps == [2, 4] and trainer(run, 4)["best_step"] == 4
 
 
 @pytest.mark.slow
-def test_a_validation_that_was_due_when_a_run_stopped_is_made_up(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    judge, run = judged_by(monkeypatch), tmp_path / "run"
+def test_a_validation_that_was_due_at_the_stop_is_repeated(target: Path, tmp_path: Path) -> None:
+    validation, run = SignalledValidation(), tmp_path / "run"
     length = ["train.max_steps=3", "train.validate_every=2"]
-    with joined("cpu", 60) as ranks:
-        stopped_after(configure(target, run, *length), ranks, 2)
-    assert judge.steps == []
-    assert run_rank(configure(target, run, *length, "run.resume=true")) == 0
-    assert judge.steps == [2, 3]
-    assert run_rank(configure(target, run, *length, "run.resume=true", "train.max_steps=4")) == 0
-    assert judge.steps == [2, 3, 4]  # nothing is due at 3, and nothing twice
+    with process_group("cpu", 60) as ranks:
+        train_until_signal(configure(target, run, *length), ranks, 2, validation)
+    assert validation.steps == []
+    assert validation.train(configure(target, run, *length, "run.resume=true")) == 0
+    assert validation.steps == [2, 3]
+    assert validation.train(configure(target, run, *length, "run.resume=true", "train.max_steps=4")) == 0
+    assert validation.steps == [2, 3, 4]  # nothing is due at 3, and nothing is repeated
 
 
-def test_where_all_ranks_decode_one_that_gives_up_ends_it_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_all_ranks_decode_one_that_aborts_interrupts_all(monkeypatch: pytest.MonkeyPatch) -> None:
     config: Config = compose("config", ["train.validate_on=all"], Config)
     others: list[tuple[Any, bool]] = [(None, False)]
     monkeypatch.setattr(Ranks, "gather", lambda _, item: [item, *others])
-    run: Any = SimpleNamespace(config=config, ranks=Ranks(1, 2, torch.device("cpu")))
-    part, stop = part_of(run, ["a", "b", "c"]), StopSignal()
-    part.look(stop, 1, 2)
-    assert part.prompts == ["b"] and part.merge(None) is None
+    prompts = [{"input_ids": name} for name in "abc"]
+    shard = shard_prompts(config, Ranks(1, 2, torch.device("cpu")), PromptSet(None, config.decode, prompts))
+    stop = StopFlag()
+    shard.check_stop(stop, 1, 2)
+    assert shard.prompts.prompts == prompts[1:2] and shard.num_turns == 3 and shard.merge(None) is None
     stop.is_set = True
-    part.look(stop, 2, 2)  # it is done: too late
-    with pytest.raises(Stopped):
-        part.look(stop, 1, 2)
+    shard.check_stop(stop, 2, 2)  # all prompts are done: too late
+    with pytest.raises(Interrupted):
+        shard.check_stop(stop, 1, 2)
     others[0] = (None, True)
-    with pytest.raises(Stopped):
-        part.merge(None)
-    assert isinstance(part, Part)
+    with pytest.raises(Interrupted):
+        shard.merge(None)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.models import make_inputs, make_qwen, random_draft
-from support.train_helpers import command, make_target, quiet_process
+from support.train_helpers import command, make_target, single_process, train_quickly
 
 import sage
 from data_prep.dataset.vocabulary import most_frequent
@@ -23,7 +23,6 @@ from train.distill.build import end_tokens
 from train.distill.objective import Objective
 from train.distill.student import HeadStudent, ModelStudent
 from train.distill.teacher import Teacher
-from train.launch.launcher import run_rank
 
 EAGLE3 = ["draft=eagle3", "draft.feature_levels=[0,1,2]", "draft.draft_vocab_size=200", "objective.steps=3"]
 MODEL = ["draft=model", "draft.num_layers=1"]
@@ -41,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No launcher's variables, a judge that takes no time, the caller's generators as they were."""
-    with quiet_process(monkeypatch):
+    with single_process(monkeypatch):
         yield
 
 
@@ -49,7 +48,7 @@ def train(folder: Path, run: Path, *overrides: str) -> Path:
     target = folder / "target_qwen2_5_vl"
     fixed = [f"data.cache_dir={folder}/cache", "deepspeed=zero0", "launch.device=cpu"]
     config: Config = compose("config", [*command(target, run), *fixed, *overrides], Config)
-    assert run_rank(config) == 0
+    assert train_quickly(config) == 0
     return run
 
 

@@ -15,15 +15,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.train_helpers import command, environment, make_target, quiet_process
+from support.train_helpers import command, environment, make_target, single_process, train_quickly
 from torch import nn
 
 from checkpoints.store import SaveFailed, StateStore
 from train.config.hydra_app import compose, report
 from train.config.schema import Config
 from train.engine.optimizer_state import KINDS
-from train.launch.launcher import run_rank
-from train.launch.ranks import joined
+from train.launch.ranks import process_group
 from train.state.resume import rng_state, set_rng_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")]
@@ -56,7 +55,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No launcher's variables, no decoding, and the caller's generators as they were."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    with quiet_process(monkeypatch):
+    with single_process(monkeypatch):
         yield
 
 
@@ -82,8 +81,8 @@ def test_killed_in_the_middle_of_a_save_it_goes_on_bit_for_bit(target: Path, tmp
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert steps(killed) == [1, 2] and (killed / "state" / ".step_00000003.part").is_dir()
-    assert run_rank(configure(target, killed, "train.max_steps=5", "run.resume=true")) == 0
-    assert run_rank(configure(target, straight, "train.max_steps=5")) == 0
+    assert train_quickly(configure(target, killed, "train.max_steps=5", "run.resume=true")) == 0
+    assert train_quickly(configure(target, straight, "train.max_steps=5")) == 0
     for kind in KINDS:
         one, other = (load_file(run / "state" / "step_00000005" / f"{kind}.safetensors") for run in (straight, killed))
         assert one and all(torch.equal(one[name], other[name]) for name in one), kind
@@ -116,11 +115,11 @@ def test_a_disk_that_is_full_ends_in_one_line_and_the_run_goes_on_later(
     with files_of_at_most(resource.getrlimit(resource.RLIMIT_FSIZE)[0]), monkeypatch.context() as patch:
         patch.setattr(StateStore, "begin", begin_on_a_full_disk)
         with pytest.raises(SaveFailed, match="step 2 could not be saved.*File too large.*step 1 is saved") as caught:
-            run_rank(configure(target, run))
+            train_quickly(configure(target, run))
     assert report(caught.value, Config) == 1
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {run / 'state'}: step 2 could not be saved")
     assert steps(run) == [1] and not list((run / "state").glob(".*"))
-    assert run_rank(configure(target, run, "run.resume=true")) == 0
+    assert train_quickly(configure(target, run, "run.resume=true")) == 0
     assert steps(run) == [1, 2]
 
 
@@ -130,7 +129,7 @@ def test_a_folder_that_cannot_be_written_to_is_named(target: Path, tmp_path: Pat
     (run / "config.yaml").write_text("{}")
     (run / "state").write_text("somebody's file")
     with pytest.raises(SaveFailed, match=r"run/state: step 1 could not be saved \(Not a directory.*nothing was saved before"):
-        run_rank(configure(target, run, "run.resume=true"))
+        train_quickly(configure(target, run, "run.resume=true"))
 
 
 class Toy(nn.Module):
@@ -166,7 +165,7 @@ def test_every_stage_goes_on_bit_for_bit_and_from_every_other(
             f"optim.grad_clip={clip}",
         ]
         config = configure(target, tmp_path / "run", f"deepspeed=zero{stage}", *options)
-        with joined("cpu", 60) as ranks:
+        with process_group("cpu", 60) as ranks:
             engine = Engine(Toy(), config, ranks, 1)  # type: ignore[arg-type]
             if load is not None:
                 with torch.no_grad():

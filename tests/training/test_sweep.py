@@ -13,7 +13,8 @@ import sage
 from data_prep.build import prompts as held_out_prompts
 from train.config.hydra_app import compose
 from train.config.schema import Config
-from train.validation.validate import validate
+from train.validation.prompts import PromptSet
+from train.validation.validate import ReportInfo, validate
 
 COUNTS = ("tokens_per_target_pass", "mean_accepted_draft", "match", "total", "accepted_histogram")
 
@@ -47,7 +48,8 @@ def check_merged_report(run: Path, target_folder: Path, tmp_path: Path) -> None:
     config: Config = compose("config", [*command(target_folder, run), *same], Config)
     target = sage.load_target(target_folder)
     prompts = held_out_prompts(config.data, "validation", 3)
-    alone: Any = validate(config, target, sage.load_draft(run / "draft", target), 2, tmp_path / "alone", prompts)
+    draft, info = sage.load_draft(run / "draft", target), ReportInfo(run_dir=tmp_path / "alone", step=2)
+    alone: Any = validate(config.decode, target, draft, PromptSet(target, config.decode, prompts), info)
     assert merged["prompts"] == alone["prompts"] == 3
     for name in ("autoregressive", "static"):
         for count in COUNTS:

@@ -1,19 +1,21 @@
-"""validate(): the folder it writes, what it leaves untouched, and what it refuses."""
+"""validate(): the folder it writes, the state it restores, the mistakes it refuses."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
 from support.models import make_inputs, make_qwen
+from support.train_helpers import ROOT
 from support.validate_helpers import save_target
 
 import sage
+from checkpoints.run_folder import validation_folder
 from checkpoints.store import SaveFailed
 from data_prep.conversation import Conversation
 from sage.drafts.model import ModelDraft
 from train.config.schema import Baseline, DecodeConfig, PolicyName, Precision
-from train.validation.validate import bench_prompt, step_folder, this_command, validate, write
+from train.validation.prompts import PromptSet, prepare_prompt
+from train.validation.validate import ReportInfo, this_command, validate, write
 
 # What docs promise for report.json; further keys are allowed.
 REPORT_KEYS = {"schema", "target", "draft", "device", "dtype", "prompts", "max_new_tokens", "temperature", "seed"}
@@ -37,7 +39,11 @@ def decode(**changes):
         "num_prompts": 2,
         "max_new_tokens": 6,
     }
-    return SimpleNamespace(decode=DecodeConfig(**(settings | changes)))
+    return DecodeConfig(**(settings | changes))
+
+
+def measure_draft(decode, target, draft, step, run_dir, prompts):
+    return validate(decode, target, draft, PromptSet(target, decode, prompts), ReportInfo(run_dir=run_dir, step=step))
 
 
 @pytest.fixture
@@ -48,7 +54,7 @@ def models():
 
 def test_the_report_has_the_promised_schema_and_stands_beside_page_and_plots(models, tmp_path):
     target, draft = models
-    report = validate(decode(), target, draft, 100, tmp_path, [make_inputs(target, seed) for seed in range(3)])
+    report = measure_draft(decode(), target, draft, 100, tmp_path, [make_inputs(target, seed) for seed in range(3)])
     folder = tmp_path / "validation" / "step_00000100"
     assert report["path"] == str(folder)
     written = json.loads((folder / "report.json").read_text())
@@ -68,7 +74,7 @@ def test_later_turns_are_prompts_after_the_targets_own_answers(tmp_path):
     ask = {"role": "user", "content": [{"type": "text", "text": "Hi?"}]}
     talks = [Conversation(name, [ask], meta={"later": ["And?", "So?"]}) for name in "ab"]
     draft = sage.new_draft(target, "eagle", seed=0)
-    report = validate(decode(num_prompts=4, baselines=[]), target, draft, 1, tmp_path, talks)
+    report = measure_draft(decode(num_prompts=4, baselines=[]), target, draft, 1, tmp_path, talks)
     assert report["prompts"] == report["policies"]["sage"]["match"] == 4  # a's three turns and b's first
 
 
@@ -80,7 +86,7 @@ def test_weights_mode_and_random_state_are_left_alone(models, tmp_path):
     expected = torch.rand(3)
     torch.manual_seed(5)
     prompts = [make_inputs(target)]
-    report = validate(decode(temperature=0.5, dtype=Precision.bf16), target, draft, 1, tmp_path, prompts)
+    report = measure_draft(decode(temperature=0.5, dtype=Precision.bf16), target, draft, 1, tmp_path, prompts)
     assert torch.equal(torch.rand(3), expected)
     assert draft.training and {name: weight.data_ptr() for name, weight in draft.named_parameters()} == held
     assert report["dtype"] == "bfloat16" and target.dtype == draft.dtype == torch.float32
@@ -90,7 +96,7 @@ def test_weights_come_back_after_a_failure(models, tmp_path, monkeypatch):
     target, draft = models
     monkeypatch.setattr("train.validation.validate.measure", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        validate(decode(dtype=Precision.bf16), target, draft, 1, tmp_path, [make_inputs(target)])
+        measure_draft(decode(dtype=Precision.bf16), target, draft, 1, tmp_path, [make_inputs(target)])
     assert target.dtype == draft.dtype == torch.float32
     assert not (tmp_path / "validation").exists()
 
@@ -98,7 +104,7 @@ def test_weights_come_back_after_a_failure(models, tmp_path, monkeypatch):
 def test_options_reach_the_policy_and_the_report(models, tmp_path):
     target, draft = models
     config = decode(policies=[PolicyName.chain], options={"chain": {"depth": 1}, "sage": {}}, baselines=[])
-    report = validate(config, target, draft, 1, tmp_path, [make_inputs(target)])
+    report = measure_draft(config, target, draft, 1, tmp_path, [make_inputs(target)])
     assert max(entry["depth"] for entry in report["policies"]["chain"]["example"]["rounds_log"]) == 1
     assert report["options"] == {"chain": {"depth": 1}}
 
@@ -106,10 +112,10 @@ def test_options_reach_the_policy_and_the_report(models, tmp_path):
 def test_replay_says_what_every_policy_would_have_achieved(models, tmp_path):
     target, draft = models
     config = decode(policies=[PolicyName.chain], baselines=[], replay=True, options={"chain": {"depth": 1}})
-    report = validate(config, target, draft, 1, tmp_path, [make_inputs(target)])
+    report = measure_draft(config, target, draft, 1, tmp_path, [make_inputs(target)])
     assert set(report["replay"]["policies"]) == set(sage.POLICIES) - {"autoregressive"}
     assert report["replay"]["policies"]["chain"]["depth"] <= 1
-    assert "The same drafts under every policy" in (step_folder(tmp_path, 1) / "report.md").read_text()
+    assert "The same drafts under every policy" in (validation_folder(tmp_path, 1) / "report.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -128,21 +134,21 @@ def test_replay_says_what_every_policy_would_have_achieved(models, tmp_path):
 )
 def test_mistakes_are_named_before_anything_is_written(models, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
-        validate(decode(**changes), *models, 1, tmp_path, [make_inputs(models[0])])
+        measure_draft(decode(**changes), *models, 1, tmp_path, [make_inputs(models[0])])
     assert not any(tmp_path.iterdir())
 
 
 def test_a_drafting_policy_needs_a_draft(models, tmp_path):
     with pytest.raises(ValueError, match="decode.policies: sage need a draft"):
-        validate(decode(), models[0], None, 1, tmp_path, [make_inputs(models[0])])
-    report = validate(decode(policies=["autoregressive"]), models[0], None, 1, tmp_path, [make_inputs(models[0])])
+        measure_draft(decode(), models[0], None, 1, tmp_path, [make_inputs(models[0])])
+    report = measure_draft(decode(policies=["autoregressive"]), models[0], None, 1, tmp_path, [make_inputs(models[0])])
     assert report["policies"]["autoregressive"]["speedup"] > 0
 
 
 def test_a_smaller_target_serves_as_the_draft(tmp_path):
     target = make_qwen()
     config = decode(dtype=Precision.bf16, baselines=[Baseline.hf_assisted])
-    report = validate(config, target, ModelDraft(make_qwen(seed=0), target), 1, tmp_path, [make_inputs(target)])
+    report = measure_draft(config, target, ModelDraft(make_qwen(seed=0), target), 1, tmp_path, [make_inputs(target)])
     assert "hf_assisted" in report["baselines"]  # the draft is its assistant too
     part = report["policies"]["sage"]
     assert part["mean_accepted_draft"] > 0 and part["total"] == 1  # the very same model guesses right
@@ -152,16 +158,16 @@ def test_conversations_are_asked_without_their_answer(tmp_path):
     target = sage.load_target(save_target(tmp_path / "target"))
     user = {"role": "user", "content": [{"type": "text", "text": "Hello?"}]}
     answer = {"role": "assistant", "content": [{"type": "text", "text": "A long answer."}]}
-    whole = bench_prompt(target, Conversation(id="c7", messages=[user, answer], family="chat"), 0)
-    asked = bench_prompt(target, [user], 1)
+    whole = prepare_prompt(target, Conversation(id="c7", messages=[user, answer], family="chat"), 0)
+    asked = prepare_prompt(target, [user], 1)
     assert torch.equal(whole.inputs["input_ids"], asked.inputs["input_ids"])
     assert (whole.name, whole.family, asked.name, asked.family) == ("c7", "chat", "prompt-1", "")
     with pytest.raises(ValueError, match="validation prompt c8: prompt: empty"):
-        bench_prompt(target, Conversation(id="c8", messages=[{"role": "user", "content": []}]), 0)
+        prepare_prompt(target, Conversation(id="c8", messages=[{"role": "user", "content": []}]), 0)
 
 
 def test_step_folders_sort_by_step():
-    names = [step_folder("run", step).name for step in (2, 10, 123456)]
+    names = [validation_folder("run", step).name for step in (2, 10, 123456)]
     assert names == sorted(names) and names[0] == "step_00000002"
 
 
@@ -169,7 +175,9 @@ def test_step_folders_sort_by_step():
     ("argv", "shown"),
     [
         (["/opt/bin/sage-validate", "checkpoint=a b"], "sage-validate 'checkpoint=a b'"),
-        (["/site-packages/train/cli.py", "seed=1"], "python -m train.cli.train seed=1"),
+        ([f"{ROOT}/train/cli/train.py", "seed=1"], "python -m train.cli.train seed=1"),
+        ([f"{ROOT}/train/cli/__main__.py", "seed=1"], "python -m train.cli seed=1"),
+        (["/other/place/own.py", "seed=1"], "python /other/place/own.py seed=1"),
     ],
 )
 def test_the_command_can_be_pasted(monkeypatch, argv, shown):

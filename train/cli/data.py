@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 import sys
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from train.config.checks import check_path
 from train.config.hydra_app import configure_logging, run_app
 from train.config.overrides import launch_keys, refuse_idle, task_words
 from train.config.schema import ConfigError, DataConfig, LaunchConfig, TargetConfig
+from train.launch import cluster_env
 
 
 class Action(StrEnum):
@@ -65,7 +65,7 @@ class DataCommand:
 def main() -> None:
     """Entry point of the console script; exits with the code that the contract gives."""
     ConfigStore.instance().store(name="prepare_schema", node=DataCommand)
-    sys.exit(run_app("prepare", DataCommand, run))
+    sys.exit(run_app("prepare", DataCommand, run, cluster_env.is_main_rank))
 
 
 def run(config: DataCommand) -> int:
@@ -77,8 +77,7 @@ def run(config: DataCommand) -> int:
     """
     refuse_idle(task_words(), {key: f"with action={config.action}{remedy}" for key, remedy in IDLE[config.action].items()})
     check(config)
-    rank = int(os.environ.get("RANK", 0))
-    configure_logging(config.debug, is_speaking=rank == 0)
+    configure_logging(config.debug, is_main=cluster_env.is_main_rank())
     out = Path(config.out or f"runs/data/{config.data.name}-{config.target.name}.html")
     check_writable(out)
     if config.action is Action.regenerate:
@@ -131,8 +130,8 @@ def _regenerate_on_ranks(config: DataCommand) -> int:
     """
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        if "RANK" in os.environ:
-            return _regenerate(config, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        if cluster_env.is_ranked():
+            return _regenerate(config, cluster_env.rank(), cluster_env.world_size())
         ranks = config.launch.gpus or config.launch.ranks or 1
         return _regenerate(config, 0, 1) if ranks == 1 else _start_ranks(config, ranks)
     except KeyboardInterrupt as error:
@@ -166,8 +165,8 @@ def _rank(config: DataCommand, rank: int, world_size: int) -> None:
     from sage.cli import run as run_command
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_STOPPED))
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    configure_logging(config.debug, is_speaking=rank == 0)
+    cluster_env.set_rank(rank, world_size)
+    configure_logging(config.debug, is_main=rank == 0)
     sys.exit(run_command(lambda: _regenerate(config, rank, world_size)))
 
 
@@ -178,14 +177,14 @@ def _regenerate(config: DataCommand, rank: int, world_size: int) -> int:
     import sage
     from data_prep.tools import cli
     from data_prep.tools.regenerate import skipped_path
-    from train.launch.ranks import local_rank, pick_device
+    from train.launch.ranks import pick_device
     from train.validation.validate import DTYPES
 
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     if config.launch.threads is not None:
         torch.set_num_threads(config.launch.threads)
-    device = pick_device(str(config.launch.device), local_rank())
+    device = pick_device(str(config.launch.device), cluster_env.local_rank())
     options: dict[str, Any] = {"revision": config.target.revision} if config.target.revision is not None else {}
     target = sage.load_target(config.target.path, dtype=DTYPES[config.target.dtype], device=device, **options)
     settings = config.regenerate

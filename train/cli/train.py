@@ -8,12 +8,13 @@ from sage.cli import EXIT_DONE
 from train.config.checks import check
 from train.config.hydra_app import configure_logging, run_app
 from train.config.schema import Config
+from train.launch import cluster_env
 from train.report.compare import SweepComparison
 
 
 def main() -> None:
     """Entry point of the console script; exits with the code that the contract gives."""
-    sys.exit(run_app("config", Config, train, SweepComparison()))
+    sys.exit(run_app("config", Config, train, cluster_env.is_main_rank, SweepComparison()))
 
 
 def train(config: Config) -> int:
@@ -31,8 +32,9 @@ def train(config: Config) -> int:
         print(render(plan(config)))
         return EXIT_DONE
     from train.launch.launcher import launch
+    from train.run.rank import run_rank
 
-    return launch(config)
+    return launch(config, run_rank)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from train.config.hydra_app import configure_logging, run_app
 from train.config.overrides import key_of, launch_keys, refuse_idle, task_words
 from train.config.schema import ConfigError, DataConfig, DecodeConfig, DraftChoice, TargetConfig, ValidateConfig
 from train.config.target_path import CHOICE, target_dtype, target_name
+from train.launch import cluster_env
 from train.report.compare import run_command
 
 Group = TypeVar("Group", TargetConfig, DataConfig, DecodeConfig)
@@ -52,7 +53,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--compare"]:
         sys.exit(run(compare_runs))
     sys.argv[1:] = [_alias(word) for word in sys.argv[1:]]
-    sys.exit(run_app("validate", ValidateConfig, run_validation))
+    sys.exit(run_app("validate", ValidateConfig, run_validation, cluster_env.is_main_rank))
 
 
 def compare_runs() -> None:
@@ -205,7 +206,8 @@ def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     from data_prep.build import prompts
     from sage.bench import format_table
     from train.launch.ranks import pick_device
-    from train.validation.validate import DTYPES, build_policies, validate
+    from train.validation.prompts import PromptSet
+    from train.validation.validate import DTYPES, ReportInfo, build_policies, validate
 
     home, step = config.out or checkpoint.home, (draft_step(checkpoint.draft) or 0) if checkpoint.run else 0
     check_writable(validation_folder(home, step) / REPORT)
@@ -220,8 +222,9 @@ def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     target = sage.load_target(config.target.path, dtype=dtype, device=device, **options)
     draft = load_any(checkpoint.draft, target)
     held_out = prompts(config.data, "validation", config.decode.num_prompts)
-    report = validate(config, target, draft, step, home, held_out, draft_name=str(checkpoint.draft), progress=_progress)
-    assert report is not None  # nobody else measures
+    info = ReportInfo(run_dir=home, step=step, draft_name=str(checkpoint.draft))
+    report = validate(config.decode, target, draft, PromptSet(target, config.decode, held_out), info, progress=_progress)
+    assert report is not None
     return report | {"table": format_table(report)}
 
 

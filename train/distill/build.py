@@ -103,7 +103,7 @@ def draft_vocabulary(chosen: DraftConfig, target: sage.Target, dataset: Any, ran
         raise ConfigError(f"draft.draft_vocab_size={size}: allowed: at most the target's {target.vocab_size}; drop it for all")
     if size == target.vocab_size:
         return None
-    ids = ranks.share(_count(size, target, dataset) if ranks.is_main else None)
+    ids = ranks.broadcast(_count(size, target, dataset) if ranks.is_main else None)
     return torch.tensor(ids)
 
 

@@ -1,1 +1,1 @@
-"""DeepSpeed behind one interface, and the only room that imports it: optimizer steps, optimizer state, the sharded teacher."""
+"""DeepSpeed behind one interface: optimizer steps, optimizer state, the sharded teacher. No other room imports it."""

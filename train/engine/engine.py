@@ -1,6 +1,6 @@
-"""DeepSpeed around the draft: sharding, gradient exchange, the optimizer step. The only file that imports it.
+"""Trains the draft under DeepSpeed: sharding, gradient reduction, the optimizer step. The only module that imports it.
 
-Owns: DeepSpeed's configuration, the loss scale that undoes its averaging, gradient checks, whole weights out of shards.
+Owns: DeepSpeed's configuration, the loss scale that undoes its averaging, gradient checks, gathering sharded weights.
 Does not own: the loss, the data, when to save.
 """
 
@@ -20,7 +20,8 @@ from checkpoints.tensors import write_tensors
 from train.config.schema import Config, Offload, Precision
 from train.distill.pairs import Pairs
 from train.distill.student import Student
-from train.engine.optimizer_state import KINDS, WEIGHT, Masters
+from train.engine.optimizer_state import KINDS, WEIGHT, OptimizerState
+from train.launch import cluster_env
 from train.launch.ranks import Ranks
 
 DEPRECATED = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
@@ -31,9 +32,9 @@ class Engine:
 
     Args:
         student: the draft and its objective, on the device, in float32; with `train.precision=bf16` the engine casts it and
-            keeps float32 masters.
-        config: the run's.
-        ranks: already joined.
+            keeps a float32 copy of the weights.
+        config: of the run.
+        ranks: of an initialized process group.
         accumulation: micro-batches per rank and optimizer step.
     """
 
@@ -42,7 +43,7 @@ class Engine:
         draft: Any = student.draft
         self.ranks, self.student, self.draft, self.accumulation = ranks, student, draft, accumulation
         self._bad_gradient = torch.zeros((), dtype=torch.bool, device=ranks.device)
-        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists on it
+        cluster_env.set_default_local_rank()
         optimizer = make_optimizer(draft, config, ranks.device)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=student,
@@ -50,46 +51,46 @@ class Engine:
             config=deepspeed_config(config, ranks.world_size, accumulation),
             dist_init_required=False if deepspeed.comm.is_initialized() else None,
         )
-        _rewind(optimizer)
-        self._masters = Masters(draft, self._optimizer, optimizer, deepspeed)
+        _reset_adam_step_counts(optimizer)
+        self._state = OptimizerState(draft, self._optimizer, optimizer, deepspeed)
         self._gathered, self._comm = deepspeed.zero.GatheredParameters, deepspeed.comm
-        self._micro = 0
+        self._num_micro_batches = 0
         for parameter in draft.parameters():
             if parameter.requires_grad:
-                parameter.register_hook(self._watch)
+                parameter.register_hook(self._check_gradient)
 
     def __call__(self, pairs: Pairs, lm_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The student's forward: the loss of a micro-batch and what is reported of it."""
+        """Runs the student's forward; returns the loss of a micro-batch and its metrics (see `Student.forward`)."""
         output: tuple[Tensor, Tensor, Tensor] = self._engine(pairs, lm_head)
         return output
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradient of `loss`, a sum over this rank's micro-batch already divided by the global token count.
 
-        DeepSpeed averages gradients over ranks where the global mean needs their sum, hence the factor.
+        DeepSpeed averages gradients over ranks, but the global mean needs their sum; `world_size` undoes the division.
         """
         self._engine.backward(loss * self.ranks.world_size, scale_wrt_gas=False)
-        self._micro += 1
-        if self._micro < self.accumulation:
-            self._engine.step()  # not at a boundary yet: this only counts the micro-batch
+        self._num_micro_batches += 1
+        if self._num_micro_batches < self.accumulation:
+            self._engine.step()  # before an accumulation boundary this only counts the micro-batch
 
     def step(self, lr: float) -> float:
-        """One optimizer step after `accumulation` calls of `backward`.
+        """Takes one optimizer step after `accumulation` calls of `backward`.
 
         Returns:
-            the norm of the whole gradient before clipping.
+            the norm of the gradient of all parameters before clipping.
         """
-        assert self._micro == self.accumulation, (self._micro, self.accumulation)
+        assert self._num_micro_batches == self.accumulation, (self._num_micro_batches, self.accumulation)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        norm = self._plain_norm()
+        norm = self._unsharded_norm()
         self._engine.step()
-        self._micro = 0
-        known = self._engine.get_global_grad_norm()
-        return float(norm if known is None else known)
+        self._num_micro_batches = 0
+        reported = self._engine.get_global_grad_norm()
+        return float(norm if reported is None else reported)
 
     def draft_state(self) -> dict[str, Tensor]:
-        """The whole weights by name, on the CPU; empty except on rank 0. Every rank has to call it."""
+        """Returns the complete weights by name on the CPU of rank 0, an empty dict elsewhere. Every rank has to call it."""
         parameters = list(self.draft.parameters())
         with self._gathered(parameters, enabled=any(hasattr(p, "ds_id") for p in parameters)):
             if not self.ranks.is_main:
@@ -97,36 +98,36 @@ class Engine:
             return {name: value.detach().cpu().clone() for name, value in self.draft.state_dict().items()}
 
     def save(self, folder: Path) -> None:
-        """Writes float32 weights, AdamW's moments and the draft's buffers below `folder`, whole and by name.
+        """Writes float32 weights, AdamW's moments and the draft's buffers to `folder`, unsharded and by name.
 
-        Any stage and number of ranks can load them. Every rank has to call it; rank 0 writes, a third of it at a time.
+        They can be loaded under any ZeRO stage and world size. Every rank has to call it; rank 0 writes one file at a time.
 
         Raises:
             OSError: the files could not be written.
         """
         problem = None
         for kind in KINDS:
-            found = {name: value.to("cpu", copy=True) for name, value in self._masters.read(kind) if self.ranks.is_main}
+            found = {name: value.to("cpu", copy=True) for name, value in self._state.read(kind) if self.ranks.is_main}
             buffers = self._buffers() if kind == WEIGHT else {}
             try:
                 if self.ranks.is_main and problem is None:
-                    write_tensors(folder / f"{kind}.safetensors", found | buffers, {"step": str(self._masters.step)})
-            except OSError as error:  # told at the end: the other ranks are on their way into the next read
+                    write_tensors(folder / f"{kind}.safetensors", found | buffers, {"step": str(self._state.step)})
+            except OSError as error:  # raised at the end: the other ranks enter the next collective read
                 problem = error
         if problem is not None:
             raise problem
 
     def load(self, folder: Path) -> None:
-        """Restores what `save` wrote. Every rank has to call it.
+        """Restores the files of `save`. Every rank has to call it.
 
         Raises:
-            ValueError: what is there was saved from another draft.
+            ValueError: they were saved from another draft.
         """
         buffers = self._buffers()
         for kind in KINDS:
             path = folder / f"{kind}.safetensors"
             with safe_open(path, framework="pt") as file:
-                names = {**self._masters.parameters, **(buffers if kind == WEIGHT else {})}
+                names = {**self._state.parameters, **(buffers if kind == WEIGHT else {})}
                 if names.keys() != set(file.keys()):
                     other = sorted(names.keys() ^ set(file.keys()))
                     raise ValueError(f"{path}: was saved from another draft; {other[0]} is on one side only")
@@ -135,46 +136,46 @@ class Engine:
                     if name in buffers:
                         buffers[name].copy_(value)
                     else:
-                        self._masters.write(name, kind, value)
-                self._masters.step = int(file.metadata()["step"])
+                        self._state.write(name, kind, value)
+                self._state.step = int(file.metadata()["step"])
 
     def _buffers(self) -> dict[str, Tensor]:
-        """The draft's persistent buffers by name, a draft vocabulary's maps for instance."""
+        """Returns the draft's persistent buffers by name, for instance the token map of a draft vocabulary."""
         parameters = dict(self.draft.named_parameters(remove_duplicate=False))
         return {name: value for name, value in self.draft.state_dict().items() if name not in parameters}
 
     def close(self) -> None:
-        """Lets go of DeepSpeed's process groups, so that another engine can be made in this process."""
+        """Destroys DeepSpeed's process groups, so that another engine can be created in this process."""
         self._comm.destroy_process_group()
 
     def take_bad_gradient(self) -> Tensor:
-        """Whether any gradient since the last call was not finite on this rank; a tensor, so that nothing waits for it."""
+        """Returns and resets whether a gradient on this rank was not finite; bool [] on the device, without synchronization."""
         found, self._bad_gradient = self._bad_gradient, torch.zeros_like(self._bad_gradient)
         return found
 
-    def _watch(self, gradient: Tensor) -> None:
+    def _check_gradient(self, gradient: Tensor) -> None:
         self._bad_gradient = self._bad_gradient | ~gradient.isfinite().all()
 
-    def _plain_norm(self) -> float | Tensor:
-        """Without ZeRO and mixed precision DeepSpeed clips but keeps the norm to itself."""
+    def _unsharded_norm(self) -> float | Tensor:
+        """Returns the gradient norm without ZeRO and mixed precision, where DeepSpeed does not report it; else NaN."""
         grads = [p.grad for p in self.draft.parameters() if p.grad is not None]
         if self._engine.zero_optimization() or not grads:
             return float("nan")
         return torch.nn.utils.get_total_norm(grads)
 
 
-def _rewind(optimizer: torch.optim.Optimizer) -> None:
-    """Puts step counts back to zero.
+def _reset_adam_step_counts(optimizer: torch.optim.Optimizer) -> None:
+    """Sets the step counts to zero.
 
-    DeepSpeed allocates optimizer state by a step with zero gradients; its bf16 wrapper without ZeRO leaves that step counted,
-    so that Adam's bias correction would make the first real step a quarter too small.
+    DeepSpeed allocates optimizer state by a step with zero gradients. Its bf16 wrapper without ZeRO does not undo the count,
+    so that Adam's bias correction would make the first step a quarter too small.
     """
     for state in optimizer.state.values():
         state["step"] = torch.zeros_like(state["step"])
 
 
 def deepspeed_config(config: Config, world_size: int, accumulation: int) -> dict[str, Any]:
-    """DeepSpeed's own dictionary, from ours."""
+    """Returns DeepSpeed's configuration dictionary."""
     chosen = config.deepspeed
     zero: dict[str, Any] = {
         "stage": chosen.stage,
@@ -198,7 +199,7 @@ def deepspeed_config(config: Config, world_size: int, accumulation: int) -> dict
 
 
 def make_optimizer(draft: nn.Module, config: Config, device: torch.device) -> torch.optim.Optimizer:
-    """torch's AdamW: no compiler needed on a CPU, its fused kernel on a GPU."""
+    """Builds torch's AdamW, which needs no compiler on a CPU; fused on a GPU."""
     optim = config.optim
     return torch.optim.AdamW(
         [parameter for parameter in draft.parameters() if parameter.requires_grad],
@@ -211,9 +212,9 @@ def make_optimizer(draft: nn.Module, config: Config, device: torch.device) -> to
 
 
 def import_deepspeed(device_type: str) -> Any:
-    """DeepSpeed for this kind of device, without its chatter and without compiling anything at start.
+    """Imports DeepSpeed for a type of device, without its log messages and without compiling operators.
 
-    The shared-memory operator it would build with a C++ compiler on CPUs serves inference only.
+    On CPUs it would compile a shared-memory operator, which is used for inference only.
     """
     os.environ.setdefault("DS_ACCELERATOR", device_type)
     import deepspeed

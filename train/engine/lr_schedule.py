@@ -1,4 +1,4 @@
-"""How long a run is and what its learning rate is at each step: pure functions, so that resuming needs no state."""
+"""The number of steps of a run and the learning rate at each step; pure functions, so that resuming needs no state."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from train.config.schema import Config, ConfigError, OptimConfig, Schedule
 
 
 def total_steps(config: Config, steps_per_epoch: float | None) -> int:
-    """Optimizer steps of the whole run: `train.epochs`, at most `train.max_steps`.
+    """Returns the optimizer steps of the run: `train.epochs`, at most `train.max_steps`.
 
     Args:
-        steps_per_epoch: None for streams, which have no known end.
+        steps_per_epoch: None for streams of unknown length.
 
     Raises:
         ConfigError: a stream without `train.max_steps`.
@@ -26,7 +26,7 @@ def total_steps(config: Config, steps_per_epoch: float | None) -> int:
 
 
 def learning_rate(optim: OptimConfig, step: int, total: int) -> float:
-    """The rate of the step after `step` finished ones: linear warm-up, then constant or a half cosine to its floor."""
+    """Returns the learning rate after `step` steps: linear warm-up, then constant or a half cosine to `min_lr_ratio`."""
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps
     if optim.schedule is Schedule.constant:

@@ -1,8 +1,8 @@
-"""What AdamW keeps of each trained parameter, whole and by name: the float32 weight and its two moments.
+"""Access to AdamW's state of each trained parameter, unsharded and by name: the float32 weight and its two moments.
 
-DeepSpeed keeps them in one of four ways, by ZeRO stage and precision: in the parameter itself, in a float32 copy of it, in
-flat partitions linked to it, or in partitions of the parameter's own. This is the only place that knows which. Whole
-tensors by name do not depend on stage or number of ranks, so any of both can go on with what another one saved.
+DeepSpeed stores them in one of four ways, depending on ZeRO stage and precision: in the parameter itself, in a float32 copy of
+it, in flat partitions linked to it, or in partitions of the parameter (ZeRO-3). Unsharded tensors by name do not depend on
+either, so a checkpoint can be loaded under any ZeRO stage and world size.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ WEIGHT, MOMENTS = "weight", ("exp_avg", "exp_avg_sq")
 KINDS = (WEIGHT, *MOMENTS)
 
 
-class Masters:
-    """Reads and writes them, one parameter at a time. Every rank has to make the same calls.
+class OptimizerState:
+    """Reads and writes the state of one parameter at a time. Every rank has to make the same calls.
 
     Args:
-        draft: the module DeepSpeed has wrapped.
-        wrapper: DeepSpeed's optimizer around `optimizer`, or `optimizer` itself where it needs none.
+        draft: the module wrapped by DeepSpeed.
+        wrapper: DeepSpeed's optimizer around `optimizer`, or `optimizer` itself if there is none.
         optimizer: torch's AdamW.
         deepspeed: the package.
     """
@@ -35,19 +35,19 @@ class Masters:
 
     @torch.no_grad()
     def read(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole float32 tensor on the device) of every parameter; `kind` is one of KINDS."""
-        self._prime()
+        """Yields (name, unsharded float32 tensor on the device) of every parameter; `kind` is one of `KINDS`."""
+        self._allocate()
         for name, parameter in self.parameters.items():
-            yield name, self._whole(parameter, kind)
+            yield name, self._gather(parameter, kind)
 
     @torch.no_grad()
     def write(self, name: str, kind: str, value: Tensor) -> None:
-        """Puts back what `read` gave, on however many ranks; with the weight the one that is computed with follows.
+        """Writes a tensor from `read`, with any world size; a weight is also written to the parameter used in the forward.
 
         Args:
-            value: whole, float32, on any device.
+            value: unsharded, float32, on any device.
         """
-        self._prime()
+        self._allocate()
         parameter = self.parameters[name]
         value = value.to(parameter.device)
         if self._is_partitioned:
@@ -63,18 +63,18 @@ class Masters:
 
     @property
     def step(self) -> int:
-        """Steps AdamW has taken, for its bias correction."""
+        """Number of steps taken by AdamW, for its bias correction."""
         return max((int(state["step"]) for state in self._optimizer.state.values()), default=0)
 
     @step.setter
     def step(self, count: int) -> None:
-        self._prime()
+        self._allocate()
         for state in self._optimizer.state.values():
             state["step"].fill_(count)
 
-    # -- DeepSpeed's ways of keeping them -----------------------------------------------------------------------------
+    # -- storage by stage and precision --------------------------------------------------------------------------------
 
-    def _whole(self, parameter: nn.Parameter, kind: str) -> Tensor:
+    def _gather(self, parameter: nn.Parameter, kind: str) -> Tensor:
         utils = self._deepspeed.utils
         if not (self._is_partitioned or self._is_linked):
             return self._tensor(self._copy_of(parameter), kind)
@@ -91,7 +91,7 @@ class Masters:
             self._deepspeed.utils.safe_set_full_optimizer_state(parameter, value, kind)
 
     def _write_partition(self, parameter: Any, kind: str, value: Tensor) -> None:
-        """ZeRO-3: this rank's part of the flat value, the last one padded with zeros."""
+        """ZeRO-3: writes this rank's part of the flat value; the last part is padded with zeros."""
         size = parameter.ds_tensor.numel()
         part = torch.zeros(size, dtype=value.dtype, device=value.device)
         own = value.flatten()[torch.distributed.get_rank() * size :][:size]
@@ -102,11 +102,11 @@ class Masters:
             self._deepspeed.utils.safe_set_local_optimizer_state(parameter, part, kind)
 
     def _copy_of(self, parameter: nn.Parameter) -> Tensor:
-        """Without ZeRO: the float32 copy of a bf16 parameter, or the parameter itself."""
+        """Without ZeRO: returns the float32 copy of a bf16 parameter, or the parameter itself."""
         groups = zip(getattr(self._wrapper, "fp16_groups", ()), getattr(self._wrapper, "fp32_groups", ()), strict=True)
-        for small, wide in groups:
-            for one, copy in zip(small, wide, strict=True):
-                if one is parameter:
+        for bf16_group, fp32_group in groups:
+            for candidate, copy in zip(bf16_group, fp32_group, strict=True):
+                if candidate is parameter:
                     found: Tensor = copy
                     return found
         return parameter
@@ -115,8 +115,8 @@ class Masters:
         found: Tensor = key.data if kind == WEIGHT else self._optimizer.state[key][kind]
         return found
 
-    def _prime(self) -> None:
-        """AdamW makes its state at the first step; a resumed run needs it before."""
+    def _allocate(self) -> None:
+        """Allocates AdamW's state, which AdamW itself does at the first step only; a resumed run needs it before."""
         for key in self._flat():
             if not self._optimizer.state[key]:
                 is_fused = self._optimizer.defaults["fused"]
@@ -127,7 +127,7 @@ class Masters:
             self._wrapper._lazy_init_hp_params_optimizer_state()
 
     def _flat(self) -> list[Tensor]:
-        """The tensors AdamW steps on. ZeRO-3 takes them out of the optimizer's groups between steps."""
+        """Returns the tensors that AdamW updates. ZeRO-3 removes them from the optimizer's groups between steps."""
         if self._is_partitioned:
             return list(self._wrapper.fp32_partitioned_groups_flat)
         return [tensor for group in self._optimizer.param_groups for tensor in group["params"]]

@@ -1,4 +1,4 @@
-"""Joining ranks that torchrun, deepspeed or srun has started."""
+"""The environment variables of launchers (torchrun, deepspeed, srun): the only module that reads or sets them."""
 
 from __future__ import annotations
 
@@ -7,34 +7,75 @@ import re
 
 from train.config.schema import ConfigError
 
-PORTS = range(20_000, 32_000)  # SLURM jobs find their meeting port in here, by job number; Linux gives connections others
+RENDEZVOUS_PORTS = range(20_000, 32_000)  # below Linux's ephemeral ports; a SLURM job's port follows from its number
+TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def join_environment() -> int | None:
-    """The number of ranks somebody else has started, or None. Translates srun's variables into torch's.
+def detect_launcher() -> int | None:
+    """Returns the world size set by an external launcher, None without one; sets torch's variables from srun's.
 
     Raises:
-        ConfigError: variables of a launcher are there, but not all of them.
+        ConfigError: some of torch's launcher variables are set, but not all of them.
     """
     environment = os.environ
     if "RANK" in environment or "WORLD_SIZE" in environment:
-        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environment]
+        missing = [name for name in TORCH_VARIABLES if name not in environment]
         if missing:
             raise ConfigError(f"{', '.join(missing)}: missing beside the other launcher variables; use torchrun or unset RANK")
-        return int(environment["WORLD_SIZE"])
+        return world_size()
     if "SLURM_STEP_ID" in environment and int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         environment["RANK"] = environment["SLURM_PROCID"]
         environment["LOCAL_RANK"] = environment["SLURM_LOCALID"]
         environment["WORLD_SIZE"] = environment["SLURM_STEP_NUM_TASKS"]
         environment.setdefault("MASTER_ADDR", first_host(environment["SLURM_STEP_NODELIST"]))
         job = int(environment["SLURM_JOB_ID"]) * 7 + int(environment["SLURM_STEP_ID"])
-        environment.setdefault("MASTER_PORT", str(PORTS[job % len(PORTS)]))
-        return int(environment["WORLD_SIZE"])
+        environment.setdefault("MASTER_PORT", str(RENDEZVOUS_PORTS[job % len(RENDEZVOUS_PORTS)]))
+        return world_size()
     return None
 
 
+def is_ranked() -> bool:
+    """Whether a launcher has numbered this process."""
+    return "RANK" in os.environ
+
+
+def rank() -> int:
+    """Rank of this process over all machines."""
+    return int(os.environ.get("RANK", 0))
+
+
+def is_main_rank() -> bool:
+    """Whether this process is rank 0; also known inside srun before `detect_launcher` is called."""
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+
+
+def local_rank() -> int:
+    """Rank of this process on its machine."""
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def world_size() -> int:
+    """Number of ranks over all machines."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def local_world_size() -> int:
+    """Number of ranks on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def set_rank(rank: int, world_size: int) -> None:
+    """Numbers this process, one of `world_size` on a single machine."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+
+
+def set_default_local_rank() -> None:
+    """Sets LOCAL_RANK, which DeepSpeed requires, for a single rank without a launcher."""
+    os.environ.setdefault("LOCAL_RANK", "0")
+
+
 def first_host(nodelist: str) -> str:
-    """`gpu[003-007,9],big1` -> `gpu003`."""
+    """Returns the first host of a SLURM node list: `gpu[003-007,9],big1` -> `gpu003`."""
     found = re.match(r"([^,\[]+)(?:\[([^,\-\]]+))?", nodelist)
     assert found, nodelist
     return found.group(1) + (found.group(2) or "")

@@ -1,7 +1,7 @@
-"""A rank's failure in a person's words, and which of several failures is the cause.
+"""One-line descriptions of failures of ranks, and the distinction between a cause and its consequences.
 
-When one rank goes down, the others fail soon after because they have lost it. Those failures are echoes: shown alone they
-hide what happened.
+When one rank fails, the others fail soon after because they lose the connection to it. Those secondary failures must not
+hide the first one.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from sage.cli import EXIT_CRASH, EXIT_STOPPED, EXIT_USER
 from train.config.hydra_app import is_crash
 
-ECHO = re.compile(
+LOST_CONNECTION = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket|timed out|recvvalue|remote (worker|process)|nccl",
     re.IGNORECASE,
 )
-STOPPED_AT_ONCE = "stopped at once; what was saved before is whole, go on with run.resume=true"
-LOST = "lost another rank, which was killed or lost its machine (out of memory? see the system's log)"
+INTERRUPTED = "stopped at once; earlier saved states are complete, continue with run.resume=true"
+LOST_RANK = "lost the connection to another rank, which was killed or lost its machine (out of memory? see the system's log)"
 
 
 class RankFailed(RuntimeError):
-    """A rank went down and took the run with it. `details` holds its traceback, `exit_code` the run's code."""
+    """A rank failed and ended the run. `details` holds its traceback, `exit_code` the exit code of the run."""
 
     def __init__(self, message: str, exit_code: int, details: str = "") -> None:
         super().__init__(message)
@@ -32,38 +32,38 @@ class RankFailed(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """What one rank ended with.
+    """The error that ended a rank.
 
     Attributes:
         message: one line.
-        details: a traceback, where the failure is ours rather than the user's.
-        is_echo: whether it looks like the loss of another rank.
+        details: a traceback for a crash, empty for a user's mistake.
+        is_secondary: whether it looks like the consequence of another rank's failure.
         time: seconds since the epoch.
     """
 
     message: str
     exit_code: int
     details: str
-    is_echo: bool
+    is_secondary: bool
     time: float
 
 
 def describe(error: BaseException, rank: int) -> Failure:
-    """An error on a rank, as it is told to a person."""
+    """Describes an error that ended a rank."""
     if isinstance(error, KeyboardInterrupt):
-        return Failure(message="stopped", exit_code=EXIT_STOPPED, details="", is_echo=False, time=time.time())
+        return Failure(message="stopped", exit_code=EXIT_STOPPED, details="", is_secondary=False, time=time.time())
     own_code = getattr(error, "exit_code", None)
-    is_ours = own_code is None and isinstance(error, Exception) and is_crash(error)
-    is_echo = is_ours and isinstance(error, RuntimeError) and ECHO.search(str(error)) is not None
+    is_unexpected = own_code is None and isinstance(error, Exception) and is_crash(error)
+    is_secondary = is_unexpected and isinstance(error, RuntimeError) and LOST_CONNECTION.search(str(error)) is not None
     line = " ".join(str(error).split()) or type(error).__name__
-    if is_echo:
-        line = f"rank {rank}: {LOST}: {line}"
-    elif is_ours:
+    if is_secondary:
+        line = f"rank {rank}: {LOST_RANK}: {line}"
+    elif is_unexpected:
         line = f"rank {rank}: {type(error).__name__}: {line}"
     return Failure(
         message=line,
         exit_code=own_code if own_code is not None else EXIT_CRASH if is_crash(error) else EXIT_USER,
-        details="".join(traceback.format_exception(error)) if is_ours and not is_echo else "",
-        is_echo=is_echo,
+        details="".join(traceback.format_exception(error)) if is_unexpected and not is_secondary else "",
+        is_secondary=is_secondary,
         time=time.time(),
     )

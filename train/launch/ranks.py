@@ -1,12 +1,11 @@
-"""The processes of one run: who am I, and the few things ranks tell each other.
+"""The process group of a run, and collective operations on small CPU values.
 
-Owns: joining and leaving the process group, sums, barriers and objects over all ranks. Does not own: gradients (the engine's)
-and starting processes (train.launch.launcher).
+Owns: initializing and destroying the process group, sums, barriers, gathered and broadcast objects. Does not own: gradients
+(train.engine) and starting processes (train.launch.launcher).
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from train.launch import cluster_env
 
 
 @dataclass(frozen=True)
@@ -31,70 +32,70 @@ class Ranks:
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over all ranks of a small tensor, on the CPU; exact in float64."""
+        """Sum of a small tensor over all ranks, float64 on the CPU."""
         total = values.detach().to("cpu", torch.float64, copy=True)
         dist.all_reduce(total)
         return total
 
     def barrier(self) -> None:
-        """Returns once every rank has come here. A gloo reduction, so that idle GPUs do not spin."""
+        """Waits for all ranks with a gloo reduction, during which GPUs stay idle."""
         dist.all_reduce(torch.zeros(1))
 
     def gather(self, item: Any) -> list[Any]:
-        """Every rank's picklable `item`, in rank order, on every rank."""
+        """Returns every rank's picklable `item`, in rank order, on every rank."""
         found: list[Any] = [None] * self.world_size
         dist.all_gather_object(found, item)
         return found
 
-    def share(self, item: Any) -> Any:
-        """Rank 0's picklable `item` on every rank."""
+    def broadcast(self, item: Any) -> Any:
+        """Returns rank 0's picklable `item` on every rank."""
         box = [item]
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
 
 
 @contextmanager
-def joined(device: str, timeout_s: int) -> Iterator[Ranks]:
-    """Joins the process group that the environment describes (see train.launch.launcher), and leaves it at the end.
+def process_group(device: str, timeout_s: int) -> Iterator[Ranks]:
+    """Initializes the process group that the environment describes, and destroys it at the end.
 
     Args:
-        device: `auto`, `cpu` or `cuda`; `auto` takes a GPU where there is one.
-        timeout_s: how long one rank waits for another before it gives up.
+        device: `auto`, `cpu` or `cuda`; `auto` selects a GPU where there is one.
+        timeout_s: time limit of a collective operation.
 
     Raises:
-        ValueError: a GPU is asked for and none is there, or there are fewer than ranks on this machine.
+        ValueError: `cuda` without a GPU, or fewer GPUs than ranks on this machine.
     """
-    where = pick_device(device, local_rank())
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    backend = "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo"
-    if where.type == "cuda":
-        torch.cuda.set_device(where)
-    # One rank needs no port and no network; DeepSpeed would otherwise look for MPI.
-    alone: dict[str, Any] = {"store": dist.HashStore()} if world_size == 1 else {}
-    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s), **alone)
+    own_device = pick_device(device, cluster_env.local_rank())
+    rank, world_size = cluster_env.rank(), cluster_env.world_size()
+    backend = "cpu:gloo,cuda:nccl" if own_device.type == "cuda" else "gloo"
+    if own_device.type == "cuda":
+        torch.cuda.set_device(own_device)
+    # A single rank needs neither port nor network; without a group DeepSpeed would look for MPI.
+    local: dict[str, Any] = {"store": dist.HashStore()} if world_size == 1 else {}
+    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s), **local)
     try:
-        yield Ranks(rank, world_size, where)
+        yield Ranks(rank, world_size, own_device)
     except BaseException:
         if world_size == 1:
-            _leave()
-        raise  # with more, leaving could wait for ranks that are gone; the process is about to end
-    _leave()
+            _destroy_group()
+        raise  # with several ranks, destroying the group could wait for ranks that have exited; this process exits soon
+    _destroy_group()
 
 
-def _leave() -> None:
-    if dist.is_initialized():  # the engine may have left before us
+def _destroy_group() -> None:
+    if dist.is_initialized():  # closing the engine may have destroyed it already
         dist.destroy_process_group()
 
 
-def is_joined() -> bool:
-    """Whether this process is in a group with others."""
+def has_peers() -> bool:
+    """Whether this process is in a group with other ranks."""
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
-def fails_first() -> bool:
-    """Counts a failure of this rank; whether it is the first of all ranks.
+def is_first_failure() -> bool:
+    """Counts a failure of this rank in the group's store; returns whether it is the first of all ranks.
 
-    Where the rank that keeps the count has gone, it has failed before: it or the launcher has said why.
+    If the rank that hosts the store has exited, it has failed earlier and reported its error.
     """
     try:
         return bool(dist.distributed_c10d._get_default_store().add("failed ranks", 1) == 1)
@@ -102,16 +103,11 @@ def fails_first() -> bool:
         return False
 
 
-def local_rank() -> int:
-    """The number of this rank on its machine."""
-    return int(os.environ.get("LOCAL_RANK", 0))
-
-
 def pick_device(device: str, local_rank: int) -> torch.device:
-    """The device of a rank.
+    """Returns the device of a rank.
 
     Raises:
-        ValueError: see `joined`.
+        ValueError: see `process_group`.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "cuda" and not count:

@@ -1,7 +1,7 @@
-"""Watching over ranks that this process has started: who died first, what it said, signals on their way to them.
+"""Supervision of spawned ranks: detects the first failure, ends the other ranks, forwards signals.
 
-A rank that goes down leaves its error as a file in a folder that launcher and ranks share; a second after the first death the
-launcher kills the rest, so nobody waits for a time-out.
+A failing rank writes its error to a folder that launcher and ranks share. A second after the first exit the supervisor kills
+the remaining ranks, so that none of them runs into a time-out.
 """
 
 from __future__ import annotations
@@ -18,72 +18,81 @@ from pathlib import Path
 from typing import Any
 
 from sage.cli import EXIT_CRASH, EXIT_STOPPED
-from train.launch.failures import STOPPED_AT_ONCE, Failure, RankFailed
+from train.launch.failures import INTERRUPTED, Failure, RankFailed
 from train.launch.signals import STOP_SIGNALS
 
-GRACE_S = 1.0  # how long ranks may take to report their own error after the first one died
+GRACE_S = 1.0  # time for the ranks to report their own errors after the first one has exited
 POLL_S = 0.1
 
 
-class Watch:
-    """Sees ranks die, kills the rest, and knows afterwards who was first."""
+class Supervisor:
+    """Polls the child processes in a thread.
+
+    Args:
+        folder: holds `rank_N.json` (a `Failure`) and `rank_N.pid` of each rank.
+
+    Attributes:
+        failed: pid -> exit code of the ranks that had failed when the first failure was detected.
+        is_stop_requested: whether a signal has been forwarded to the ranks.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.first_dead: dict[int, int] = {}  # pid -> exit code, as found at the first death
-        self.asked_to_stop = False
-        self._others = set(active_children())
+        self.failed: dict[int, int] = {}
+        self.is_stop_requested = False
+        self._other_processes = set(active_children())
         self._children: dict[int, Any] = {}
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
+        self._thread = threading.Thread(target=self._poll, name="rank-supervisor", daemon=True)
 
-    def _watch(self) -> None:
+    def _poll(self) -> None:
         while not self._done.wait(POLL_S):
-            for child in set(active_children()) - self._others:
+            for child in set(active_children()) - self._other_processes:
                 self._children.setdefault(int(child.pid or 0), child)
-            if self._dead():
-                self.first_dead = self._dead()  # once more: whom its loss has ended may be seen dead before the one that died
+            if self._find_failed():
+                self.failed = self._find_failed()  # again: a secondary failure may be visible before its cause
                 self._done.wait(GRACE_S)
                 self.kill()
                 return
 
-    def _dead(self) -> dict[int, int]:
+    def _find_failed(self) -> dict[int, int]:
         return {pid: child.exitcode for pid, child in self._children.items() if child.exitcode not in (None, 0)}
 
     def kill(self) -> None:
-        """Ends every rank that is still there."""
+        """Kills every remaining rank."""
         for child in self._children.values():
             if child.is_alive():
                 child.kill()
 
     def forward(self, number: int, frame: Any) -> None:
-        """Hands a wish to stop on to the ranks; a second Ctrl-C ends them at once."""
-        if self.asked_to_stop and number == signal.SIGINT:
+        """Signal handler: requests a stop of every rank; kills them at a second Ctrl-C."""
+        if self.is_stop_requested and number == signal.SIGINT:
             self.kill()
             return
-        self.asked_to_stop = True
+        self.is_stop_requested = True
         for child in self._children.values():
             if child.is_alive():
                 os.kill(child.pid, signal.SIGUSR1)
 
-    def verdict(self) -> RankFailed:
-        """The error a person should see: a rank killed from outside, else the first report that is no echo of another.
+    def root_cause(self) -> RankFailed:
+        """Returns the error to report: of a rank killed from outside, else the first failure that is not secondary.
 
-        As soon as one rank is gone torch ends the others with SIGTERM, and both may be seen at once: a SIGTERM says least.
+        torch sends SIGTERM to the other ranks once one has exited, and both exits may be detected in one poll. Therefore
+        SIGTERM counts least.
         """
         reports = [Failure(**json.loads(path.read_text())) for path in self.folder.glob("rank_*.json")]
         ranks = {int(path.read_text()): int(path.stem.split("_")[1]) for path in self.folder.glob("rank_*.pid")}
-        if self.asked_to_stop:
-            return RankFailed(STOPPED_AT_ONCE, EXIT_STOPPED)
-        first = min(reports, key=lambda report: (report.is_echo, report.time), default=None)
-        killed = {pid: signal.Signals(-code).name for pid, code in self.first_dead.items() if code < 0}
+        if self.is_stop_requested:
+            return RankFailed(INTERRUPTED, EXIT_STOPPED)
+        first = min(reports, key=lambda report: (report.is_secondary, report.time), default=None)
+        killed = {pid: signal.Signals(-code).name for pid, code in self.failed.items() if code < 0}
         pid = min(killed, key=lambda pid: killed[pid] == "SIGTERM", default=None)
-        if pid is not None and (killed[pid] != "SIGTERM" or first is None or first.is_echo):
+        if pid is not None and (killed[pid] != "SIGTERM" or first is None or first.is_secondary):
             hint = " (out of memory?)" if killed[pid] == "SIGKILL" else ""
             return RankFailed(f"rank {ranks.get(pid, '?')} was killed by {killed[pid]}{hint}", EXIT_CRASH)
         if first is not None:
             return RankFailed(first.message, first.exit_code, first.details)
-        return RankFailed("a rank ended before it could say why; run with launch.ranks=1 to see", EXIT_CRASH)
+        return RankFailed("a rank exited without reporting an error; run with launch.ranks=1 to see it", EXIT_CRASH)
 
     def start(self) -> None:
         self._thread.start()
@@ -94,22 +103,22 @@ class Watch:
 
 
 @contextmanager
-def watching(folder: Path) -> Iterator[Watch]:
-    """Watches over ranks started inside the block, and hands signals on to them."""
-    watch = Watch(folder)
+def supervise(folder: Path) -> Iterator[Supervisor]:
+    """Supervises the ranks started inside the block and forwards signals to them."""
+    supervisor = Supervisor(folder)
     is_main_thread = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, watch.forward) for number in STOP_SIGNALS} if is_main_thread else {}
-    watch.start()
+    previous = {number: signal.signal(number, supervisor.forward) for number in STOP_SIGNALS} if is_main_thread else {}
+    supervisor.start()
     try:
-        yield watch
+        yield supervisor
     finally:
-        watch.stop()
-        for number, handler in before.items():
+        supervisor.stop()
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
-def quiet(*names: str) -> None:
-    """Silences a library's loggers that report what we report better."""
+def silence_loggers(*names: str) -> None:
+    """Silences the loggers of a library whose reports `root_cause` replaces."""
     for known in [*names, *logging.root.manager.loggerDict]:
         if known.startswith(names):
             logging.getLogger(known).setLevel(logging.CRITICAL + 1)

@@ -19,6 +19,7 @@ from checkpoints.run_folder import METRICS, read_metrics
 from checkpoints.store import saving
 from sage.files import write_text
 from train.config.schema import Config, ConfigError, TrackingKind, WandbConfig, WandbMode
+from train.launch import cluster_env
 
 logger = logging.getLogger(__name__)
 NO_LOGIN = ("offline", "disabled", "dryrun")  # ways of wandb that ask nothing of its server
@@ -171,10 +172,9 @@ def check_tracking(config: Config) -> None:
     """
     if config.tracking.kind is TrackingKind.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ConfigError("tracking=tensorboard: the package tensorboard is missing; pip install 'sage-draft[tensorboard]'")
-    is_main = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"  # the others have no tracker
     if (
         isinstance(config.tracking, WandbConfig)
-        and is_main
+        and cluster_env.is_main_rank()  # other ranks have no tracker
         and wandb_mode(config.tracking) not in NO_LOGIN
         and not _has_login()
     ):

@@ -216,7 +216,7 @@ class SweepComparison:
         """The best score among the run's validations; None for a plan, which leaves no run."""
         return None if config.launch.plan else read_run(Path(config.run.dir), config.score).score
 
-    def conclude(self, jobs: Sequence[Job]) -> None:
+    def compare(self, jobs: Sequence[Job]) -> None:
         """Prints and writes the comparison of all jobs that left a run; a lone job needs none."""
         runs = [facts for job in jobs if (facts := _facts_of(job)) is not None]
         if len(jobs) < 2 or not any(run.config for run in runs):

@@ -1,6 +1,6 @@
-"""The composition root: configuration -> objects. The only place that maps names to constructors.
+"""The composition root: builds the objects of a run from its configuration.
 
-Everything a mistake could be found in is built before the run folder is touched.
+Everything that can reveal a mistake is built before the run folder is written.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,60 +33,71 @@ from train.distill.student import Student
 from train.distill.teacher import Teacher
 from train.engine.engine import Engine
 from train.engine.lr_schedule import total_steps
-from train.engine.sharded_teacher import Shards, load_sharded
+from train.engine.sharded_teacher import ShardedTarget, load_sharded
+from train.launch import cluster_env
 from train.launch.ranks import Ranks
+from train.launch.signals import StopFlag
 from train.monitor.acceptance_estimate import chain_depth
 from train.monitor.metrics import Meter
 from train.monitor.profiler import ProfileWindow
 from train.monitor.progress import open_display
 from train.monitor.sinks import Tracker, check_tracking, open_tracker
-from train.run.loop import Run
+from train.run.loop import TrainingRun
 from train.state.provenance import write_provenance
 from train.state.resume import TrainState, load_state, seed_everything
 from train.state.same_data import check_same_data, data_content
-from train.validation.in_loop import all_ranks_decode, validate_draft
-from train.validation.validate import DTYPES, bench_prompt, build_policies, build_runners
+from train.validation.decode_ranks import DecodeShard, all_ranks_decode, shard_prompts
+from train.validation.in_loop import InLoopValidation
+from train.validation.prompts import PromptSet
+from train.validation.validate import DTYPES, Validate, build_policies, build_runners
+from train.validation.validate import validate as measure_draft
 
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def building(config: Config, ranks: Ranks) -> Iterator[Run]:
-    """A run ready to go; its sinks and its engine are closed at the end, whatever happens.
+def building(
+    config: Config, ranks: Ranks, stop: StopFlag | None = None, validate: Validate | None = None
+) -> Iterator[TrainingRun]:
+    """Builds a run; closes its sinks and its engine at the end, also after an error.
+
+    Args:
+        stop: requests a stop of training and validation.
+        validate: measures the draft; default: `train.validation.validate.validate`.
 
     Raises:
-        ValueError: target, draft, data, policies or the state to resume from do not fit; nothing was written.
+        ValueError: target, draft, data, policies or the state to resume from do not fit; nothing is written.
     """
-    disable_progress_bar()  # transformers' own, one per model file; ours says what is going on
+    disable_progress_bar()  # of transformers, one per model file
     set_threads(config, ranks)
     seed_everything(config.seed, ranks.rank)
     check_tracking(config)
     build_policies(config.decode)
     accumulation = check_batch(config, ranks.world_size)
-    target, shards = build_target(config, ranks)
+    target, sharded = build_target(config, ranks)
     assert target.processor is not None
     dataset = build_dataset(config.data, target.processor, "train")
     student = build_student(config, target, dataset, ranks)
-    prompts = prepare_prompts(config, target, student.decoding_draft, ranks)
+    shard = prepare_prompts(config, target, student.decoding_draft, ranks)
     loader = partial(build_loader, config, ranks, dataset, target)
     steps = total_steps(config, loader(0).steps_per_epoch)
     store = StateStore(state_folder(config.run.dir), config.train.keep_last, config.train.keep_every)
-    _announce(config, ranks, student, steps, accumulation, len(prompts))
+    _log_run(config, ranks, student, steps, accumulation, shard.num_turns)
     engine = Engine(student, config, ranks, accumulation)
-    is_well = False
+    has_succeeded = False
     try:
         state = restore(config, store, engine, ranks, dataset)
-        tracker = open_run_folder(config, ranks, target, dataset.fingerprint, state)
-        display = open_display(steps, state.step, config.train.log_interval_s, ranks.is_main)
-        feed = loader(state.step)
-        profiling = ProfileWindow(config.run.dir, config.train.profile, ranks.rank)
-        try:
-            yield Run(
+        stop = stop or StopFlag()
+        with ExitStack() as stack:
+            tracker = stack.enter_context(closing(open_run_folder(config, ranks, target, dataset.fingerprint, state)))
+            display = stack.enter_context(closing(open_display(steps, state.step, config.train.log_interval_s, ranks.is_main)))
+            profile = stack.enter_context(closing(ProfileWindow(config.run.dir, config.train.profile, ranks.rank)))
+            feed = loader(state.step)
+            yield TrainingRun(
                 config=config,
                 ranks=ranks,
                 engine=engine,
                 teacher=build_teacher(config, target, student),
-                shards=shards,
                 loader=feed,
                 store=store,
                 tracker=tracker,
@@ -94,51 +105,59 @@ def building(config: Config, ranks: Ranks) -> Iterator[Run]:
                 meter=Meter(feed, state.tokens, chain_depth(config.decode)),
                 state=state,
                 total_steps=steps,
-                validate=partial(validate_draft, prompts=prompts),
-                profile=profiling,
+                validate=InLoopValidation(
+                    config=config,
+                    ranks=ranks,
+                    engine=engine,
+                    target=target,
+                    sharded=sharded,
+                    tracker=tracker,
+                    state=state,
+                    stop=stop,
+                    shard=shard,
+                    validate=validate or measure_draft,
+                ),
+                profile=profile,
+                stop=stop,
             )
-            is_well = True
-        finally:
-            profiling.close()
-            display.close()
-            tracker.close()
+            has_succeeded = True
     finally:
-        if is_well or ranks.world_size == 1:  # else it could wait for ranks that are gone
+        if has_succeeded or ranks.world_size == 1:  # otherwise closing could wait for ranks that have exited
             engine.close()
 
 
 def restore(config: Config, store: StateStore, engine: Engine, ranks: Ranks, dataset: Any) -> TrainState:
-    """How far the run had come, restored into engine and generators; of a new run its beginning.
+    """Restores engine and generators from the newest state with `run.resume=true`; returns the state, else a fresh one.
 
     Raises:
-        ValueError: every state is damaged, or it is another draft's, or the data has changed since.
+        ValueError: every state is corrupt, or it is another draft's, or the data has changed since.
     """
     state = load_state(store, engine, ranks) if config.run.resume else TrainState()
-    content = ranks.share(data_content(config, dataset) if ranks.is_main else None)
+    content = ranks.broadcast(data_content(config, dataset) if ranks.is_main else None)
     check_same_data(config, state.data, content)
     state.data = content
     return state
 
 
-def build_target(config: Config, ranks: Ranks) -> tuple[sage.Target, Shards | None]:
-    """The frozen target on this rank's device: whole, or in parts that take all ranks to run."""
+def build_target(config: Config, ranks: Ranks) -> tuple[sage.Target, ShardedTarget | None]:
+    """Loads the frozen target to this rank's device, complete or sharded over all ranks."""
     chosen = config.target
     options = {"revision": chosen.revision} if chosen.revision is not None else {}
     load = partial(sage.load_target, chosen.path, dtype=DTYPES[chosen.dtype], device=ranks.device, **options)
     if not config.deepspeed.shard_target:
         return load(), None
-    shards = load_sharded(load, config, ranks)
-    return shards.target, shards
+    sharded = load_sharded(load, config, ranks)
+    return sharded.target, sharded
 
 
 def build_teacher(config: Config, target: sage.Target, student: Student) -> Teacher:
-    """The target, handing out what this student reads."""
+    """Builds the teacher with the features, embeddings and draft vocabulary that the student reads."""
     image_inputs = str(getattr(config.draft, "image_inputs", ImageInputs.embed))
     return Teacher(target, image_inputs, student.levels, student.token_map)
 
 
 def build_loader(config: Config, ranks: Ranks, dataset: Any, target: sage.Target, start_step: int) -> StepLoader:
-    """This rank's micro-batches from `start_step` on."""
+    """Builds the loader of this rank's micro-batches, starting at `start_step`."""
     assert target.processor is not None
     return StepLoader(
         dataset,
@@ -154,22 +173,24 @@ def build_loader(config: Config, ranks: Ranks, dataset: Any, target: sage.Target
     )
 
 
-def prepare_prompts(config: Config, target: sage.Target, draft: Any, ranks: Ranks) -> list[Any]:
-    """Held-out prompts, on the ranks that decode; empty on the others.
+def prepare_prompts(config: Config, target: sage.Target, draft: Any, ranks: Ranks) -> DecodeShard:
+    """Loads the held-out prompts and prepares them on rank 0, so that a mistake is found before training.
 
-    Prompts are prepared once, the runners built as well, so that a mistake shows before training, not after.
+    The runners are built for the same reason.
     """
-    prompts = []
+    prompts = PromptSet(target, config.decode, [])
     if ranks.is_main:
         build_runners(config.decode, target, draft)
-        prompts = held_out_prompts(config.data, "validation", config.decode.num_prompts)
-        for index, prompt in enumerate(prompts):
-            bench_prompt(target, prompt, index)
-    return list(ranks.share(prompts)) if all_ranks_decode(config, ranks) else prompts
+        prompts = PromptSet(target, config.decode, held_out_prompts(config.data, "validation", config.decode.num_prompts))
+        prompts.prepare_first_turns()
+    if all_ranks_decode(config, ranks):
+        loaded = ranks.broadcast(prompts.prompts)
+        prompts = prompts if ranks.is_main else PromptSet(target, config.decode, loaded)
+    return shard_prompts(config, ranks, prompts)
 
 
 def open_run_folder(config: Config, ranks: Ranks, target: sage.Target, data_fingerprint: str, state: TrainState) -> Tracker:
-    """Writes config.yaml and provenance.json and opens the sinks, on rank 0.
+    """Writes config.yaml and provenance.json and opens the sinks on rank 0.
 
     Raises:
         SaveFailed: the folder cannot be written.
@@ -188,15 +209,14 @@ def open_run_folder(config: Config, ranks: Ranks, target: sage.Target, data_fing
 
 
 def set_threads(config: Config, ranks: Ranks) -> None:
-    """Threads per rank: `launch.threads`, else the cores shared out among the ranks of this machine on a CPU."""
+    """Sets the threads of this rank: `launch.threads`, else on a CPU the cores divided by the ranks of this machine."""
     if config.launch.threads is not None:
         torch.set_num_threads(config.launch.threads)
     elif ranks.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // here))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // cluster_env.local_world_size()))
 
 
-def _announce(config: Config, ranks: Ranks, student: Student, steps: int, accumulation: int, prompts: int) -> None:
+def _log_run(config: Config, ranks: Ranks, student: Student, steps: int, accumulation: int, prompts: int) -> None:
     size = f"{sum(p.numel() for p in student.draft.parameters() if p.requires_grad) / 1e6:.2f}M"
     split = f"{ranks.world_size} rank(s) x {config.train.micro_batch_size} x {accumulation}"
     target = Path(config.target.path).name

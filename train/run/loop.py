@@ -1,7 +1,4 @@
-"""The training loop: one step, and the rhythm of logging, saving and validating around it.
-
-Owns: the order of things. Does not own: any of the things.
-"""
+"""The training loop: one optimizer step, and the schedule of logging, validating and saving around it."""
 
 from __future__ import annotations
 
@@ -21,36 +18,39 @@ from train.distill.pairs import count_supervised
 from train.distill.teacher import Teacher
 from train.engine.engine import Engine
 from train.engine.lr_schedule import learning_rate
-from train.engine.sharded_teacher import Shards
 from train.launch.ranks import Ranks
-from train.launch.signals import StopSignal
+from train.launch.signals import StopFlag
 from train.monitor.metrics import Meter
 from train.monitor.profiler import ProfileWindow
 from train.monitor.progress import Display
 from train.monitor.sinks import Tracker
 from train.state.resume import TrainState, save_state
+from train.validation.in_loop import ValidationOutcome
 
 logger = logging.getLogger(__name__)
 MicroBatches = list[dict[str, Any]]
 
 
 class Feed(Protocol):
-    """Yields the micro-batches of one optimizer step after the other, without end."""
+    """Yields the micro-batches of one optimizer step after another, endlessly."""
 
     def __iter__(self) -> Generator[MicroBatches, None, None]: ...
 
 
 class TrainingError(RuntimeError):
-    """Training cannot go on: the message says where and why; no traceback would add to it."""
+    """Training cannot continue. The message names place and reason; no traceback is shown."""
 
     exit_code = EXIT_CRASH
 
 
 @dataclass(kw_only=True)
-class Run:
-    """Everything the loop works with, put together in train.run.build. `report` is the last validation's, on rank 0.
+class TrainingRun:
+    """The objects of the training loop, built in train.run.build.
 
-    `shards` is there where the teacher's target is spread over the ranks.
+    Attributes:
+        validate: validates the draft; updates the best score in `state`.
+        stop: set by a signal on this rank; `is_stopping` is the same on every rank.
+        report: of the last validation, on rank 0.
     """
 
     config: Config
@@ -64,31 +64,30 @@ class Run:
     meter: Meter
     state: TrainState
     total_steps: int
-    validate: Callable[[Run], None]
+    validate: Callable[[], ValidationOutcome]
     profile: ProfileWindow
-    stop: StopSignal = field(default_factory=StopSignal)
+    stop: StopFlag = field(default_factory=StopFlag)
     is_stopping: bool = False
-    shards: Shards | None = None
     report: dict[str, Any] | None = None
 
     @property
     def has_stalled(self) -> bool:
-        """Whether so many validations in a row brought no better score that the run ends early."""
-        return 0 < self.config.train.patience <= self.state.stale
+        """Whether `train.patience` validations in a row have brought no better score."""
+        return self.state.has_stalled(self.config.train.patience)
 
 
-def fit(run: Run) -> bool:
+def fit(run: TrainingRun) -> bool:
     """Trains to the end, or to the step boundary after a signal.
 
     Returns:
-        whether the end was reached; either way the state is saved and, at the end, the draft validated. A validation that a
-        signal has skipped or cut short is made up when the run goes on.
+        whether the end was reached. In both cases the state is saved; at the end the draft is validated. A validation that
+        was interrupted or skipped because of a signal is repeated when the run is resumed.
     """
     with closing(run.loader.__iter__()) as steps:
         return _fit(run, steps)
 
 
-def _fit(run: Run, steps: Iterator[MicroBatches]) -> bool:
+def _fit(run: TrainingRun, steps: Iterator[MicroBatches]) -> bool:
     train, state, saved, validated_at = run.config.train, run.state, replace(run.state), None
     if _is_due(state.step, train.validate_every) and state.validated_step != state.step < run.total_steps:
         validated_at = _validate(run)
@@ -105,7 +104,7 @@ def _fit(run: Run, steps: Iterator[MicroBatches]) -> bool:
             validated_at = _validate(run)
         if _is_due(state.step, train.save_every) or run.is_stopping:
             saved = _save(run)
-    if saved.step != state.step:  # ahead of the last validation, which takes long and may be interrupted
+    if saved.step != state.step:  # before the last validation, which takes long and may be interrupted
         saved = _save(run)
     if validated_at != state.step and not run.is_stopping:
         _validate(run)
@@ -114,33 +113,36 @@ def _fit(run: Run, steps: Iterator[MicroBatches]) -> bool:
     return not run.is_stopping
 
 
-def _validate(run: Run) -> int | None:
-    """The step validated at; None where a signal has cut it short."""
+def _validate(run: TrainingRun) -> int | None:
+    """Validates the draft; returns the step, None if a signal interrupted it."""
     with run.meter.paused():
-        run.validate(run)
-    if run.is_stopping:
+        outcome = run.validate()
+    run.is_stopping = outcome.is_interrupted
+    if outcome.is_interrupted:
         return None
+    if outcome.report is not None:
+        run.report = outcome.report
     run.state.validated_step = run.state.step
     return run.state.step
 
 
-def _save(run: Run) -> TrainState:
-    """What was saved of how far the run has come."""
+def _save(run: TrainingRun) -> TrainState:
+    """Saves a checkpoint; returns a copy of the saved `TrainState`."""
     with run.meter.paused():
         save_state(run.store, run.engine, run.ranks, run.state)
     return replace(run.state)
 
 
-def train_step(run: Run, micro_batches: MicroBatches, lr: float) -> float:
-    """One optimizer step: the gradient of the mean over all supervised tokens of all ranks and micro-batches.
+def train_step(run: TrainingRun, micro_batches: MicroBatches, lr: float) -> float:
+    """Takes one optimizer step on the mean loss over all supervised tokens of all ranks and micro-batches.
 
     Returns:
-        the norm of that gradient, before clipping.
+        the norm of the gradient before clipping.
 
     Raises:
-        TrainingError: nothing is supervised, or loss or gradient is not finite on some rank; no weight was changed.
+        TrainingError: no token is supervised, or loss or gradient is not finite on some rank; no weight is changed.
     """
-    count = _agree_on_count(run, micro_batches)
+    count = _reduce_counts(run, micro_batches)
     device = run.ranks.device
     flags: list[Tensor] = []
     for batch in micro_batches:
@@ -151,12 +153,12 @@ def train_step(run: Run, micro_batches: MicroBatches, lr: float) -> float:
         flags.append(~loss.detach().isfinite() | run.engine.take_bad_gradient())
     is_bad = torch.stack(flags) if flags else torch.zeros(1, dtype=torch.bool, device=device)
     if run.ranks.sum(is_bad.any()) > 0:
-        raise TrainingError(_blame(run, micro_batches, is_bad))
+        raise TrainingError(_not_finite_message(run, micro_batches, is_bad))
     return run.engine.step(lr)
 
 
-def _agree_on_count(run: Run, micro_batches: MicroBatches) -> float:
-    """Supervised tokens of this step over all ranks; on the way every rank learns of tokens seen and of a wish to stop."""
+def _reduce_counts(run: TrainingRun, micro_batches: MicroBatches) -> float:
+    """Returns the supervised tokens of this step over all ranks; also reduces the token count and the stop flag."""
     supervised = sum(int(count_supervised(batch["loss_mask"])) for batch in micro_batches)
     tokens = sum(int(batch["attention_mask"].sum()) for batch in micro_batches)
     totals = run.ranks.sum(torch.tensor([supervised, tokens, run.stop.is_set], dtype=torch.float64))
@@ -168,7 +170,7 @@ def _agree_on_count(run: Run, micro_batches: MicroBatches) -> float:
     return float(totals[0])
 
 
-def _blame(run: Run, micro_batches: MicroBatches, is_bad: Tensor) -> str:
+def _not_finite_message(run: TrainingRun, micro_batches: MicroBatches, is_bad: Tensor) -> str:
     own = [name for batch, bad in zip(micro_batches, is_bad.tolist(), strict=True) if bad for name in _ids([batch])]
     names = [name for part in run.ranks.gather(own) for name in part]
     return (

@@ -60,6 +60,10 @@ class TrainState:
     validated_step: int = 0
     data: dict[str, str] | None = None
 
+    def has_stalled(self, patience: int) -> bool:
+        """Whether `patience` validations in a row have brought no better score; never with 0."""
+        return 0 < patience <= self.stale
+
 
 def save_state(store: StateStore, engine: Engine, ranks: Ranks, state: TrainState) -> None:
     """Saves a whole state under `state.step`. Every rank has to call it.
@@ -90,7 +94,7 @@ def _together(store: StateStore, ranks: Ranks, step: int, work: Callable[[], obj
     causes = [found for found in ranks.gather(cause) if found]
     if causes:
         failed = store.abandon(step, causes[0]) if ranks.is_main else None
-        raise ranks.share(failed)
+        raise ranks.broadcast(failed)
 
 
 def load_state(store: StateStore, engine: Engine, ranks: Ranks) -> TrainState:
@@ -104,7 +108,7 @@ def load_state(store: StateStore, engine: Engine, ranks: Ranks) -> TrainState:
     """
     if ranks.is_main:
         tidy(store.folder)
-    folder = ranks.share(store.newest() if ranks.is_main else None)
+    folder = ranks.broadcast(store.newest() if ranks.is_main else None)
     if folder is None:
         logger.info("run.resume: nothing saved yet in %s, starting from the beginning", store.folder)
         return TrainState()

@@ -1,1 +1,1 @@
-"""A draft measured by the decoder: during training, at its end, and by `sage-validate`."""
+"""Measures a draft with the decoder: during training, at its end, and for `sage-validate`."""

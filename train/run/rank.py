@@ -1,0 +1,58 @@
+"""The work of one rank: joins the process group, builds the run, trains, and prints a summary on rank 0.
+
+torch and everything built on it are imported inside the function, so that a signal during the imports interrupts at once.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from sage.cli import EXIT_DONE, EXIT_STOPPED
+from train.config.schema import Config, Device
+from train.launch.signals import StopFlag
+
+if TYPE_CHECKING:
+    from train.run.loop import TrainingRun
+    from train.validation.validate import Validate
+
+
+def run_rank(config: Config, validate: Validate | None = None) -> int:
+    """Trains on this process's rank.
+
+    Args:
+        validate: replaces `train.validation.validate.validate`.
+
+    Returns:
+        the exit code: 0 done, 3 stopped by a signal after saving.
+    """
+    with ExitStack() as stack:
+        stop = stack.enter_context(StopFlag())
+        import torch
+
+        if config.launch.device is Device.cpu or not torch.cuda.is_available():
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed probes for one when transformers imports it
+        from train.launch.ranks import process_group
+        from train.run.build import building
+        from train.run.loop import fit
+
+        ranks = stack.enter_context(process_group(str(config.launch.device), config.launch.timeout_s))
+        run = stack.enter_context(building(config, ranks, stop, validate))
+        stop.is_polled = True
+        is_done = fit(run)
+        summary = _summarize(run, is_done) if ranks.is_main else None
+    if summary is not None:
+        print(summary)  # after the progress display has closed
+    return EXIT_DONE if is_done else EXIT_STOPPED
+
+
+def _summarize(run: TrainingRun, is_done: bool) -> str:
+    """The table of the last validation and the paths of report and draft."""
+    from sage.bench import format_table
+
+    folder = run.config.run.dir
+    if not is_done:
+        return f"{folder}: stopped at step {run.state.step} of {run.total_steps} and saved; continue with run.resume=true"
+    assert run.report is not None
+    return f"{format_table(run.report)}\nreport: {run.report['path']}/report.md\ndraft: {folder}/draft"

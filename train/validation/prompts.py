@@ -1,0 +1,106 @@
+"""Held-out prompts of validations and their model inputs, each prepared once and kept on the rank that decodes it.
+
+Does not own: reading the prompts (data_prep.build), decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import islice
+from typing import Any
+
+from data_prep.conversation import Conversation
+from data_prep.multi_turn import LATER, asked_in_turn
+from sage.bench import AUTOREGRESSIVE, BenchPrompt
+from sage.generation import generate
+from sage.sampling import Sampling
+from train.config.schema import DecodeConfig
+
+
+class PromptSet:
+    """Prompts and their model inputs.
+
+    The later turns of a conversation follow the target's own answers to the earlier ones. The target is frozen, so they do not
+    change from one validation to the next.
+
+    Args:
+        target: prepares the messages and answers them.
+        decode: `num_prompts` limits the number of turns; the other settings are those of the answers.
+        prompts: held-out conversations (anything with `messages`), lists of chat messages, or model inputs of batch 1.
+    """
+
+    def __init__(self, target: Any, decode: DecodeConfig, prompts: Sequence[Any]) -> None:
+        self.target, self.decode = target, decode
+        self.prompts = limit_turns(prompts, decode.num_prompts)
+        self._first_turns: dict[int, BenchPrompt] = {}  # by id of the prompt
+
+    @property
+    def num_turns(self) -> int:
+        return sum(1 + len(_later_turns(prompt)) for prompt in self.prompts)
+
+    def shard(self, rank: int, world_size: int) -> PromptSet:
+        """Every `world_size`-th prompt, with the inputs that are prepared already."""
+        own = PromptSet(self.target, self.decode, self.prompts[rank::world_size])
+        own._first_turns = {
+            id(prompt): self._first_turns[id(prompt)] for prompt in own.prompts if id(prompt) in self._first_turns
+        }
+        return own
+
+    def prepare_first_turns(self) -> None:
+        """Prepares everything that needs no answer of the target, so that a mistake is found before training.
+
+        Raises:
+            ValueError: names the prompt that cannot be prepared.
+        """
+        for index, prompt in enumerate(self.prompts):
+            self._first_turns[id(prompt)] = prepare_prompt(self.target, prompt, index)
+
+    @cached_property
+    def turns(self) -> list[BenchPrompt]:
+        """All prompts, each followed by the later turns of its conversation; decodes the target's answers at the first call.
+
+        Raises:
+            ValueError: names the prompt that cannot be prepared.
+        """
+        turns = islice(asked_in_turn(self.prompts, self._answer), self.decode.num_prompts)
+        return [self._first_turns.get(id(turn)) or prepare_prompt(self.target, turn, index) for index, turn in enumerate(turns)]
+
+    def _answer(self, messages: list[dict[str, Any]]) -> str:
+        inputs = self.target.prepare(messages)
+        return generate(self.target, None, inputs, policy=AUTOREGRESSIVE, sampling=Sampling.from_attributes(self.decode)).text
+
+
+def limit_turns(prompts: Sequence[Any], limit: int) -> list[Any]:
+    """The conversations that hold the first `limit` turns, the last one truncated."""
+    chosen: list[Any] = []
+    for prompt in prompts:
+        if limit < 1:
+            break
+        later = _later_turns(prompt)
+        chosen.append(replace(prompt, meta=prompt.meta | {LATER: later[: limit - 1]}) if len(later) >= limit else prompt)
+        limit -= 1 + len(later)
+    return chosen
+
+
+def _later_turns(prompt: Any) -> list[str]:
+    return list(prompt.meta.get(LATER, ())) if isinstance(prompt, Conversation) else []
+
+
+def prepare_prompt(target: Any, prompt: Any, index: int) -> BenchPrompt:
+    """Prepares a conversation, a list of messages or ready model inputs, without the assistant's last answer.
+
+    Raises:
+        ValueError: names the prompt that cannot be prepared.
+    """
+    if isinstance(prompt, Mapping) and "input_ids" in prompt:
+        return BenchPrompt(name=f"prompt-{index}", inputs=prompt)
+    messages = list(getattr(prompt, "messages", prompt))
+    name, family = str(getattr(prompt, "id", f"prompt-{index}")), str(getattr(prompt, "family", ""))
+    if messages and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    try:
+        return BenchPrompt(name=name, family=family, inputs=target.prepare(messages))
+    except ValueError as error:
+        raise ValueError(f"validation prompt {name}: {error}") from error
