@@ -76,7 +76,7 @@ def shallow_model(target: Target, num_layers: int) -> ModelDraft:
         raise ValueError(
             f"draft.num_layers: {num_layers}; allowed: 1 to {target.num_layers - 1}, fewer than {target.name} has itself"
         )
-    picked = torch.linspace(0, target.num_layers - 1, num_layers).round().long().tolist()
+    picked = torch.linspace(0, target.num_layers - 1, num_layers, device="cpu").round().long().tolist()
     config = copy.deepcopy(target.model.config)
     text = config.get_text_config()
     text.num_hidden_layers = num_layers

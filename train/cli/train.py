@@ -26,7 +26,7 @@ def train(config: Config) -> int:
         check_tracking(config)
     configure_logging(config.debug)
     if config.launch.plan:
-        from train.plan.memory import plan
+        from train.plan.search import plan
         from train.plan.text import render
 
         print(render(plan(config)))

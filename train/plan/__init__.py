@@ -1,1 +1,5 @@
-"""A run without weights: parameters, memory and time, and the change that makes it fit."""
+"""`launch.plan=true`: parameters, memory per GPU, tokens and time of a run, estimated from shapes before anything is loaded.
+
+`meta` builds the models without weights, `memory` and `estimate` derive the figures, `search` finds a change of configuration
+that makes the run fit, `text` renders the plan.
+"""

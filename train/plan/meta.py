@@ -1,6 +1,6 @@
-"""Target and draft of a run on the meta device: shapes and parameter counts without a byte of weights.
+"""Target and draft of a run on the meta device: shapes and parameter counts without weights.
 
-Owns: where a target's architecture is read from. Does not own: what follows from it (train.plan.memory).
+Owns: the lookup of the target's architecture. Does not own: memory and time (train.plan.memory, train.plan.estimate).
 
 The architectures of the presets are in `architectures.json` beside this file, so that a plan needs no hub.
 """
@@ -29,8 +29,8 @@ PRESETS = Path(__file__).with_name("architectures.json")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pair:
-    """A target and its draft on the meta device. `draft` is the head, or the whole smaller model."""
+class MetaModels:
+    """A target and its draft on the meta device. `draft` is the head, or the complete smaller model."""
 
     target: sage.Target
     draft: nn.Module
@@ -46,7 +46,7 @@ class Pair:
 
     @cached_property
     def layers_parameters(self) -> int:
-        """Of all text layers: what a sharded target spreads over the ranks."""
+        """Parameters of all text layers, which `deepspeed.shard_target` shards over the ranks."""
         return count(self.target.text_model.layers)
 
     @cached_property
@@ -57,35 +57,45 @@ class Pair:
     def trained_parameters(self) -> int:
         return sum(p.numel() for p in self.draft.parameters() if p.requires_grad)
 
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """Hidden states of the target that the draft reads beside the last feature."""
+        return tuple(getattr(self.draft, "levels", ()))
+
+    @property
+    def has_own_lm_head(self) -> bool:
+        """Whether the draft trains an lm_head of its own; EAGLE borrows the target's."""
+        return hasattr(self.draft, "lm_head")
+
 
 def _is_tied(target: sage.Target) -> bool:
     return target.lm_head.weight is target.embed_tokens.weight
 
 
 def count(module: nn.Module) -> int:
-    """Parameters, tied ones once."""
+    """Returns the number of parameters; tied ones count once."""
     return sum(p.numel() for p in module.parameters())
 
 
-def build_on_meta(config: Config) -> Pair:
-    """The target and the draft of a run, without weights.
+def build_on_meta(config: Config) -> MetaModels:
+    """Returns target and draft of a run without weights.
 
     Raises:
-        ConfigError: the target's architecture is not at hand.
+        ConfigError: the target's architecture is not available.
         ValueError: the draft's sizes do not fit the target.
     """
     target = meta_target(target_architecture(config.target.path, config.target.revision))
-    return Pair(target=target, draft=meta_draft(config, target))
+    return MetaModels(target=target, draft=meta_draft(config, target))
 
 
 def meta_target(architecture: PreTrainedConfig) -> sage.Target:
-    """A target without weights."""
+    """Returns a target without weights."""
     with torch.device("meta"):
         return sage.Target(AutoModelForImageTextToText.from_config(architecture))
 
 
 def meta_draft(config: Config, target: sage.Target) -> nn.Module:
-    """The draft `config` asks for, without weights, its trained part marked: fresh, or sized as the one in `draft.path`.
+    """Returns the draft of `config` without weights; its trained parameters require gradients.
 
     Raises:
         ConfigError: `draft.path` holds no draft of that kind.
@@ -93,13 +103,13 @@ def meta_draft(config: Config, target: sage.Target) -> nn.Module:
     chosen = config.draft
     if chosen.path is None:
         size = getattr(chosen, "draft_vocab_size", None)
-        found: Draft = fresh_draft(config, target, None if size is None else torch.arange(size))
+        draft: Draft = fresh_draft(config, target, None if size is None else torch.arange(size))
     elif is_target_folder(chosen.path):
-        found = ModelDraft(meta_target(AutoConfig.from_pretrained(chosen.path)), target)
+        draft = ModelDraft(meta_target(AutoConfig.from_pretrained(chosen.path)), target)
     else:
-        found = _meta_head(Path(chosen.path))
-    check_kind(chosen, found)
-    trained: nn.Module = new_student(found, config).draft
+        draft = _meta_head(Path(chosen.path))
+    check_kind(chosen, draft)
+    trained: nn.Module = new_student(draft, config).draft
     return trained
 
 
@@ -108,14 +118,14 @@ def _meta_head(folder: Path) -> DraftHead:
     kind = head_kind(sizes.get("model_type"))
     if kind is None:
         raise ConfigError(f"draft.path={folder}: config.json is not that of a draft head; give a run's draft/ folder")
-    head = kind.draft_class()
+    head_class = kind.draft_class()
     with torch.device("meta"):
-        found: DraftHead = head(head.config_class(**sizes))
-    return found
+        head: DraftHead = head_class(head_class.config_class(**sizes))
+    return head
 
 
 def target_architecture(path: str, revision: str | None = None) -> PreTrainedConfig:
-    """A target's configuration: of its folder, of the hub's cache, of our presets, else from the hub itself.
+    """Returns the configuration of a target: from a local folder, the hub's cache, the presets, or else the hub itself.
 
     Raises:
         ConfigError: none of them has it.

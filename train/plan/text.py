@@ -1,78 +1,92 @@
-"""A plan as text for a terminal: what is needed, of what, and what to change."""
+"""Renders a plan for a terminal. Owns the text only."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
-from train.monitor.progress import clock
-from train.plan.memory import VISUAL_SHARE, Plan
+from tqdm import tqdm
 
-SMALLEST_SHOWN = 5e6  # bytes; a smaller part is shown with more digits
+from sage.bench.tables import text_table
+from train.plan.estimate import LaunchPlan
+from train.plan.memory import VISUAL_SHARE
 
-
-def render(made: Plan) -> str:
-    """The whole plan, a line per fact."""
-    config, pair = made.config, made.pair
-    head = f"plan: {config.draft.kind} draft for {config.target.name} on {made.ranks} GPU(s), ZeRO {config.deepspeed.stage}"
-    vision = f"{billions(pair.vision_parameters)} vision, {billions(pair.target_parameters - pair.vision_parameters)} text"
-    rows = [("target", f"{billions(pair.target_parameters)}   ({vision})"), ("draft", _draft(made))]
-    return "\n".join([head, "", "parameters", *_columns(rows), "", *_memory(made), "", *_work(made), "", _verdict(made)])
+MIN_GB_BYTES = 5e6  # smaller amounts are shown in MB
+NAME_WIDTH = 22
 
 
-def _draft(made: Plan) -> str:
-    whole, trained = made.pair.draft_parameters, made.pair.trained_parameters
-    return billions(whole) if trained == whole else f"{billions(whole)}   ({billions(trained)} of them trained)"
+def render(plan: LaunchPlan) -> str:
+    """Returns the complete plan as text."""
+    config, models = plan.config, plan.models
+    head = f"plan: {config.draft.kind} draft for {config.target.name} on {plan.ranks} GPU(s), ZeRO {config.deepspeed.stage}"
+    vision, text = models.vision_parameters, models.target_parameters - models.vision_parameters
+    target = f"{billions(models.target_parameters)}   ({billions(vision)} vision, {billions(text)} text)"
+    sections = {
+        "parameters": [("target", target), ("draft", _draft(plan))],
+        "memory per GPU": _memory(plan),
+        "one optimizer step": _step(plan),
+    }
+    parts = [f"{title}\n{_table(rows)}" for title, rows in sections.items()]
+    return "\n\n".join([head, *parts, _verdict(plan)])
 
 
-def _memory(made: Plan) -> list[str]:
-    rows = [(part, gigabytes(amount)) for part, amount in made.memory.items() if amount]
-    last = ("total", f"{gigabytes(made.total)} of {made.config.launch.gpu_memory_gb:g} GB (launch.gpu_memory_gb)")
-    return ["memory per GPU", *_columns([*rows, last])]
+def _draft(plan: LaunchPlan) -> str:
+    total, trained = plan.models.draft_parameters, plan.models.trained_parameters
+    return billions(total) if trained == total else f"{billions(total)}   ({billions(trained)} of them trained)"
 
 
-def _work(made: Plan) -> list[str]:
-    config = made.config
-    split = f"{made.ranks} rank(s) x {config.train.micro_batch_size} x {made.accumulation} accumulated"
-    tokens = config.train.global_batch_size * made.length
-    total = sum(made.flops.values())
-    shares = ", ".join(f"{part} {amount / total:.0%}" for part, amount in made.flops.items())
+def _memory(plan: LaunchPlan) -> list[tuple[str, str]]:
+    rows = [(part, gigabytes(amount)) for part, amount in plan.memory.items() if amount]
+    limit = f"{gigabytes(plan.total_bytes)} of {plan.config.launch.gpu_memory_gb:g} GB (launch.gpu_memory_gb)"
+    return [*rows, ("total", limit)]
+
+
+def _step(plan: LaunchPlan) -> list[tuple[str, str]]:
+    config, total = plan.config, sum(plan.flops.values())
+    split = f"{plan.ranks} rank(s) x {config.train.micro_batch_size} x {plan.accumulation} accumulated"
+    tokens = config.train.global_batch_size * plan.length
+    shares = ", ".join(f"{part} {amount / total:.0%}" for part, amount in plan.flops.items())
     rows = [
         ("batch", f"{config.train.global_batch_size} sequences = {split}"),
-        ("tokens", f"at most {tokens:,} ({made.length:,} per sequence, {VISUAL_SHARE:.0%} of them taken to be visual)"),
+        ("tokens", f"at most {tokens:,} ({plan.length:,} per sequence, {VISUAL_SHARE:.0%} of them assumed to be visual)"),
         ("compute", f"{total / 1e12:,.1f} TFLOP ({shares})"),
-        ("time", f"at most {seconds(made.step_s)} at {config.launch.gpu_tflops:g} TFLOP/s per GPU (launch.gpu_tflops)"),
+        ("time", f"at most {seconds(plan.step_s)} at {config.launch.gpu_tflops:g} TFLOP/s per GPU (launch.gpu_tflops)"),
     ]
-    if made.gather_s:
-        rows.append(("", f"of it {seconds(made.gather_s)} for gathering the sharded target"))
-    steps = made.steps
-    unknown = "by the size of the data; give train.max_steps or data.num_examples to have it estimated"
-    rows.append(("whole run", unknown if steps is None else f"{steps:,} steps, at most {clock(steps * made.step_s)}"))
-    return ["one optimizer step", *_columns(rows)]
+    if plan.gather_s:
+        rows.append(("", f"including {seconds(plan.gather_s)} for gathering the sharded target"))
+    return [*rows, ("complete run", _duration(plan))]
 
 
-def _verdict(made: Plan) -> str:
-    if made.fits:
-        return f"fits: {gigabytes(made.limit - made.total)} to spare. Parameters are exact; activations and time are estimates."
-    over = f"does not fit: {gigabytes(made.total - made.limit)} too much"
-    if made.change is None:
+def _duration(plan: LaunchPlan) -> str:
+    steps = plan.num_steps
+    if steps is None:
+        return "depends on the size of the data; give train.max_steps or data.num_examples for an estimate"
+    return f"{steps:,} steps, at most {tqdm.format_interval(steps * plan.step_s)}"
+
+
+def _verdict(plan: LaunchPlan) -> str:
+    spare = plan.limit_bytes - plan.total_bytes
+    if plan.fits:
+        return f"fits: {gigabytes(spare)} to spare. Parameters are exact; activations and time are estimates."
+    over = f"does not fit: {gigabytes(-spare)} too much"
+    if plan.change is None:
         return f"{over}; no change of batch, chunk, ZeRO stage or number of GPUs makes it fit"
-    return f"{over}; it fits with {' '.join(made.change)}"
+    return f"{over}; it fits with {' '.join(plan.change)}"
 
 
-def _columns(rows: Iterable[tuple[str, str]]) -> list[str]:
-    return [f"  {name:<24}{value}" for name, value in rows]
+def _table(rows: Sequence[tuple[str, str]]) -> str:
+    return text_table(None, rows, "<", indent=2, min_widths=(NAME_WIDTH,))
 
 
 def billions(parameters: int) -> str:
-    """`8.29 B` or `231.2 M`."""
+    """Returns `8.29 B` or `231.2 M`."""
     return f"{parameters / 1e9:.2f} B" if parameters >= 1e9 else f"{parameters / 1e6:.1f} M"
 
 
 def gigabytes(amount: float) -> str:
-    """Bytes as `16.58 GB` (10^9)."""
-    return f"{amount / 1e9:6.2f} GB" if amount >= SMALLEST_SHOWN else f"{amount / 1e6:6.2f} MB"
+    """Returns bytes as `16.58 GB` (10^9)."""
+    return f"{amount / 1e9:6.2f} GB" if amount >= MIN_GB_BYTES else f"{amount / 1e6:6.2f} MB"
 
 
 def seconds(amount: float) -> str:
-    """`12.3 s` or `4.1 ms`."""
+    """Returns `12.3 s` or `4.1 ms`."""
     return f"{amount:.1f} s" if amount >= 1 else f"{1e3 * amount:.1f} ms"

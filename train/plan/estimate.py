@@ -1,0 +1,103 @@
+"""The estimate of a run: memory per GPU, operations and time of an optimizer step, number of steps.
+
+Owns: the arithmetic of operations and time. Does not own: memory (train.plan.memory), a change that makes the run fit
+(train.plan.search).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from train.config.checks import check_batch
+from train.config.schema import Config
+from train.plan.memory import BYTES, VISUAL_SHARE, Workload, draft_rows, memory_per_gpu
+from train.plan.meta import MetaModels
+
+GATHER_BYTES_PER_S = 100e9  # received by a rank when it gathers a sharded target over NVLink; far less over a network
+BACKWARD = 2  # forward passes that a backward pass costs
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchPlan(Workload):
+    """The needs of a run.
+
+    Attributes:
+        accumulation: micro-batches per rank and optimizer step.
+        memory: bytes per GPU by component.
+        flops: floating-point operations of an optimizer step over all ranks, by component.
+        gather_s: seconds per optimizer step to gather a sharded target.
+        change: overrides that make the run fit; None if it fits as it is, or if none do.
+    """
+
+    accumulation: int
+    memory: dict[str, float] = field(default_factory=dict)
+    flops: dict[str, float] = field(default_factory=dict)
+    gather_s: float = 0.0
+    change: list[str] | None = None
+
+    @property
+    def total_bytes(self) -> float:
+        return sum(self.memory.values())
+
+    @property
+    def limit_bytes(self) -> float:
+        return self.config.launch.gpu_memory_gb * 1e9
+
+    @property
+    def fits(self) -> bool:
+        return self.total_bytes <= self.limit_bytes
+
+    @property
+    def step_s(self) -> float:
+        """Seconds per optimizer step."""
+        return sum(self.flops.values()) / (self.ranks * self.config.launch.gpu_tflops * 1e12) + self.gather_s
+
+    @property
+    def num_steps(self) -> int | None:
+        """Optimizer steps of the run; None if they depend on the size of the data."""
+        train, examples = self.config.train, self.config.data.num_examples
+        by_epochs = math.ceil(train.epochs * examples / train.global_batch_size) if train.epochs and examples else None
+        known = [steps for steps in (by_epochs, train.max_steps) if steps is not None]
+        is_open = train.epochs is not None and not examples and train.max_steps is None
+        return None if is_open or not known else min(known)
+
+
+def estimate(config: Config, models: MetaModels, ranks: int) -> LaunchPlan:
+    """Returns the plan of a run without looking for a change that makes it fit.
+
+    Raises:
+        ConfigError: the global batch cannot be split evenly over the ranks.
+    """
+    accumulation = check_batch(config, ranks)
+    work = Workload(config=config, models=models, ranks=ranks)
+    gather_s = 0.0
+    if config.deepspeed.shard_target:
+        received = models.layers_parameters * BYTES[config.target.dtype] * (ranks - 1) / ranks
+        gather_s = accumulation * received / GATHER_BYTES_PER_S
+    return LaunchPlan(
+        config=config,
+        models=models,
+        ranks=ranks,
+        accumulation=accumulation,
+        memory=memory_per_gpu(work),
+        flops=_flops(work),
+        gather_s=gather_s,
+    )
+
+
+def _flops(work: Workload) -> dict[str, float]:
+    """Floating-point operations of one optimizer step over all ranks."""
+    config, models, target = work.config, work.models, work.models.target
+    tokens, steps = config.train.global_batch_size * work.length, config.objective.steps
+    text = models.target_parameters - models.vision_parameters - target.vocab_size * target.hidden_size
+    attention = 2 * work.length * target.hidden_size * target.num_layers  # causal: half of the pairs, QK and AV
+    logits = 2 * work.draft_vocab_size * target.hidden_size * tokens * (1 - VISUAL_SHARE)
+    rows = draft_rows(models.draft, work.length, work.num_visual) / work.length
+    return {
+        "vision": 2 * models.vision_parameters * tokens * VISUAL_SHARE * work.patches_per_token,
+        "text": (2 * text + attention) * tokens,
+        "draft": 2 * models.draft_parameters * tokens * rows * steps * (1 + BACKWARD),
+        # the target's logits once; at each step those of the draft, the gradient back through its lm_head and of an own lm_head
+        "objective": logits * (1 + (2 + models.has_own_lm_head) * steps),
+    }
