@@ -55,7 +55,7 @@ def _generate(args: argparse.Namespace) -> None:
     messages = [{"role": "user", "content": _content(args)}]
     policy = sage.policy(args.policy)
     path = _target_path(args)
-    if policy.candidates and not args.draft:
+    if policy.num_candidates and not args.draft:
         raise ValueError(
             f"--draft: missing, and the policy {args.policy!r} needs one; give a draft folder or --policy autoregressive"
         )

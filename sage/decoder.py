@@ -21,7 +21,7 @@ from sage.sampling import TargetSampler
 from sage.stats import Clock, Stats
 from sage.stopping_rules import StopCriterion
 from sage.targets import Features, Prompt, Target
-from sage.trees import Frontier, Outcome, Policy, Tree, new_builder
+from sage.trees import Frontier, Policy, RoundOutcome, Tree, new_builder
 from sage.verify import accept
 
 
@@ -98,9 +98,9 @@ def decode(request: Request, clock: Clock, stats: Stats) -> Iterator[Round]:
     while not stop.is_over:
         with _inference_mode():
             clock.start_round()
-            plan = policy.begin()
+            policy.begin()
             clock.lap("policy")
-            if session and unread and policy.wants_draft():
+            if session and unread and policy.should_draft():
                 logits = catch_up(session, unread, request, stats)
             tree = draft_tree(root, None if unread else logits, request, clock, stats)
             start = cache.length
@@ -122,8 +122,8 @@ def decode(request: Request, clock: Clock, stats: Stats) -> Iterator[Round]:
             unread.append((features, tokens))
             root = tokens[-1]
             clock.lap("commit")
-            policy.observe(_outcome(tree, path, num_accepted, choices, start, request, clock))
-            stats.note_round(tree.depth, len(tree) - 1, num_accepted, plan)
+            figures = policy.observe(_outcome(tree, path, num_accepted, choices, start, request, clock))
+            stats.note_round(tree.depth, len(tree) - 1, num_accepted, figures)
             clock.lap("policy")
         yield Round(emitted, num_accepted)
 
@@ -140,22 +140,22 @@ def draft_tree(root: int, logits: Tensor | None, request: Request, clock: Clock,
         return Tree.of_root(root, request.prompt.embeds.device)
     builder = new_builder(policy, root, logits.device, request.stop.eos, request.mailbox)
     for level in range(1, last_level + 1):
-        probs, tokens = session.propose(logits, policy.candidates)
+        probs, tokens = session.propose(logits, policy.num_candidates)
         clock.lap("draft_steps", len(probs))
-        frontier = builder.ask(probs, tokens)
-        if policy.on_host:
+        frontier = builder.open_level(probs, tokens)
+        if policy.is_on_host:
             _refuse_nan(frontier, stats)
-        growth = policy.grow(frontier)
-        if growth is None:
+        next_level = policy.next_level(frontier)
+        if next_level is None:
             break
-        builder.add(growth)
-        if len(growth.expand) == 0 or level == last_level:
+        builder.add(next_level)
+        if len(next_level.expand) == 0 or level == last_level:
             break
-        rows, tokens = builder.advance(growth)
+        rows, tokens = builder.advance(next_level)
         clock.lap("policy")
         logits = session.expand(rows, tokens)
         stats.draft_steps += 1
-    if not policy.on_host:  # one wait: the last level inherits what an earlier one got wrong
+    if not policy.is_on_host:  # one wait: the last level inherits what an earlier one got wrong
         _refuse_nan(frontier, stats)
     tree = builder.tree(policy.select(builder))
     clock.lap("policy")
@@ -181,10 +181,10 @@ def catch_up(session: DraftSession, unread: list[tuple[Features, list[int]]], re
 
 def _outcome(
     tree: Tree, path: list[int], accepted: int, choices: list[int], context: int, request: Request, clock: Clock
-) -> Outcome:
-    if not request.policy.studies():
-        return Outcome(accepted, tree, path, context)
-    return Outcome(accepted, tree, path, context, request.sampler.labels(choices, tree), clock.round_times())
+) -> RoundOutcome:
+    if not request.policy.needs_feedback():
+        return RoundOutcome(accepted, tree, path, context)
+    return RoundOutcome(accepted, tree, path, context, request.sampler.labels(choices, tree), clock.round_times())
 
 
 def _emit(tokens: list[int], request: Request, stats: Stats) -> list[int]:

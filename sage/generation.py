@@ -155,7 +155,7 @@ def start(
     clock = Clock(target.device)
     sampling = _sampling(sampling, options)
     policy = new_policy(policy) if isinstance(policy, str) else policy
-    if policy.candidates and draft is None:
+    if policy.num_candidates and draft is None:
         raise ValueError(f"draft: the policy {policy.name!r} needs one; load it with sage.load_draft(path, target)")
     if draft is not None:
         check_draft(draft, target, pruning)
@@ -165,14 +165,14 @@ def start(
     stop = StopCriterion(sampling, target.eos_token_ids, tokenizer)
     sampler = TargetSampler(sampling, prompt_ids[0].to(target.device), target.eos_token_ids, tokenizer)
     capacity = _capacity(target, prompt_ids, sampling.max_new_tokens, policy)
-    if draft is not None and policy.learns and policy.costs is None:
+    if draft is not None and policy.needs_costs and policy.costs is None:
         length = prompt_ids.shape[1]
         policy.costs = measure_costs(target, draft, length, length + sampling.max_new_tokens)
         clock.skip()
     prompt = target.embed(inputs, past.prompt if past else None)
     clock.lap("vision")
     cache, read = past.reuse(prompt, capacity) if past else (target.new_cache(capacity), [])
-    session = new_session(draft, target, capacity) if draft is not None and policy.candidates else None
+    session = new_session(draft, target, capacity) if draft is not None and policy.num_candidates else None
     request = Request(
         target=target,
         session=session,
@@ -297,4 +297,4 @@ def _capacity(target: Target, input_ids: Tensor, max_new_tokens: int, policy: Po
             f"max_new_tokens: a prompt of {length} tokens and {max_new_tokens} new ones exceed the target's context of "
             f"{limit}; ask for at most {max(limit - length, 0)}, or shorten the prompt or its pictures"
         )
-    return length + max_new_tokens + policy.max_nodes
+    return length + max_new_tokens + policy.tree_capacity

@@ -150,7 +150,7 @@ class TargetSampler:
         """
         if self.is_greedy:
             return partial(agreement, tree, choices)
-        asked = {node: said[1] for node, said in enumerate(tree.said) if said is not None}
+        asked = {node: topk[1] for node, topk in enumerate(tree.draft_topk) if topk is not None}
         if not asked:
             return lambda ranks: []
         tokens = torch.tensor(list(asked.values()), device=self._log_p.device)
@@ -190,7 +190,7 @@ class TargetSampler:
 
 def agreement(tree: Tree, choices: Sequence[int], ranks: int) -> list[list[float]]:
     """For each node that the draft was asked about and its first candidates: 1 where one is the choice there [N], else 0."""
-    asked = [(said[1][:ranks], choice) for said, choice in zip(tree.said, choices, strict=True) if said is not None]
+    asked = [(topk[1][:ranks], choice) for topk, choice in zip(tree.draft_topk, choices, strict=True) if topk is not None]
     return [[1.0 if token == choice else 0.0 for token in tokens] for tokens, choice in asked]
 
 

@@ -132,13 +132,12 @@ class Stats:
     time_s: dict[str, float] = field(default_factory=dict)
     rounds_log: list[dict[str, Any]] = field(default_factory=list)
 
-    def note_round(self, depth: int, nodes: int, accepted: int, plan: dict[str, float]) -> None:
-        """Books one verified tree of `nodes` drafted nodes, `accepted` of them kept; `plan` becomes its line of the log."""
+    def note_round(self, depth: int, nodes: int, accepted: int, figures: dict[str, float]) -> None:
+        """Records one verified tree of `nodes` drafted nodes, `accepted` of them accepted, and the policy's figures."""
         self.rounds += 1
         self.target_passes += 1
         self.accepted.append(accepted)
-        plan["depth"], plan["nodes"], plan["accepted"] = depth, nodes, accepted
-        self.rounds_log.append(plan)
+        self.rounds_log.append({**figures, "depth": depth, "nodes": nodes, "accepted": accepted})
 
     @property
     def mean_accepted_draft(self) -> float:

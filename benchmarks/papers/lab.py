@@ -25,7 +25,7 @@ from sage.replay.recording import Recording, record
 from sage.targets import Target
 
 logger = logging.getLogger(__name__)
-NUM_CANDIDATES = max(sage.policy(name).candidates for name in sage.POLICIES)  # recorded per node: enough for every policy
+NUM_CANDIDATES = max(sage.policy(name).num_candidates for name in sage.POLICIES)  # recorded per node: enough for every policy
 
 
 class Lab:
@@ -132,7 +132,7 @@ class Lab:
         """
         chosen = sage.Sampling(**{"max_new_tokens": self.settings.max_new_tokens, **sampling})
         for runner in runners:
-            if isinstance(runner, PolicyRunner) and runner.policy.learns:
+            if isinstance(runner, PolicyRunner) and runner.policy.needs_costs:
                 for prompt in self.tuning_prompts(target):
                     runner.run(prompt.inputs, chosen)
         return measure(runners, prompts, chosen, repeats, 1, _log_progress)

@@ -41,10 +41,10 @@ def _expectation(runs: Sequence[Sequence[Run]]) -> dict[str, float]:
 
 
 def _section(policy: CostAware) -> dict[str, Any]:
-    depths = [_depth(policy.before, policy.after, depth) for depth in policy.before.error()]
+    depths = [_depth(policy.learner.before, policy.learner.after, depth) for depth in policy.learner.before.error()]
     labels = sum(row["labels"] for row in depths)
     means = {key: sum(row[key] * row["labels"] for row in depths) / max(labels, 1) for key in ("before", "after")}
-    return {"rounds": policy.rounds, "labels": labels, **means, "by_depth": depths}
+    return {"rounds": policy.learner.rounds, "labels": labels, **means, "by_depth": depths}
 
 
 def _depth(before: Reliability, after: Reliability, depth: int) -> dict[str, Any]:

@@ -36,10 +36,10 @@ def replays(
     """
     if draft is None:
         raise ValueError("replay: without a draft there is nothing to replay; give one, or leave the replay out")
-    drafting = {label: policy for label, policy in policies.items() if policy.candidates}
+    drafting = {label: policy for label, policy in policies.items() if policy.num_candidates}
     if not drafting:
         return {}
-    count = max(policy.candidates for policy in drafting.values())
+    count = max(policy.num_candidates for policy in drafting.values())
     recordings = [_record(target, draft, prompt, sampling, count) for prompt in prompts]
     costs = _costs(target, draft, recordings)
     return {
@@ -51,7 +51,7 @@ def replays(
 
 def _replayed(recordings: Sequence[Recording], policy: Policy, costs: Costs) -> Replayed:
     """A policy that learns sees the drafts once before it counts, as the measurement's warm-up and repeats allow it to."""
-    if policy.learns:
+    if policy.needs_costs:
         replay(recordings, policy, costs)
     return replay(recordings, policy, costs)
 

@@ -26,7 +26,7 @@ from sage.host_tensors import CPU
 from sage.replay.recording import Candidates, Path, RecordedRound, Recording
 from sage.sampling import agreement
 from sage.stats import RoundTimes
-from sage.trees import Outcome, Policy, Tree, new_builder
+from sage.trees import Policy, RoundOutcome, Tree, new_builder
 from sage.verify import accept
 
 NO_TOKEN = -1  # matches no drafted token
@@ -96,7 +96,7 @@ def replay(recordings: Sequence[Recording], policy: Policy, costs: Costs | None 
     Raises:
         ValueError: a policy that plans by costs, and none are given.
     """
-    if policy.learns:
+    if policy.needs_costs:
         if costs is None:
             raise ValueError(f"replay: the policy {policy.name!r} plans by costs; give the cost tables of the machine")
         policy.costs = copy.deepcopy(costs)
@@ -133,7 +133,7 @@ class _Round:
     def run(self, unread: int) -> tuple[ReplayedRound, int]:
         """The round's figures; `unread` counts the rounds since the draft last read what was accepted, before and after."""
         self.policy.begin()
-        is_drafting = unread == 0 or self.policy.wants_draft()
+        is_drafting = unread == 0 or self.policy.should_draft()
         if is_drafting and unread:
             self.widths.append(1)
         tree = self._draft() if is_drafting else Tree.of_root(self.root)
@@ -158,20 +158,20 @@ class _Round:
         at: list[Path] = [()]
         for level in range(1, self.room):
             probs, tokens = self._candidates(at)
-            growth = self.policy.grow(builder.ask(probs, tokens))
-            if growth is None:
+            next_level = self.policy.next_level(builder.open_level(probs, tokens))
+            if next_level is None:
                 break
-            builder.add(growth)
-            if len(growth.expand) == 0 or level == self.room - 1:
+            builder.add(next_level)
+            if len(next_level.expand) == 0 or level == self.room - 1:
                 break
-            rows, asked = builder.advance(growth)
+            rows, asked = builder.advance(next_level)
             at = [(*at[row], token) for row, token in zip(rows.tolist(), asked.tolist(), strict=True)]
             self.widths.append(len(at))
         return builder.tree(self.policy.select(builder))
 
     def _candidates(self, paths: Sequence[Path]) -> Candidates:
         """[F, K] each: as recorded, or equal chances of tokens that nobody says."""
-        count = min(self.policy.candidates, self.vocabulary)
+        count = min(self.policy.num_candidates, self.vocabulary)
         clueless = torch.full((count,), 1 / self.vocabulary), torch.full((count,), NO_TOKEN)
         self.asked += len(paths)
         self.unknown.update(path for path in paths if path not in self.said)
@@ -179,18 +179,18 @@ class _Round:
         assert all(len(probs) >= count for probs, _ in rows), "recorded with fewer candidates than the policy looks at"
         return torch.stack([probs[:count] for probs, _ in rows]), torch.stack([tokens[:count] for _, tokens in rows])
 
-    def _outcome(self, tree: Tree, path: list[int], accepted: int, choices: list[int]) -> Outcome:
+    def _outcome(self, tree: Tree, path: list[int], accepted: int, choices: list[int]) -> RoundOutcome:
         """Labels are known along the answer only, so for a policy that learns the other nodes count as never asked about."""
-        if not self.policy.studies():
-            return Outcome(accepted, tree, path, self.context)
+        if not self.policy.needs_feedback():
+            return RoundOutcome(accepted, tree, path, self.context)
         assert self.costs is not None
-        said = [None if choice == NO_TOKEN else one for one, choice in zip(tree.said, choices, strict=True)]
-        tree = replace(tree, said=said)
+        labelled = [None if choice == NO_TOKEN else topk for topk, choice in zip(tree.draft_topk, choices, strict=True)]
+        tree = replace(tree, draft_topk=labelled)
         verify_s = self.costs.verify_s(len(tree), self.context)
         draft = [(width, self.costs.draft(width)) for width in self.widths]
         total_s = verify_s + sum(seconds for _, seconds in draft) + self.costs.overhead
         times = RoundTimes(verify_s, draft, total_s)
-        return Outcome(accepted, tree, path, self.context, partial(agreement, tree, choices), lambda: times)
+        return RoundOutcome(accepted, tree, path, self.context, partial(agreement, tree, choices), lambda: times)
 
 
 def _paths(tree: Tree) -> list[Path]:

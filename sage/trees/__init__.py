@@ -1,56 +1,85 @@
-"""Draft trees and the policies that shape them: one module per policy."""
+"""Draft trees and the policies that shape them: one module per policy.
+
+Names are loaded on first use, so that `sage.trees.names` comes without torch.
+"""
 
 from __future__ import annotations
 
-import inspect
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from sage.trees import sage as sage
-from sage.trees.autoregressive import Autoregressive
-from sage.trees.base import Policy
-from sage.trees.builder import TreeBuilder, new_builder
-from sage.trees.chain import Chain
-from sage.trees.cost_aware.policy import CostAware
-from sage.trees.ddd import Ddd
-from sage.trees.eagle2 import Eagle2
-from sage.trees.sage import Sage
-from sage.trees.spec_llava import SpecLlava
-from sage.trees.static import Static
-from sage.trees.talon import Talon
-from sage.trees.tree import Columns, Drafted, Frontier, Growth, HostGrowth, Outcome, Tree
+from sage.trees.names import POLICIES
 
-_KINDS: tuple[type[Policy], ...] = (Autoregressive, Chain, Static, Eagle2, SpecLlava, Talon, Ddd, Sage, CostAware)
-_POLICIES: dict[str, type[Policy]] = {kind.name: kind for kind in _KINDS}
-POLICIES: tuple[str, ...] = tuple(_POLICIES)
+if TYPE_CHECKING:
+    from sage.trees import sage as sage
+    from sage.trees.base import Policy, RoundPlan
+    from sage.trees.level import TreeBuilder, new_builder
+    from sage.trees.tree import Columns, DraftedTree, Frontier, NextLevel, RoundOutcome, Tree
+
+_HOME = {
+    "Columns": "tree",
+    "DraftedTree": "tree",
+    "Frontier": "tree",
+    "NextLevel": "tree",
+    "Policy": "base",
+    "RoundOutcome": "tree",
+    "RoundPlan": "base",
+    "Tree": "tree",
+    "TreeBuilder": "level",
+    "new_builder": "level",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in POLICIES:
+        return import_module(f"sage.trees.{name}")
+    if name not in _HOME:
+        raise AttributeError(f"module 'sage.trees' has no attribute {name!r}")
+    return getattr(import_module(f"sage.trees.{_HOME[name]}"), name)
+
+
+def policy_class(name: str) -> type[Policy]:
+    """Returns the class of a policy, from the module of its name.
+
+    Raises:
+        ValueError: an unknown name; lists the known ones.
+    """
+    if name not in POLICIES:
+        raise ValueError(f"policy: {name!r} is unknown; choose one of {', '.join(POLICIES)}")
+    members = vars(import_module(f"sage.trees.{name}")).values()
+    [kind] = [member for member in members if isinstance(member, type) and vars(member).get("name") == name]
+    return kind
 
 
 def policy(name: str, **options: Any) -> Policy:
-    """A configured policy, by its public name.
+    """Returns a configured policy.
+
+    Args:
+        name: one of `POLICIES`.
+        options: fields of the policy's class.
 
     Raises:
-        ValueError: an unknown name or option; says which there are.
+        ValueError: an unknown name or option, or a value that is not allowed.
     """
-    if name not in _POLICIES:
-        raise ValueError(f"policy: {name!r} is unknown; choose one of {', '.join(POLICIES)}")
-    kind = _POLICIES[name]
-    known = () if kind.__init__ is object.__init__ else tuple(inspect.signature(kind).parameters)
-    unknown = [option for option in options if option not in known]
-    if unknown:
-        raise ValueError(f"policy.{name}: unknown option {unknown[0]!r}; choose from {', '.join(known) or 'none'}")
+    from sage.trees.options import check_names
+
+    kind = policy_class(name)
+    check_names(kind, list(options))
     return kind(**options)
 
 
 __all__ = [
     "POLICIES",
     "Columns",
-    "Drafted",
+    "DraftedTree",
     "Frontier",
-    "Growth",
-    "HostGrowth",
-    "Outcome",
+    "NextLevel",
     "Policy",
+    "RoundOutcome",
+    "RoundPlan",
     "Tree",
     "TreeBuilder",
     "new_builder",
     "policy",
+    "policy_class",
 ]

@@ -1,18 +1,18 @@
-"""No speculation: the root alone, one token per target pass."""
+"""Decoding without speculation."""
 
 from __future__ import annotations
 
 from sage.trees.base import Policy
-from sage.trees.tree import Frontier, Growth
+from sage.trees.tree import Frontier
 
 
 class Autoregressive(Policy):
-    """Never drafts; the baseline of every comparison, through the same loop."""
+    """No draft, one token per target pass; the baseline of every comparison."""
 
     name = "autoregressive"
-    on_host = True
-    candidates = 0
-    max_nodes = 1
+    is_on_host = True
+    num_candidates = 0
+    tree_capacity = 1
 
-    def grow(self, frontier: Frontier) -> Growth | None:
+    def next_level(self, frontier: Frontier) -> None:
         return None

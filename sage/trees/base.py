@@ -1,74 +1,83 @@
-"""The interface of tree policies. A policy answers "how deep, how wide, stop?" from probabilities and its own history.
+"""The interface of tree policies: a policy decides depth, width and end of a draft tree from probabilities and its history.
 
-Of tokens it sees no more than which of them would end the answer, and it never takes part in acceptance, so a bad policy makes
-decoding slow, never wrong.
+A policy sees no token, except which candidates end the answer, and takes no part in acceptance. A poor policy makes decoding
+slow, never wrong.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from sage.costs.tables import Costs
-from sage.trees.tree import Drafted, Frontier, Growth, HostGrowth, Outcome
+from sage.trees.options import check_values
+from sage.trees.tree import DraftedTree, Frontier, NextLevel, RoundOutcome
+
+
+class RoundPlan:
+    """The state of a policy within one round; subclasses add fields."""
 
 
 class Policy(ABC):
-    """One way to shape draft trees. Policies keep state within a request; `reset` starts a new one.
+    """Shapes the draft trees of one request at a time; `reset` starts a new request.
+
+    A policy with options is a `dataclass(eq=False, kw_only=True)` whose fields are the options, see `sage.trees.options`;
+    `__post_init__` checks them and sets the attributes below.
 
     Attributes:
-        name: the policy's public name.
-        candidates: K, how many candidates per node the policy wants to see; 0 = it never drafts.
-        max_nodes: the most nodes it verifies, or asks the draft about, in one round, the root included; sizes the caches.
-        learns: whether it plans by costs and what comes of its rounds.
-        on_host: whether it answers in numbers (`HostGrowth`, and a sequence from `select`), which takes one wait for the device
-            per level; else in tensors (`Growth`), and the host never waits.
-        costs: what passes and levels cost here; measured when the first request of a policy that learns starts.
+        name: name of the policy and of its module.
+        num_candidates: K, candidates per node that the policy needs; 0 = it never drafts.
+        tree_capacity: upper bound of the nodes verified or expanded in one round, root included; sizes the caches.
+        needs_costs: whether it plans with measured costs and learns from its rounds.
+        is_on_host: whether it plans with Python numbers (`NextLevel[Sequence[int]]`), which takes one device synchronization
+            per level; otherwise with tensors (`NextLevel[Tensor]`), without synchronization.
+        costs: cost tables of this machine; measured when the first request starts if `needs_costs`.
     """
 
     name: ClassVar[str]
-    candidates: int
-    max_nodes: int
-    learns: ClassVar[bool] = False
-    on_host: ClassVar[bool] = False
+    num_candidates: int
+    tree_capacity: int
+    needs_costs: ClassVar[bool] = False
+    is_on_host: ClassVar[bool] = False
     costs: Costs | None = None
 
+    def __post_init__(self) -> None:
+        check_values(self)
+
     def reset(self) -> None:  # noqa: B027 (optional hook)
-        """Forgets the last request."""
+        """Clears the state of the last request."""
 
-    def begin(self) -> dict[str, float]:
-        """Plans a round; returns figures worth logging (`alpha`, `planned_depth`, `width`), which `grow` may add to.
+    def begin(self) -> RoundPlan:
+        """Starts a round and returns its plan."""
+        return RoundPlan()
 
-        A new dict for every round: it becomes that round's line of `Stats.rounds_log`.
-        """
-        return {}
-
-    def wants_draft(self) -> bool:
-        """Whether the draft is worth asking in the round just begun."""
-        return self.candidates > 0
+    def should_draft(self) -> bool:
+        """Returns whether the draft should run in this round."""
+        return self.num_candidates > 0
 
     @abstractmethod
-    def grow(self, frontier: Frontier) -> Growth | HostGrowth | None:
-        """Chooses the next level; None ends the drafting without one."""
+    def next_level(self, frontier: Frontier) -> NextLevel[Any] | None:
+        """Chooses the nodes of the next level; None ends the drafting without a level."""
 
-    def select(self, drafted: Drafted) -> Tensor | Sequence[int] | None:
-        """Indices of the drafted nodes to verify, ancestors included; None = all.
+    def select(self, drafted: DraftedTree) -> Tensor | Sequence[int] | None:
+        """Returns the indices of the drafted nodes to verify, ancestors included; None = all.
 
-        Increasing, or, from a policy on the host, in any order that begins with the root and has parents before children. A
-        path that stands first in the tree is kept for less.
+        Indices increase. A policy on the host may return them in any order that begins with the root and has parents before
+        children; keeping an accepted path in the cache is cheaper the earlier its nodes are.
         """
         return None
 
     def explain(self, entry: dict[str, float]) -> str:
-        """Why a round was shaped as it was, in a few words; `entry` is that round's line of `Stats.rounds_log`."""
+        """Returns the reason for the shape of a round's tree in a few words; `entry` is its entry of `Stats.rounds_log`."""
         return ""
 
-    def studies(self) -> bool:
-        """Whether `observe` wants this round's labels and timings, which take a little to collect."""
-        return self.learns
+    def needs_feedback(self) -> bool:
+        """Returns whether `observe` uses labels and timings of this round, which take time to collect."""
+        return self.needs_costs
 
-    def observe(self, outcome: Outcome) -> None:  # noqa: B027 (optional hook)
-        """Learns from a verified round."""
+    def observe(self, outcome: RoundOutcome) -> dict[str, float]:
+        """Learns from a verified round; returns figures of its plan for `Stats.rounds_log`."""
+        return {}

@@ -1,32 +1,36 @@
-"""One drafted token per level. Ref: SAGE, arXiv 2602.00523, baseline SD-Chain (depth 5)."""
+"""Chains of drafted tokens. Ref: SAGE, arXiv 2602.00523, baseline SD-Chain (depth 5)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
 from sage.trees.base import Policy
-from sage.trees.options import check_count
-from sage.trees.tree import Frontier, HostGrowth
+from sage.trees.options import Range
+from sage.trees.tree import Frontier, NextLevel
 
-_FIRST, _LAST = HostGrowth([0], [0]), HostGrowth([0], [])
+_INNER: NextLevel[Sequence[int]] = NextLevel([0], [0])
+_LAST: NextLevel[Sequence[int]] = NextLevel([0], [])
 
 
+@dataclass(eq=False, kw_only=True)
 class Chain(Policy):
-    """The draft's best token, `depth` times.
+    """The draft's most probable token at every level.
 
     Args:
         depth: drafted tokens per round.
-
-    Raises:
-        ValueError: `depth` is no whole number, or below 1.
     """
 
     name = "chain"
-    on_host = True
-    candidates = 1
+    is_on_host = True
+    num_candidates = 1
 
-    def __init__(self, depth: int = 5) -> None:
-        check_count("policy.chain.depth", depth, 1, "; the policy autoregressive drafts nothing")
-        self.depth = depth
-        self.max_nodes = depth + 1
+    depth: Annotated[int, Range(ge=1, remedy="the policy autoregressive drafts nothing")] = 5
 
-    def grow(self, frontier: Frontier) -> HostGrowth:
-        return _FIRST if frontier.level < self.depth else _LAST
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.tree_capacity = self.depth + 1
+
+    def next_level(self, frontier: Frontier) -> NextLevel[Sequence[int]]:
+        return _INNER if frontier.level < self.depth else _LAST

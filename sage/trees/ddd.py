@@ -1,45 +1,49 @@
-"""Dynamic Depth Decoding: EAGLE-2's trees, drafted only as deep as the draft is sure. Ref: DDD, arXiv 2409.00142."""
+"""Dynamic Depth Decoding. Ref: DDD, arXiv 2409.00142."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
 
 from torch import Tensor
 
 from sage.trees.eagle2 import Eagle2
-from sage.trees.options import check_count, check_share
+from sage.trees.options import OptionError, Range
 
 
+@dataclass(eq=False, kw_only=True)
 class Ddd(Eagle2):
-    """EAGLE-2 that stops deepening when the beam's summed path probability falls below a threshold.
+    """`eagle2` whose depth ends when the summed path probability of the beam falls below a threshold (arXiv 2409.00142).
 
-    The paper's heuristic is H = log sum_i exp(logprobsum_i) over the beam, compared with a threshold after chosen draft steps
-    only, since each comparison makes the host wait for the device. exp(H) is, for a calibrated draft, the probability that the
-    target's text is still in the beam, and so an upper bound of the tokens that the next level can bring.
+    The paper's heuristic is H = log sum_i exp(logprobsum_i) over the beam, compared with a threshold after selected draft steps
+    only, because each comparison synchronizes with the device. For a calibrated draft, exp(H) is the probability that the
+    target's text is still in the beam, and thus an upper bound of the tokens that the next level can add.
 
     Ref: DDD, arXiv 2409.00142 (EAGLE-2 with 11 draft steps, beam 10). Differs by: the threshold is given as the probability
-    exp(H), and the checked levels are every `check_every`-th one instead of a hand-picked list; the last level needs no check.
-    The level at which drafting stops stays in the tree: it is drafted already. No more than `total - 1` nodes of a beam count.
+    exp(H), and every `check_every`-th level is checked instead of a hand-picked list; the last level needs no check. The level
+    after which drafting stops stays in the tree. At most `total - 1` nodes of a beam are summed.
 
     Args:
-        total, depth, top_k: as for `eagle2`; `depth` is the most that is drafted.
-        threshold: the beam's summed probability below which no further level is drafted.
-        check_every: levels between two checks; 1 checks after every level.
-
-    Raises:
-        ValueError: an option that is out of range, or a check that would never take place.
+        total, depth, top_k: as for `eagle2`; `depth` is the maximum.
+        threshold: summed probability of the beam below which no further level is drafted.
+        check_every: levels between two checks; 1 checks every level.
     """
 
     name = "ddd"
 
-    def __init__(self, total: int = 60, depth: int = 11, top_k: int = 10, threshold: float = 0.3, check_every: int = 2) -> None:
-        super().__init__(total, depth, top_k)
-        check_share("policy.ddd.threshold", threshold)
-        check_count("policy.ddd.check_every", check_every, 1)
-        if check_every >= depth:
-            raise ValueError(
-                f"policy.ddd.check_every: {check_every} checks nothing before the last level, depth={depth}; give less than "
-                f"the depth, or take the policy eagle2"
+    depth: Annotated[int, Range(ge=1)] = 11
+    threshold: Annotated[float, Range(gt=0, lt=1)] = 0.3
+    check_every: Annotated[int, Range(ge=1)] = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.check_every >= self.depth:
+            raise OptionError(
+                self.name,
+                "check_every",
+                f"{self.check_every} allows no check before the last level, depth={self.depth}; give less than the depth, "
+                f"or use the policy eagle2",
             )
-        self.threshold, self.check_every = threshold, check_every
 
     def _is_last(self, level: int, beam: Tensor) -> bool:
         if level >= self.depth:

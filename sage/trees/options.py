@@ -1,69 +1,131 @@
-"""Checks of policies' options. Each names the dotted key, the value found and what is allowed."""
+"""Options of policies: types, bounds and defaults are read from the fields of the policy's class, and values checked by them.
+
+A policy is a dataclass; a field is an option. Bounds are written with `Annotated`: `Annotated[int, Range(ge=1)]`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from enum import StrEnum
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 
-def check_count(key: str, value: Any, least: int, remedy: str = "") -> None:
-    """Refuses anything but a whole number of at least `least`.
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """Bounds of a number; `remedy` is appended to the message."""
+
+    ge: float = -math.inf
+    gt: float = -math.inf
+    le: float = math.inf
+    lt: float = math.inf
+    remedy: str = ""
+
+    def contains(self, value: float) -> bool:
+        """Whether `value` is within the bounds."""
+        return self.ge <= value <= self.le and self.gt < value < self.lt
+
+    def __str__(self) -> str:
+        bounds = (("of at least", self.ge), ("above", self.gt), ("at most", self.le), ("below", self.lt))
+        return " and ".join(f"{words} {bound:g}" for words, bound in bounds if math.isfinite(bound))
+
+
+class OptionError(ValueError):
+    """An option that is unknown or has a value that is not allowed.
+
+    Args:
+        policy, option: names.
+        problem: value, what is allowed, remedy.
+    """
+
+    def __init__(self, policy: str, option: str, problem: str) -> None:
+        super().__init__(f"policy.{policy}.{option}: {problem}")
+        self.policy, self.option, self.problem = policy, option, problem
+
+    def under(self, prefix: str) -> str:
+        """Returns the message with the option's dotted key under `prefix`, for example `decode.options`."""
+        return f"{prefix}.{self.policy}.{self.option}: {self.problem}"
+
+
+def defaults(kind: type) -> dict[str, Any]:
+    """Returns the options of a policy class with their default values."""
+    if not is_dataclass(kind):
+        return {}
+    values = {field.name: field.default for field in fields(kind) if field.init}
+    assert MISSING not in values.values(), f"every option of {kind.__name__} needs a default"
+    return values
+
+
+def check_names(kind: Any, options: Sequence[str]) -> None:
+    """Checks that a policy class has all of `options`.
 
     Raises:
-        ValueError: names the dotted key, the value and what is allowed.
+        OptionError: names the first unknown option and the known ones.
     """
-    if not is_count(value, least):
-        raise ValueError(f"{key}: {value!r} is not allowed; give a whole number of at least {least}{remedy}")
+    known = defaults(kind)
+    for option in options:
+        if option not in known:
+            raise OptionError(kind.name, option, f"unknown option; choose from {', '.join(known) or 'none'}")
 
 
-def check_number(key: str, value: Any, least: float, most: float = math.inf) -> None:
-    """Refuses anything but a finite number from `least` to `most`.
+def check_values(policy: Any) -> None:
+    """Checks every option of a policy against its annotation; text becomes the member of an enum.
 
     Raises:
-        ValueError: names the dotted key, the value and what is allowed.
+        OptionError: names the option, the value and what is allowed.
     """
-    if not _is_number(value) or not least <= value <= most or math.isinf(value):
-        bound = "" if math.isinf(most) else f" and at most {most:g}"
-        raise ValueError(f"{key}: {value!r} is not allowed; give a finite number of at least {least:g}{bound}")
+    kind: type = type(policy)
+    hints = types(kind)
+    for option in defaults(kind):
+        value, hint = getattr(policy, option), hints[option]
+        if not _fits(value, hint):
+            raise OptionError(policy.name, option, f"{value!r} is not allowed; {_allowed(hint)}")
+        if isinstance(hint, type) and issubclass(hint, StrEnum):
+            setattr(policy, option, hint(value))
 
 
-def check_share(key: str, value: Any, is_zero_allowed: bool = False) -> None:
-    """Refuses anything but a probability below 1, and 0 unless allowed.
-
-    Raises:
-        ValueError: names the dotted key, the value and what is allowed.
-    """
-    if not _is_number(value) or not (0 < value < 1 or (is_zero_allowed and value == 0)):
-        least = "at least 0" if is_zero_allowed else "above 0"
-        raise ValueError(f"{key}: {value!r} is not allowed; give a number {least} and below 1")
+@cache
+def types(kind: type) -> dict[str, Any]:
+    """Returns the annotations of a class, bounds included."""
+    return get_type_hints(kind, include_extras=True)
 
 
-def check_switch(key: str, value: Any) -> None:
-    """Refuses anything but true and false.
-
-    Raises:
-        ValueError: names the dotted key, the value and what is allowed.
-    """
-    if not isinstance(value, bool):
-        raise ValueError(f"{key}: {value!r} is not allowed; give true or false")
-
-
-def check_choice(key: str, value: Any, choices: Iterable[str]) -> None:
-    """Refuses anything but one of the choices.
-
-    Raises:
-        ValueError: names the dotted key, the value and the choices.
-    """
-    known = [str(choice) for choice in choices]
-    if value not in known:
-        raise ValueError(f"{key}: {value!r} is not allowed; choose one of {', '.join(known)}")
+def _fits(value: Any, hint: Any) -> bool:
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _fits(value, args[0]) and all(bound.contains(value) for bound in args[1:])
+    if origin in (Union, UnionType):
+        return any(_fits(value, part) for part in args)
+    if origin is Sequence:
+        return isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and all(_fits(one, args[0]) for one in value)
+    if hint in (bool, NoneType):
+        return isinstance(value, hint)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, str) and value in list(hint)
 
 
-def is_count(value: Any, least: int) -> bool:
-    """Whether it is a whole number of at least `least`; true and false are none."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _allowed(hint: Any) -> str:
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        return f"choose one of {', '.join(hint)}"
+    remedies = "".join(f"; {bound.remedy}" for bound in get_args(hint) if isinstance(bound, Range) and bound.remedy)
+    return f"give {type_name(hint)}{remedies}"
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def type_name(hint: Any, is_plural: bool = False) -> str:
+    """Returns an annotation in words: `an integer of at least 1`, `a list of lists of integers`."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return " ".join([type_name(args[0], is_plural), *map(str, args[1:])])
+    if origin in (Union, UnionType):
+        return " or ".join(type_name(part, is_plural) for part in args)
+    if origin is Sequence:
+        return f"{'lists' if is_plural else 'a list'} of {type_name(args[0], is_plural=True)}"
+    singular = {int: "an integer", float: "a number", bool: "true or false", NoneType: "null"}
+    plural = {int: "integers", float: "numbers"}
+    return (plural if is_plural else singular)[hint]

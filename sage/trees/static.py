@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated
 
 from sage.trees.base import Policy
-from sage.trees.options import is_count
-from sage.trees.tree import Frontier, HostGrowth
+from sage.trees.options import OptionError, Range
+from sage.trees.tree import Frontier, NextLevel
 
-Path = tuple[int, ...]
+Ranks = tuple[int, ...]
 
 # Child ranks along each path; 4 / 8 / 8 / 3 / 2 nodes per depth.
-STATIC_TREE: tuple[Path, ...] = (
+STATIC_TREE: tuple[Ranks, ...] = (
     *((0,), (1,), (2,), (3,)),
     *((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)),
     *((0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1), (1, 0, 0)),
@@ -21,60 +22,47 @@ STATIC_TREE: tuple[Path, ...] = (
 )
 
 
+@dataclass(eq=False, kw_only=True)
 class Static(Policy):
-    """The same tree every round.
+    """The same tree in every round; by default SAGE's SD-Tree of 25 nodes (arXiv 2602.00523).
 
     Args:
-        paths: one tuple of child ranks per node; every prefix of a path must be a path.
-
-    Raises:
-        ValueError: no paths, one that is empty or no list of ranks, or one without its prefix.
+        paths: the child ranks along the path to each node; every prefix of a path must be a path.
     """
 
     name = "static"
-    on_host = True
+    is_on_host = True
 
-    def __init__(self, paths: Sequence[Sequence[int]] = STATIC_TREE) -> None:
-        _check_paths(paths)
-        nodes = sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))
+    paths: Sequence[Sequence[Annotated[int, Range(ge=0)]]] = STATIC_TREE
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        nodes = sorted({tuple(path) for path in self.paths}, key=lambda path: (len(path), path))
+        if not nodes or not nodes[0]:
+            problem = f"{self.paths!r} is not allowed; give non-empty lists of ranks, for example [[0], [1], [0, 0]]"
+            raise OptionError(self.name, "paths", problem)
         orphans = [path for path in nodes if len(path) > 1 and path[:-1] not in nodes]
         if orphans:
-            raise ValueError(f"policy.static.paths: {orphans}; every prefix of a path must be a path itself")
-        self.candidates = 1 + max(rank for path in nodes for rank in path)
-        self.max_nodes = len(nodes) + 1
+            raise OptionError(self.name, "paths", f"{orphans}: every prefix of a path must be a path; add {orphans[0][:-1]}")
+        self.num_candidates = 1 + max(rank for path in nodes for rank in path)
+        self.tree_capacity = len(nodes) + 1
         self._levels = [_level(nodes, depth) for depth in range(1, len(nodes[-1]) + 1)]
-        self._growth: dict[int, list[HostGrowth]] = {}  # the levels by number of candidates, made once
+        self._cached: dict[int, list[NextLevel[Sequence[int]]]] = {}  # all levels by number of candidates
 
-    def grow(self, frontier: Frontier) -> HostGrowth:
+    def next_level(self, frontier: Frontier) -> NextLevel[Sequence[int]]:
         num_candidates = frontier.probs.shape[1]
-        if num_candidates not in self._growth:
-            self._growth[num_candidates] = [_growth(*level, num_candidates) for level in self._levels]
-        return self._growth[num_candidates][frontier.level - 1]
+        if num_candidates not in self._cached:
+            self._cached[num_candidates] = [_next_level(*level, num_candidates) for level in self._levels]
+        return self._cached[num_candidates][frontier.level - 1]
 
 
-def _check_paths(paths: Any) -> None:
-    """Refuses anything but a list of lists of child ranks, none of them empty."""
-    if not _is_list(paths) or not paths:
-        raise ValueError(f"policy.static.paths: {paths!r} is not allowed; give a list of paths, for example [[0], [1], [0, 0]]")
-    for path in paths:
-        if not _is_list(path) or not path or not all(is_count(rank, 0) for rank in path):
-            raise ValueError(
-                f"policy.static.paths: {path!r} is no path; give the ranks along it, whole numbers of at least 0, "
-                f"for example [0, 1]"
-            )
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
-
-
-def _growth(rows: list[int], ranks: list[int], expand: list[int], num_candidates: int) -> HostGrowth:
+def _next_level(rows: list[int], ranks: list[int], expand: list[int], num_candidates: int) -> NextLevel[Sequence[int]]:
     picks = [row * num_candidates + rank for row, rank in zip(rows, ranks, strict=True)]
-    return HostGrowth(picks, [picks[index] for index in expand])
+    return NextLevel(picks, [picks[index] for index in expand])
 
 
-def _level(nodes: list[Path], depth: int) -> tuple[list[int], list[int], list[int]]:
-    """Rows, ranks and expanded indices of one level; a row counts the parents that have children, in order."""
+def _level(nodes: list[Ranks], depth: int) -> tuple[list[int], list[int], list[int]]:
+    """Returns rows, ranks and expanded indices of one level; rows count the expanded parents in order."""
     children = [path for path in nodes if len(path) == depth]
     inner = sorted({path[:-1] for path in nodes if len(path) == depth + 1})
     parents = sorted({path[:-1] for path in children})

@@ -1,58 +1,69 @@
-"""TALON's trees: the level's width follows the draft's confidence, until a node budget is spent. Ref: arXiv 2601.07353.
+"""TALON's trees: the width of a level follows the draft's confidence, within a node budget. Ref: TALON, arXiv 2601.07353.
 
-Shapes: F frontier nodes, K children per node, M chosen.
+Shapes: F frontier nodes, K children per node, M selected.
 """
 
 from __future__ import annotations
 
-from sage.trees.base import Policy
-from sage.trees.options import check_count, check_share
+from dataclasses import dataclass
+from typing import Annotated
+
+from torch import Tensor
+
+from sage.trees.base import Policy, RoundPlan
+from sage.trees.options import Range
 from sage.trees.ranking import best_children
-from sage.trees.tree import Frontier, Growth
+from sage.trees.tree import Frontier, NextLevel
 
 
+@dataclass
+class TalonPlan(RoundPlan):
+    """`num_left`: nodes that may still be added."""
+
+    num_left: int
+
+
+@dataclass(eq=False, kw_only=True)
 class Talon(Policy):
-    """Deep and narrow where the draft is sure, shallow and wide where it is not.
+    """Levels keep nodes with at least `ratio` of the best path probability, until the budget is used (arXiv 2601.07353).
 
-    Robust initialisation: level 1 takes the root's top-K. Confidence gate: of the next levels' candidates, the top-K children
-    of every node kept before, those stay whose path probability is at least `ratio` times the level's largest. The tree grows
-    until `total` nodes; a level that does not fit keeps its most probable nodes.
+    Robust initialization: level 1 takes the root's top-K. Confidence gate: of the candidates of later levels (the top-K
+    children of every node kept before), those stay whose path probability is at least `ratio` times the level's largest. The
+    tree grows up to `total` nodes; a level that does not fit keeps its most probable nodes.
 
     Ref: TALON, arXiv 2601.07353, hybrid expansion. Differs by: `total` includes the root, as for `eagle2`; `max_depth` can end
-    the drafting earlier (the paper's only end is the budget, up to `total - 1` draft passes for a chain). How many nodes pass
-    the gate is the device's to tell, so the host waits for it once per level.
+    the drafting earlier (the paper ends at the budget only, up to `total - 1` draft passes for a chain). The number of nodes
+    that pass the gate takes one device synchronization per level.
 
     Args:
         total: nodes per round, the root included.
         top_k: K.
         ratio: mu, the share of the level's largest path probability that a node needs.
-        max_depth: levels drafted at most; None = until the budget is spent.
-
-    Raises:
-        ValueError: an option that is out of range.
+        max_depth: maximum number of levels; None = until the budget is used.
     """
 
     name = "talon"
 
-    def __init__(self, total: int = 60, top_k: int = 10, ratio: float = 0.03, max_depth: int | None = None) -> None:
-        check_count("policy.talon.total", total, 2, "; the policy autoregressive drafts nothing")
-        check_count("policy.talon.top_k", top_k, 1)
-        check_share("policy.talon.ratio", ratio)
-        if max_depth is not None:
-            check_count("policy.talon.max_depth", max_depth, 1, " or null")
-        self.total, self.top_k, self.ratio, self.max_depth = total, top_k, ratio, max_depth
-        self.candidates = top_k
-        self.max_nodes = total
+    total: Annotated[int, Range(ge=2, remedy="the policy autoregressive drafts nothing")] = 60
+    top_k: Annotated[int, Range(ge=1)] = 10
+    ratio: Annotated[float, Range(gt=0, lt=1)] = 0.03
+    max_depth: Annotated[int, Range(ge=1)] | None = None
 
-    def begin(self) -> dict[str, float]:
-        self._left = self.total - 1
-        return {}
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.num_candidates = self.top_k
+        self.tree_capacity = self.total
 
-    def grow(self, frontier: Frontier) -> Growth | None:
-        picks, order, paths = best_children(frontier, self.top_k, self._left)
+    def begin(self) -> TalonPlan:
+        self.plan = TalonPlan(self.total - 1)
+        return self.plan
+
+    def next_level(self, frontier: Frontier) -> NextLevel[Tensor]:
+        plan = self.plan
+        picks, order, paths = best_children(frontier, self.top_k, plan.num_left)
         if frontier.level > 1:
-            num_sure = int((paths >= self.ratio * paths[0]).sum())
-            picks = picks.take(order[:num_sure].sort().values)
-        self._left -= len(picks)
-        is_last = self._left == 0 or frontier.level == self.max_depth
-        return Growth(picks, picks[:0] if is_last else picks)
+            num_passed = int((paths >= self.ratio * paths[0]).sum())
+            picks = picks.take(order[:num_passed].sort().values)
+        plan.num_left -= len(picks)
+        is_last = plan.num_left == 0 or frontier.level == self.max_depth
+        return NextLevel(picks, picks[:0] if is_last else picks)

@@ -1,4 +1,4 @@
-"""The draft tree as flat arrays, and what policies see of it.
+"""The draft tree as flat arrays, and the views of it that policies receive and return.
 
 Shapes: N tree nodes (node 0 is the root), F frontier nodes, K candidates per node.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,11 +16,12 @@ from torch import Tensor
 from sage.host_tensors import CPU, longs, onto
 from sage.stats import RoundTimes
 
-Said = tuple[list[float], list[int]]  # the draft's K largest probabilities below a node, descending, and their tokens
+TopK = tuple[list[float], list[int]]  # the draft's K largest probabilities below a node, descending, and their tokens
+Indices = TypeVar("Indices")
 
 
 class Columns(NamedTuple):
-    """A tree as numbers, one list of N each: what `Tree` holds as tensors."""
+    """The fields of a `Tree` as lists of N numbers."""
 
     tokens: list[int]
     parents: list[int]
@@ -29,33 +30,34 @@ class Columns(NamedTuple):
 
 @dataclass
 class Tree:
-    """A draft tree; parents stand before children.
+    """A draft tree; parents come before children.
 
     Attributes:
         tokens: LongTensor [N].
         parents: LongTensor [N]; -1 for the root.
         depths: LongTensor [N]; 0 for the root.
-        num_levels: the tree is at most this deep.
-        said: per node what the draft said below it, None where it was not asked; empty if the policy planned on the device.
+        num_levels: upper bound of the depth.
+        draft_topk: per node the draft's candidates below it, None if it was not expanded; empty if the policy planned on the
+            device.
     """
 
     tokens: Tensor
     parents: Tensor
     depths: Tensor
     num_levels: int = 0
-    said: Sequence[Said | None] = ()
+    draft_topk: Sequence[TopK | None] = ()
 
     @classmethod
-    def of(cls, columns: Columns, device: torch.device = CPU, said: Sequence[Said | None] = ()) -> Tree:
-        """The tree of these numbers."""
+    def of(cls, columns: Columns, device: torch.device = CPU, draft_topk: Sequence[TopK | None] = ()) -> Tree:
+        """Returns the tree with these fields."""
         parents, depths, ancestors = _shape(tuple(columns.parents), tuple(columns.depths), device)
-        tree = cls(longs(columns.tokens, device), parents, depths, max(columns.depths), said)
+        tree = cls(longs(columns.tokens, device), parents, depths, max(columns.depths), draft_topk)
         tree.columns, tree.ancestors = columns, ancestors
         return tree
 
     @classmethod
     def of_root(cls, token: int, device: torch.device = CPU) -> Tree:
-        """The tree of one node."""
+        """Returns the tree of one node."""
         return cls.of(Columns([token], [-1], [0]), device, (None,))
 
     def __len__(self) -> int:
@@ -68,14 +70,14 @@ class Tree:
 
     @cached_property
     def columns(self) -> Columns:
-        """The tree as numbers. Waits for the device, unless the tree was made of them."""
+        """The fields as numbers; synchronizes with the device unless the tree was created from numbers."""
         return Columns(*torch.stack((self.tokens, self.parents, self.depths)).tolist())
 
     @cached_property
     def ancestors(self) -> Tensor:
-        """BoolTensor [N, N], row n True at n and its ancestors; nothing waits for the device.
+        """BoolTensor [N, N], row n True at n and its ancestors; computed without device synchronization.
 
-        Paths of up to 2^i steps are those of up to 2^(i-1) steps, twice: a few small products instead of a walk per level.
+        Squaring the matrix of paths of up to 2^(i-1) steps gives those of up to 2^i steps.
         """
         reach = torch.eye(len(self), device=self.tokens.device)
         reach.scatter_(1, self.parents.clamp(min=0)[:, None], 1.0)
@@ -86,12 +88,12 @@ class Tree:
 
 @lru_cache(maxsize=1024)
 def _shape(parents: tuple[int, ...], depths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """`Tree.parents`, `depths` and `ancestors` of a tree without its tokens; one shape comes again and again. Read only."""
+    """Returns `Tree.parents`, `depths` and `ancestors`; cached because shapes recur. Do not modify the result."""
     return longs(parents, device), longs(depths, device), ancestors_of(parents, device)
 
 
 def ancestors_of(parents: Sequence[int], device: torch.device) -> Tensor:
-    """`Tree.ancestors` from numbers: each node's row is its parent's and the node itself."""
+    """Returns `Tree.ancestors` from numbers: a node's row is its parent's row plus the node itself."""
     rows = [bytearray(len(parents))]
     for node, parent in enumerate(parents):
         row = rows[parent + 1][:]
@@ -102,15 +104,15 @@ def ancestors_of(parents: Sequence[int], device: torch.device) -> Tensor:
 
 
 class Frontier:
-    """What a policy sees before a level is added.
+    """The expanded nodes of one level and their candidates, as input of a policy.
 
     Args:
-        level: depth of the nodes to be chosen; 1 = below the root.
+        level: depth of the nodes to choose; 1 = below the root.
         probs: [F, K], the draft's K largest probabilities below each frontier node, descending.
-        path_probs: [F], the product of probabilities down to each frontier node, or how to compute it: not every policy looks
-            at it. One that plans on the host keeps its own account.
-        rows: `probs` as numbers, where they are known.
-        ends: candidates, row * K + rank, that end the answer: nothing below them is ever emitted. Known on the host alone.
+        path_probs: [F], the product of probabilities from the root to each frontier node, or a function that computes it;
+            None for policies on the host, which keep track of paths themselves.
+        rows: `probs` as numbers, if known.
+        ends: candidates that end the answer, as row * K + rank: nothing below them is emitted. Filled on the host only.
     """
 
     def __init__(
@@ -129,43 +131,35 @@ class Frontier:
     @cached_property
     def path_probs(self) -> Tensor:
         """[F]; see above."""
-        assert self._path_probs is not None, "a policy that plans on the host keeps its own account of paths"
+        assert self._path_probs is not None, "policies on the host keep track of path probabilities themselves"
         return self._path_probs if isinstance(self._path_probs, Tensor) else self._path_probs()
 
     @cached_property
     def rows(self) -> list[list[float]]:
-        """`probs` as numbers. Waits for the device."""
+        """`probs` as numbers; synchronizes with the device."""
         rows: list[list[float]] = self.probs.tolist()
         return rows
 
 
-@dataclass
-class Growth:
-    """A policy's answer: which candidates become nodes, and which of those the draft is asked about next.
+class NextLevel(NamedTuple, Generic[Indices]):
+    """The level that a policy adds below a frontier; candidates are indexed by row * K + rank.
 
-    Both name candidates as row * K + rank: a frontier row, and the rank among that row's K candidates.
+    `Indices` is LongTensor [M] for policies on the device, a sequence of numbers for policies on the host.
 
     Attributes:
-        picks: LongTensor [M], increasing, the new nodes.
-        expand: LongTensor [X], increasing, some of `picks`; empty ends the drafting.
+        picks: [M], the candidates that become nodes; increasing.
+        expand: [X], a subset of `picks` that the draft expands next; increasing; empty ends the drafting.
     """
 
-    picks: Tensor
-    expand: Tensor
+    picks: Indices
+    expand: Indices
 
 
-class HostGrowth(NamedTuple):
-    """`Growth` as numbers, from a policy that plans on the host."""
-
-    picks: Sequence[int]
-    expand: Sequence[int]
-
-
-class Drafted(Protocol):
-    """What a policy sees once all levels are there: how many nodes, and how probable each path is.
+class DraftedTree(Protocol):
+    """The tree before nodes are selected for verification.
 
     Attributes:
-        path_probs: [N], the product of the draft's probabilities from the root down; 1 for the root.
+        path_probs: [N], the product of draft probabilities from the root to each node; 1 for the root.
     """
 
     @property
@@ -175,18 +169,17 @@ class Drafted(Protocol):
 
 
 @dataclass
-class Outcome:
-    """What a policy learns after a round.
+class RoundOutcome:
+    """Result of one round, as input of `Policy.observe`.
 
     Attributes:
-        accepted: number of drafted tokens accepted (without the bonus token).
+        accepted: accepted drafted tokens, without the bonus token.
         tree: the verified tree.
         path: the accepted nodes, the root first.
-        context: tokens the target had cached before the round.
-        labels: for policies that learn, and to be called when they do, with the number of candidates to judge: the target's
-            verdict on what the draft said, a list for each node that it was asked about; greedy 1 or 0, sampling the
-            candidate's target probability.
-        times: for policies that learn, and to be called when they do: this round's timings. Waits for the device.
+        context: tokens in the target's cache before the round.
+        labels: if the policy needs feedback: maps a number of ranks R to the target's labels of the R most probable
+            candidates of every expanded node: 1 or 0 (greedy), or the target's probability of the candidate (sampling).
+        times: if the policy needs feedback: returns the timings of this round; synchronizes with the device.
     """
 
     accepted: int

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.slow_trees import SlowTree, add_growth, numbers
+from support.slow_trees import SlowTree, add_next_level, numbers
 from support.toy_helpers import PROMPT, SteadyClock, make_policy, toy_request, toy_tree
 from torch import Tensor
 
@@ -20,8 +20,17 @@ from sage.costs.tables import Costs, Curve
 from sage.decoder import decode
 from sage.sampling import Sampling, TargetSampler, agreement
 from sage.stats import RoundTimes, Stats
-from sage.trees import Frontier, Outcome, Tree
-from sage.trees.cost_aware.policy import LABELLED_RANKS, LEARN_EVERY, OFF_PATH_WEIGHT, STUDIED, CostAware, Noted, _evidence
+from sage.trees import Frontier, RoundOutcome, Tree
+from sage.trees.cost_aware.learner import (
+    LABELLED_RANKS,
+    LEARN_ALL_ROUNDS,
+    LEARN_EVERY,
+    OFF_PATH_WEIGHT,
+    Learner,
+    PendingRound,
+    correct_costs,
+    labelled_candidates,
+)
 from sage.trees.cost_aware.pricing import ChildMass
 from sage.verify import accept
 
@@ -162,35 +171,35 @@ class TestTree:
         """
         policy = self.policy(flat_costs(node=0.1, level=0.4))
         policy.begin()
-        growth = policy.grow(Frontier(1, torch.tensor([[0.9, 0.06, 0.04]]), torch.ones(1)))
-        assert growth is not None
-        assert numbers(growth)[0] == [0], "0.06 < 0.15"
+        chosen = policy.next_level(Frontier(1, torch.tensor([[0.9, 0.06, 0.04]]), torch.ones(1)))
+        assert chosen is not None
+        assert numbers(chosen)[0] == [0], "0.06 < 0.15"
         # A made-up s of 0.75 before anything is known, and now the 0.9 kept below the root: the next level pays 0.9 * 0.75.
-        assert numbers(growth)[1] == [], "0.675 < 0.6 + 0.15"
+        assert numbers(chosen)[1] == [], "0.675 < 0.6 + 0.15"
         cheaper = self.policy(flat_costs(node=0.1, level=0.3))
         cheaper.begin()
-        growth = cheaper.grow(Frontier(1, torch.tensor([[0.9, 0.06, 0.04]]), torch.ones(1)))
-        assert growth is not None and numbers(growth)[1] == [0], "0.675 > 0.45 + 0.15"
-        growth = cheaper.grow(Frontier(2, torch.tensor([[0.5, 0.3, 0.1]]), torch.tensor([0.9])))
-        assert growth is not None
-        assert numbers(growth)[0] == [0, 1], "0.9 * 0.1 < 0.15 < 0.9 * 0.3"
-        assert numbers(growth)[1] == [], "neither 0.45 * 0.75 nor 0.27 * 0.75 more pays for a level"
+        chosen = cheaper.next_level(Frontier(1, torch.tensor([[0.9, 0.06, 0.04]]), torch.ones(1)))
+        assert chosen is not None and numbers(chosen)[1] == [0], "0.675 > 0.45 + 0.15"
+        chosen = cheaper.next_level(Frontier(2, torch.tensor([[0.5, 0.3, 0.1]]), torch.tensor([0.9])))
+        assert chosen is not None
+        assert numbers(chosen)[0] == [0, 1], "0.9 * 0.1 < 0.15 < 0.9 * 0.3"
+        assert numbers(chosen)[1] == [], "neither 0.45 * 0.75 nor 0.27 * 0.75 more pays for a level"
 
     def test_nothing_is_drafted_below_the_answers_end(self) -> None:
         """The likelier of two candidates ends the answer: both are verified, only the other is drafted from."""
         for sees_ends, expected in ((True, [1]), (False, [0, 1])):
             policy = self.policy(flat_costs(node=0.01, level=0.01), sees_ends=sees_ends)
             policy.begin()
-            growth = policy.grow(Frontier(1, torch.tensor([[0.6, 0.4]]), torch.ones(1), ends=[0]))
-            assert growth is not None and numbers(growth) == ([0, 1], expected)
+            chosen = policy.next_level(Frontier(1, torch.tensor([[0.6, 0.4]]), torch.ones(1), ends=[0]))
+            assert chosen is not None and numbers(chosen) == ([0, 1], expected)
 
     def test_a_path_that_cannot_be_taken_is_no_division_by_zero(self) -> None:
         """Where nodes seem to cost nothing and nothing stops the drafting, even the impossible is drafted from."""
         policy = self.policy(flat_costs(node=0.0), stop=False)
         policy.begin()
         for level in (1, 2):
-            growth = policy.grow(Frontier(level, torch.tensor([[1.0, 0.0]]).repeat(level, 1), torch.ones(level)))
-            assert growth is not None and len(growth.expand) == 2 * level
+            chosen = policy.next_level(Frontier(level, torch.tensor([[1.0, 0.0]]).repeat(level, 1), torch.ones(level)))
+            assert chosen is not None and len(chosen.expand) == 2 * level
 
     def test_verifies_what_the_true_curve_bears(self) -> None:
         """A pass of four nodes and one of five differ by far more than the usual node: the fifth is left out."""
@@ -198,11 +207,11 @@ class TestTree:
         policy = self.policy(steep, max_depth=1)
         policy.begin()
         probs, tokens = torch.tensor([[0.4, 0.2, 0.2, 0.2]]), torch.arange(4)[None]
-        policy._prices = policy._prices._replace(node=0.0)
-        growth = policy.grow(Frontier(1, probs, torch.ones(1)))
-        assert growth is not None and len(growth.picks) == 4
+        policy.plan.prices = policy.prices._replace(node=0.0)
+        chosen = policy.next_level(Frontier(1, probs, torch.ones(1)))
+        assert chosen is not None and len(chosen.picks) == 4
         tree = SlowTree.of_token(7)
-        add_growth(tree, torch.tensor([0]), growth, probs, tokens)
+        add_next_level(tree, torch.tensor([0]), chosen, probs, tokens)
         keep = policy.select(tree)
         assert keep is not None and len(keep) == 4 and keep[0] == 0
 
@@ -211,17 +220,17 @@ class TestTree:
         asked = []
         for _ in range(20):
             policy.begin()
-            asked.append(policy.wants_draft())
-            policy.observe(Outcome(0, Tree.of_root(0), [0]))
+            asked.append(policy.should_draft())
+            policy.observe(RoundOutcome(0, Tree.of_root(0), [0]))
         assert asked[0] and sum(asked) < 10 and asked[16]
 
     def test_state_is_plain_and_comes_back(self) -> None:
         policy, other = self.policy(flat_costs()), sage.policy("cost_aware")
         policy.begin()
-        policy.observe(Outcome(3, Tree.of_root(0), [0]))
+        policy.observe(RoundOutcome(3, Tree.of_root(0), [0]))
         other.load_state(policy.state())
         assert other.state() == policy.state()
-        assert other.price == policy.price
+        assert other.prices == policy.prices
 
 
 class TestLearning:
@@ -236,35 +245,37 @@ class TestLearning:
             choices = [seed % 3] * len(tree)
             path, _ = accept(tree, choices)
             times = RoundTimes(1.1, [(1, 0.01)], 1.2)
-            policy.observe(Outcome(len(path) - 1, tree, path, 9, partial(agreement, tree, choices), lambda times=times: times))
+            policy.observe(
+                RoundOutcome(len(path) - 1, tree, path, 9, partial(agreement, tree, choices), lambda times=times: times)
+            )
         return policy
 
     def test_at_1_2_4_8_rounds_and_then_in_batches(self, monkeypatch: pytest.MonkeyPatch) -> None:
         learned: list[int] = []
-        learn = CostAware._learn
-        monkeypatch.setattr(CostAware, "_learn", lambda self: (learned.append(self.rounds), learn(self))[1])
+        learn = Learner.learn
+        monkeypatch.setattr(Learner, "learn", lambda self, costs: (learned.append(self.rounds), learn(self, costs))[1])
         self.after(3 * LEARN_EVERY)
         assert learned[:4] == [1, 2, 4, 8] and learned[-2:] == [2 * LEARN_EVERY, 3 * LEARN_EVERY]
 
     def test_of_later_rounds_one_in_four_is_studied(self) -> None:
         policy = self.after(0)
         tree, _ = toy_tree(policy, root=(1,))
-        policy.rounds, studied = STUDIED, []
+        policy.learner.rounds, studied = LEARN_ALL_ROUNDS, []
         for _ in range(8):
             policy.begin()
-            studied.append(policy.studies())
-            policy.observe(Outcome(1, tree, [0, 1], times=lambda: RoundTimes(1.1, [], 1.2)))
+            studied.append(policy.needs_feedback())
+            policy.observe(RoundOutcome(1, tree, [0, 1], times=lambda: RoundTimes(1.1, [], 1.2)))
         assert studied == [True, False, False, False] * 2
-        assert policy.rounds == STUDIED + 8 and len(policy._noted) == 2
+        assert policy.learner.rounds == LEARN_ALL_ROUNDS + 8 and len(policy.learner.pending) == 2
 
     def test_while_drafting_does_not_pay_every_round_is_studied(self) -> None:
         """What is learned then decides whether it is asked again; one in four could miss every round in which it was."""
         policy = self.after(0)
-        policy.rounds = STUDIED + 1
+        policy.learner.rounds = LEARN_ALL_ROUNDS + 1
         for is_studied in (False, True, True, True, True):
             policy.begin()
-            assert policy.studies() == is_studied
-            policy.observe(Outcome(0, Tree.of_root(0), [0]))
+            assert policy.needs_feedback() == is_studied
+            policy.observe(RoundOutcome(0, Tree.of_root(0), [0]))
 
     def test_one_batch_is_round_after_round(self) -> None:
         """Prices, masses and costs: the same whether they are learned of one by one or together. (Newton's steps differ.)"""
@@ -272,16 +283,16 @@ class TestLearning:
         tree, _ = toy_tree(together, root=(1,))
         times = RoundTimes(1.1, [(1, 0.012), (2, 0.02)], 1.2)
         for policy, is_batch in ((together, True), (one_by_one, False)):
-            policy.rounds = 10**6 if is_batch else 0
+            policy.learner.rounds = 10**6 if is_batch else 0
             for accepted in (0, 2, 1):
-                outcome = Outcome(accepted, tree, list(range(accepted + 1)), 9, times=lambda: times)
-                policy._noted.append(Noted(outcome, 0.04, [(0, 1.0, 0.7), (1, 0.6, 0.9)]))
+                outcome = RoundOutcome(accepted, tree, list(range(accepted + 1)), 9, times=lambda: times)
+                policy.learner.pending.append(PendingRound(outcome, 0.04, [(0, 1.0, 0.7), (1, 0.6, 0.9)]))
                 if not is_batch:
                     policy._learn()
             policy._learn()
-            policy.rounds = 0
+            policy.learner.rounds = 0
         assert together.state() == one_by_one.state()
-        assert together._prices == one_by_one._prices
+        assert together.prices == one_by_one.prices
 
     @pytest.mark.parametrize("context", [0, 400, 4000])
     def test_timings_as_the_tables_have_them_correct_nothing(self, context: int) -> None:
@@ -290,17 +301,19 @@ class TestLearning:
         policy.costs.context, policy.costs.verify_per_token = 800, 1e-3
         tree, _ = toy_tree(policy, root=(1,))
         seconds = policy.costs.verify_s(len(tree), context)
-        outcome = Outcome(1, tree, [0, 1], context, times=lambda: RoundTimes(seconds, [(1, policy.costs.draft(1))], seconds))
+        outcome = RoundOutcome(
+            1, tree, [0, 1], context, times=lambda: RoundTimes(seconds, [(1, policy.costs.draft(1))], seconds)
+        )
         for _ in range(50):
-            policy._correct_costs(outcome)
+            correct_costs(policy.costs, outcome)
         assert policy.costs.verify.scale == pytest.approx(1.0)
         assert policy.costs.draft.scale == pytest.approx(1.0)
 
     def test_the_state_holds_every_round(self) -> None:
         policy = self.after(5)
-        assert policy._noted, "the fifth round waits"
+        assert policy.learner.pending, "the fifth round waits"
         state = policy.state()
-        assert not policy._noted and state["tokens"] > 0
+        assert not policy.learner.pending and state["tokens"] > 0
         assert self.after(4).state()["tokens"] != state["tokens"]
 
     def test_evidence_is_what_a_walk_over_the_trees_finds(self) -> None:
@@ -311,21 +324,21 @@ class TestLearning:
             tree, _ = toy_tree(policy, root=(seed % 4,))
             choices = [(seed + node) % 4 for node in range(len(tree))]
             path, _ = accept(tree, choices)
-            outcomes.append(Outcome(len(path) - 1, tree, path, labels=partial(agreement, tree, choices)))
-        found = _evidence(outcomes)
+            outcomes.append(RoundOutcome(len(path) - 1, tree, path, labels=partial(agreement, tree, choices)))
+        found = labelled_candidates(outcomes)
         assert found is not None
         rows = []
         for outcome in outcomes:
             judged = iter(outcome.labels(LABELLED_RANKS))
             for node in range(len(outcome.tree)):
-                said = outcome.tree.said[node]
-                if said is not None:
+                topk = outcome.tree.draft_topk[node]
+                if topk is not None:
                     weight = 1.0 if node in outcome.path else OFF_PATH_WEIGHT
-                    rows.append((said[0], int(outcome.tree.depths[node]) + 1, next(judged), weight))
+                    rows.append((topk[0], int(outcome.tree.depths[node]) + 1, next(judged), weight))
             assert next(judged, None) is None
         for column, expected in zip(found, zip(*rows, strict=True), strict=True):
             torch.testing.assert_close(column, torch.tensor(expected, dtype=column.dtype))
-        assert _evidence([Outcome(0, Tree.of_root(0), [0])]) is None
+        assert labelled_candidates([RoundOutcome(0, Tree.of_root(0), [0])]) is None
 
     def test_masses_are_a_table_of_means(self) -> None:
         mass = ChildMass(2, start=0.5, weight=2.0, memory=0.5)
@@ -343,6 +356,6 @@ class TestLearning:
             pass
         assert stats.rounds_log and any(entry["drafted"] > entry["nodes"] for entry in stats.rounds_log)
         for entry in stats.rounds_log:
-            assert entry["asked"] >= entry["levels"] >= entry["depth"] and entry["drafted"] >= entry["nodes"]
+            assert entry["expanded"] >= entry["levels"] >= entry["depth"] and entry["drafted"] >= entry["nodes"]
             assert (entry["drafted"] == 0) == (entry["levels"] == 0)
-            assert ("no candidate was worth" in policy.explain(entry)) == (0 == entry["levels"] < entry["asked"])
+            assert ("no candidate was worth" in policy.explain(entry)) == (0 == entry["levels"] < entry["expanded"])

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import random
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
-from support.slow_trees import SlowTree, add_growth, as_keep
+from support.messages import refused
+from support.slow_trees import SlowTree, add_next_level, as_keep
 
 import sage
-from sage.trees import Frontier, Policy, Tree
+from sage.trees import Frontier, Policy, Tree, policy_class
+from sage.trees.options import OptionError, defaults
 from sage.trees.ranking import best_children, best_nodes
+from sage.trees.sage import Threshold
 from sage.trees.spec_llava import level_widths
 
-ROOT = Path(__file__).parents[2]
 NAMES = ("eagle2", "spec_llava", "talon", "ddd")
 
 Ranks = tuple[int, ...]
@@ -33,10 +32,10 @@ def draft_tree(policy: Policy, draft: Draft, levels: int = 99) -> tuple[SlowTree
     policy.begin()
     tree, paths, frontier, asked, level = SlowTree.of_token(-1), [()], torch.tensor([0]), 0, 0
     for level in range(1, levels + 1):
-        says = torch.tensor([draft(paths[node])[: policy.candidates] for node in frontier.tolist()])
-        growth = policy.grow(Frontier(level, says, tree.path_probs[frontier]))
-        assert growth is not None
-        frontier = add_growth(tree, frontier, growth, says, torch.arange(says.shape[1]).expand_as(says))
+        says = torch.tensor([draft(paths[node])[: policy.num_candidates] for node in frontier.tolist()])
+        chosen = policy.next_level(Frontier(level, says, tree.path_probs[frontier]))
+        assert chosen is not None
+        frontier = add_next_level(tree, frontier, chosen, says, torch.arange(says.shape[1]).expand_as(says))
         for node in range(len(paths), len(tree)):
             paths.append((*paths[int(tree.parents[node])], int(tree.tokens[node])))
         asked += len(frontier)
@@ -219,8 +218,8 @@ few = settings(max_examples=60, deadline=None)
 
 
 def check_bounds(policy: Policy, tree: Tree, asked: int) -> None:
-    assert len(tree) <= policy.max_nodes
-    assert asked < policy.max_nodes  # the root, whose row is committed already, is counted too
+    assert len(tree) <= policy.tree_capacity
+    assert asked < policy.tree_capacity  # the root, whose row is committed already, is counted too
 
 
 class TestTwins:
@@ -341,10 +340,10 @@ def grow_on_meta(policy: Policy, levels: int = 3) -> None:
     policy.begin()
     width = 1
     for level in range(1, levels + 1):
-        probs, path_probs = torch.empty(width, policy.candidates, device="meta"), torch.empty(width, device="meta")
-        growth = policy.grow(Frontier(level, probs, path_probs))
-        assert growth is not None
-        width = len(growth.expand)
+        probs, path_probs = torch.empty(width, policy.num_candidates, device="meta"), torch.empty(width, device="meta")
+        chosen = policy.next_level(Frontier(level, probs, path_probs))
+        assert chosen is not None
+        width = len(chosen.expand)
 
 
 @pytest.mark.parametrize("name", ["eagle2", "spec_llava"])
@@ -377,86 +376,71 @@ def test_rounds_do_not_leak_into_each_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "message"),
+    ("name", "option", "value"),
     [
-        (
-            "eagle2",
-            {"total": 1},
-            r"policy\.eagle2\.total: 1 is not allowed; give a whole number of at least 2; the policy auto",
-        ),
-        ("eagle2", {"total": "60"}, r"policy\.eagle2\.total: '60' is not allowed; give a whole number"),
-        ("eagle2", {"depth": 0}, r"policy\.eagle2\.depth: 0 is not allowed"),
-        ("eagle2", {"depth": True}, r"policy\.eagle2\.depth: True is not allowed"),
-        ("eagle2", {"top_k": 2.5}, r"policy\.eagle2\.top_k: 2\.5 is not allowed; give a whole number of at least 1"),
-        ("ddd", {"depth": 0}, r"policy\.ddd\.depth: 0 is not allowed"),
-        ("ddd", {"threshold": 1.0}, r"policy\.ddd\.threshold: 1\.0 is not allowed; give a number above 0 and below 1"),
-        ("ddd", {"threshold": 0}, r"policy\.ddd\.threshold: 0 is not allowed"),
-        ("ddd", {"check_every": 0}, r"policy\.ddd\.check_every: 0 is not allowed"),
-        ("ddd", {"check_every": 11}, r"policy\.ddd\.check_every: 11 checks nothing before the last level, depth=11"),
-        ("spec_llava", {"budget": 0}, r"policy\.spec_llava\.budget: 0 is not allowed"),
-        ("spec_llava", {"branch": -1}, r"policy\.spec_llava\.branch: -1 is not allowed"),
-        ("spec_llava", {"steps": -1}, r"policy\.spec_llava\.steps: -1 is not allowed; give a whole number of at least 0"),
-        (
-            "spec_llava",
-            {"min_confidence": 1},
-            r"policy\.spec_llava\.min_confidence: 1 is not allowed; give a number at least 0",
-        ),
-        ("talon", {"total": 0}, r"policy\.talon\.total: 0 is not allowed"),
-        ("talon", {"top_k": 0}, r"policy\.talon\.top_k: 0 is not allowed"),
-        ("talon", {"ratio": 0.0}, r"policy\.talon\.ratio: 0\.0 is not allowed; give a number above 0 and below 1"),
-        ("talon", {"ratio": "much"}, r"policy\.talon\.ratio: 'much' is not allowed"),
-        ("talon", {"max_depth": 0}, r"policy\.talon\.max_depth: 0 is not allowed; give a whole number of at least 1 or null"),
-        ("chain", {"depth": 0}, r"policy\.chain\.depth: 0 is not allowed; .* at least 1; the policy autoregressive drafts"),
-        ("static", {"paths": []}, r"policy\.static\.paths: \[\] is not allowed; give a list of paths, for example \[\[0\]"),
-        ("static", {"paths": [()]}, r"policy\.static\.paths: \(\) is no path; give the ranks along it, whole numbers"),
-        ("static", {"paths": [[0], [-1]]}, r"policy\.static\.paths: \[-1\] is no path"),
-        ("static", {"paths": [[0], 1]}, r"policy\.static\.paths: 1 is no path"),
-        ("static", {"paths": ["0"]}, r"policy\.static\.paths: '0' is no path"),
-        ("static", {"paths": [[False]]}, r"policy\.static\.paths: \[False\] is no path"),
-        ("sage", {"window": 0}, r"policy\.sage\.window: 0 is not allowed; give a whole number of at least 1; history=false"),
-        ("sage", {"top_k": 1}, r"policy\.sage\.top_k: 1 is not allowed; give a whole number of at least 2"),
-        ("sage", {"max_nodes": 1}, r"policy\.sage\.max_nodes: 1 is not allowed"),
-        ("sage", {"min_depth": 0}, r"policy\.sage\.min_depth: 0 is not allowed"),
-        ("sage", {"min_width": 4, "max_width": 3}, r"policy\.sage: min_width=4, max_width=3; give 1 <= min_width <= max_width"),
-        ("sage", {"threshold": "foo"}, r"policy\.sage\.threshold: 'foo' is not allowed; choose one of cumulative, node$"),
-        ("sage", {"alpha_from": []}, r"policy\.sage\.alpha_from: \[\] is not allowed; choose one of accepted, root, current$"),
-        ("sage", {"history_low": -1}, r"policy\.sage\.history_low: -1 is not allowed; give a finite number of at least 0$"),
-        ("sage", {"history_low": 4}, r"policy\.sage: history_low=4, history_high=3\.0; give history_low <= history_high"),
-        ("sage", {"history": "false"}, r"policy\.sage\.history: 'false' is not allowed; give true or false"),
-        ("cost_aware", {"max_depth": 0}, r"policy\.cost_aware\.max_depth: 0 is not allowed"),
-        ("cost_aware", {"retry_every": 0}, r"policy\.cost_aware\.retry_every: 0 is not allowed"),
-        ("cost_aware", {"memory": 1.5}, r"policy\.cost_aware\.memory: 1\.5 .* finite number of at least 0 and at most 1$"),
-        ("talon", {"depth": 3}, r"policy\.talon: unknown option 'depth'; choose from total, top_k, ratio, max_depth"),
+        *(("eagle2", "total", value) for value in (1, "60")),
+        *(("eagle2", "depth", value) for value in (0, True)),
+        *(("eagle2", "top_k", value) for value in (2.5, [3])),
+        *(("ddd", "threshold", value) for value in (1.0, 0)),
+        *(("ddd", "check_every", value) for value in (0, 11)),
+        *(("spec_llava", "budget", value) for value in (0, None)),
+        *(("spec_llava", option, -1) for option in ("branch", "steps")),
+        *(("spec_llava", "min_confidence", value) for value in (1, -0.1)),
+        *(("talon", "total", value) for value in (0, "many")),
+        *(("talon", "ratio", value) for value in (0.0, "much")),
+        *(("talon", "max_depth", value) for value in (0, "null")),
+        *(("chain", "depth", value) for value in (0, "abc")),
+        *(("static", "paths", value) for value in ([], [()], [[0], [-1]], [[0], 1], ["0"], [[False]], "00")),
+        *(("sage", "top_k", value) for value in (1, None)),
+        *(("sage", "window", value) for value in (0, 1.0)),
+        *(("sage", "min_depth", value) for value in (0, 9)),
+        *(("sage", "min_width", value) for value in (0, 11)),
+        *(("sage", "threshold", value) for value in ("foo", [])),
+        *(("sage", "alpha_from", value) for value in ("tip", [])),
+        *(("sage", "history_low", value) for value in (-1, 4)),
+        *(("sage", "history", value) for value in ("false", 0)),
+        *(("cost_aware", "retry_every", value) for value in (0, "16")),
+        *(("cost_aware", "memory", value) for value in (1.5, -0.1)),
     ],
 )
-def test_options_out_of_range_are_named(name: str, options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        sage.policy(name, **options)
+def test_bad_values_are_refused(name: str, option: str, value: object) -> None:
+    with refused(f"policy.{name}.{option}: {value!r}", error=OptionError):
+        sage.policy(name, **{option: value})
 
 
 def wrong_values(default: object) -> list[object]:
-    """What no option of the default's type takes."""
-    if isinstance(default, str):
-        return ["abc", 1, None]
-    if isinstance(default, bool):
+    """Values that no option with a default of this type accepts."""
+    if isinstance(default, (str, bool)):
         return ["abc", 1, None]
     return ["abc", "3", True, [3], math.nan, math.inf, -1, *([2.5, 10.0] if isinstance(default, int) else [])]
 
 
 @pytest.mark.parametrize("name", sage.POLICIES)
 def test_every_option_of_every_policy_is_checked(name: str) -> None:
-    """Among them what a command line makes of a slip of the finger: a word, a text, a fraction, NaN."""
-    for option, parameter in inspect.signature(type(sage.policy(name))).parameters.items():
-        if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:  # autoregressive has none
-            continue
-        for value in wrong_values(parameter.default):
-            with pytest.raises(ValueError, match=rf"^policy\.{name}\.{option}: .*; (give|choose) "):
+    """Includes what a typing error on a command line gives: a word, text, a fraction, NaN."""
+    for option, default in defaults(policy_class(name)).items():
+        for value in wrong_values(default):
+            with pytest.raises(OptionError) as caught:
                 sage.policy(name, **{option: value})
+            assert caught.value.under("decode.options").startswith(
+                f"decode.options.{name}.{option}: {value!r} is not allowed; "
+            )
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_shipped_options_are_the_defaults(name: str) -> None:
-    path = ROOT / "conf" / "decode" / "policy" / f"{name}.yaml"
-    assert path.read_text().startswith("# @package decode.options\n")
-    parameters = inspect.signature(type(sage.policy(name))).parameters
-    assert OmegaConf.to_object(OmegaConf.load(path)) == {name: {key: value.default for key, value in parameters.items()}}
+def test_the_message_names_the_type_and_the_bounds() -> None:
+    expected = {
+        ("chain", "depth"): "an integer of at least 1",
+        ("talon", "ratio"): "a number above 0 and below 1",
+        ("talon", "max_depth"): "an integer of at least 1 or null",
+        ("static", "paths"): "a list of lists of integers of at least 0",
+        ("cost_aware", "memory"): "a number of at least 0 and at most 1",
+        ("sage", "history"): "true or false",
+        ("sage", "threshold"): "cumulative, node",
+    }
+    for (name, option), allowed in expected.items():
+        with refused(f"policy.{name}.{option}: {{}}", allowed):
+            sage.policy(name, **{option: {}})
+
+
+def test_text_becomes_the_member_of_an_enum() -> None:
+    assert sage.policy("sage", threshold="node").threshold is Threshold.NODE

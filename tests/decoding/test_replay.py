@@ -55,7 +55,7 @@ def test_a_policy_on_its_own_recording_is_itself(ready: Any, temperature: float)
     options = {"max_new_tokens": LENGTH, "temperature": temperature, "seed": 3}
     for name in SMALL:
         stats = sage.generate(target, draft, inputs, policy=policy(name), **options).stats
-        recording = record(target, draft, inputs, policy(name), policy(name).candidates, **options)
+        recording = record(target, draft, inputs, policy(name), policy(name).num_candidates, **options)
         found = replay([recording], policy(name), COSTS)
         assert [one.accepted for one in found.rounds] == stats.accepted, name
         assert [(one.nodes, one.depth) for one in found.rounds] == [(e["nodes"], e["depth"]) for e in stats.rounds_log], name
@@ -76,7 +76,7 @@ def real_chain(ready: Any, recording: Recording, depth: int) -> list[int]:
         stop = StopCriterion(Sampling(max_new_tokens=recording.max_new_tokens))
         stop.append(answer[: recorded.position])
         chain = sage.policy("chain", depth=depth)
-        chain.candidates = 16  # as recorded: top-1 and top-16 may order the oracle's equal probabilities differently
+        chain.num_candidates = 16  # as recorded: top-1 and top-16 may order the oracle's equal probabilities differently
         request = Request(target, session, chain, None, stop, None, None)  # type: ignore[arg-type]
         root = answer[recorded.position - 1]
         tree = draft_tree(root, session._start(), request, Clock(torch.device("cpu")), Stats())
@@ -127,9 +127,9 @@ def test_a_policy_that_learns_gets_labels_along_the_answer_and_leaves_the_tables
     found = replay([recording] * 8, learner, COSTS)
     assert COSTS.state() == before and learner.costs is not COSTS
     assert found.summary()["coverage"] > 0.9
-    depths = learner.before.error()
+    depths = learner.learner.before.error()
     assert depths and all(0 <= error <= 1 for error in depths.values())
-    assert learner.calibrator.weights.tolist() != learner.calibrator.identity.tolist()
+    assert learner.learner.calibrator.weights.tolist() != learner.learner.calibrator.identity.tolist()
 
 
 def test_a_policy_that_plans_by_costs_needs_them() -> None:

@@ -85,7 +85,7 @@ def test_any_part_with_its_ancestors_is_a_tree(tree: SlowTree, data: st.DataObje
     assert token_paths(part) == [token_paths(tree)[node] for node in keep]
     for field in ("path_probs", "depths"):
         assert torch.equal(getattr(part, field), getattr(tree, field)[keep])
-    assert part.said == [tree.said[node] for node in keep]
+    assert part.draft_topk == [tree.draft_topk[node] for node in keep]
 
 
 @few

@@ -1,38 +1,39 @@
-"""Trees grown and cut one operation at a time: the slow twin of `sage.trees.builder`, and what tests make trees with."""
+"""Trees grown and pruned one operation at a time: the slow reference of `sage.trees.level`, and tree factories for tests."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sage.trees import Frontier, Growth, HostGrowth, Policy, Tree
+from sage.trees import Frontier, NextLevel, Policy, Tree
 
 
 @dataclass
 class SlowTree(Tree):
-    """A `Tree` that grows; of every node it also knows path_probs, [N], the product of probabilities down to it."""
+    """A `Tree` that grows; `path_probs` [N] are the products of probabilities from the root to each node."""
 
     path_probs: Tensor = field(default_factory=lambda: torch.ones(1))
 
     @classmethod
     def of_token(cls, token: int) -> SlowTree:
         """The tree of one node."""
-        return cls(torch.tensor([token]), torch.tensor([-1]), torch.tensor([0]), said=[None])
+        return cls(torch.tensor([token]), torch.tensor([-1]), torch.tensor([0]), draft_topk=[None])
 
     @classmethod
     def copy_of(cls, tree: Tree) -> SlowTree:
-        """A built tree, to be cut; what the draft said is left out."""
+        """Returns a copy of a built tree without the draft's candidates."""
         unknown = [None] * len(tree)
         return cls(tree.tokens, tree.parents, tree.depths, tree.num_levels, unknown, path_probs=torch.ones(len(tree)))
 
     def note_candidates(self, nodes: Tensor, probs: Tensor, tokens: Tensor) -> None:
-        """Remembers what the draft said below `nodes` [F]: probabilities and tokens [F, K]."""
-        said = list(self.said)
+        """Stores the draft's candidates below `nodes` [F]: probabilities and tokens [F, K]."""
+        draft_topk = list(self.draft_topk)
         for node, row, row_tokens in zip(nodes.tolist(), probs, tokens, strict=True):
-            said[node] = (row.tolist(), row_tokens.tolist())
-        self.said = said
+            draft_topk[node] = (row.tolist(), row_tokens.tolist())
+        self.draft_topk = draft_topk
 
     def add_level(self, parents: Tensor, tokens: Tensor, probs: Tensor) -> Tensor:
         """Appends nodes [M] below existing ones; returns their indices [M]."""
@@ -42,7 +43,7 @@ class SlowTree(Tree):
         self.depths = torch.cat((self.depths, self.depths[parents] + 1))
         self.path_probs = torch.cat((self.path_probs, self.path_probs[parents] * probs))
         self.parents = torch.cat((self.parents, parents))
-        self.said = [*self.said, *[None] * new]
+        self.draft_topk = [*self.draft_topk, *[None] * new]
         return torch.arange(old, old + new)
 
     def subtree(self, keep: Tensor) -> SlowTree:
@@ -56,42 +57,42 @@ class SlowTree(Tree):
             parents=torch.tensor([kept.index(parent) if parent >= 0 else -1 for parent in parents]),
             depths=self.depths[keep],
             num_levels=self.num_levels,
-            said=[self.said[node] for node in kept],
+            draft_topk=[self.draft_topk[node] for node in kept],
             path_probs=self.path_probs[keep],
         )
 
 
-def numbers(growth: Growth | HostGrowth) -> tuple[list[int], list[int]]:
-    """Picks and those to expand."""
-    return torch.as_tensor(growth.picks).tolist(), torch.as_tensor(growth.expand).tolist()
+def numbers(next_level: NextLevel[Any]) -> tuple[list[int], list[int]]:
+    """Returns picks and expanded candidates as lists."""
+    return torch.as_tensor(next_level.picks).tolist(), torch.as_tensor(next_level.expand).tolist()
 
 
-def as_keep(chosen: Tensor | list[int]) -> Tensor:
-    """What `Policy.select` returned, as indices."""
-    return torch.as_tensor(chosen)
+def as_keep(selected: Tensor | list[int]) -> Tensor:
+    """Returns the result of `Policy.select` as a tensor."""
+    return torch.as_tensor(selected)
 
 
-def add_growth(tree: SlowTree, frontier: Tensor, growth: Growth | HostGrowth, probs: Tensor, tokens: Tensor) -> Tensor:
-    """Adds a level below `frontier` [F] of which the draft said `probs` and `tokens` [F, K]; the next frontier [X]."""
-    picks, expand = numbers(growth)
+def add_next_level(tree: SlowTree, frontier: Tensor, next_level: NextLevel[Any], probs: Tensor, tokens: Tensor) -> Tensor:
+    """Adds a level below `frontier` [F] with candidates `probs` and `tokens` [F, K]; returns the next frontier [X]."""
+    picks, expand = numbers(next_level)
     rows, ranks = torch.tensor([divmod(pick, probs.shape[1]) for pick in picks], dtype=torch.long).view(-1, 2).unbind(1)
     nodes = tree.add_level(frontier[rows], tokens[rows, ranks], probs[rows, ranks])
     return torch.tensor([int(nodes[picks.index(pick)]) for pick in expand], dtype=torch.long)
 
 
 def grow_fully(policy: Policy, probs: Tensor, most_levels: int = 20) -> SlowTree:
-    """Runs a policy against a draft that says `probs` [K] everywhere; candidate of rank r is token r."""
+    """Runs a policy with a draft that proposes `probs` [K] at every node; the candidate of rank r is token r."""
     policy.reset()
     policy.begin()
     tree, frontier = SlowTree.of_token(99), torch.tensor([0])
     for level in range(1, most_levels):
-        says = probs[: policy.candidates].expand(len(frontier), -1)
-        tokens = torch.arange(says.shape[1]).expand_as(says)
-        tree.note_candidates(frontier, says, tokens)
-        growth = policy.grow(Frontier(level, says, tree.path_probs[frontier]))
-        if growth is None:
+        candidates = probs[: policy.num_candidates].expand(len(frontier), -1)
+        tokens = torch.arange(candidates.shape[1]).expand_as(candidates)
+        tree.note_candidates(frontier, candidates, tokens)
+        next_level = policy.next_level(Frontier(level, candidates, tree.path_probs[frontier]))
+        if next_level is None:
             break
-        frontier = add_growth(tree, frontier, growth, says, tokens)
+        frontier = add_next_level(tree, frontier, next_level, candidates, tokens)
         if len(frontier) == 0:
             break
     keep = policy.select(tree)

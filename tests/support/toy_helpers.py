@@ -38,7 +38,7 @@ PLAIN = Sampling(temperature=1.0)
 def make_policy(name: str, options: dict[str, Any]) -> Policy:
     """A configured policy; one that needs costs gets a machine on which drafting pays."""
     policy = sage.policy(name, **options)
-    if policy.learns:
+    if policy.needs_costs:
         policy.costs = Costs(Curve([1, 64], [1.0, 1.1]), Curve([1, 64], [0.01, 0.02]), context=0)
     return policy
 
@@ -163,7 +163,7 @@ def toy_request(
     )
     target: Any = TableTarget()
     cache: Any = TableCache()
-    session = TableSession(draft_law) if policy.candidates else None
+    session = TableSession(draft_law) if policy.num_candidates else None
     sampling = replace(sampling, max_new_tokens=max_new_tokens)
     return Request(target, session, policy, Draws(target, fixed, sampling), StopCriterion(sampling, eos), prompt, cache)
 

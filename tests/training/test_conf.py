@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,8 +16,9 @@ from support.train_helpers import environment
 from data_prep.config import validate as validate_data
 from sage.bench.runners import AUTOREGRESSIVE, BASELINES
 from sage.drafts.registry import KINDS as DRAFT_KINDS
-from sage.trees import _POLICIES, POLICIES
+from sage.trees import POLICIES, policy_class
 from sage.trees import policy as new_policy
+from sage.trees.options import defaults
 from train.cli.train import train
 from train.config import hydra_app
 from train.config.checks import check, check_batch
@@ -112,13 +111,12 @@ def test_validate_config_composes() -> None:
 @pytest.mark.parametrize("path", POLICY_FILES, ids=lambda path: path.stem)
 def test_policy_yaml_says_what_the_code_does(path: Path) -> None:
     """The numbers are written twice, so that a person finds them under conf/; here they are held together."""
-    policy: Any = _POLICIES[path.stem]
-    parameters = {} if policy.__init__ is object.__init__ else inspect.signature(policy.__init__).parameters
+    parameters = defaults(policy_class(path.stem))
     written = OmegaConf.load(path)[path.stem]
     for name, value in written.items():
-        assert parameters[name].default == value, name
+        assert parameters[name] == value, name
     if path.stem not in ("static", "autoregressive"):  # a tree of 25 paths is no default to copy, and the other has none
-        assert {name for name in parameters if name != "self"} == set(written)
+        assert set(parameters) == set(written)
 
 
 def test_the_schema_knows_every_policy_and_baseline() -> None:

@@ -110,7 +110,7 @@ def with_cost_aware(report):
             "price": 400 + n,
             "gain": 0.1 * (n % 5),
             "level_cost": 0.2,
-            "asked": 6,
+            "expanded": 6,
             "levels": 5 + n % 2,
             "drafted": 30,
             "expected": 2.5,

@@ -40,7 +40,7 @@ def draw_pricing(report: Mapping[str, Any]) -> Figure | None:
 
 
 def _is_priced(log: Log) -> bool:
-    return bool(log) and "asked" in log[0]
+    return bool(log) and "expanded" in log[0]
 
 
 def _rounds(log: Log) -> list[int]:
@@ -78,7 +78,7 @@ def _end(entry: Mapping[str, Any]) -> str:
     """What became of the last level that was weighed."""
     if entry["gain"] <= entry["level_cost"]:
         return "expected: too little"
-    return "drafted in vain" if entry["asked"] > entry["levels"] else "drafted"
+    return "drafted in vain" if entry["expanded"] > entry["levels"] else "drafted"
 
 
 def _bars(axes: Axes, log: Log, series: Sequence[tuple[str, str, str]]) -> None:

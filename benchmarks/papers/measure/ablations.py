@@ -16,7 +16,7 @@ from sage.replay.recording import RecordedRound, Recording
 from sage.replay.replay import replay
 from sage.trees import Policy
 from sage.trees.cost_aware.policy import CostAware
-from sage.trees.tree import Outcome
+from sage.trees.tree import RoundOutcome
 
 SAGE_CHANGES = ({"alpha_from": "root"}, {"alpha_from": "current"}, {"history": False}, {"top_k": 4}, {"top_k": 16})
 COST_AWARE_CHANGES = ({"calibrate": False}, {"stop": False}, {"sees_ends": False})
@@ -40,9 +40,10 @@ class AssumedCosts(CostAware):
         self.assumed = Costs(Curve(nodes, [pass_s] * 2), Curve(nodes, [ASSUMED_LEVEL * pass_s] * 2), 0)
         self.costs = self.assumed
 
-    def observe(self, outcome: Outcome) -> None:
-        super().observe(outcome)
+    def observe(self, outcome: RoundOutcome) -> dict[str, float]:
+        figures = super().observe(outcome)
         self.costs = Costs.from_state(self.assumed.state())
+        return figures
 
 
 def measure_ablations(lab: Lab) -> None:
@@ -94,7 +95,7 @@ def _replay(recordings: Sequence[Recording], policy: Policy, costs: Costs) -> Js
     """A policy that learns online is replayed twice, and the second replay counts. `AssumedCosts` plans with its own costs."""
     if isinstance(policy, AssumedCosts):
         return _replay_assumed(recordings, policy, costs)
-    if policy.learns:
+    if policy.needs_costs:
         replay(recordings, policy, costs)
     return select(replay(recordings, policy, costs).summary(), REPLAYED)
 

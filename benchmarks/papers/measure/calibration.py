@@ -63,9 +63,9 @@ def _measure(lab: Lab, target: str) -> Json:
     policy = sage.policy("cost_aware")
     assert isinstance(policy, CostAware)
     calibration_rounds = _calibrate(lab, target, policy, study.rounds)
-    frozen = policy.calibrator.state()
+    frozen = policy.learner.calibrator.state()
     by_depth = _errors(lab, target, policy, prompts)
-    policy.calibrator.load_state(frozen)
+    policy.learner.calibrator.load_state(frozen)
     recorded = zip(prompts, lab.recordings(target, prompts), strict=True)
     nodes = [node for prompt, own in recorded for node in nodes_on_path(own, prompt.name, candidates)]
     return {
@@ -85,20 +85,20 @@ def _decode(lab: Lab, target: str, policy: CostAware, prompt: BenchPrompt) -> No
 def _calibrate(lab: Lab, target: str, policy: CostAware, rounds: int) -> int:
     """Decodes prompts of the validation split for at least `rounds` rounds; returns their number."""
     families, start = lab.settings.calibration.families, 0
-    while policy.rounds < rounds:
+    while policy.learner.rounds < rounds:
         for prompt in lab.prompts(target, "validation", families, 1, start=start):
             _decode(lab, target, policy, prompt)
         start += 1
-    return policy.rounds
+    return policy.learner.rounds
 
 
 def _errors(lab: Lab, target: str, policy: CostAware, prompts: Sequence[BenchPrompt]) -> list[Json]:
     """Returns errors by depth on the test split, before and after calibration, which continues online."""
-    policy.before, policy.after = Reliability(), Reliability()
+    policy.learner.before, policy.learner.after = Reliability(), Reliability()
     for prompt in prompts:
         _decode(lab, target, policy, prompt)
-    before, after = policy.before.error(), policy.after.error()
-    labels = {depth: sum(count for _, _, count in policy.before.curve(depth)) for depth in before}
+    before, after = policy.learner.before.error(), policy.learner.after.error()
+    labels = {depth: sum(count for _, _, count in policy.learner.before.curve(depth)) for depth in before}
     return [{"depth": depth, "labels": labels[depth], "before": before[depth], "after": after[depth]} for depth in before]
 
 
@@ -111,7 +111,7 @@ def predictors(nodes: Sequence[PathNode], policy: CostAware) -> Json:
     predicted = {
         "alpha": [confidence_of(one.probs) for one in nodes],
         "draft probability": [one.probs[0] for one in nodes],
-        "calibrated": [policy.calibrator.likeliest(one.probs, one.depth, 0.0)[0] for one in nodes],
+        "calibrated": [policy.learner.calibrator.likeliest(one.probs, one.depth, 0.0)[0] for one in nodes],
     }
     by_name = {name: _reliability(own, outcomes) for name, own in predicted.items()}
     return {"nodes": len(nodes), "accepted": _mean(outcomes), "by_name": by_name}

@@ -105,7 +105,7 @@ def _speedup(recordings: list[Recording], name: str, table: Mapping[str, Any], c
     autoregressive_s = host_s(table["policies"][AUTOREGRESSIVE]) + costs.verify(1)
     costs.overhead = host_s(table["policies"][name])
     policy = sage.policy(name)
-    if policy.learns:
+    if policy.needs_costs:
         replay(recordings, policy, costs)
     summary = replay(recordings, policy, costs).summary()
     figures = ("tokens_per_target_pass", "nodes_per_round", "draft_steps_per_round", "coverage")

@@ -1,1 +1,6 @@
-"""The cost-aware policy: expands and verifies what is worth its measured cost."""
+"""The cost-aware policy: options and control flow in `policy`, one round in `planner`, statistics in `learner`, prices in
+`pricing`."""
+
+from sage.trees.cost_aware.policy import CostAware
+
+__all__ = ["CostAware"]

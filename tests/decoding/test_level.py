@@ -1,4 +1,4 @@
-"""The tree builder against trees grown and cut one operation at a time, for every policy, on the host and on the device."""
+"""Tree builders against trees grown and pruned one operation at a time, for every policy, on the host and on the device."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.slow_trees import SlowTree, add_growth, as_keep, numbers
+from support.slow_trees import SlowTree, add_next_level, as_keep, numbers
 from torch import Tensor
 
 import sage
 from sage.host_tensors import CPU
-from sage.trees import Frontier, Growth, HostGrowth, Policy, Tree, TreeBuilder, new_builder
-from sage.trees.builder import DROPPED, DeviceBuilder, HostBuilder
+from sage.trees import Frontier, NextLevel, Policy, Tree, TreeBuilder, new_builder
+from sage.trees.level import DROPPED, DeviceBuilder, HostBuilder
 
 K = 12
 POLICIES: list[tuple[str, dict[str, Any]]] = [
@@ -34,7 +34,7 @@ few = settings(max_examples=60, deadline=None)
 
 def make(name: str, options: dict[str, Any]) -> Policy:
     policy = sage.policy(name, **options)
-    if policy.learns:
+    if policy.needs_costs:
         verify, draft = sage.costs.tables.Curve([1, 64], [1.0, 1.6]), sage.costs.tables.Curve([1, 16], [0.05, 0.08])
         policy.costs = sage.costs.tables.Costs(verify, draft, context=0)
     policy.reset()
@@ -49,10 +49,10 @@ def says(seed: int, node: int) -> tuple[list[float], list[int]]:
     return logits.softmax(0).sort(descending=True).values.tolist(), chance.sample(range(100), K)
 
 
-def as_grown(growth: Growth | HostGrowth, is_on_device: bool) -> Growth | HostGrowth:
+def as_grown(next_level: NextLevel[Any], is_on_device: bool) -> NextLevel[Any]:
     if is_on_device:
-        return Growth(*(torch.tensor(chosen, dtype=torch.long) for chosen in numbers(growth)))
-    return HostGrowth(*numbers(growth))
+        return NextLevel(*(torch.tensor(chosen, dtype=torch.long) for chosen in numbers(next_level)))
+    return NextLevel(*numbers(next_level))
 
 
 def grow(policy: Policy, seed: int, levels: int, is_on_device: bool) -> tuple[TreeBuilder, SlowTree]:
@@ -61,22 +61,22 @@ def grow(policy: Policy, seed: int, levels: int, is_on_device: bool) -> tuple[Tr
     slow, frontier = SlowTree.of_token(7), torch.tensor([0])
     for level in range(1, levels + 1):
         said = [says(seed, node) for node in frontier.tolist()]
-        count = min(policy.candidates, K)
+        count = min(policy.num_candidates, K)
         probs, tokens = (torch.tensor([row[:count] for row in column]) for column in zip(*said, strict=True))
-        seen = builder.ask(probs, tokens)
+        seen = builder.open_level(probs, tokens)
         assert seen.level == level and torch.equal(seen.probs, probs) and seen.rows == probs.tolist()
         if is_on_device:
             assert torch.equal(seen.path_probs, slow.path_probs[frontier])
         slow.note_candidates(frontier, probs, tokens)
-        growth = policy.grow(Frontier(level, probs, slow.path_probs[frontier]))
-        growth = growth and as_grown(growth, is_on_device)
-        if growth is None:
+        next_level = policy.next_level(Frontier(level, probs, slow.path_probs[frontier]))
+        next_level = next_level and as_grown(next_level, is_on_device)
+        if next_level is None:
             break
-        builder.add(growth)
-        parents, frontier = frontier, add_growth(slow, frontier, growth, probs, tokens)
+        builder.add(next_level)
+        parents, frontier = frontier, add_next_level(slow, frontier, next_level, probs, tokens)
         if len(frontier) == 0 or level == levels:
             break
-        rows, asked = builder.advance(growth)
+        rows, asked = builder.advance(next_level)
         assert torch.equal(asked, slow.tokens[frontier]) and torch.equal(parents[rows], slow.parents[frontier])
     return builder, slow
 
@@ -85,7 +85,7 @@ def check_same(fast: Tree, slow: SlowTree, is_on_device: bool) -> None:
     for name in ("tokens", "parents", "depths", "ancestors"):
         assert torch.equal(getattr(fast, name), getattr(slow, name)), name
     assert fast.columns == slow.columns and fast.depth == slow.depth <= fast.num_levels
-    assert list(fast.said) == ([] if is_on_device and slow.num_levels else slow.said)
+    assert list(fast.draft_topk) == ([] if is_on_device and slow.num_levels else slow.draft_topk)
 
 
 def as_chosen(keep: list[int], is_on_device: bool) -> Tensor | list[int]:
@@ -138,23 +138,23 @@ def test_any_part_with_its_ancestors_can_be_kept_and_no_other(
 def test_a_tree_nobody_asked_about_is_the_root() -> None:
     for builder in (HostBuilder(7, CPU), DeviceBuilder(7, CPU)):
         tree = builder.tree()
-        assert tree.columns == ([7], [-1], [0]) and list(tree.said) == [None] and tree.ancestors.tolist() == [[True]]
+        assert tree.columns == ([7], [-1], [0]) and list(tree.draft_topk) == [None] and tree.ancestors.tolist() == [[True]]
         assert builder.path_probs.tolist() == [1.0]
 
 
 def test_ends_are_the_candidates_that_end_the_answer() -> None:
     builder = HostBuilder(7, CPU, eos=(4, 9))
-    assert list(builder.ask(torch.tensor([[0.5, 0.3, 0.1]]), torch.tensor([[4, 2, 9]])).ends) == [0, 2]
-    builder.add(HostGrowth([1, 2], [1, 2]))
-    builder.advance(HostGrowth([1, 2], [1, 2]))
-    assert list(builder.ask(torch.full((2, 3), 0.3), torch.tensor([[1, 2, 3], [1, 4, 3]])).ends) == [4]
-    assert list(HostBuilder(7, CPU).ask(torch.ones(1, 1), torch.tensor([[4]])).ends) == []
+    assert list(builder.open_level(torch.tensor([[0.5, 0.3, 0.1]]), torch.tensor([[4, 2, 9]])).ends) == [0, 2]
+    builder.add(NextLevel([1, 2], [1, 2]))
+    builder.advance(NextLevel([1, 2], [1, 2]))
+    assert list(builder.open_level(torch.full((2, 3), 0.3), torch.tensor([[1, 2, 3], [1, 4, 3]])).ends) == [4]
+    assert list(HostBuilder(7, CPU).open_level(torch.ones(1, 1), torch.tensor([[4]])).ends) == []
 
 
 def test_path_probabilities_are_computed_where_somebody_looks() -> None:
-    builder, best = DeviceBuilder(7, CPU), Growth(torch.tensor([0]), torch.tensor([0]))
+    builder, best = DeviceBuilder(7, CPU), NextLevel(torch.tensor([0]), torch.tensor([0]))
     for _ in range(3):
-        frontier = builder.ask(torch.tensor([[0.5]]), torch.tensor([[1]]))
+        frontier = builder.open_level(torch.tensor([[0.5]]), torch.tensor([[1]]))
         builder.add(best)
         builder.advance(best)
     assert "path_probs" not in vars(frontier)
@@ -165,6 +165,7 @@ def test_path_probabilities_are_computed_where_somebody_looks() -> None:
 def test_every_policy_gets_the_builder_that_understands_it(name: str) -> None:
     policy = make(name, {})
     builder = new_builder(policy, 7, CPU)
-    growth = policy.grow(builder.ask(torch.full((1, K), 1 / K), torch.arange(K)[None])) if policy.candidates else None
-    assert isinstance(builder, HostBuilder) == policy.on_host
-    assert growth is None or isinstance(growth, HostGrowth if policy.on_host else Growth)
+    frontier = builder.open_level(torch.full((1, K), 1 / K), torch.arange(K)[None])
+    next_level = policy.next_level(frontier) if policy.num_candidates else None
+    assert isinstance(builder, HostBuilder) == policy.is_on_host
+    assert next_level is None or isinstance(next_level.picks, Tensor) != policy.is_on_host

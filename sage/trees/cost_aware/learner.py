@@ -1,0 +1,166 @@
+"""Statistics of verified rounds: acceptance probabilities, acceptance mass, pass costs, and the price of time.
+
+Shapes: M labelled candidates, R ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from sage.costs.calibration import Calibrator, Reliability
+from sage.costs.tables import Costs
+from sage.host_tensors import CPU, doubles, longs
+from sage.trees.cost_aware.pricing import ChildMass
+from sage.trees.tree import RoundOutcome
+
+OFF_PATH_WEIGHT = 0.1
+LIVE_RATE = 0.05
+LABELLED_RANKS = 4
+LEARN_ALL_ROUNDS = 256  # number of initial rounds that are all learned from; after them, one in LEARN_ONE_IN
+LEARN_ONE_IN = 4
+LEARN_EVERY = 64  # pending rounds per learning step; the first steps are after 1, 2, 4, .. and 32 rounds
+FIRST_TOKENS = 1.5  # tokens of a round without drafting, assumed before any round
+
+
+@dataclass
+class PendingRound:
+    """A round that the learner has not processed yet.
+
+    Attributes:
+        outcome: of the round.
+        drafting_s: seconds of its draft passes by the cost tables.
+        masses: depth, own acceptance probability and acceptance mass of the candidates of each expanded node.
+    """
+
+    outcome: RoundOutcome
+    drafting_s: float
+    masses: list[tuple[int, float, float]]
+
+
+class Learner:
+    """Learns from verified rounds in batches.
+
+    Args:
+        calibrate: whether acceptance probabilities are learned.
+        memory: share of the evidence for lambda kept from one round to the next.
+        max_depth: levels per round at most.
+
+    Attributes:
+        before, after: reliability of the draft's own and of the calibrated probabilities.
+        rounds: rounds observed.
+        usual_size: moving average of the number of verified nodes.
+        pending: rounds that are not processed yet.
+    """
+
+    def __init__(self, calibrate: bool, memory: float, max_depth: int) -> None:
+        self.calibrate, self.memory = calibrate, memory
+        self.calibrator = Calibrator()
+        self.mass = ChildMass(max_depth)
+        self.before, self.after = Reliability(), Reliability()
+        self.rounds = 0
+        self.usual_size = 8.0
+        self.pending: list[PendingRound] = []
+        self._tokens = self._seconds = 0.0
+
+    def price(self, costs: Costs) -> float:
+        """Returns lambda, the tokens per second of recent rounds; before any round, the speed without speculation."""
+        undrafted_s = costs.verify(1) + costs.overhead
+        return (self._tokens + FIRST_TOKENS) / (self._seconds + undrafted_s)
+
+    def needs_round(self, num_skipped: int) -> bool:
+        """Returns whether the round about to start is learned from; `num_skipped` rounds were not drafted for before it."""
+        return self.rounds < LEARN_ALL_ROUNDS or num_skipped > 0 or self.rounds % LEARN_ONE_IN == 0
+
+    def acceptance(self, probs: list[float], depth: int, least: float) -> list[float]:
+        """Returns the acceptance probabilities of a node's candidates up to the first below `least`."""
+        if self.calibrate:
+            return self.calibrator.likeliest(probs, depth, least)
+        return [prob for prob in probs if prob >= least]
+
+    def is_due(self) -> bool:
+        """Returns whether enough rounds are pending for a learning step."""
+        return len(self.pending) >= min(LEARN_EVERY, self.rounds / 2)
+
+    def learn(self, costs: Costs) -> bool:
+        """Processes the pending rounds and corrects `costs` in place; returns whether there were any."""
+        if not self.pending:
+            return False
+        for one in self.pending:
+            self.learn_prices(one, costs)
+            for depth, acceptance, mass in one.masses:
+                self.mass.learn(depth, acceptance, mass)
+        evidence = labelled_candidates(one.outcome for one in self.pending) if self.calibrate else None
+        self.pending.clear()
+        if evidence is not None:
+            probs, depths, labels, weights = evidence
+            self.before.add(depths, probs, labels)
+            self.after.add(depths, self.calibrator.learn(probs, depths, labels, weights), labels)
+        return True
+
+    def learn_prices(self, one: PendingRound, costs: Costs) -> None:
+        """Updates lambda. Times are those of the cost tables, because a single timing may include an interruption."""
+        outcome, size = one.outcome, len(one.outcome.tree)
+        correct_costs(costs, outcome)
+        seconds = costs.verify_s(size, outcome.context) + one.drafting_s + costs.overhead
+        self._tokens = self.memory * self._tokens + outcome.accepted + 1
+        self._seconds = self.memory * self._seconds + seconds
+        self.usual_size += LIVE_RATE * (size - self.usual_size)
+
+    def state(self) -> dict[str, Any]:
+        """Returns the learned state as plain numbers."""
+        return {
+            "calibrator": self.calibrator.state(),
+            "mass": {"sums": self.mass.sums, "counts": self.mass.counts},
+            "tokens": self._tokens,
+            "seconds": self._seconds,
+            "rounds": self.rounds,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Restores `state`; pending rounds are dropped."""
+        self.calibrator.load_state(state["calibrator"])
+        self.mass.sums, self.mass.counts = ([[*row] for row in state["mass"][key]] for key in ("sums", "counts"))
+        self._tokens, self._seconds, self.rounds = state["tokens"], state["seconds"], state["rounds"]
+        self.pending.clear()
+
+
+def correct_costs(costs: Costs, outcome: RoundOutcome) -> None:
+    """Moves the cost tables towards the timings of a round."""
+    times = outcome.times()
+    expected_s = costs.verify_s(len(outcome.tree), outcome.context)
+    costs.verify.correct(expected_s, times.verify_s, LIVE_RATE)
+    for width, seconds in times.draft:
+        costs.draft.correct(costs.draft(width), seconds, LIVE_RATE)
+    explained = times.verify_s + sum(seconds for _, seconds in times.draft)
+    costs.overhead += LIVE_RATE * (max(times.total_s - explained, 0.0) - costs.overhead)
+
+
+def labelled_candidates(outcomes: Iterable[RoundOutcome]) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    """Collects the candidates of every expanded node and their labels; None if no node was expanded.
+
+    Returns:
+        draft probabilities [M, R], depths [M] of the candidates, labels [M, R] and weights [M].
+    """
+    draft_probs: list[float] = []
+    labels: list[float] = []
+    depths: list[int] = []
+    weights: list[float] = []
+    ranks = 0
+    for outcome in outcomes:
+        tree, path = outcome.tree, set(outcome.path)
+        for label in outcome.labels(LABELLED_RANKS):
+            labels += label
+        for node, topk in enumerate(tree.draft_topk):
+            if topk is not None:
+                probs = topk[0][:LABELLED_RANKS]
+                draft_probs += probs
+                ranks = len(probs)
+                depths.append(tree.columns.depths[node] + 1)
+                weights.append(1.0 if node in path else OFF_PATH_WEIGHT)
+    if not draft_probs:
+        return None
+    return doubles(draft_probs).view(-1, ranks), longs(depths, CPU), doubles(labels).view(-1, ranks), doubles(weights)

@@ -1,0 +1,160 @@
+"""Planning of one round under given prices: candidates, nodes to expand, nodes to verify. Owns no state between rounds.
+
+* A node is worth verifying iff P(v) >= lambda * dc_t, a level worth drafting iff its expected gain exceeds lambda * c_d.
+* P never increases along a path, so the best n-node subtree is the top n by P and its size is a one-dimensional search.
+* The expected gain of a level, before it is drafted, is the sum over the frontier of P(v) * s, s being an online estimate of
+  the acceptance mass of the children of such a node.
+
+Shapes: F frontier nodes, K candidates, N drafted nodes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from sage.trees.base import RoundPlan
+from sage.trees.cost_aware.pricing import CONFIDENCE_BINS, Prices
+from sage.trees.tree import Frontier, NextLevel
+
+MIN_PATH_PROB = 1e-12  # divisor in place of an acceptance probability of 0
+
+Children = tuple[list[float], list[float], list[int]]  # P, own acceptance probability and pick of each, by increasing pick
+Acceptance = Callable[[list[float], int, float], list[float]]  # as `Calibrator.likeliest`
+
+
+@dataclass
+class CostPlan(RoundPlan):
+    """Plan of one round.
+
+    Attributes:
+        prices: of this round.
+        has_feedback: whether the round is used for learning.
+        gain, level_cost: expected tokens of the level considered last, and the price of its time in tokens.
+        expanded: deepest level for which the draft ran.
+        levels: deepest level with nodes worth verifying.
+        expected: expected accepted tokens of the selected nodes.
+        drafting_s: seconds of the draft passes by the cost tables.
+        masses: depth, own acceptance probability and acceptance mass of the candidates of each expanded node.
+        paths: P of each drafted node.
+        frontier: P and own acceptance probability of each frontier node.
+    """
+
+    prices: Prices
+    has_feedback: bool
+    gain: float = 0.0
+    level_cost: float = 0.0
+    expanded: int = 0
+    levels: int = 0
+    expected: float = 0.0
+    drafting_s: float = 0.0
+    masses: list[tuple[int, float, float]] = field(default_factory=list)
+    paths: list[float] = field(default_factory=list)
+    frontier: list[tuple[float, float]] = field(default_factory=lambda: [(1.0, 1.0)])
+
+    def log_entry(self) -> dict[str, float]:
+        """Returns the figures for `Stats.rounds_log`."""
+        return {
+            "price": self.prices.time,
+            "gain": self.gain,
+            "level_cost": self.level_cost,
+            "expanded": self.expanded,
+            "levels": self.levels,
+            "drafted": len(self.paths),
+            "expected": self.expected,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planner:
+    """Applies prices to the candidates of a round; arguments as for `CostAware`.
+
+    Args:
+        acceptance: maps a node's candidates to acceptance probabilities.
+    """
+
+    max_depth: int
+    max_nodes: int
+    max_width: int
+    stop: bool
+    sees_ends: bool
+    acceptance: Acceptance
+
+    def next_level(self, plan: CostPlan, frontier: Frontier) -> NextLevel[Sequence[int]] | None:
+        """Adds the nodes that may be worth verifying, P(v) >= lambda * dc_t, and expands those that pay for a level."""
+        level = plan.expanded = frontier.level
+        plan.drafting_s += plan.prices.level_s[len(frontier.rows) - 1]
+        children = paths, acceptances, picks = self._children(plan, frontier)
+        if not paths:
+            return None
+        plan.levels = level
+        plan.paths += paths
+        expand = self._worth_expanding(plan, children, frontier) if level < self.max_depth else []
+        plan.frontier = [(paths[i], acceptances[i]) for i in expand]
+        return NextLevel(picks, [picks[i] for i in expand])
+
+    def _children(self, plan: CostPlan, frontier: Frontier) -> Children:
+        """Returns the candidates whose P pays for a node of a tree of usual size, at most the `max_nodes` most probable."""
+        acceptance = self.acceptance
+        level, node_price = frontier.level, plan.prices.node
+        paths: list[float] = []
+        acceptances: list[float] = []
+        picks: list[int] = []
+        first = 0
+        for (path, own), probs in zip(plan.frontier, frontier.rows, strict=True):
+            accepted = acceptance(probs, level, node_price / (path or MIN_PATH_PROB))
+            pick = first
+            for probability in accepted:
+                paths.append(path * probability)
+                picks.append(pick)
+                pick += 1
+            acceptances += accepted
+            if plan.has_feedback:
+                plan.masses.append((level - 1, own, sum(accepted)))
+            first += len(probs)
+        if len(paths) <= self.max_nodes:
+            return paths, acceptances, picks
+        kept = sorted(sorted(range(len(paths)), key=paths.__getitem__)[-self.max_nodes :])
+        return [paths[i] for i in kept], [acceptances[i] for i in kept], [picks[i] for i in kept]
+
+    def _worth_expanding(self, plan: CostPlan, children: Children, frontier: Frontier) -> list[int]:
+        """Selects the nodes to expand: the width that maximizes expected gain minus cost; empty if that is negative."""
+        prices, masses = plan.prices.levels, plan.prices.masses[frontier.level]
+        paths, acceptances, picks = children
+        gains: list[tuple[float, int]] = []
+        for i, path in enumerate(paths):
+            gains.append((path * masses[int(acceptances[i] * CONFIDENCE_BINS)], i))
+        if frontier.ends and self.sees_ends:
+            gains = [(gain, i) for gain, i in gains if picks[i] not in frontier.ends]
+        gains.sort(reverse=True)
+        total, best_net, best_gain, best_width = 0.0, -math.inf, 0.0, 0
+        for width, ((gain, _), price) in enumerate(zip(gains, prices, strict=False), start=1):
+            total += gain
+            if total - price > best_net:
+                best_net, best_gain, best_width = total - price, total, width
+        plan.gain, plan.level_cost = best_gain, prices[max(best_width, 1) - 1]
+        if self.stop and best_net <= 0:
+            return []
+        return sorted([i for _, i in gains[: best_width if self.stop else self.max_width]])
+
+    def select(self, plan: CostPlan) -> list[int] | None:
+        """Returns the top n nodes by P in that order, n maximizing expected tokens minus priced time.
+
+        Ancestors are included because P never increases along a path. The path most likely to be accepted tends to come first.
+        """
+        paths = plan.paths
+        if not paths:
+            return None
+        order = sorted(range(len(paths)), key=paths.__getitem__, reverse=True)  # stable: ties keep their order
+        del order[self.max_nodes :]
+        verify_s, price = plan.prices.verify_s, plan.prices.time
+        total = expected = best_net = 0.0
+        size = 0
+        for nodes, i in enumerate(order, start=1):
+            total += paths[i]
+            net = total - price * (verify_s[nodes] - verify_s[0])
+            if net > best_net:
+                best_net, expected, size = net, total, nodes
+        plan.expected = expected
+        return [0, *[i + 1 for i in order[:size]]]
