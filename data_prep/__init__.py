@@ -1,6 +1,9 @@
-"""Conversations and pictures in, model-ready examples out.
+"""Preparation of training data: from conversations with images and videos to batches of encoded examples.
 
-Names are loaded on first use: a command that only reads the settings must not wait for torch.
+The rooms, each of which imports only those before it: pocket (generated data and small targets), sources (readers of on-disk
+formats), dataset (validated, cached, mixed examples), batching (micro-batches per step), tools (the actions of `sage-data`).
+The modules beside them are shared by the rooms; `build` connects them. Names are imported on first use, so that reading the
+settings does not import torch.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
     from data_prep.config import DataConfig, SourceConfig
     from data_prep.conversation import BadItem, Conversation
 
-_HOME = {
+_MODULES = {
     "BadItem": "data_prep.conversation",
     "Conversation": "data_prep.conversation",
     "DataConfig": "data_prep.config",
@@ -28,9 +31,9 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module 'data_prep' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 __all__ = [

@@ -1,13 +1,13 @@
-"""A conversation -> token ids and a loss mask, through the target's own chat template.
+"""Conversation -> token ids and loss mask, with the target's own chat template.
 
-Owns: where an answer begins and ends in the rendered text, markers quoted in text, what to do with long examples.
-Does not own: tokenising and pixels (sage.inputs.processing).
+Owns: the span of every answer in the rendered text, special tokens quoted in a text, the shortening of long examples.
+Does not own: tokenization and pixels (sage.inputs.processing).
 
-Stock templates carry no markers of where an answer is, and an answer may itself contain what looks like one. So the
-conversation is rendered twice, once with a probe in each answer's place:
+Chat templates do not mark the answers, and an answer may itself contain the text of a special token. The conversation is
+therefore rendered twice, the second time with a probe in place of each answer:
 
-    <|im_start|>assistant\n PROBE <|im_end|>\n      what stands before and after the probe is the template's
-    <|im_start|>assistant\n A dog.<|im_end|>\n      what is left between them is the answer
+    <|im_start|>assistant\n PROBE <|im_end|>\n      the text around the probe belongs to the template
+    <|im_start|>assistant\n A dog.<|im_end|>\n      the text between them is the answer
                             ^^^^^^^^^^^^^^^^^       supervised: the answer and the token that ends it
 """
 
@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from data_prep.config import OnLong
-from data_prep.conversation import BadTemplate, Conversation, Message, Part, TooLong, check, text_of
+from data_prep.conversation import BadTemplate, Conversation, Message, Part, TooLong, check_conversation, text_of
 from sage.inputs.processing import Processor, Segment, TemplateFault, open_media
 
 Example = dict[str, Any]
-PRIVATE_USE = range(0xF0000, 0xF0100)
+PRIVATE_USE = range(0xF0000, 0xF0100)  # characters of a Unicode private use area
 
 
 def build_example(
@@ -36,21 +36,22 @@ def build_example(
     on_long: OnLong = OnLong.turn,
     num_frames: int = 32,
 ) -> Example:
-    """Renders, tokenises and masks one conversation.
+    """Renders, tokenizes and masks one conversation.
 
     Args:
-        max_length: tokens, visual ones included; None for no limit. A picture is kept whole or not at all.
-        num_frames: at most so many frames of each clip.
+        max_length: maximum number of tokens, visual tokens included; None: no limit. An image is kept completely or dropped.
+        on_long: handling of longer conversations.
+        num_frames: maximum number of frames per video.
 
     Returns:
-        `Processor.encode`'s fields (input_ids [T], loss_mask [T] bool, pixel inputs) and `id`. The example ends with
+        The fields of `Processor.encode` (input_ids [T], loss_mask [T] bool, pixel inputs) and `id`. The example ends with
         the token that ends the last answer.
 
     Raises:
-        BadItem: the conversation or a picture is broken, or its mask covers none or all of its text.
-        TooLong: it does not fit and may not be shortened.
+        BadItem: the conversation or an image is invalid, or the mask covers none or all of its text.
+        TooLong: the conversation is too long and cannot be shortened.
     """
-    conversation = check(conversation)
+    conversation = check_conversation(conversation)
     example = _encode(conversation, processor, num_frames)
     if max_length is not None and len(example["input_ids"]) > max_length:
         example = _shorten(conversation, example, processor, max_length, on_long, num_frames)
@@ -59,53 +60,53 @@ def build_example(
 
 
 def segments(messages: list[Message], processor: Processor) -> list[Segment]:
-    """The rendered chat as (text, supervised) pieces, up to the end of the last answer.
+    """Renders the conversation as (text, is supervised) segments, up to the end of the last answer.
 
-    The header before a supervised answer is the one generation would be prompted with (LLaVA-OneVision's template
-    writes another blank there when it renders a finished turn).
+    The header before a supervised answer is that of a generation prompt: LLaVA-OneVision's template renders a different blank
+    there in a complete turn.
 
     Raises:
-        TemplateFault: the template rewrites answers, or does not render an answer as it prompts for one.
+        TemplateFault: the template rewrites answers, or renders an answer and its prompt differently.
     """
-    shield, probe = _unused_characters(messages)
-    shielded = [_shield(message, processor, shield) for message in messages]
-    frame, answers = _split(shielded, processor, probe)
-    rendered_tail, prompted_tail = _headers(shielded, processor, frame, answers)
+    separator, probe = _unused_characters(messages)
+    escaped = [_escape(message, processor, separator) for message in messages]
+    frame, answers = _split_answers(escaped, processor, probe)
+    rendered_tail, prompted_tail = _header_tails(escaped, processor, frame, answers)
     end_of_turn = processor.tokenizer.eos_token
-    pieces: list[Segment] = []
+    found: list[Segment] = []
     begin = 0
     for i, answer in enumerate(answers):
         opening, close = frame[i][begin:], frame[i + 1]
         if end_of_turn not in close or not opening.endswith(rendered_tail):
             raise TemplateFault(f"target: its chat template does not end each answer with {end_of_turn!r} in the same way")
         end = close.index(end_of_turn) + len(end_of_turn)
-        pieces.append((opening[: len(opening) - len(rendered_tail)] + prompted_tail, False))
-        pieces.append((answer + close[:end], True))
+        found.append((opening[: len(opening) - len(rendered_tail)] + prompted_tail, False))
+        found.append((answer + close[:end], True))
         begin = end
-    return _drop_shields(pieces, shield)
+    return _split_escapes(found, separator)
 
 
-def _split(messages: list[Message], processor: Processor, probe: str) -> tuple[list[str], list[str]]:
-    """What the template writes around the n answers [n + 1], and the answers as it renders them [n]."""
-    asked = [{"role": "assistant", "content": [{"type": "text", "text": probe}]} if m["role"] == "assistant" else m
-             for m in messages]  # fmt: skip
-    frame = processor.render(asked, False).split(probe)
+def _split_answers(messages: list[Message], processor: Processor, probe: str) -> tuple[list[str], list[str]]:
+    """Returns the template's text around the n answers [n + 1], and the answers as the template renders them [n]."""
+    probed = [{"role": "assistant", "content": [{"type": "text", "text": probe}]} if m["role"] == "assistant" else m
+              for m in messages]  # fmt: skip
+    frame = processor.render(probed, False).split(probe)
     answers = [text_of(message) for message in messages if message["role"] == "assistant"]
     rendered = processor.render(messages, False)
     for texts in (answers, [answer.strip() for answer in answers]):
         if len(frame) == len(texts) + 1 and rendered == _interleave(frame, texts):
             return frame, texts
-    raise TemplateFault("target: its chat template rewrites or drops answers, so they cannot be told from the rest")
+    raise TemplateFault("target: its chat template rewrites or drops answers, so they cannot be located in the rendered text")
 
 
-def _headers(messages: list[Message], processor: Processor, frame: list[str], answers: list[str]) -> tuple[str, str]:
-    """How the header before an answer ends in a finished turn and in a prompt; they may differ in blanks only."""
-    finished = _interleave(frame[:-1], answers[:-1])
+def _header_tails(messages: list[Message], processor: Processor, frame: list[str], answers: list[str]) -> tuple[str, str]:
+    """Returns the end of the header before the last answer, rendered and as a prompt; they may differ in blanks only."""
+    rendered = _interleave(frame[:-1], answers[:-1])
     prompted = processor.render(messages[:-1], True)
-    common = len(os.path.commonprefix([finished, prompted]))
-    if finished[common:].strip() or prompted[common:].strip():
-        raise TemplateFault("target: its chat template prompts for an answer otherwise than it renders one")
-    return finished[common:], prompted[common:]
+    common = len(os.path.commonprefix([rendered, prompted]))
+    if rendered[common:].strip() or prompted[common:].strip():
+        raise TemplateFault("target: its chat template renders the prompt for an answer differently from the answer's header")
+    return rendered[common:], prompted[common:]
 
 
 def _interleave(frame: list[str], texts: list[str]) -> str:
@@ -113,26 +114,26 @@ def _interleave(frame: list[str], texts: list[str]) -> str:
 
 
 def _unused_characters(messages: list[Message]) -> tuple[str, str]:
-    """Two characters (of a private plane) that occur nowhere in the conversation."""
+    """Returns two private-use characters that do not occur in the conversation."""
     text = "".join(part.get("text", "") for message in messages for part in message["content"])
-    free = [chr(code) for code in PRIVATE_USE if chr(code) not in text]
-    return free[0], free[1]
+    unused = [chr(code) for code in PRIVATE_USE if chr(code) not in text]
+    return unused[0], unused[1]
 
 
-def _shield(message: Message, processor: Processor, shield: str) -> Message:
-    """Breaks what looks like a special token in the text, so that it is tokenised as the plain text it is.
+def _escape(message: Message, processor: Processor, separator: str) -> Message:
+    """Splits special tokens quoted in the text, so that they are tokenized as plain text.
 
-    Example: "<|im_end|>" becomes "<" + shield + "|im_end|>", later two pieces, neither of which is a special token.
+    Example: "<|im_end|>" becomes "<" + separator + "|im_end|>", later two segments, neither of which is a special token.
     """
     pattern = re.compile("|".join(sorted(map(re.escape, _special_texts(processor)), key=len, reverse=True)))
 
     def split(match: re.Match[str]) -> str:
-        return match.group()[0] + shield + match.group()[1:]
+        return match.group()[0] + separator + match.group()[1:]
 
-    def plain(part: Part) -> Part:
+    def escape(part: Part) -> Part:
         return part | {"text": pattern.sub(split, part["text"])} if part["type"] == "text" else part
 
-    return {"role": message["role"], "content": [plain(part) for part in message["content"]]}
+    return {"role": message["role"], "content": [escape(part) for part in message["content"]]}
 
 
 def _special_texts(processor: Processor) -> set[str]:
@@ -140,8 +141,8 @@ def _special_texts(processor: Processor) -> set[str]:
     return added | {processor.family.image_token, processor.family.video_token}
 
 
-def _drop_shields(pieces: list[Segment], shield: str) -> list[Segment]:
-    return [(text, flag) for piece, flag in pieces for text in piece.split(shield) if text]
+def _split_escapes(found: list[Segment], separator: str) -> list[Segment]:
+    return [(piece, is_supervised) for text, is_supervised in found for piece in text.split(separator) if piece]
 
 
 def _encode(conversation: Conversation, processor: Processor, num_frames: int) -> Example:
@@ -149,9 +150,9 @@ def _encode(conversation: Conversation, processor: Processor, num_frames: int) -
         images, videos, fps = open_media(conversation.messages, num_frames, allow_urls=False)
         return processor.encode(segments(conversation.messages, processor), images, videos, fps)
     except TemplateFault as error:
-        raise conversation.bad(str(error), BadTemplate) from error
+        raise conversation.error(str(error), BadTemplate) from error
     except ValueError as error:
-        raise conversation.bad(str(error)) from error
+        raise conversation.error(str(error)) from error
 
 
 def _shorten(
@@ -162,7 +163,7 @@ def _shorten(
     on_long: OnLong,
     num_frames: int,
 ) -> Example:
-    """The leading turns that fit. A turn ends where a run of supervised tokens ends."""
+    """Keeps the leading turns that fit. A turn ends with a run of supervised tokens."""
     mask = example["loss_mask"].int()
     ends = ((mask[:-1] - mask[1:]) == 1).nonzero().flatten().add(1).tolist() + [len(mask)]
     keep = sum(end <= max_length for end in ends)
@@ -174,11 +175,11 @@ def _shorten(
     if on_long is OnLong.cut and begin < max_length - 1:
         return _cut(conversation, example, processor, max_length, num_frames)
     reason = f"longer than data.max_length={max_length} (data.on_long={on_long}): {len(mask)} tokens"
-    raise TooLong(conversation.source, conversation.meta.get("index", conversation.id), reason)
+    raise conversation.error(reason, TooLong)
 
 
 def _cut(conversation: Conversation, example: Example, processor: Processor, max_length: int, num_frames: int) -> Example:
-    """The first turn with its answer cut; what is cut is the answer's text, so no picture is touched."""
+    """Truncates the answer of the first turn; visual tokens precede it and stay."""
     first = next(i for i, message in enumerate(conversation.messages) if message["role"] == "assistant")
     if first + 1 < len(conversation.messages):
         example = _encode(replace(conversation, messages=conversation.messages[: first + 1]), processor, num_frames)
@@ -190,17 +191,17 @@ def _cut(conversation: Conversation, example: Example, processor: Processor, max
 
 
 def _check_mask(conversation: Conversation, example: Example, processor: Processor) -> None:
-    """A mask over none or all of the text means the template and the spans do not fit each other."""
+    """Raises BadItem for a mask over none or all of the text: the template and the answer spans do not match."""
     visual = visual_mask(example, processor)
     text = example["loss_mask"][~visual]
     if bool((example["loss_mask"] & visual).any()):
-        raise conversation.bad("a picture's tokens inside an answer")
+        raise conversation.error("visual tokens inside an answer")
     if not bool(text.any()) or bool(text.all()):
         share = "no" if not bool(text.any()) else "every"
-        raise conversation.bad(f"the loss mask covers {share} text token; is this the target's own chat template?")
+        raise conversation.error(f"the loss mask covers {share} text token; is this the target's own chat template?")
 
 
 def visual_mask(example: Example, processor: Processor) -> Tensor:
-    """BoolTensor [T], True at picture and video placeholders."""
+    """Returns a BoolTensor [T], True at image and video placeholders."""
     ids = processor.tokenizer.convert_tokens_to_ids([processor.family.image_token, processor.family.video_token])
     return torch.isin(example["input_ids"], torch.tensor([token for token in ids if token is not None]))

@@ -1,7 +1,7 @@
-"""What a person sets about data: plain dataclasses, usable from a notebook and from a ConfigStore.
+"""The `data` and `regenerate` settings: dataclasses with their defaults and cross-field checks.
 
-Owns: names, defaults, cross-field checks. Every error names the dotted key. Imports no torch, so a command line that
-only checks its configuration stays fast.
+Every error names the dotted key. Imports neither torch nor Hydra: the same classes serve a notebook and a ConfigStore, and a
+command that only checks its configuration stays fast. Does not own: the options of each source kind (data_prep.sources.KINDS).
 """
 
 from __future__ import annotations
@@ -9,35 +9,29 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from data_prep.splits import Split, check_holdout
+
 
 class OnLong(StrEnum):
-    """What to do with an example longer than `max_length`."""
+    """Handling of an example longer than `max_length`."""
 
-    turn = "turn"  # keep the leading turns that fit, drop the example when not even one does
-    cut = "cut"  # as `turn`, but when the first answer is what is too long, keep its beginning
+    turn = "turn"  # keep the leading turns that fit; drop the example if the first does not
+    cut = "cut"  # as `turn`, but keep the beginning of a first answer that does not fit
     drop = "drop"
 
 
 class OnBad(StrEnum):
-    """What to do with an item that cannot become an example."""
+    """Handling of an item that cannot become an example."""
 
-    error = "error"  # stop, naming file, index and reason
-    skip = "skip"  # leave it out, count it, list it in `data.bad_list`
+    error = "error"  # stop with file, index and reason
+    skip = "skip"  # skip and count the item, and list it in `data.bad_list`
 
 
 class Cache(StrEnum):
-    """What is kept between runs."""
+    """Content of the cache folder."""
 
-    examples = "examples"  # ready-made examples, pixels included: for data that fits on the disk many times over
-    rows = "rows"  # which items are good; their pictures are opened while training
-
-
-class Split(StrEnum):
-    """Parts of the data that never share a picture."""
-
-    train = "train"
-    validation = "validation"
-    test = "test"
+    examples = "examples"  # encoded examples with pixels: for data sets much smaller than the disk
+    rows = "rows"  # the index of valid items; images are opened while training
 
 
 @dataclass(kw_only=True)
@@ -47,16 +41,16 @@ class SourceConfig:
     Attributes:
         kind: a name in `data_prep.sources.KINDS`.
         path: file, folder, or hub name.
-        media_root: folder that relative picture paths start from (default: the file's own folder).
+        media_root: base folder of relative image and video paths (default: the folder of the file).
         subset: hub configuration name.
-        split: split of a hub data set or layout; empty: what the kind calls its training data.
-        columns: hub column -> role; see data_prep.sources.hub.
+        split: split of a hub data set; empty: the training split (prompt sets: the test split).
+        columns: role -> column of a table; see data_prep.sources.hub.
         families: task families to keep; empty: all.
-        weight: share of the examples drawn; null: as large as the source is. All sources of a mix or none.
-        num_examples: the first so many good ones; 0: all.
+        weight: share of the examples of an epoch; null: proportional to the size of the source. All sources or none.
+        num_examples: number of valid items to keep, from the first on; 0: all.
         streaming: read on the fly, in order, shuffled within blocks.
-        prompt: question asked where the source has none (frame folders, video files).
-        long_answers: ask for a detailed explanation where the layout wants one word.
+        prompt: question for sources that have none (folders of images and videos).
+        long_answers: request a detailed explanation in place of a one-word answer.
     """
 
     kind: str = "pocket"
@@ -81,18 +75,18 @@ class DataConfig:
         name: label in reports.
         sources: training sources by label.
         validation: prompt sources by label; empty: the held-out part of `sources`.
-        path, media_root, num_examples: fill in what one of `sources` leaves empty.
-        holdout: share of each source kept out of training where `validation` is empty (by picture; the pocket world
-            has held-out splits of its own).
-        max_length: tokens per example, visual ones included; null: no limit.
-        on_long: what to do with longer ones.
-        on_bad: what to do with broken ones.
-        bad_list: file that lists what was skipped; empty: `skipped.jsonl` in the cache folder of this data.
-        cache: what is kept between runs.
-        cache_dir: where; empty: `sage-draft` under the user's cache folder.
+        path, media_root, num_examples: defaults for every one of `sources` that leaves the field empty.
+        holdout: share of each source that is excluded from training where `validation` is empty (split by image; the
+            pocket world has splits of its own).
+        max_length: tokens per example, visual tokens included; null: no limit.
+        on_long: handling of longer examples.
+        on_bad: handling of items that cannot become an example.
+        bad_list: file that lists the skipped items; empty: `skipped.jsonl` in the cache folder of this data.
+        cache: content of the cache folder.
+        cache_dir: the cache folder; empty: `sage-draft` in the user's cache folder.
         num_workers: processes that prepare examples while training; 0: a thread.
-        num_frames: frames per clip, at most.
-        shuffle_block: streams are shuffled within blocks of so many items.
+        num_frames: maximum number of frames per video.
+        shuffle_block: items per block within which a stream is shuffled.
     """
 
     name: str = "pocket"
@@ -113,7 +107,7 @@ class DataConfig:
     shuffle_block: int = 256
 
     def resolved(self, split: Split) -> dict[str, SourceConfig]:
-        """The sources that serve a split; those of `sources` with the top-level fallbacks filled in."""
+        """Returns the sources of a split by label, with the top-level defaults filled in for those of `sources`."""
         if self.validation and split != Split.train:
             return self.validation
         return {
@@ -126,15 +120,20 @@ class DataConfig:
             for label, source in self.sources.items()
         }
 
+    def source_weights(self) -> list[float] | None:
+        """Returns the weights of the training sources, None if they have none."""
+        weights = [source.weight for source in self.sources.values() if source.weight is not None]
+        return weights or None
+
 
 @dataclass(kw_only=True)
 class RegenerateConfig:
-    """How the target answers its own prompts.
+    """Decoding settings for answers that the target generates itself.
 
     Attributes:
-        draft: folder of the draft that speeds the target up; empty: none. The answers are the same.
-        policy: how the draft is used, a name of `sage.POLICIES`.
-        temperature: 0 is greedy; `top_k` 0 and `top_p` 1 cut nothing off.
+        draft: folder of the draft for speculative decoding; empty: none. The answers do not depend on it.
+        policy: a name of `sage.POLICIES`.
+        temperature: 0 is greedy; `top_k` 0 and `top_p` 1 disable truncation.
     """
 
     draft: str = ""
@@ -147,10 +146,10 @@ class RegenerateConfig:
 
 
 def validate(config: DataConfig) -> None:
-    """Cross-field checks.
+    """Checks the fields and their combinations.
 
     Raises:
-        ValueError: names the dotted key, the value, what is allowed.
+        ValueError: names the dotted key, the value and the allowed values.
     """
     if not config.sources:
         raise ValueError("data.sources: empty; name at least one source, e.g. data=pocket")
@@ -158,15 +157,14 @@ def validate(config: DataConfig) -> None:
         for label, source in sources.items():
             _validate_source(f"data.{group}.{label}", source)
     for name in ("path", "media_root"):
-        if getattr(config, name) and not any(_takes(source, name) for source in config.sources.values()):
-            raise ValueError(f"data.{name}: {getattr(config, name)}; has no effect, no source of data={config.name} takes it")
+        if getattr(config, name) and not any(_uses_default(source, name) for source in config.sources.values()):
+            raise ValueError(f"data.{name}: {getattr(config, name)}; has no effect, no source of data={config.name} uses it")
     _at_least("data.max_length", config.max_length, 2)
     _at_least("data.num_frames", config.num_frames, 1)
     _at_least("data.num_workers", config.num_workers, 0)
     _at_least("data.num_examples", config.num_examples, 0)
     _at_least("data.shuffle_block", config.shuffle_block, 1)
-    if not 0 <= config.holdout < 0.5:  # as much again is kept for `test`
-        raise ValueError(f"data.holdout: {config.holdout}; allowed: from 0 to below 0.5, a share of each source")
+    check_holdout(config.holdout)
     weights = [source.weight is None for source in config.sources.values()]
     if any(weights) and not all(weights):
         raise ValueError("data.sources: some have a weight and some do not; give a weight to each or to none")
@@ -176,10 +174,10 @@ def validate(config: DataConfig) -> None:
             raise ValueError(f"data.{group}: streaming and prepared sources in one mix; stream all, with data.cache=rows")
 
 
-def _takes(source: SourceConfig, name: str) -> bool:
+def _uses_default(source: SourceConfig, name: str) -> bool:
     from data_prep.sources import KINDS
 
-    return not getattr(source, name) and name in KINDS[source.kind].heeds
+    return not getattr(source, name) and name in KINDS[source.kind].options
 
 
 def _validate_source(key: str, source: SourceConfig) -> None:
@@ -187,12 +185,12 @@ def _validate_source(key: str, source: SourceConfig) -> None:
 
     if source.kind not in KINDS:
         raise ValueError(f"{key}.kind: {source.kind!r}; allowed: {', '.join(sorted(KINDS))}")
-    plain = SourceConfig()
+    defaults = SourceConfig()
     for name in ("path", "media_root", "subset", "split", "columns", "families", "streaming", "prompt", "long_answers"):
         value = getattr(source, name)
-        if value != getattr(plain, name) and name not in KINDS[source.kind].heeds:
-            heeds = ", ".join(KINDS[source.kind].heeds)
-            raise ValueError(f"{key}.{name}: {value}; has no effect on kind {source.kind}, which heeds {heeds}")
+        if value != getattr(defaults, name) and name not in KINDS[source.kind].options:
+            options = ", ".join(KINDS[source.kind].options)
+            raise ValueError(f"{key}.{name}: {value}; has no effect on kind {source.kind}; its options: {options}")
     if source.weight is not None and source.weight <= 0:
         raise ValueError(f"{key}.weight: {source.weight}; allowed: above 0, or null")
     _at_least(f"{key}.num_examples", source.num_examples, 0)

@@ -1,7 +1,7 @@
-"""The one shape every source of conversations yields, and the rules it must obey.
+"""The conversation that every source yields, its validation, and the error of an item that fails it.
 
-Owns: Conversation, its validation, the error that names a bad item. Does not own: file formats (data_prep.sources),
-opening pictures (sage.inputs.media), the chat template (data_prep.chat).
+Does not own: file formats (data_prep.sources), opening images and videos (sage.inputs.media), the chat template
+(data_prep.chat).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from sage.inputs.video import CLIP_KEYS, clip_times
 ROLES = ("system", "user", "assistant")
 MEDIA = ("image", "video")
 MEDIA_KEYS = ("url", "path", "base64")
-# What data files write before or after a question whose picture belongs there. In the middle of a text it is a word like
-# any other ("how does the <video> tag work?") and is tokenised as such.
+# Data files mark the position of an image or video before or after a question. In the middle of a text the same characters
+# are plain text ("how does the <video> tag work?") and are tokenized as such.
 PLACEHOLDER = re.compile(r"\A\s*<(?:image|video)>|<(?:image|video)>\s*\Z")
 
 Part = dict[str, Any]
@@ -28,20 +28,21 @@ Message = dict[str, Any]
 
 
 class BadItem(ValueError):
-    """One item that cannot become an example: names file, index and reason.
+    """An item that cannot become an example. The message names file, item and reason.
 
     Args:
         source: file or source name.
-        index: position of the item inside it (a line number where the file has lines).
-        reason: what is wrong and what would be right.
+        index: position of the item in the source (a line number in JSON lines), with its id where it has one: see
+            `item_label`.
+        reason: the fault and what is allowed.
     """
 
     def __init__(self, source: str, index: int | str, reason: str) -> None:
         super().__init__(f"{source}: item {index}: {reason}")
         self.source, self.index, self.reason = source, index, reason
 
-    def row(self) -> dict[str, str]:
-        """As it stands in a list of what was skipped."""
+    def as_row(self) -> dict[str, str]:
+        """Returns the row of a list of skipped items."""
         return {"source": self.source, "index": str(self.index), "reason": self.reason}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -49,25 +50,26 @@ class BadItem(ValueError):
 
 
 class TooLong(BadItem):
-    """An item that is whole but longer than the configured length; dropped and counted, never an error."""
+    """A valid item that exceeds the configured length; it is dropped and counted, and never stops a run."""
 
 
 class BadTemplate(BadItem):
-    """An item that shows a fault of the target's chat template: leaving it out mends nothing, others are likely to follow."""
+    """An item that reveals a fault of the target's chat template. Skipping it does not help: other items fail likewise."""
 
 
 @dataclass
 class Conversation:
-    """Chat messages with their pictures.
+    """Chat messages with their images and videos.
 
     Attributes:
-        id: unique within the source, stable from run to run.
+        id: unique within the source, the same in every run.
         messages: Hugging Face chat messages; `content` is a list of parts
             {"type": "text", "text": str} | {"type": "image", "image": PIL | path | bytes} |
             {"type": "video", "video": [frames] | folder | file, optional "fps", "start" and "end" in seconds}.
-        source: file or data set it came from.
+        source: file or data set of the item.
         family: task family ("" if unknown).
-        meta: what else the source knows; `index` is the position inside the source.
+        meta: further fields of the source; `index` is the position in the source, `answer` the reference answer of a
+            prompt, `follow_ups` the later questions of a prompt (data_prep.multi_turn).
     """
 
     id: str
@@ -76,12 +78,12 @@ class Conversation:
     family: str = ""
     meta: dict[str, Any] = field(default_factory=dict)
 
-    def bad(self, reason: str, kind: type[BadItem] = BadItem) -> BadItem:
-        """The error that names this conversation."""
-        return kind(self.source or "conversation", f"{self.meta.get('index', '?')} (id {self.id})", reason)
+    def error(self, reason: str, error_type: type[BadItem] = BadItem) -> BadItem:
+        """Returns the error that names this conversation."""
+        return error_type(self.source or "conversation", item_label(self.meta.get("index", "?"), self.id), reason)
 
     def prompt(self) -> Conversation:
-        """The messages before the last assistant answer; the answer goes to `meta["answer"]`."""
+        """Returns the messages before the last assistant answer; the answer goes to `meta["answer"]`."""
         last = max((i for i, message in enumerate(self.messages) if message["role"] == "assistant"), default=None)
         if last is None:
             return self
@@ -89,27 +91,32 @@ class Conversation:
         return replace(self, messages=self.messages[:last], meta=meta)
 
 
-def check(conversation: Conversation, need_answer: bool = True) -> Conversation:
-    """The conversation with every content as a list of parts, or the reason why it is none.
+def item_label(index: int | str, name: object = None) -> str:
+    """Returns the label of an item in messages and lists: its index and, where the data has one, its id."""
+    return str(index) if name is None or str(name) == str(index) else f"{index} (id {name})"
+
+
+def check_conversation(conversation: Conversation, needs_answer: bool = True) -> Conversation:
+    """Validates a conversation and returns it with every content as a list of parts.
 
     Args:
-        need_answer: training needs an assistant answer at the end, a prompt a user turn.
+        needs_answer: whether the last message must be an answer (training) or a question (a prompt).
 
     Raises:
-        BadItem: an unknown role or part, turns out of order, an empty question, a stray picture placeholder.
+        BadItem: an unknown role or part, turns out of order, an empty question, a placeholder without image or video.
     """
     try:
         messages = [_message(message, i) for i, message in enumerate(_list(conversation.messages))]
-        _check_order([message["role"] for message in messages], need_answer)
+        _check_order([message["role"] for message in messages], needs_answer)
         for i, message in enumerate(messages):
             _check_content(message, i)
     except ValueError as error:
-        raise conversation.bad(str(error)) from error
+        raise conversation.error(str(error)) from error
     return replace(conversation, messages=messages)
 
 
 def text_of(message: Message) -> str:
-    """All text of a message."""
+    """Returns the concatenated text of a message."""
     content = message["content"]
     if isinstance(content, str):
         return content
@@ -117,7 +124,7 @@ def text_of(message: Message) -> str:
 
 
 def media_parts(messages: list[Message]) -> Iterator[Part]:
-    """Picture and video parts in reading order."""
+    """Yields the image and video parts in reading order."""
     for message in messages:
         if not isinstance(message["content"], str):
             yield from (part for part in message["content"] if part["type"] in MEDIA)
@@ -141,7 +148,7 @@ def _message(message: Any, index: int) -> Message:
         raise ValueError(f"message {index}: content is {type(content).__name__}; allowed: text or a list of parts")
     parts = [_part(part, index) for part in content]
     if role == "assistant" and all(part["type"] == "text" for part in parts):
-        parts = [{"type": "text", "text": "".join(part["text"] for part in parts)}]  # one answer, whatever the pieces
+        parts = [{"type": "text", "text": "".join(part["text"] for part in parts)}]
     return {"role": role, "content": parts}
 
 
@@ -174,19 +181,19 @@ def _clean(text: str, index: int) -> str:
 def _check_media(kind: str, value: Any, index: int) -> None:
     if kind == "image" and not isinstance(value, (str, Path, bytes, Image.Image)):
         found = "nothing" if value is None else type(value).__name__
-        raise ValueError(f"message {index}: an image part with {found}; allowed: a path, bytes or a PIL picture")
+        raise ValueError(f"message {index}: an image part with {found}; allowed: a path, bytes or a PIL image")
     if kind == "video" and (not isinstance(value, (str, Path, list, tuple)) or not value):
         raise ValueError(f"message {index}: a video part without frames; allowed: a list of frames, a folder, a file")
 
 
-def _check_order(roles: list[str], need_answer: bool) -> None:
+def _check_order(roles: list[str], needs_answer: bool) -> None:
     turns = roles[1:] if roles[0] == "system" else roles
     for i, role in enumerate(turns, start=len(roles) - len(turns)):
         expected = ("user", "assistant")[(i - len(roles) + len(turns)) % 2]
         if role != expected:
             before = roles[i - 1] if i else "nothing"
             raise ValueError(f"message {i}: {role!r} after {before!r}, expected {expected!r}; turns must alternate")
-    last = "assistant" if need_answer else "user"
+    last = "assistant" if needs_answer else "user"
     if not turns or turns[-1] != last:
         raise ValueError(f"ends with {roles[-1]!r}; the last message must be the {last}'s")
 
@@ -194,10 +201,10 @@ def _check_order(roles: list[str], need_answer: bool) -> None:
 def _check_content(message: Message, index: int) -> None:
     role, parts = message["role"], message["content"]
     if role != "user" and any(part["type"] in MEDIA for part in parts):
-        raise ValueError(f"message {index}: a picture or video in a {role} message; only users show pictures")
+        raise ValueError(f"message {index}: an image or video in a message of role {role!r}; allowed: role 'user'")
     if role == "user" and not any(part["type"] in MEDIA or part["text"].strip() for part in parts):
         raise ValueError(f"message {index}: an empty user message")
     if role != "assistant":
         stray = next((found for part in parts if (found := PLACEHOLDER.search(part.get("text", "")))), None)
         if stray:
-            raise ValueError(f"message {index}: placeholder {stray.group().strip()} without a picture or video")
+            raise ValueError(f"message {index}: placeholder {stray.group().strip()} without an image or video")

@@ -1,4 +1,4 @@
-"""Files several ranks may write at once: a lock, a temporary name, one rename."""
+"""The cache folder, locks between processes, and write errors that name the output. Atomic writes themselves: sage.files."""
 
 from __future__ import annotations
 
@@ -12,51 +12,56 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from sage.files import atomic_path
+
 logger = logging.getLogger(__name__)
 
 
 def default_cache_dir(configured: str = "") -> Path:
-    """`configured`, or `sage-draft` under $XDG_CACHE_HOME (or ~/.cache)."""
+    """Returns `configured`, or `sage-draft` in $XDG_CACHE_HOME (~/.cache)."""
     if configured:
         return Path(configured).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sage-draft"
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Deletes all but the `keep` last used folders in a cache folder; whoever has files of one open keeps them."""
-    found = sorted((path for path in folder.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime)
-    for path in found[: max(0, len(found) - keep)]:
+def prune_folders(parent: Path, num_kept: int) -> None:
+    """Deletes the least recently used subfolders but `num_kept`. Files that a process has open stay readable for it."""
+    found = sorted((path for path in parent.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime)
+    for path in found[: max(0, len(found) - num_kept)]:
         shutil.rmtree(path, ignore_errors=True)
-        logger.info("%s: deleted, not used for the longest time", path)
+        logger.info("%s: deleted as least recently used", path)
 
 
 class CannotWrite(OSError):
-    """The disk is full or not to be written to; the message names the place."""
+    """The output cannot be written: the disk is full, or the path is not writable. The message names the path."""
 
 
 @contextmanager
-def blaming(path: Path) -> Iterator[None]:
-    """Names `path` in the errors of a block that writes there: a full disk says nothing but that it is full."""
+def naming_write_errors(path: Path) -> Iterator[None]:
+    """Turns an OSError of the block into a `CannotWrite` that names `path`; the error of a full disk names no file.
+
+    Errors of files elsewhere, such as a missing input, pass unchanged.
+    """
     try:
         yield
     except CannotWrite:
         raise
     except OSError as error:
-        if error.filename is not None and not _is_on_the_way(Path(str(error.filename)), path):
-            raise  # somebody else's file
+        if error.filename is not None and not _is_at(Path(str(error.filename)), path):
+            raise
         reason = error.strerror or error
-        raise CannotWrite(f"{path}: could not be written ({reason}); make room there, or name another place") from error
+        raise CannotWrite(f"{path}: could not be written ({reason}); free disk space, or choose another path") from error
 
 
-def _is_on_the_way(found: Path, path: Path) -> bool:
-    """Whether `found` is beside `path`, below that, or one of the folders above."""
+def _is_at(found: Path, path: Path) -> bool:
+    """Returns whether `found` is in the folder of `path` or below, or one of the folders above."""
     return path.parent in (found, *found.parents) or found in path.parents
 
 
 def check_writable(path: Path) -> None:
-    """Raises CannotWrite before hours of work instead of after them; leaves nothing behind."""
+    """Raises CannotWrite if `path` cannot be created; called before the work whose result goes there. Leaves no file."""
     nearest = next(folder for folder in path.absolute().parents if folder.exists())
-    with blaming(path):
+    with naming_write_errors(path):
         try:
             tempfile.TemporaryFile(dir=nearest).close()
         except OSError as error:
@@ -65,13 +70,13 @@ def check_writable(path: Path) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds the lock beside `path` among all processes of this machine (and of a shared file system with locks).
+    """Holds a lock on `path` among all processes of this machine (and of a shared file system that supports locks).
 
     Raises:
-        CannotWrite: there can be no file.
+        CannotWrite: the lock file cannot be created.
     """
     lock = FileLock(path.parent / f".{path.name}.lock")
-    with blaming(path):
+    with naming_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     try:
@@ -81,26 +86,11 @@ def locked(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def atomic_path(path: Path) -> Iterator[Path]:
-    """A temporary path that becomes `path` (file or folder) only when the block ends without an error.
-
-    An older folder goes just before; whoever has files of it open keeps them.
+def writing(path: Path) -> Iterator[Path]:
+    """`sage.files.atomic_path`, with errors that name `path`.
 
     Raises:
-        CannotWrite: the disk is full or not to be written to; nothing is left there.
+        CannotWrite: the disk is full or not writable; no file is left.
     """
-    temporary = path.parent / f"{path.name}.tmp-{os.getpid()}"
-    try:
-        with blaming(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            yield temporary
-            if temporary.is_file():
-                with temporary.open("rb") as file:
-                    os.fsync(file.fileno())
-            if temporary.is_dir() and path.is_dir():
-                shutil.rmtree(path)
-            os.replace(temporary, path)
-    finally:
-        if temporary.is_dir():
-            shutil.rmtree(temporary)
-        temporary.unlink(missing_ok=True)
+    with naming_write_errors(path), atomic_path(path) as temporary:
+        yield temporary

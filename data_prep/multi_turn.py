@@ -1,7 +1,7 @@
-"""Prompts of several turns: each later question is asked after the target's own answers to those before it.
+"""Prompts with follow-up questions, each asked after the target's own answers to the previous questions.
 
-Benchmarks such as MMSpec give the questions of a conversation and no answers; the first is the prompt, the others wait in
-`meta["later"]`.
+Benchmarks such as MMSpec provide the questions of a conversation without answers: the first question is the prompt, the
+others are in `meta[FOLLOW_UPS]`.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from typing import Any
 
 from data_prep.conversation import Conversation, Message
 
-LATER = "later"
+FOLLOW_UPS = "follow_ups"
 
 
-def asked_in_turn(prompts: Iterable[Any], answer: Callable[[list[Message]], str]) -> Iterator[Any]:
-    """Every prompt, each followed by its later turns as prompts of their own.
+def expand_follow_ups(prompts: Iterable[Any], answer: Callable[[list[Message]], str]) -> Iterator[Any]:
+    """Yields every prompt, followed by one prompt per follow-up question.
 
     Args:
-        prompts: conversations; anything else is passed on as it is.
-        answer: what the target says to some messages. Called only when the next turn is asked for.
+        prompts: conversations; items of any other type are passed through.
+        answer: messages -> the target's answer; called only when the next prompt is requested.
     """
     for prompt in prompts:
         yield prompt
         if isinstance(prompt, Conversation):
-            yield from _later(prompt, answer)
+            yield from _follow_ups(prompt, answer)
 
 
-def _later(prompt: Conversation, answer: Callable[[list[Message]], str]) -> Iterator[Conversation]:
+def _follow_ups(prompt: Conversation, answer: Callable[[list[Message]], str]) -> Iterator[Conversation]:
     messages = prompt.messages
-    for number, question in enumerate(prompt.meta.get(LATER, ()), start=2):
-        said = {"role": "assistant", "content": [{"type": "text", "text": answer(messages)}]}
-        messages = [*messages, said, {"role": "user", "content": [{"type": "text", "text": question}]}]
-        yield replace(prompt, id=f"{prompt.id}-turn-{number}", messages=messages, meta=prompt.meta | {LATER: []})
+    for number, question in enumerate(prompt.meta.get(FOLLOW_UPS, ()), start=2):
+        reply = {"role": "assistant", "content": [{"type": "text", "text": answer(messages)}]}
+        messages = [*messages, reply, {"role": "user", "content": [{"type": "text", "text": question}]}]
+        yield replace(prompt, id=f"{prompt.id}-turn-{number}", messages=messages, meta=prompt.meta | {FOLLOW_UPS: []})

@@ -1,1 +1,5 @@
-"""Optimizer steps as lists of micro-batches, in an order that does not depend on the number of ranks."""
+"""Micro-batches of every optimizer step, for any number of ranks, prepared ahead of the trainer.
+
+Takes any dataset of data_prep.dataset. Owns the grouping of examples by length. Does not own: the order of examples
+(data_prep.dataset.mixing).
+"""

@@ -1,23 +1,23 @@
-"""Examples -> this rank's micro-batches of each optimizer step, ahead of the trainer.
+"""`StepLoader`: the micro-batches of this rank for every optimizer step, prepared ahead of the trainer.
 
-Owns: who gets which example, batching, workers, resuming. Does not own: the order itself (data_prep.dataset.mixing).
+Owns: the assignment of examples to ranks and micro-batches, worker processes, resuming. Does not own: the order of examples
+(data_prep.dataset.mixing).
 
-The order is one endless row of examples, epoch after epoch, a pure function of (data, seed). Step s takes the next
-`global_batch_size` of it and deals them out in micro-batches, so any split of the same step into ranks and
-micro-batches holds the same examples:
+The order is one infinite sequence of examples, epoch after epoch, a pure function of data and seed. Step s takes the next
+`global_batch_size` examples and divides them into micro-batches, so that a step contains the same examples for any number of
+ranks and any micro-batch size:
 
     step s = [a b c d]    1 rank x 4: [abcd]    1 rank x 2 x 2: [ab] [cd]    2 ranks x 2: rank 0 [ab], rank 1 [cd]
 
-Neighbours in length share a micro-batch, so that little of it is padding, and the longest come first, so that what does not
-fit into memory shows at once. Where the data set knows its lengths, whole steps are made of like lengths (see `buckets`)
-and sorted before they are dealt out; where it does not, each rank sorts its share of a step once it is made.
+Examples of similar length share a micro-batch, which reduces padding, and the longest come first, so that out-of-memory errors
+occur immediately. Where the lengths are known, examples of similar length are grouped into steps (`buckets`) and sorted before
+a step is divided; where they are unknown, each rank sorts its share of a step after building it.
 
 Shapes: B batch, T tokens.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import queue
 import threading
@@ -29,40 +29,39 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from data_prep.batching.buckets import grouped
-from data_prep.dataset.prepare import end_with_parent, worker_context
+from data_prep.batching.buckets import group_by_length
+from data_prep.dataset.stream import is_stream
+from data_prep.workers import start_worker, worker_context
 
 Example = dict[str, Any]
 Batch = dict[str, Any]
 Collate = Callable[[list[Example]], Batch]
 
-logger = logging.getLogger(__name__)
-BATCHES_AHEAD = 8  # micro-batches; of large pictures each holds tens of MB
+NUM_BATCHES_AHEAD = 8  # micro-batches; with large images, each has tens of MB
 _POLL_S = 0.1
 
 
 class StepLoader:
     """Iterating yields, per optimizer step, the list of this rank's micro-batches.
 
-    A micro-batch is `collate`'s dict of tensors plus `ids`, the examples' names. Iteration has no end; the trainer
-    stops it.
+    A micro-batch is `collate`'s dict of tensors plus `ids`, the ids of the examples. The iteration has no end.
 
     Args:
-        dataset: `__len__`, `__getitem__(number)`, `epoch(seed, epoch) -> numbers`; or a stream (data_prep.dataset.stream).
+        dataset: `__len__`, `__getitem__(position)`, `epoch(seed, epoch) -> positions`; or a `StreamDataset`.
         collate: list of examples -> dict of tensors with loss_mask [B, T].
         global_batch_size: examples per step over all ranks.
         micro_batch_size: examples per rank and pass.
-        start_step: the first step to yield, as if the ones before had been taken.
-        num_workers: processes that make examples, at most one per core; 0: a thread (best where examples are ready-made).
-        length_window: steps whose examples are sorted by length together, where lengths are known; 1: none.
+        start_step: the first step to yield, as if the earlier ones had been taken.
+        num_workers: processes that build examples, at most one per core; 0: a thread (best for cached examples).
+        length_window: number of steps whose examples are sorted by length together, if the lengths are known; 1: none.
 
     Attributes:
-        wait_s: seconds the consumer has waited so far.
-        tokens, slots: tokens handed out so far, without and with padding.
+        wait_s: seconds spent waiting for micro-batches so far.
+        num_tokens, num_padded_tokens: tokens of the yielded micro-batches so far, without and with padding.
         accumulation: micro-batches per step and rank.
 
     Raises:
-        ValueError: the batch sizes and ranks do not divide.
+        ValueError: the global batch size is not a multiple of micro-batch size times ranks.
     """
 
     def __init__(
@@ -89,15 +88,16 @@ class StepLoader:
         self.start_step, self.num_workers, self.length_window = start_step, num_workers, length_window
         self.lengths: np.ndarray | None = getattr(dataset, "lengths", None)
         self.accumulation = global_batch_size // (micro_batch_size * world_size)
-        self.wait_s, self.tokens, self.slots = 0.0, 0, 0
+        self.wait_s, self.num_tokens, self.num_padded_tokens = 0.0, 0, 0
+        self._epoch_orders: dict[int, np.ndarray] = {}
 
     @property
     def steps_per_epoch(self) -> float | None:
-        """Optimizer steps that show every example once; None for a stream."""
+        """Optimizer steps per epoch; None for a stream."""
         return None if is_stream(self.dataset) else len(self.dataset) / self.global_batch_size
 
-    def step_numbers(self, step: int) -> list[int]:
-        """All ranks' examples of a step, in order (not for streams)."""
+    def step_positions(self, step: int) -> list[int]:
+        """Returns the positions of all ranks' examples of a step, in order (not for streams)."""
         total = len(self.dataset)
         first = step * self.global_batch_size
         positions = range(first, first + self.global_batch_size)
@@ -105,61 +105,60 @@ class StepLoader:
         return [int(orders[p // total][p % total]) for p in positions]
 
     def __iter__(self) -> Generator[list[Batch], None, None]:
-        batches = self._ahead()
+        batches = self._prefetched()
         try:
             while True:
                 begin = time.perf_counter()
                 step = [next(batches) for _ in range(self.accumulation)]
                 self.wait_s += time.perf_counter() - begin
-                self.tokens += sum(int(batch["attention_mask"].sum()) for batch in step)
-                self.slots += sum(batch["attention_mask"].numel() for batch in step)
+                self.num_tokens += sum(int(batch["attention_mask"].sum()) for batch in step)
+                self.num_padded_tokens += sum(batch["attention_mask"].numel() for batch in step)
                 yield step
         finally:
             batches.close()
 
-    def _keys(self) -> Iterator[list[Any]]:
-        """This rank's micro-batches as lists of what the dataset takes: numbers, or a stream's items."""
+    def _micro_batch_keys(self) -> Iterator[list[Any]]:
+        """Yields the dataset keys of this rank's micro-batches: positions, or items of a stream."""
         size = self.micro_batch_size
-        for whole in self._steps():
+        for step in self._step_keys():
             for micro in range(self.accumulation):
                 first = (micro * self.world_size + self.rank) * size
-                yield whole[first : first + size]
+                yield step[first : first + size]
 
-    def _steps(self) -> Iterator[list[Any]]:
+    def _step_keys(self) -> Iterator[list[Any]]:
         if is_stream(self.dataset):
             items = self.dataset.items(self.seed, self.start_step * self.global_batch_size)
             while True:
                 yield [next(items) for _ in range(self.global_batch_size)]
         step = self.start_step
         while True:
-            yield self._by_length(self.step_numbers(step))
+            yield self._longest_first(self.step_positions(step))
             step += 1
 
-    def _by_length(self, numbers: list[int]) -> list[int]:
-        """A step's examples, longest first, where their lengths are known."""
+    def _longest_first(self, positions: list[int]) -> list[int]:
+        """Sorts a step's examples by length if the lengths are known."""
         lengths = self.lengths
-        return numbers if lengths is None else sorted(numbers, key=lambda number: -int(lengths[number]))
+        return positions if lengths is None else sorted(positions, key=lambda position: -int(lengths[position]))
 
     def _epoch(self, epoch: int) -> np.ndarray:
-        kept = getattr(self, "_kept_epochs", {})
-        if epoch not in kept:
-            kept = {number: order for number, order in kept.items() if number == epoch - 1}
-            kept[epoch] = self._order(epoch)
-            self._kept_epochs = kept
-        return kept[epoch]
+        """Returns the order of an epoch; keeps that of the epoch before, for a step that spans both."""
+        if epoch not in self._epoch_orders:
+            kept = {number: order for number, order in self._epoch_orders.items() if number == epoch - 1}
+            self._epoch_orders = kept | {epoch: self._order(epoch)}
+        return self._epoch_orders[epoch]
 
     def _order(self, epoch: int) -> np.ndarray:
         drawn: np.ndarray = self.dataset.epoch(self.seed, epoch)
         if self.lengths is None or self.length_window == 1:
             return drawn
         first = epoch * len(drawn)
-        return grouped(drawn, self.lengths, first, self.global_batch_size, self.length_window, self.seed)
+        return group_by_length(drawn, self.lengths, first, self.global_batch_size, self.length_window, self.seed)
 
-    # -- making micro-batches, endlessly and ahead -----------------------------------------------------------------------
+    # -- building micro-batches ahead -----------------------------------------------------------------------------------
 
-    def _ahead(self) -> Generator[Batch, None, None]:
-        """Micro-batches from a thread that runs ahead of the consumer."""
-        ready: queue.Queue[Batch | BaseException] = queue.Queue(1 if self.num_workers else BATCHES_AHEAD)
+    def _prefetched(self) -> Generator[Batch, None, None]:
+        """Yields micro-batches from a thread that runs ahead of the consumer."""
+        ready: queue.Queue[Batch | BaseException] = queue.Queue(1 if self.num_workers else NUM_BATCHES_AHEAD)
         stop = threading.Event()
         thread = threading.Thread(target=self._fill, args=(ready, stop), name="step-loader", daemon=True)
         thread.start()
@@ -178,90 +177,89 @@ class StepLoader:
             for batch in self._micro_batches():
                 if not _put(ready, batch, stop):
                     return
-        except BaseException as error:  # whatever it is belongs to the consumer, who is waiting for a batch
+        except BaseException as error:  # raised in the consumer
             _put(ready, error, stop)
 
     def _micro_batches(self) -> Iterator[Batch]:
         needs_sorting = self.lengths is None and self.accumulation > 1
-        make = _Maker(self.dataset, None if needs_sorting else self.collate)
-        made = map(_checked, self._from_workers(make)) if self.num_workers else map(make, self._keys())
-        return self._sorted(made) if needs_sorting else made
+        build = _Builder(self.dataset, None if needs_sorting else self.collate)
+        built = map(_raised, self._from_workers(build)) if self.num_workers else map(build, self._micro_batch_keys())
+        return self._sorted(built) if needs_sorting else built
 
-    def _sorted(self, made: Iterator[list[Example]]) -> Iterator[Batch]:
-        """This rank's share of each step, as made, dealt out again longest first."""
-        while share := [example for _ in range(self.accumulation) for example in next(made)]:
+    def _sorted(self, built: Iterator[list[Example]]) -> Iterator[Batch]:
+        """Sorts this rank's examples of each step by length and divides them into micro-batches, longest first."""
+        while share := [example for _ in range(self.accumulation) for example in next(built)]:
             share.sort(key=lambda example: -len(example["input_ids"]))
             for first in range(0, len(share), self.micro_batch_size):
-                yield collated(share[first : first + self.micro_batch_size], self.collate)
+                yield collate_examples(share[first : first + self.micro_batch_size], self.collate)
 
-    def _from_workers(self, make: _Maker) -> Iterator[Any]:
+    def _from_workers(self, build: _Builder) -> Iterator[Any]:
         loader: DataLoader[Any] = DataLoader(
-            _Made(make),
-            sampler=_Keys(self._keys),
+            _WorkerDataset(build),
+            sampler=_KeySampler(self._micro_batch_keys),
             batch_size=None,
             num_workers=min(self.num_workers, len(os.sched_getaffinity(0))),
-            prefetch_factor=max(2, BATCHES_AHEAD // self.num_workers),
+            prefetch_factor=max(2, NUM_BATCHES_AHEAD // self.num_workers),
             multiprocessing_context=worker_context(),
             worker_init_fn=_start_worker,
         )
         return iter(loader)
 
 
-def collated(examples: list[Example], collate: Collate) -> Batch:
-    """One micro-batch; consumes the examples."""
+def collate_examples(examples: list[Example], collate: Collate) -> Batch:
+    """Returns one micro-batch with its `ids`; removes `id` from the examples."""
     ids = [example.pop("id") for example in examples]
     return {**collate(examples), "ids": ids}
 
 
-class _Maker:
-    """Keys -> their examples; with `collate` -> one micro-batch of them."""
+class _Builder:
+    """Keys -> their examples; with `collate`, one micro-batch of them."""
 
     def __init__(self, dataset: Any, collate: Collate | None) -> None:
         self.dataset, self.collate = dataset, collate
 
     def __call__(self, keys: list[Any]) -> Any:
-        examples = [self._named(key) for key in keys]
-        return examples if self.collate is None else collated(examples, self.collate)
+        examples = [self._example(key) for key in keys]
+        return examples if self.collate is None else collate_examples(examples, self.collate)
 
-    def _named(self, key: Any) -> Example:
+    def _example(self, key: Any) -> Example:
         example = dict(self.dataset[key])
         return example if "id" in example else {**example, "id": str(key)}
 
 
-class _Made(torch.utils.data.Dataset[Any]):
-    """A mistake in the data is handed over as it is: torch would wrap it in a RuntimeError with two tracebacks."""
+class _WorkerDataset(torch.utils.data.Dataset[Any]):
+    """Returns a ValueError as a value: torch would wrap it in a RuntimeError with two tracebacks."""
 
-    def __init__(self, make: _Maker) -> None:
-        self.make = make
+    def __init__(self, build: _Builder) -> None:
+        self.build = build
 
     def __getitem__(self, keys: list[Any]) -> Any:
         try:
-            return self.make(keys)
+            return self.build(keys)
         except ValueError as error:
             return error
 
 
-def _checked(found: Any) -> Any:
+def _raised(found: Any) -> Any:
     if isinstance(found, ValueError):
         raise found
     return found
 
 
-class _Keys(torch.utils.data.Sampler[list[Any]]):
-    def __init__(self, make: Callable[[], Iterator[list[Any]]]) -> None:
-        self.make = make
+class _KeySampler(torch.utils.data.Sampler[list[Any]]):
+    def __init__(self, keys: Callable[[], Iterator[list[Any]]]) -> None:
+        self.keys = keys
 
     def __iter__(self) -> Iterator[list[Any]]:
-        return self.make()
+        return self.keys()
 
 
 def _start_worker(worker: int) -> None:
-    end_with_parent()
-    torch.set_num_threads(1)  # as many processes as workers already
+    start_worker()
 
 
 def _put(ready: queue.Queue[Any], item: Any, stop: threading.Event) -> bool:
-    """Waits for room; False once the consumer has gone."""
+    """Waits until the queue has room; returns False if the consumer has ended."""
     while not stop.is_set():
         try:
             ready.put(item, timeout=_POLL_S)
@@ -269,8 +267,3 @@ def _put(ready: queue.Queue[Any], item: Any, stop: threading.Event) -> bool:
             continue
         return True
     return False
-
-
-def is_stream(dataset: Any) -> bool:
-    """Whether a dataset has no length and hands out items in order."""
-    return hasattr(dataset, "items")

@@ -1,1 +1,5 @@
-"""Examples of a data set: prepared once, cached by content hash, mixed, streamed; which items were skipped and why."""
+"""Datasets of encoded examples: the index of valid items, the cache of examples, streams, the draft vocabulary, skipped items.
+
+Owns the order of examples (`mixing`), a pure function of data, seed and epoch. Reads items from data_prep.sources. Does not
+own: micro-batches and the loader's worker processes (data_prep.batching).
+"""

@@ -1,7 +1,7 @@
-"""Examples by number, whatever they are made from.
+"""Map-style datasets: `ConversationDataset` encodes on access, `StoredDataset` reads cached examples.
 
-Owns: turning a number into an example, replacing one that turns out broken. Does not own: order (data_prep.dataset.mixing),
-batches and workers (data_prep.batching.loader).
+Owns: position -> example, and the replacement of an invalid item. Does not own: the order (data_prep.dataset.mixing), batches
+and worker processes (data_prep.batching.loader).
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from data_prep.chat import Example, build_example
 from data_prep.config import DataConfig, OnBad
 from data_prep.conversation import BadItem, Conversation
 from data_prep.dataset.example_store import ExampleStore
-from data_prep.dataset.mixing import Mix
-from data_prep.dataset.prepare import SKIPPED, Index
-from data_prep.dataset.skip_log import SkipList, read_skipped
+from data_prep.dataset.mixing import MixedOrder
+from data_prep.dataset.prepare import Index
+from data_prep.dataset.skip_log import SKIPPED, SkipLog, read_skipped, unique_rows
 from data_prep.sources.base import Source
 from sage.inputs.processing import Processor
 
-MAX_BAD_IN_A_ROW = 100
+MAX_INVALID_IN_A_ROW = 100
 
 
 def skip_path(config: DataConfig, index: Index) -> Path:
-    """The file that lists what was left out."""
+    """Returns the path of the list of skipped items."""
     return Path(config.bad_list) if config.bad_list else index.folder / SKIPPED
 
 
 class ConversationDataset(Dataset[Example]):
-    """Opens pictures and encodes when asked, in whichever process asks.
+    """Opens images and encodes examples on access, in the calling process.
 
     Attributes:
         fingerprint: content hash of the items, for provenance.
@@ -46,60 +46,59 @@ class ConversationDataset(Dataset[Example]):
     ) -> None:
         self.config, self.sources, self.index, self.processor = config, sources, index, processor
         self.fingerprint = index.fingerprint
-        self.skipped = SkipList(skip_path(config, index), strict=config.on_bad is OnBad.error)
-        self.mix = Mix(index.source, weights)
+        self.skipped = SkipLog(skip_path(config, index), is_strict=config.on_bad is OnBad.error)
+        self.order = MixedOrder(index.source, weights)
 
     def __len__(self) -> int:
         return len(self.index)
 
     def __getitem__(self, position: int) -> Example:
-        """The example, or the next good one where its picture is broken and `on_bad` is `skip`.
+        """Returns the example, or the next valid one if it is invalid and `on_bad` is `skip`.
 
-        The replacement depends on the position alone, so every rank layout sees the same examples.
+        The replacement depends on the position alone, so it is the same for any number of ranks.
 
         Raises:
-            BadItem: the broken item, where broken items are errors.
+            BadItem: the item is invalid and `on_bad` is `error`.
         """
-        for offset in range(MAX_BAD_IN_A_ROW):
+        for offset in range(MAX_INVALID_IN_A_ROW):
             try:
                 return self.example((position + offset) % len(self))
             except BadItem as error:
                 self.skipped.add(error)
-        raise ValueError(f"{self.skipped.path}: {MAX_BAD_IN_A_ROW} broken items in a row; is data.media_root right?")
+        raise ValueError(f"{self.skipped.path}: {MAX_INVALID_IN_A_ROW} invalid items in a row; is data.media_root right?")
 
     def conversation(self, position: int) -> Conversation:
-        """The item itself, pictures unopened."""
+        """Returns the item, its images unopened."""
         return self.sources[self.index.source[position]].conversation(int(self.index.row[position]))
 
     def epoch(self, seed: int, epoch: int) -> np.ndarray:
-        """The order of one epoch, int64 [N]."""
-        return self.mix.epoch(seed, epoch)
+        """Returns the positions of one epoch in order, int64 [N]."""
+        return self.order.epoch(seed, epoch)
 
     def skipped_items(self) -> list[dict[str, str]]:
-        """What was left out when the data was prepared, and by this process since."""
-        rows = read_skipped(self.index.folder / SKIPPED) + [item.row() for item in self.skipped.items]
-        return list({(row["source"], row["index"]): row for row in rows}.values())
+        """Returns the items skipped during preparation, and by this process since."""
+        return unique_rows(read_skipped(self.index.folder / SKIPPED) + [item.as_row() for item in self.skipped.items])
 
     def example(self, position: int) -> Example:
-        """The very example, not its replacement.
+        """Returns the example at a position, without replacement.
 
         Raises:
-            BadItem: it is broken or too long.
+            BadItem: the item is invalid or too long.
         """
         return self.build(self.conversation(position))
 
     def build(self, conversation: Conversation) -> Example:
-        """A conversation's example, under the settings of this data set.
+        """Encodes a conversation with the settings of this dataset.
 
         Raises:
-            BadItem: it is broken or too long.
+            BadItem: the conversation is invalid or too long.
         """
         config = self.config
         return build_example(conversation, self.processor, config.max_length, config.on_long, config.num_frames)
 
 
 class StoredDataset(Dataset[Example]):
-    """Ready-made examples from the cache folder.
+    """Cached examples.
 
     Attributes:
         lengths: tokens per example, int64 [N].
@@ -108,7 +107,7 @@ class StoredDataset(Dataset[Example]):
     def __init__(self, store: ExampleStore, weights: list[float] | None, fingerprint: str) -> None:
         self.store, self.fingerprint = store, fingerprint
         self.lengths = store.lengths()
-        self.mix = Mix(store.sources, weights)
+        self.order = MixedOrder(store.sources, weights)
 
     def __len__(self) -> int:
         return len(self.store)
@@ -117,11 +116,5 @@ class StoredDataset(Dataset[Example]):
         return self.store[position]
 
     def epoch(self, seed: int, epoch: int) -> np.ndarray:
-        """The order of one epoch, int64 [N]."""
-        return self.mix.epoch(seed, epoch)
-
-
-def weights_of(config: DataConfig) -> list[float] | None:
-    """One weight per training source, or None where the sources have none."""
-    weights = [source.weight for source in config.sources.values() if source.weight is not None]
-    return weights or None
+        """Returns the positions of one epoch in order, int64 [N]."""
+        return self.order.epoch(seed, epoch)

@@ -1,6 +1,6 @@
-"""Ready-made examples in a folder: one flat file per field, read through the page cache by every rank.
+"""Encoded examples in a folder: one flat file per field, memory-mapped by every rank.
 
-Layout: `meta.json` (ids, source of each, fields), `FIELD.bin` (all values one after the other), `FIELD.shape.npy`
+Layout: `meta.json` (ids, source of each, fields), `FIELD.bin` (the concatenated values), `FIELD.shape.npy`
 [N, dims] (-1: absent), `table.npy` (see data_prep.dataset.pixel_codec).
 """
 
@@ -21,31 +21,31 @@ PIXELS = ("pixel_values", "pixel_values_videos")
 
 
 def pack(example: dict[str, Any], table: PixelTable) -> Packed:
-    """Tensors of one example -> arrays by field, pixels as levels where that is exact."""
+    """Returns the tensors of one example as arrays by field; pixels are encoded (data_prep.dataset.pixel_codec)."""
     packed: Packed = {}
     for key, value in example.items():
         if key in PIXELS:
-            kind, array = table.pack(value.numpy())
-            packed[f"{key}@{kind}"] = array
+            encoding, array = table.pack(value.numpy())
+            packed[f"{key}@{encoding}"] = array
         elif isinstance(value, torch.Tensor):
             packed[key] = value.numpy()
     return packed
 
 
 def unpack(packed: Packed, table: PixelTable) -> dict[str, torch.Tensor]:
-    """The tensors that `pack` was given."""
+    """Restores the argument of `pack`."""
     example = {}
     for key, array in packed.items():
-        name, marked, kind = key.partition("@")
-        example[name] = torch.from_numpy(table.unpack(kind, array) if marked else array)
+        name, is_encoded, encoding = key.partition("@")
+        example[name] = torch.from_numpy(table.unpack(encoding, array) if is_encoded else array)
     return example
 
 
-def write(folder: Path, items: Iterable[tuple[str, int, Packed]], table: PixelTable) -> int:
-    """Writes (id, source number, packed example) items into a fresh folder; returns how many.
+def write_examples(folder: Path, items: Iterable[tuple[str, int, Packed]], table: PixelTable) -> int:
+    """Writes (id, source number, packed example) items into a new folder; returns their number.
 
     Raises:
-        ValueError: a field changes its dtype or number of dimensions between examples.
+        ValueError: the dtype or number of dimensions of a field differs between examples.
     """
     folder.mkdir(parents=True)
     ids: list[str] = []
@@ -82,11 +82,11 @@ def _open_field(folder: Path, key: str, array: np.ndarray, position: int, fields
         files[key] = (folder / f"{key}.bin").open("wb")
         shapes[key] = [None] * position
     elif fields[key] != field:
-        raise ValueError(f"{folder}: field {key} is {field} here and {fields[key]} before")
+        raise ValueError(f"{folder}: field {key} is {field} in one example and {fields[key]} in others")
 
 
 class ExampleStore:
-    """Examples of a folder written by `write`; pixels are unpacked on access, nothing else is held in memory."""
+    """The examples of a folder written by `write_examples`, memory-mapped; pixels are decoded on access."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -104,11 +104,11 @@ class ExampleStore:
         return {"id": self.ids[index], **unpack(packed, self.table)}
 
     def column(self, key: str) -> np.ndarray:
-        """All values of a per-token field, one example after the other."""
+        """Returns the concatenated values of a per-token field."""
         return self._fields[key].values
 
     def lengths(self) -> np.ndarray:
-        """Tokens per example [N]."""
+        """Returns the number of tokens per example, int64 [N]."""
         return self._fields["input_ids"].shapes[:, 0]
 
 

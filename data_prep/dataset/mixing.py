@@ -1,4 +1,4 @@
-"""Which item comes when: shuffled, mixed by weight, the same whatever the number of ranks, and from any step on."""
+"""The order of examples: shuffled and mixed by weight, as a pure function of data, seed and epoch."""
 
 from __future__ import annotations
 
@@ -9,22 +9,25 @@ import torch
 
 
 def permutation(size: int, *key: int | str) -> np.ndarray:
-    """A shuffle of range(size) that depends on nothing but the key."""
+    """Returns a permutation of range(size) that depends on the key alone, int64 [size]."""
     digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
     return torch.randperm(size, generator=generator).numpy()
 
 
-class Mix:
+class MixedOrder:
     """The order of examples over all epochs.
 
-    Without weights an epoch is every example once. With weights an epoch is as long, but source s gets the share
-    w_s / sum(w) of it; a source that is asked for less than it holds goes on in the next epoch where it stopped, one
-    that is asked for more starts over in a new order.
+    Without weights, an epoch contains every example once. With weights, an epoch has the same length, and source s has the
+    share w_s / sum(w) of it: a source with more examples than its share continues in the next epoch, one with fewer restarts
+    in a new order.
 
     Args:
         source: the source of each example, int [N].
         weights: one per source, or None.
+
+    Raises:
+        ValueError: a source with a weight has no example.
     """
 
     def __init__(self, source: np.ndarray, weights: list[float] | None) -> None:
@@ -33,14 +36,14 @@ class Mix:
         self.counts = _shares(self.total, weights, self.members) if weights else []
 
     def epoch(self, seed: int, epoch: int) -> np.ndarray:
-        """The examples of one epoch in order, int64 [N]."""
+        """Returns the examples of one epoch in order, int64 [N]."""
         if not self.counts:
             return permutation(self.total, seed, "epoch", epoch)
         drawn = [self._draws(s, seed, epoch) for s in range(len(self.counts))]
         return np.concatenate(drawn)[permutation(self.total, seed, "epoch", epoch)]
 
     def _draws(self, s: int, seed: int, epoch: int) -> np.ndarray:
-        """Source s's draws number [epoch * count, (epoch + 1) * count), walking through one shuffle after another."""
+        """Returns draws [epoch * count, (epoch + 1) * count) of source s from its infinite sequence of permutations."""
         members, count = self.members[s], self.counts[s]
         numbers = np.arange(epoch * count, (epoch + 1) * count)
         rounds: list[int] = np.unique(numbers // len(members)).tolist()
@@ -50,7 +53,7 @@ class Mix:
 
 
 def _shares(total: int, weights: list[float], members: list[np.ndarray]) -> list[int]:
-    """Whole numbers of examples per source that add up to `total` (largest remainders)."""
+    """Returns the number of examples per source, rounded by largest remainders so that they add up to `total`."""
     if empty := [s for s, found in enumerate(members) if not len(found)]:
         raise ValueError(f"data.sources: source number {empty[0]} has a weight but no usable item")
     exact = np.array(weights) / sum(weights) * total
@@ -60,10 +63,13 @@ def _shares(total: int, weights: list[float], members: list[np.ndarray]) -> list
     return counts.tolist()
 
 
-def turn(weights: list[float], taken: list[int]) -> int:
-    """The source a weighted stream reads next: the one furthest behind its share.
+def next_source(weights: list[float], taken: list[int]) -> int:
+    """Returns the source that a weighted stream reads next: the one furthest below its share.
 
     Example: weights [2, 1] read 0, 1, 0, 0, 1, 0, ...
+
+    Args:
+        taken: number of items read so far, per source.
     """
     position = sum(taken) + 1
     return int(np.argmax([w / sum(weights) * position - n for w, n in zip(weights, taken, strict=True)]))

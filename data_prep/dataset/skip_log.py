@@ -1,4 +1,4 @@
-"""What was left out, counted and listed: nothing disappears silently."""
+"""The list of skipped items: `skipped.jsonl`, and the counts by reason shown to the user."""
 
 from __future__ import annotations
 
@@ -11,60 +11,75 @@ from pathlib import Path
 from data_prep.conversation import BadItem, BadTemplate, TooLong
 
 logger = logging.getLogger(__name__)
+SKIPPED = "skipped.jsonl"
 REMEDY = "; data.on_bad=skip leaves such items out and lists them"
 
 
-class SkipList:
-    """A JSON-lines file of {"source", "index", "reason"}; several processes may append.
+class SkipLog:
+    """A JSON-lines file of {"source", "index", "reason"}, to which several processes may append.
 
     Args:
-        path: created with the first entry.
-        strict: raise broken items instead of listing them (`data.on_bad=error`); items that are only too long are
+        path: the file, created with the first entry.
+        is_strict: whether invalid items are raised and not listed (`data.on_bad=error`). Items that are only too long are
             always listed.
 
     Attributes:
-        items: what this process has left out.
+        items: the items skipped by this process.
     """
 
-    def __init__(self, path: Path, strict: bool) -> None:
-        self.path, self.strict = path, strict
+    def __init__(self, path: Path, is_strict: bool) -> None:
+        self.path, self.is_strict = path, is_strict
         self.items: list[BadItem] = []
-        self._seen = {(row["source"], row["index"]) for row in read_skipped(path)}
+        self._listed = {(row["source"], row["index"]) for row in read_skipped(path)}
 
     def add(self, item: BadItem) -> None:
-        """Lists one item, once.
+        """Lists an item, once.
 
         Raises:
-            BadItem: the item itself and what can be done about it, where broken items are errors.
+            BadItem: the item with a remedy, if invalid items are errors.
         """
-        if self.strict and not isinstance(item, TooLong):
+        if self.is_strict and not isinstance(item, TooLong):
             remedy = "" if isinstance(item, BadTemplate) else REMEDY
             raise type(item)(item.source, item.index, item.reason.removesuffix(REMEDY) + remedy) from item
         self.items.append(item)
         key = (item.source, str(item.index))
-        if key in self._seen:
+        if key in self._listed:
             return
-        self._seen.add(key)
+        self._listed.add(key)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:  # one short write in append mode: lines of several processes do not mix
-            file.write(json.dumps(item.row()) + "\n")
+            file.write(json.dumps(item.as_row()) + "\n")
         logger.debug("skipped %s", item)
 
 
 def read_skipped(path: Path) -> list[dict[str, str]]:
-    """The listed items; an item listed by several processes counts once."""
+    """Returns the listed items; an item listed by several processes counts once."""
     if not path.exists():
         return []
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return unique_rows([json.loads(line) for line in path.read_text().splitlines()])
+
+
+def unique_rows(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Returns one row per item, the last one."""
     return list({(row["source"], row["index"]): row for row in rows}.values())
 
 
-def reasons(rows: list[dict[str, str]]) -> Counter[str]:
-    """How many items were skipped for which kind of reason (paths, numbers and quoted values left out)."""
-    return Counter(_kind(row["reason"]) for row in rows)
+def count_reasons(rows: list[dict[str, str]]) -> Counter[str]:
+    """Counts the skipped items by reason.
+
+    Reasons that differ only in paths, numbers and quoted text are counted together. The text of a group is the complete reason
+    of its first item, with the index and id of that item.
+    """
+    counts = Counter(_pattern(row["reason"]) for row in rows)
+    first = {_pattern(row["reason"]): row for row in reversed(rows)}
+    return Counter({_example(first[pattern], count): count for pattern, count in counts.items()})
 
 
-def _kind(reason: str) -> str:
-    for pattern, stands_in in ((r"'[^']*'", "'..'"), (r"\S*/\S*", "..."), (r"(?<!UTF-)\d+", "N")):
-        reason = re.sub(pattern, stands_in, reason)
-    return reason[:120]
+def _example(row: dict[str, str], count: int) -> str:
+    return f"{row['reason']} ({'' if count == 1 else 'first: '}item {row['index']})"
+
+
+def _pattern(reason: str) -> str:
+    for pattern, placeholder in ((r"'[^']*'", "'..'"), (r"\S*/\S*", "..."), (r"(?<!UTF-)\d+", "N")):
+        reason = re.sub(pattern, placeholder, reason)
+    return reason

@@ -1,8 +1,8 @@
-"""Examples from sources that are read on the fly: in order, shuffled within blocks, mixed by weight.
+"""`StreamDataset`: examples of sources that are read in order, shuffled within blocks and mixed by weight.
 
-Owns: which item comes at which position, starting over when a source ends, replacing broken items. The order is a pure
-function of (sources, seed). Positions count raw items, broken and held-out ones included, so a run that resumes skips
-each source to the right place without decoding anything.
+Owns: the item at each position, the restart of a source at its end, the replacement of invalid items. The order is a pure
+function of sources and seed. Positions count raw items, invalid and held-out ones included, so that a resumed run skips in
+every source to the right position without decoding any item.
 """
 
 from __future__ import annotations
@@ -11,28 +11,35 @@ import logging
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from data_prep.chat import Example, build_example
-from data_prep.config import DataConfig, OnBad, Split
+from data_prep.config import DataConfig, OnBad
 from data_prep.conversation import BadItem, Conversation
-from data_prep.dataset.mixing import permutation, turn
+from data_prep.dataset.mixing import next_source, permutation
 from data_prep.dataset.prepare import content_hash
-from data_prep.dataset.skip_log import SkipList
-from data_prep.sources.base import Stream, as_example, group, in_split
+from data_prep.dataset.skip_log import SkipLog
+from data_prep.sources.base import Stream, as_example
+from data_prep.splits import Split, holdout_share, is_in_split
 from sage.inputs.processing import Processor
 
 logger = logging.getLogger(__name__)
-SPARE = 8  # items handed along with each one, to take its place should its picture be broken
-Item = list[Conversation]
-Raw = Conversation | BadItem
+NUM_CANDIDATES = 8  # an item and its replacements, should its image be invalid
+Candidates = list[Conversation]
+RawItem = Conversation | BadItem
+
+
+def is_stream(dataset: Any) -> bool:
+    """Returns whether a dataset has no length and yields its items in order."""
+    return hasattr(dataset, "items")
 
 
 class StreamDataset:
-    """What `StepLoader` takes where the data has no length.
+    """A dataset without length, for `StepLoader`.
 
     Args:
         streams: the sources of a split, in the order of the config.
-        skip_path: file that lists what was left out.
+        skip_path: the list of skipped items.
 
     Attributes:
         fingerprint: content hash of the settings, for provenance.
@@ -41,59 +48,57 @@ class StreamDataset:
     def __init__(self, config: DataConfig, streams: list[Stream], processor: Processor, skip_path: Path) -> None:
         self.config, self.streams, self.processor = config, streams, processor
         self.fingerprint = content_hash([stream.fingerprint() for stream in streams], config.shuffle_block)
-        self.skipped = SkipList(skip_path, strict=config.on_bad is OnBad.error)
-        weights = [source.weight for source in config.sources.values() if source.weight is not None]
-        self.weights = weights or [1.0] * len(streams)
+        self.skipped = SkipLog(skip_path, is_strict=config.on_bad is OnBad.error)
+        self.weights = config.source_weights() or [1.0] * len(streams)
 
-    def items(self, seed: int, start: int) -> Iterator[Item]:
-        """Endless: each item with a few spare ones behind it, from position `start` on.
+    def items(self, seed: int, start: int) -> Iterator[Candidates]:
+        """Yields items without end, from position `start` on; each item with the replacements that follow it.
 
         Raises:
-            BadItem: a broken item, where broken items are errors.
+            BadItem: an item is invalid and `on_bad` is `error`.
         """
         size = self.config.shuffle_block
-        block = start // size
+        block, first = divmod(start, size)
         raw = self._mixed(block * size)
-        first = start % size
         while True:
             order = permutation(size, seed, "block", block)
             found = list(islice(raw, size))
             usable = [self._usable(found[place]) for place in order]
             for place in range(first, size):
                 rotated = (usable[(place + offset) % size] for offset in range(size))
-                item = list(islice((conversation for conversation in rotated if conversation is not None), SPARE))
+                item = list(islice((conversation for conversation in rotated if conversation is not None), NUM_CANDIDATES))
                 if not item:
-                    raise ValueError(f"data.sources: no usable item among {size} in a row; see {self.skipped.path}")
+                    raise ValueError(f"data.sources: no valid item among {size} in a row; see {self.skipped.path}")
                 yield item
             block, first = block + 1, 0
 
-    def __getitem__(self, item: Item) -> Example:
-        """The example, or a spare one where its picture is broken and `on_bad` is `skip`.
+    def __getitem__(self, candidates: Candidates) -> Example:
+        """Returns the example of the first candidate, or of the next valid one if `on_bad` is `skip`.
 
         Raises:
-            BadItem: the broken item, where broken items are errors.
+            BadItem: an item is invalid and `on_bad` is `error`.
         """
-        for conversation in item:
+        for conversation in candidates:
             try:
                 return self.build(conversation)
             except BadItem as error:
                 self.skipped.add(error)
-        raise ValueError(f"{self.skipped.path}: {len(item)} broken items in a row; is data.media_root right?")
+        raise ValueError(f"{self.skipped.path}: {len(candidates)} invalid items in a row; is data.media_root right?")
 
     def build(self, conversation: Conversation) -> Example:
-        """A conversation's example, under the settings of this data set.
+        """Encodes a conversation with the settings of this dataset.
 
         Raises:
-            BadItem: it is broken or too long.
+            BadItem: the conversation is invalid or too long.
         """
         config = self.config
         return build_example(conversation, self.processor, config.max_length, config.on_long, config.num_frames)
 
     def one_pass(self, split: Split) -> Iterator[Conversation]:
-        """Every usable item of a split once, checked, in order; the sources take turns whatever their weights.
+        """Yields every valid item of a split once, alternating between the sources regardless of their weights.
 
         Raises:
-            BadItem: a broken item, where broken items are errors.
+            BadItem: an item is invalid and `on_bad` is `error`.
         """
         readers = [stream.iterate(0) for stream in self.streams]
         while readers:
@@ -102,54 +107,53 @@ class StreamDataset:
                 if raw is None:
                     readers.remove(reader)
                 elif (found := self._usable(raw, split)) is not None:
-                    yield from self._checked(found)
+                    yield from self._validated(found)
 
-    def _checked(self, conversation: Conversation) -> list[Conversation]:
+    def skipped_items(self) -> list[dict[str, str]]:
+        """Returns the items skipped by this process."""
+        return [item.as_row() for item in self.skipped.items]
+
+    def _validated(self, conversation: Conversation) -> list[Conversation]:
         try:
             return [as_example(conversation)]
         except BadItem as error:
             self.skipped.add(error)
             return []
 
-    def skipped_items(self) -> list[dict[str, str]]:
-        """What this process has left out so far."""
-        return [item.row() for item in self.skipped.items]
-
-    def _mixed(self, position: int) -> Iterator[Raw]:
-        """Raw items of all streams, each as often as its weight says, from a position of the mix on."""
+    def _mixed(self, position: int) -> Iterator[RawItem]:
+        """Yields the raw items of all streams, mixed by weight, from a position of the mix on."""
         taken = [0] * len(self.streams)
         for _ in range(position):
-            taken[turn(self.weights, taken)] += 1
+            taken[next_source(self.weights, taken)] += 1
         readers = [_endless(stream, count) for stream, count in zip(self.streams, taken, strict=True)]
         while True:
-            chosen = turn(self.weights, taken)
+            chosen = next_source(self.weights, taken)
             taken[chosen] += 1
             yield next(readers[chosen])
 
-    def _usable(self, found: Raw, split: Split = Split.train) -> Conversation | None:
-        if isinstance(found, BadItem):
-            self.skipped.add(found)
+    def _usable(self, item: RawItem, split: Split = Split.train) -> Conversation | None:
+        if isinstance(item, BadItem):
+            self.skipped.add(item)
             return None
-        holdout = 0.0 if self.config.validation else self.config.holdout
-        return found if in_split(group(found), split, holdout) else None
+        return item if is_in_split(item, split, holdout_share(self.config)) else None
 
 
-def _endless(stream: Stream, start: int) -> Iterator[Raw]:
-    """A stream's raw items from number `start` on, over and over.
+def _endless(stream: Stream, start: int) -> Iterator[RawItem]:
+    """Yields a stream's raw items from number `start` on, restarting at its end.
 
     Raises:
         ValueError: the stream is empty.
     """
     while True:
-        seen = 0
+        num_read = 0
         for item in stream.iterate(start):
             yield item
-            seen += 1
-        if seen or not start:
-            length = start + seen
+            num_read += 1
+        if num_read or not start:
+            length = start + num_read
             logger.info("%s ended after %d items; starting over", stream.name, length)
             start = 0
-        else:  # `start` lies in a later pass
+        else:  # `start` is in a later pass
             length = sum(1 for _ in stream.iterate(0))
             start %= max(1, length)
         if not length:

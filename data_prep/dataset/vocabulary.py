@@ -1,8 +1,8 @@
-"""Which words a draft with a reduced vocabulary should know: those the answers it is trained on are made of.
+"""The draft vocabulary: the most frequent tokens of the training answers.
 
-Ref: EAGLE-3, arXiv 2503.01840, as released (the most frequent tokens of the training answers).
+Ref: EAGLE-3, arXiv 2503.01840, as released.
 
-Shapes: V the target's vocabulary.
+Shapes: V target vocabulary.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data_prep.batching.loader import is_stream
 from data_prep.dataset.dataset import StoredDataset
+from data_prep.dataset.stream import is_stream
 
-SAMPLE = 4096  # examples that are counted where they would have to be made first
+NUM_SAMPLED = 4096  # examples to count where they are not cached
 
 
 def count_tokens(dataset: Any, vocab_size: int) -> Tensor:
-    """How often each token is supervised, int64 [V]: in all examples where they are ready-made, else in a spread sample.
+    """Returns the number of supervised occurrences of each token, int64 [V].
 
-    Every example counts once, whatever its source's weight. The result is a function of the data alone.
+    Counts all examples if they are cached, else an evenly spaced sample; each example once, regardless of the weight of its
+    source. The result is a function of the data alone.
     """
     counts = np.zeros(vocab_size, dtype=np.int64)
     for input_ids, loss_mask in _answers(dataset):
@@ -33,13 +34,13 @@ def count_tokens(dataset: Any, vocab_size: int) -> Tensor:
 
 
 def most_frequent(counts_V: Tensor, size: int, always: Iterable[int]) -> Tensor:
-    """The `size` most frequent ids in increasing order, LongTensor; of equally frequent ones the lower.
+    """Returns the `size` most frequent ids in increasing order, LongTensor [size]; the lower id first among equal counts.
 
     Args:
-        always: ids that are among them whatever their count.
+        always: ids that are included regardless of their count.
 
     Raises:
-        ValueError: not even these fit.
+        ValueError: `always` has more than `size` ids.
     """
     kept = sorted(set(always))
     if len(kept) > size:
@@ -50,14 +51,14 @@ def most_frequent(counts_V: Tensor, size: int, always: Iterable[int]) -> Tensor:
 
 
 def _answers(dataset: Any) -> Iterable[tuple[np.ndarray, np.ndarray]]:
-    """(input_ids, loss_mask), as much of the data at a time as lies ready."""
+    """Yields (input_ids, loss_mask) of the cached examples at once, or of one example at a time."""
     if isinstance(dataset, StoredDataset):
         yield dataset.store.column("input_ids"), dataset.store.column("loss_mask")
         return
     if is_stream(dataset):
-        keys: Iterable[Any] = islice(dataset.items(0, 0), SAMPLE)
+        keys: Iterable[Any] = islice(dataset.items(0, 0), NUM_SAMPLED)
     else:
-        keys = np.linspace(0, len(dataset) - 1, min(SAMPLE, len(dataset))).round().astype(int).tolist()
+        keys = np.linspace(0, len(dataset) - 1, min(NUM_SAMPLED, len(dataset))).round().astype(int).tolist()
     for key in keys:
         example = dataset[key]
         yield example["input_ids"].numpy(), example["loss_mask"].numpy()

@@ -1,8 +1,8 @@
-"""Tables with embedded pictures: hub data sets by name, local parquet files, folders written by `save_to_disk`.
+"""Tables with embedded images: hub data sets by name, local parquet files, folders written by `save_to_disk`.
 
-Columns are mapped by role: `columns: {question: q, answer: a, image: img}`. Roles: id, family, system, question,
-answer, image, images, video, messages (role/content or from/value turns). Columns that carry a role's own name need no
-mapping. LLaVA-OneVision-Data is the layout {id, image, conversations, data_source}.
+Columns are mapped by role: `columns: {question: q, answer: a, image: img}`. `ROLES` are the roles; `messages` is a column of
+role/content or from/value turns. A column named like its role needs no mapping. LLaVA-OneVision-Data is the layout
+{id, image, conversations, data_source}.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data_prep.config import SourceConfig, Split
+from data_prep.config import SourceConfig
 from data_prep.conversation import MEDIA, BadItem, Conversation, Message, Part
 from data_prep.sources.base import Source, Stream
 from data_prep.sources.llava_json import llava_messages, media_list, place_media, text_part
 from data_prep.sources.messages import chat_messages
-from data_prep.sources.rows import Row, RowSource, need_path
+from data_prep.sources.rows import Row, RowSource, require_path
+from data_prep.splits import Split
 
 ROLES = ("id", "family", "system", "question", "answer", "image", "images", "video", "messages")
-TURNS = ("messages", "conversations", "conversation")  # names a column of turns goes by where nothing is mapped
+TURN_COLUMNS = ("messages", "conversations", "conversation")  # names of an unmapped column of turns
 
 
 class TableRows:
-    """Rows of a table by index, pictures undecoded.
+    """Rows of a table by index, images undecoded.
 
     Raises:
         ValueError: no such data set, configuration or split.
@@ -43,18 +44,18 @@ class TableRows:
         return len(self.table)
 
     def row(self, index: int) -> Any:
-        """The row at `index`."""
+        """Returns the row at `index`."""
         return self.table[index]
 
 
 class HubStream(Stream):
-    """Rows of a hub data set in order, read on the fly."""
+    """Rows of a hub data set in order, without a download."""
 
     def __init__(self, source: RowSource, path: str, subset: str, split: str, limit: int) -> None:
         self.name, self.source, self.subset, self.split, self.limit = path, source, subset, split, limit
 
     def iterate(self, start: int) -> Iterator[Conversation | BadItem]:
-        """Items from `start` on; a broken row as its error."""
+        """Yields the items from `start` on; an invalid row as its error."""
         table = load_table(self.name, self.subset, self.split, "", streaming=True).skip(start)
         if self.limit:
             table = table.take(max(0, self.limit - start))
@@ -69,10 +70,10 @@ class HubStream(Stream):
 
 
 def load_table(path: str, subset: str, split: str, cache_dir: str, streaming: bool) -> Any:
-    """A `datasets` table (or stream) with pictures and videos left as {"bytes", "path"}.
+    """Opens a `datasets` table (or stream) with images and videos undecoded, as {"bytes", "path"}.
 
     Raises:
-        ValueError: it cannot be found or read; names it and says why.
+        ValueError: it cannot be found or read; gives name and cause.
     """
     import datasets
 
@@ -83,19 +84,19 @@ def load_table(path: str, subset: str, split: str, cache_dir: str, streaming: bo
         elif os.path.exists(os.path.join(path, "dataset_info.json")):
             table = datasets.load_from_disk(path)
         else:
-            name, config, files = _place(path, subset)
+            name, config, files = _load_arguments(path, subset)
             table = datasets.load_dataset(name, config, data_files=files, split=split, streaming=streaming, cache_dir=cache)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        asked = f"subset {subset!r}, split {split!r}"
-        raise ValueError(f"data set {path}: {_one_line(error)}; check path, subset and split (here {asked})") from error
+        given = f"subset {subset!r}, split {split!r}"
+        raise ValueError(f"data set {path}: {_one_line(error)}; check path, subset and split (here {given})") from error
     return _undecoded(table)
 
 
-def _place(path: str, subset: str) -> tuple[str, str | None, Any]:
-    """(name, configuration, data files) for `load_dataset`: a hub name, one parquet file, or a folder laid out like a hub's.
+def _load_arguments(path: str, subset: str) -> tuple[str, str | None, Any]:
+    """Returns (name, configuration, data files) for `load_dataset`: a hub name, one parquet file, or a folder like a hub's.
 
-    A folder says in its README.md what its configurations and splits are; without one, a configuration is a folder in it,
-    and a file belongs to the split its name begins with (`train-00000-of-00002.parquet`).
+    The README.md of a folder declares its configurations and splits; without one, a configuration is a subfolder, and a file
+    belongs to the split that its name begins with (`train-00000-of-00002.parquet`).
     """
     if path.endswith(".parquet"):
         return "parquet", None, {"train": path, "validation": path, "test": path}
@@ -116,22 +117,22 @@ def _undecoded(table: Any) -> Any:
 
 
 def table_messages(row: Row, columns: dict[str, str], media_root: str) -> list[Message]:
-    """A row's columns -> messages.
+    """Returns a row's columns as messages.
 
     Raises:
-        ValueError: neither turns nor a question, or pictures and placeholders differ.
+        ValueError: neither turns nor a question, or different numbers of files and placeholders.
         KeyError: a mapped column is missing.
     """
-    turns = columns.get("messages") or next((name for name in TURNS if name in row), None)
+    turns = columns.get("messages") or next((name for name in TURN_COLUMNS if name in row), None)
     found = {kind: _media_column(row, columns, kind) for kind in MEDIA}
     if turns is not None and "question" not in columns:
         return _turn_messages(row[turns], found, media_root)
     media = {kind: media_list(values, media_root) for kind, values in found.items()}
     question = str(_column(row, columns, "question"))
     parts = place_media(question, media) if any(f"<{kind}>" in question for kind in MEDIA) else text_part(question)
-    shown: list[Part] = [{"type": kind, kind: value} for kind in MEDIA for value in media[kind]]
-    messages: list[Message] = [{"role": "user", "content": shown + parts}]
-    system, answer = (_column(row, columns, role, optional=True) for role in ("system", "answer"))
+    media_parts: list[Part] = [{"type": kind, kind: value} for kind in MEDIA for value in media[kind]]
+    messages: list[Message] = [{"role": "user", "content": media_parts + parts}]
+    system, answer = (_column(row, columns, role, is_optional=True) for role in ("system", "answer"))
     if system:
         messages.insert(0, {"role": "system", "content": str(system)})
     if isinstance(answer, list):
@@ -142,15 +143,16 @@ def table_messages(row: Row, columns: dict[str, str], media_root: str) -> list[M
 
 
 def _turn_messages(turns: Any, media: dict[str, list[Any]], media_root: str) -> list[Message]:
-    """Turns of either sort. Pictures that no placeholder asks for are shown with the first question, as LLaVA does."""
+    """Returns turns as messages. Media without placeholders go to the first question, as in LLaVA."""
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
         raise ValueError("no list of turns")
-    speaker, said = ("from", "value") if "from" in turns[0] else ("role", "content")
-    text = "".join(turn[said] for turn in turns if isinstance(turn.get(said), str))
-    marks = "".join(f"<{kind}>" * len(media[kind]) for kind in MEDIA if f"<{kind}>" not in text)
+    speaker, text_key = ("from", "value") if "from" in turns[0] else ("role", "content")
+    text = "".join(turn[text_key] for turn in turns if isinstance(turn.get(text_key), str))
+    placeholders = "".join(f"<{kind}>" * len(media[kind]) for kind in MEDIA if f"<{kind}>" not in text)
     first = next((i for i, turn in enumerate(turns) if turn.get(speaker) in ("human", "user")), 0)
-    if marks and isinstance(turns[first].get(said), str):
-        turns = [*turns[:first], {**turns[first], said: marks + turns[first][said]}, *turns[first + 1 :]]
+    if placeholders and isinstance(turns[first].get(text_key), str):
+        question = {**turns[first], text_key: placeholders + turns[first][text_key]}
+        turns = [*turns[:first], question, *turns[first + 1 :]]
     if speaker == "from":
         return llava_messages({"conversations": turns, **media}, media_root)
     return chat_messages({"messages": turns, **{f"{kind}s": media[kind] for kind in MEDIA}}, media_root)
@@ -164,14 +166,14 @@ def _media_column(row: Row, columns: dict[str, str], kind: str) -> list[Any]:
 
 
 def _content(value: Any) -> Any:
-    """Embedded bytes, or the path, of a picture column's value."""
+    """Returns the embedded bytes, or the path, of a value of a media column."""
     if isinstance(value, dict):
         return value.get("bytes") or value.get("path")
     return value
 
 
-def _column(row: Row, columns: dict[str, str], role: str, optional: bool = False) -> Any:
-    if role not in columns and optional:
+def _column(row: Row, columns: dict[str, str], role: str, is_optional: bool = False) -> Any:
+    if role not in columns and is_optional:
         return row.get(role)
     name = columns.get(role, role)
     if name not in row:
@@ -194,21 +196,21 @@ def _row_source(label: str, config: SourceConfig, rows: Any, media_root: str) ->
 
 
 def open_source(label: str, config: SourceConfig, split: Split, cache_dir: str) -> Source:
-    """A hub data set, a parquet file, a folder of parquet files, or one written by `save_to_disk`."""
-    path = need_path(label, config.path, "a hub name, a parquet file or a folder of them")
+    """Opens a hub data set, a parquet file, a folder of parquet files, or one written by `save_to_disk`."""
+    path = require_path(label, config.path, "a hub name, a parquet file or a folder of them")
     rows = TableRows(path, config.subset, config.split or "train", cache_dir)
     return _row_source(label, config, rows, config.media_root or (path if os.path.isdir(path) else os.path.dirname(path)))
 
 
 def open_stream(label: str, config: SourceConfig, split: Split) -> Stream:
-    """The same, read in order without downloading it first."""
-    path = need_path(label, config.path, "a hub name, a parquet file or a folder of them")
-    source = _row_source(label, config, _Named(path), config.media_root)
+    """Opens the same for reading in order, without a download."""
+    path = require_path(label, config.path, "a hub name, a parquet file or a folder of them")
+    source = _row_source(label, config, _NoRows(path), config.media_root)
     return HubStream(source, path, config.subset, config.split or "train", config.num_examples)
 
 
-class _Named:
-    """Rows that only have a name: a stream's rows are handed over one by one."""
+class _NoRows:
+    """A name without rows: the rows of a stream are passed to `RowSource.convert` one by one."""
 
     digest = ""
 
@@ -219,5 +221,5 @@ class _Named:
         return 0
 
     def row(self, index: int) -> Any:
-        """Never asked for."""
+        """Raises BadItem."""
         raise BadItem(self.name, index, "a stream has no random access")

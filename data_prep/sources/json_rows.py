@@ -1,7 +1,7 @@
-"""Random access to the objects of a JSON array or a JSON-lines file, without holding them in memory.
+"""Random access to the objects of a JSON array or a JSON-lines file on disk.
 
-Owns: where each object begins and ends, decoding one, the errors of broken ones. The positions are found once and kept
-in the cache folder under the file's hash, so a file of a million rows opens at once the second time.
+Owns: the byte range of each object, decoding, the errors of invalid objects. The byte ranges are cached under the file's hash,
+so that a file of a million rows opens immediately the second time.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from data_prep.conversation import BadItem
-from data_prep.files import atomic_path, default_cache_dir, locked
+from data_prep.files import default_cache_dir, locked, writing
 
-CHUNK = 1 << 24
+CHUNK_BYTES = 1 << 24
+LINE_SUFFIXES = (".jsonl", ".ndjson")
 
 
 class JsonRows:
@@ -26,7 +27,7 @@ class JsonRows:
         path: a JSON array (`.json`) or one object per line (`.jsonl`, `.ndjson`).
 
     Raises:
-        ValueError: no such file, or a `.json` file that is not a whole array (a broken *line* is that item's error).
+        ValueError: no such file, or a `.json` file that is not a complete array (an invalid *line* is an error of that item).
     """
 
     def __init__(self, path: str, cache_dir: str = "") -> None:
@@ -41,7 +42,7 @@ class JsonRows:
         return len(self.spans)
 
     def row(self, index: int) -> Any:
-        """The object at `index`.
+        """Returns the object at `index`.
 
         Raises:
             BadItem: not valid UTF-8 or not valid JSON.
@@ -53,31 +54,31 @@ class JsonRows:
         try:
             return json.loads(data)
         except UnicodeDecodeError as error:
-            raise self.bad(index, f"not UTF-8 at byte {begin + error.start}") from error
+            raise self.error(index, f"not UTF-8 at byte {begin + error.start}") from error
         except json.JSONDecodeError as error:
-            what = error.msg.removesuffix(" at")
-            raise self.bad(index, f"not valid JSON ({what}, at character {error.pos} of the item)") from error
+            fault = error.msg.removesuffix(" at")
+            raise self.error(index, f"not valid JSON ({fault}, at character {error.pos} of the item)") from error
 
-    def bad(self, index: int, reason: str) -> BadItem:
-        """The error that names this file and item."""
+    def error(self, index: int, reason: str) -> BadItem:
+        """Returns the error that names this file and item."""
         return BadItem(str(self.path), index, reason)
 
     def _cached_spans(self, cache_dir: str) -> np.ndarray:
-        kept = default_cache_dir(cache_dir) / "rows" / f"{self.digest[:24]}.npy"
-        with locked(kept):
-            if not kept.exists():
-                lines = self.path.suffix.lower() in (".jsonl", ".ndjson")
-                spans = _line_spans(self.path) if lines else _array_spans(self.path)
-                with atomic_path(kept) as path, path.open("wb") as file:
+        cached = default_cache_dir(cache_dir) / "rows" / f"{self.digest[:24]}.npy"
+        with locked(cached):
+            if not cached.exists():
+                is_lines = self.path.suffix.lower() in LINE_SUFFIXES
+                spans = _line_spans(self.path) if is_lines else _array_spans(self.path)
+                with writing(cached) as path, path.open("wb") as file:
                     np.save(file, np.asarray(spans, dtype=np.int64).reshape(-1, 2))
-        return np.load(kept, mmap_mode="r")
+        return np.load(cached, mmap_mode="r")
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file's content and suffix."""
+    """Returns the SHA-256 of a file's suffix and content."""
     digest = hashlib.sha256(path.suffix.encode())
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
+        while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()
 
@@ -94,31 +95,31 @@ def _line_spans(path: Path) -> list[tuple[int, int]]:
 
 
 def _array_spans(path: Path) -> list[tuple[int, int]]:
-    """Byte ranges of an array's elements. Latin-1 keeps bytes and characters in step; strings may hold anything."""
+    """Returns the byte ranges of an array's elements. Latin-1 maps every byte to one character, so positions are bytes."""
     text = path.read_bytes().decode("latin-1")
     decoder = json.JSONDecoder()
     spans = []
-    position = _skip(text, 0)
+    position = _skip_blanks(text, 0)
     try:
         if text[position : position + 1] != "[":
             raise json.JSONDecodeError("not an array", text, position)
-        position = _skip(text, position + 1)
+        position = _skip_blanks(text, position + 1)
         while text[position : position + 1] != "]":
             _, end = decoder.raw_decode(text, position)
             spans.append((position, end))
-            position = _skip(text, end)
+            position = _skip_blanks(text, end)
             if text[position : position + 1] not in (",", "]"):
                 raise json.JSONDecodeError("expected ',' or ']'", text, position)
-            position = _skip(text, position + 1) if text[position] == "," else position
+            position = _skip_blanks(text, position + 1) if text[position] == "," else position
     except json.JSONDecodeError as error:
         raise ValueError(
-            f"{path}: not a JSON array ({error.msg} in line {error.lineno}, after {len(spans)} whole items); "
+            f"{path}: not a JSON array ({error.msg} in line {error.lineno}, after {len(spans)} complete items); "
             f"repair the file, or give one object per line as .jsonl"
         ) from error
     return spans
 
 
-def _skip(text: str, position: int) -> int:
+def _skip_blanks(text: str, position: int) -> int:
     while text[position : position + 1] in (" ", "\t", "\r", "\n") and position < len(text):
         position += 1
     return position

@@ -1,8 +1,8 @@
-"""LLaVA instruction JSON, the layout of `llava_v1_5_mix665k.json`, and ShareGPT, which is the same without pictures.
+"""LLaVA instruction JSON, the layout of `llava_v1_5_mix665k.json`, and ShareGPT, the same layout without images.
 
 An array (or lines) of {"id": ..., "image": "coco/train2017/000.jpg" (optional, or a list), "video": ... (optional),
 "conversations": [{"from": "human", "value": "<image>\\nWhat is this?"}, {"from": "gpt", "value": "..."}]}.
-Each <image> or <video> in a human turn stands for the next picture or video.
+Each <image> or <video> placeholder in a human turn takes the next entry of the row's list.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import re
 from functools import partial
 from typing import Any
 
-from data_prep.config import SourceConfig, Split
+from data_prep.config import SourceConfig
 from data_prep.conversation import Message, Part
 from data_prep.sources.base import Source
 from data_prep.sources.json_rows import JsonRows
-from data_prep.sources.rows import Row, RowSource, need_path
+from data_prep.sources.rows import Row, RowSource, require_path
+from data_prep.splits import Split
 
 SPEAKERS = {
     "human": "user",
@@ -32,28 +33,28 @@ PLACEHOLDER = re.compile(r"\n?<(image|video)>\n?")
 
 
 def llava_messages(row: Row, media_root: str, is_text: bool = False) -> list[Message]:
-    """Turns with pictures in the places of their placeholders.
+    """Returns the turns as messages, with images and videos in place of their placeholders.
 
     Args:
-        is_text: the layout knows no pictures, so a placeholder is a word (ShareGPT talks about HTML tags).
+        is_text: whether the layout has no images, so that a placeholder is plain text (ShareGPT: HTML tags).
 
     Raises:
-        ValueError: an unknown speaker, or placeholders and pictures differ in number.
+        ValueError: an unknown speaker, or different numbers of placeholders and files.
     """
     turns = row.get("conversations")
     if not isinstance(turns, list):
         raise ValueError("no 'conversations' list")
     media = {kind: media_list(row.get(kind), media_root) for kind in ("image", "video")}
     messages = [_turn(turn, i, None if is_text else media) for i, turn in enumerate(turns)]
-    no_left_overs(media)
+    check_all_placed(media)
     return messages
 
 
 def place_media(text: str, media: dict[str, list[Any]]) -> list[Part]:
-    """Text with <image> and <video> placeholders -> parts; takes the pictures off the lists.
+    """Splits text at its <image> and <video> placeholders into parts; removes the entries from `media`.
 
     Raises:
-        ValueError: a placeholder with no picture left.
+        ValueError: more placeholders than entries.
     """
     parts: list[Part] = []
     position = 0
@@ -68,20 +69,20 @@ def place_media(text: str, media: dict[str, list[Any]]) -> list[Part]:
 
 
 def media_list(value: Any, media_root: str) -> list[Any]:
-    """One or several pictures -> list; paths start from `media_root`."""
+    """Returns one or several images or videos as a list; relative paths start from `media_root`."""
     values = [] if value is None or value == "" else value if isinstance(value, list) else [value]
     return [_rooted(item, media_root) for item in values]
 
 
-def no_left_overs(media: dict[str, list[Any]]) -> None:
-    """Raises ValueError where pictures are left that no placeholder took."""
+def check_all_placed(media: dict[str, list[Any]]) -> None:
+    """Raises ValueError if there are more entries than placeholders."""
     for kind, left in media.items():
         if left:
-            raise ValueError(f"{len(left)} {kind}(s) more than placeholders for them")
+            raise ValueError(f"{len(left)} {kind}(s) more than placeholders")
 
 
 def text_part(text: str) -> list[Part]:
-    """A text part, or none for no text."""
+    """Returns a text part in a list, empty for an empty text."""
     return [{"type": "text", "text": text}] if text else []
 
 
@@ -101,8 +102,8 @@ def _turn(turn: Any, index: int, media: dict[str, list[Any]] | None) -> Message:
 
 
 def open_source(label: str, config: SourceConfig, split: Split, cache_dir: str) -> Source:
-    """One JSON or JSON-lines file."""
-    path = need_path(label, config.path, "the JSON file with the conversations")
+    """Opens one JSON or JSON-lines file."""
+    path = require_path(label, config.path, "the JSON file with the conversations")
     root = config.media_root or os.path.dirname(path)
     is_text = config.kind == "sharegpt"
     return RowSource(JsonRows(path, cache_dir), partial(llava_messages, media_root=root, is_text=is_text), (root, is_text))

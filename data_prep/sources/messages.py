@@ -1,8 +1,8 @@
-"""Chat logs as Hugging Face and OpenAI write them: one {"messages": [{"role", "content"}, ...]} per line.
+"""Chat logs in the format of Hugging Face and OpenAI: one {"messages": [{"role", "content"}, ...]} per line.
 
 `content` is text or a list of parts: {"type": "text"}, {"type": "image", "image" | "url" | "path" | "base64": ...},
-{"type": "image_url", "image_url": {"url": ...}}, {"type": "video", "video": folder | file | [frames]}. A part that
-names no picture, and an <image> or <video> in a user's text, takes the next one of the row's "images" or "videos".
+{"type": "image_url", "image_url": {"url": ...}}, {"type": "video", "video": folder | file | [frames]}. A part
+without a file, and an <image> or <video> placeholder in a user's text, takes the next entry of the row's "images" or "videos".
 """
 
 from __future__ import annotations
@@ -11,29 +11,30 @@ import os
 from functools import partial
 from typing import Any
 
-from data_prep.config import SourceConfig, Split
+from data_prep.config import SourceConfig
 from data_prep.conversation import MEDIA, MEDIA_KEYS, Message, Part
 from data_prep.sources.base import Source
 from data_prep.sources.json_rows import JsonRows
-from data_prep.sources.llava_json import media_list, no_left_overs, place_media
-from data_prep.sources.rows import Row, RowSource, need_path
+from data_prep.sources.llava_json import check_all_placed, media_list, place_media
+from data_prep.sources.rows import Row, RowSource, require_path
+from data_prep.splits import Split
 from sage.inputs.video import CLIP_KEYS
 
 URL_TYPES = {"image_url": "image", "video_url": "video"}
 
 
 def chat_messages(row: Row, media_root: str, key: str = "messages") -> list[Message]:
-    """The row's messages with every picture a path below `media_root` (or what the row holds itself).
+    """Returns the row's messages; relative image and video paths start from `media_root`.
 
     Raises:
-        ValueError: no messages, an unknown part, or parts and pictures differ in number.
+        ValueError: no messages, an unknown part, or different numbers of parts and files.
     """
     messages = row.get(key)
     if not isinstance(messages, list):
         raise ValueError(f"no {key!r} list")
     media = {kind: media_list(row.get(f"{kind}s") or row.get(kind), media_root) for kind in MEDIA}
     found = [_message(message, i, media, media_root) for i, message in enumerate(messages)]
-    no_left_overs(media)
+    check_all_placed(media)
     return found
 
 
@@ -72,7 +73,7 @@ def _part(part: Any, index: int, media: dict[str, list[Any]], media_root: str) -
 
 
 def open_source(label: str, config: SourceConfig, split: Split, cache_dir: str) -> Source:
-    """One JSON-lines (or JSON array) file."""
-    path = need_path(label, config.path, "the .jsonl file with the messages")
+    """Opens one JSON-lines (or JSON array) file."""
+    path = require_path(label, config.path, "the .jsonl file with the messages")
     root = config.media_root or os.path.dirname(path)
     return RowSource(JsonRows(path, cache_dir), partial(chat_messages, media_root=root), root)

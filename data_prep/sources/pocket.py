@@ -1,17 +1,18 @@
-"""The pocket world: drawn pictures with conversations, as many as asked for."""
+"""The pocket world as a source: generated images with conversations, in any number."""
 
 from __future__ import annotations
 
-from data_prep.config import SourceConfig, Split
+from data_prep.config import SourceConfig
 from data_prep.conversation import Conversation
 from data_prep.pocket import world
 from data_prep.sources.base import Source
+from data_prep.splits import Split
 
 DEFAULT_NUM_EXAMPLES = 4000
 
 
 class PocketSource(Source):
-    """`world.sample` by index; the splits never share a picture."""
+    """`world.sample` by index; the splits share no image."""
 
     has_splits = True
     is_trusted = True
@@ -33,7 +34,7 @@ class PocketSource(Source):
 
 
 def open_source(label: str, config: SourceConfig, split: Split, cache_dir: str) -> Source:
-    """Endless by nature; `num_examples` says how much of it is an epoch.
+    """Opens a split of the pocket world; `num_examples` is its size (default: `DEFAULT_NUM_EXAMPLES`).
 
     Raises:
         ValueError: an unknown family.

@@ -1,4 +1,4 @@
-"""Sources made of rows: something that holds rows, and a function from a row to messages."""
+"""Sources of rows: a container of raw rows, and a function that turns a row into messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from data_prep.conversation import BadItem, Conversation, Message
+from data_prep.conversation import BadItem, Conversation, Message, item_label
 from data_prep.sources.base import Source
 from data_prep.sources.json_rows import file_digest
 
@@ -29,18 +29,18 @@ class Rows(Protocol):
     def __len__(self) -> int: ...
 
     def row(self, index: int) -> Any:
-        """The row; BadItem where it cannot be read."""
+        """Returns a row; raises BadItem if it cannot be read."""
 
 
 class RowSource(Source):
     """Rows of one file or data set, each turned into messages.
 
     Args:
-        rows: where they come from.
-        to_messages: row -> messages; raises ValueError, KeyError or TypeError on what is not such a row.
-        settings: what else decides the outcome (for the fingerprint).
-        id_key: where a row has its id; rows are numbered where they have none.
-        family, family_key: task family of all rows, or where a row has it.
+        rows: the raw rows.
+        to_messages: row -> messages; raises ValueError, KeyError or TypeError for a row of another layout.
+        settings: further settings that determine the result, for the fingerprint.
+        id_key: key of a row's id; rows without it are numbered.
+        family, family_key: task family of all rows, or the key of a row's family.
     """
 
     def __init__(
@@ -63,43 +63,44 @@ class RowSource(Source):
         return self.convert(self.rows.row(index), index)
 
     def convert(self, row: Any, index: int) -> Conversation:
-        """A raw row -> conversation.
+        """Turns a raw row into a conversation.
 
         Raises:
-            BadItem: it is no row of this layout.
+            BadItem: the row does not have this layout; names its index and, if it has one, its id.
         """
         if not isinstance(row, dict):
             raise BadItem(self.name, index, f"not an object but {type(row).__name__}")
+        name = row.get(self.id_key)
         try:
-            messages = self.to_messages(row)
-            name = str(row[self.id_key]) if row.get(self.id_key) is not None else str(index)
             family = str(row.get(self.family_key) or "") if self.family_key else self.family
-            return Conversation(name, messages, self.name, family, {"index": index})
+            own_name = str(index) if name is None else str(name)
+            return Conversation(own_name, self.to_messages(row), self.name, family, {"index": index})
         except KeyError as error:
-            raise BadItem(self.name, index, f"no key {error}; is this the layout it should be?") from error
+            reason = f"no key {error}; is this the layout it should be?"
+            raise BadItem(self.name, item_label(index, name), reason) from error
         except (ValueError, TypeError, AttributeError) as error:
-            raise BadItem(self.name, index, str(error)) from error
+            raise BadItem(self.name, item_label(index, name), str(error)) from error
 
     def fingerprint(self) -> str:
         return f"{self.rows.digest}:{self.settings}"
 
 
 class ListRows:
-    """Rows that fit in memory, from a JSON file whose rows lie under a key or are named by one.
+    """Rows of a JSON file that fits in memory.
 
     Args:
-        pick: the parsed file -> rows.
+        select: parsed file -> list of rows.
 
     Raises:
-        ValueError: no such file, not JSON, or no rows in it.
+        ValueError: the file does not exist, is not JSON, or contains no rows.
     """
 
-    def __init__(self, path: str, pick: Callable[[Any], Sequence[Row]]) -> None:
+    def __init__(self, path: str, select: Callable[[Any], Sequence[Row]]) -> None:
         if not os.path.isfile(path):
             raise ValueError(f"{path}: no such file; set data.path (or data.sources.NAME.path) to the layout's file")
         self.name = path
         try:
-            self._rows = list(pick(json.loads(Path(path).read_bytes())))
+            self._rows = list(select(json.loads(Path(path).read_bytes())))
         except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}: not in the layout it should have ({error})") from error
 
@@ -111,28 +112,28 @@ class ListRows:
         return len(self._rows)
 
     def row(self, index: int) -> Any:
-        """The row at `index`."""
+        """Returns the row at `index`."""
         return self._rows[index]
 
 
 class MediaFinder:
-    """Finds the files that annotations name: below `root`, in a named folder, or wherever a file of that name lies."""
+    """Locates the files that annotations name: below `root`, in given subfolders, or in any subfolder by file name."""
 
     def __init__(self, root: str) -> None:
         self.root = root
 
     def __call__(self, name: str, *folders: str, suffixes: Sequence[str] = ("",)) -> str:
-        """The path; the plain `root/name` where there is no such file (opening it will say so)."""
+        """Returns the path; `root/name` if there is no such file, so that opening it raises the error."""
         for folder in ("", *folders):
             for suffix in suffixes:
                 path = os.path.join(self.root, folder, name + suffix)
                 if os.path.exists(path):
                     return path
-        found = (self._by_name.get(os.path.basename(name) + suffix) for suffix in suffixes)
+        found = (self._path_by_name.get(os.path.basename(name) + suffix) for suffix in suffixes)
         return next((path for path in found if path), os.path.join(self.root, name + suffixes[0]))
 
     @cached_property
-    def _by_name(self) -> dict[str, str]:
+    def _path_by_name(self) -> dict[str, str]:
         return {
             name: os.path.join(folder, name)
             for folder, folders, files in os.walk(self.root)
@@ -140,8 +141,8 @@ class MediaFinder:
         }
 
 
-def need_path(label: str, path: str, what: str) -> str:
-    """The path, or the error that says which key to set."""
+def require_path(label: str, path: str, description: str) -> str:
+    """Returns the path; raises ValueError with the key to set if it is empty."""
     if not path:
-        raise ValueError(f"data.sources.{label}.path: empty; set it (or data.path) to {what}")
+        raise ValueError(f"data.sources.{label}.path: empty; set it (or data.path) to {description}")
     return path

@@ -1,6 +1,6 @@
-"""One HTML file to look at data: pictures, tokens coloured by supervised or not, histograms. Needs no network.
+"""The HTML report of a dataset, as one file: images, tokens colored by whether they are supervised, histograms.
 
-Owns: the page. Does not own: the numbers (data_prep.tools.stats).
+Does not own: the statistics (data_prep.tools.stats).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import numpy as np
 
 from data_prep.chat import Example, visual_mask
 from data_prep.conversation import Conversation, media_parts
-from data_prep.tools.stats import MEASURES, Statistics, short
+from data_prep.tools.stats import HEAD, MEASURES, Statistics
 from sage.inputs.media import open_clip_part, open_picture
 from sage.inputs.processing import Processor
 
-THUMB = 224  # pixels
-CLIP_FRAMES = 4
-BINS = 24
+THUMBNAIL_SIDE = 224  # pixels
+NUM_FRAMES = 4  # shown per video
+NUM_BINS = 24
 STYLE = """
 :root { --ink: #1b1f24; --soft: #667085; --line: #d8dde4; --back: #ffffff; --card: #f7f8fa; --yes: #b7e4c7; --bar: #4c8df6; }
 @media (prefers-color-scheme: dark) { :root {
@@ -39,9 +39,9 @@ td:first-child, th:first-child { text-align: left; white-space: nowrap; } th { c
 .wide { overflow-x: auto; }
 .tables { display: flex; flex-wrap: wrap; gap: 0 56px; }
 .example { margin: 0 0 16px; } .head { display: flex; flex-wrap: wrap; gap: 4px 16px; color: var(--soft); font-size: 13px; }
-.head b { color: var(--ink); } .pictures { display: flex; flex-wrap: wrap; gap: 8px; margin: 10px 0; }
-.pictures img { max-width: 100%; height: auto; border-radius: 4px; border: 1px solid var(--line); image-rendering: auto; }
-.clip { display: flex; flex-wrap: wrap; gap: 2px; }
+.head b { color: var(--ink); } .media { display: flex; flex-wrap: wrap; gap: 8px; margin: 10px 0; }
+.media img { max-width: 100%; height: auto; border-radius: 4px; border: 1px solid var(--line); image-rendering: auto; }
+.video { display: flex; flex-wrap: wrap; gap: 2px; }
 .tokens { font: 13px/1.9 ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
 .tokens span { border-bottom: 1px solid var(--line); margin-right: 1px; padding: 1px 0; }
 .tokens .y { background: var(--yes); border-radius: 2px; }
@@ -52,17 +52,17 @@ td:first-child, th:first-child { text-align: left; white-space: nowrap; } th { c
 """
 
 
-def page(title: str, statistics: Statistics, shown: list[tuple[Conversation, Example]], processor: Processor) -> str:
-    """The whole page as HTML.
+def render_html(title: str, statistics: Statistics, shown: list[tuple[Conversation, Example]], processor: Processor) -> str:
+    """Returns the report as HTML.
 
     Args:
-        shown: the examples to show, with the conversations they were made from.
+        shown: the examples to show, with their conversations.
     """
     charts = "".join(_histogram(label, statistics.values[name]) for name, label in MEASURES.items())
     examples = "".join(_example(conversation, example, processor) for conversation, example in shown)
     legend = (
-        '<p class="legend"><span class="y">supervised</span> tokens are what the draft learns to predict; '
-        'the rest is context. <span class="v">picture &times; n</span> stands for n visual tokens.</p>'
+        '<p class="legend">The draft learns to predict the <span class="y">supervised</span> tokens; the others are '
+        'context. <span class="v">image &times; n</span> is an image of n visual tokens.</p>'
     )
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
@@ -76,11 +76,8 @@ def page(title: str, statistics: Statistics, shown: list[tuple[Conversation, Exa
 
 
 def _numbers(statistics: Statistics) -> str:
-    head = "".join(f"<th>{name}</th>" for name in ("", "min", "5%", "median", "95%", "max", "mean"))
-    rows = "".join(
-        f"<tr><td>{label}</td>" + "".join(f"<td>{short(value)}</td>" for value in statistics.quantiles(name)) + "</tr>"
-        for name, label in MEASURES.items()
-    )
+    head = "".join(f"<th>{name}</th>" for name in HEAD)
+    rows = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in statistics.table_rows())
     return f'<div class="wide"><table><tr>{head}</tr>{rows}</table></div>'
 
 
@@ -98,11 +95,11 @@ def _counts(statistics: Statistics) -> str:
 
 
 def _histogram(label: str, values: list[float]) -> str:
-    """A bar chart as inline SVG, 320 x 130 units, with the range below and the highest count above."""
+    """Returns a bar chart as inline SVG, 320 x 130 units, with the range below and the highest count above."""
     low, high = min(values), max(values)
-    is_whole = all(value == int(value) for value in values)
-    bins = int(min(BINS, high - low + 1)) if is_whole else BINS
-    edges = (low - 0.5, high + 0.5) if is_whole else (low, high if high > low else low + 1e-9)
+    is_integer = all(value == int(value) for value in values)
+    bins = int(min(NUM_BINS, high - low + 1)) if is_integer else NUM_BINS
+    edges = (low - 0.5, high + 0.5) if is_integer else (low, high if high > low else low + 1e-9)
     counts, _ = np.histogram(values, bins=bins, range=edges)
     width, most = 320 / bins, max(1, int(counts.max()))
     bars = "".join(
@@ -128,24 +125,24 @@ def _example(conversation: Conversation, example: Example, processor: Processor)
     head = "".join(f"<span>{name} {escape(str(value))}</span>" for name, value in facts.items())
     return (
         f'<div class="example"><div class="head"><b>{escape(conversation.id)}</b>{head}</div>'
-        f'<div class="pictures">{_pictures(conversation)}</div>'
+        f'<div class="media">{_media(conversation)}</div>'
         f'<div class="tokens">{_tokens(example, visual.tolist(), processor)}</div></div>'
     )
 
 
-def _pictures(conversation: Conversation) -> str:
+def _media(conversation: Conversation) -> str:
     shown = ""
     for part in media_parts(conversation.messages):
         if part["type"] == "image":
             shown += _img(part["image"])
         else:
-            frames = open_clip_part(part, CLIP_FRAMES).frames
-            shown += f'<div class="clip">{"".join(_img(frame, THUMB // 2) for frame in frames)}</div>'
+            frames = open_clip_part(part, NUM_FRAMES).frames
+            shown += f'<div class="video">{"".join(_img(frame, THUMBNAIL_SIDE // 2) for frame in frames)}</div>'
     return shown
 
 
-def _img(picture: Any, side: int = THUMB) -> str:
-    small = open_picture(picture).copy()
+def _img(image: Any, side: int = THUMBNAIL_SIDE) -> str:
+    small = open_picture(image).copy()
     small.thumbnail((2 * side, side))
     stream = io.BytesIO()
     small.save(stream, "JPEG", quality=88)
@@ -154,7 +151,7 @@ def _img(picture: Any, side: int = THUMB) -> str:
 
 
 def _tokens(example: Example, visual: list[bool], processor: Processor) -> str:
-    """One span per token; runs of visual tokens as one chip, bytes of one character as one span."""
+    """Returns one span per token; one span for a run of visual tokens, and for the bytes of one character."""
     ids, mask = example["input_ids"].tolist(), example["loss_mask"].tolist()
     spans, position = [], 0
     while position < len(ids):
@@ -162,7 +159,7 @@ def _tokens(example: Example, visual: list[bool], processor: Processor) -> str:
         if visual[position]:
             while end < len(ids) and ids[end] == ids[position]:
                 end += 1
-            name = "picture" if ids[position] == _image_id(processor) else "video"
+            name = "image" if ids[position] == _image_id(processor) else "video"
             spans.append(f'<span class="v">{name} &times; {end - position}</span>')
         else:
             text = processor.tokenizer.decode(ids[position:end])

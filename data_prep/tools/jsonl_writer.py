@@ -1,7 +1,7 @@
-"""Conversations as lines of a file any tool can read: `messages` rows with the pictures beside them.
+"""Writes conversations as `messages` rows, the JSON-lines format that `data_prep.sources.messages` reads.
 
-Owns: writing what `data_prep.sources.messages` reads. Pictures that are files stay where they are; drawn or embedded ones
-go into a folder beside the file, named by content, each once.
+Images and videos that are files stay in place; generated and embedded images are written once, named by content, to a folder
+beside the rows.
 """
 
 from __future__ import annotations
@@ -16,49 +16,50 @@ from typing import Any
 from PIL import Image
 
 from data_prep.conversation import Conversation, Message, Part
-from data_prep.files import atomic_path
+from data_prep.files import writing
 from sage.inputs.media import open_picture
 from sage.inputs.video import CLIP_KEYS
 
 
 class MediaFolder:
-    """Where the pictures of a row file go.
+    """The folder of the images of a row file.
 
     Args:
-        row_file: `rows.jsonl` keeps its pictures in `rows_media/`.
+        row_file: the images of `rows.jsonl` are in `rows_media/`.
     """
 
     def __init__(self, row_file: Path) -> None:
-        self.root = row_file.parent
         self.folder = row_file.parent / f"{row_file.stem}_media"
 
-    def keep(self, value: Any) -> str:
-        """A picture -> the path to write into the row, relative to the row file where it was written by us."""
+    def store_image(self, value: Any) -> str:
+        """Stores an image unless it is a file; returns its path: absolute, or relative to the row file if stored here."""
         if isinstance(value, (str, Path)) and not str(value).startswith("data:"):
             return str(Path(value).absolute())
         data = value if isinstance(value, bytes) else _png(value)
         return self._write(data, ".bin" if isinstance(value, bytes) else ".png")
 
-    def keep_clip(self, value: Any) -> Any:
-        """A clip -> path of its folder or file, or the paths of its frames."""
-        return [self.keep(frame) for frame in value] if isinstance(value, (list, tuple)) else self.keep(value)
+    def store_video(self, value: Any) -> Any:
+        """Stores the frames of a video unless they are files; returns the path of its folder or file, or of its frames."""
+        if isinstance(value, (list, tuple)):
+            return [self.store_image(frame) for frame in value]
+        return self.store_image(value)
 
     def _write(self, data: bytes, suffix: str) -> str:
         name = hashlib.sha256(data).hexdigest()[:32] + suffix
         path = self.folder / name
         if not path.exists():
-            with atomic_path(path) as temporary:
+            with writing(path) as temporary:
                 temporary.write_bytes(data)
         return os.path.join(self.folder.name, name)
 
 
 def messages_as_json(messages: list[Message], media: MediaFolder) -> list[dict[str, Any]]:
-    """Messages with every picture kept and named by its path."""
+    """Stores every image and returns the messages with their paths."""
     return [{"role": m["role"], "content": [_part_as_json(part, media) for part in m["content"]]} for m in messages]
 
 
 def as_line(conversation: Conversation, media: MediaFolder, **extra: Any) -> str:
-    """One line of the file, without its end."""
+    """Returns one line of the file, without its end; `extra` are further fields of the row."""
     row = {"id": conversation.id, "source": conversation.source, "family": conversation.family}
     return json.dumps({**row, "messages": messages_as_json(conversation.messages, media), **extra}, ensure_ascii=False)
 
@@ -66,12 +67,12 @@ def as_line(conversation: Conversation, media: MediaFolder, **extra: Any) -> str
 def _part_as_json(part: Part, media: MediaFolder) -> dict[str, Any]:
     if part["type"] == "text":
         return {"type": "text", "text": part["text"]}
-    kept = media.keep(part["image"]) if part["type"] == "image" else media.keep_clip(part["video"])
-    return {"type": part["type"], part["type"]: kept, **{key: part[key] for key in CLIP_KEYS if key in part}}
+    path = media.store_image(part["image"]) if part["type"] == "image" else media.store_video(part["video"])
+    return {"type": part["type"], part["type"]: path, **{key: part[key] for key in CLIP_KEYS if key in part}}
 
 
-def _png(picture: Any) -> bytes:
+def _png(image: Any) -> bytes:
     stream = io.BytesIO()
-    found = picture if isinstance(picture, Image.Image) and picture.mode == "RGB" else open_picture(picture)
-    found.save(stream, "PNG")
+    rgb = image if isinstance(image, Image.Image) and image.mode == "RGB" else open_picture(image)
+    rgb.save(stream, "PNG")
     return stream.getvalue()

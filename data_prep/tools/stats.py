@@ -1,6 +1,6 @@
-"""What the data is like: counts, lengths, visual tokens, mask share, what was skipped and why.
+"""Statistics of a dataset: counts, lengths, visual tokens, supervised share, skipped items.
 
-Owns: measuring examples and adding them up. Does not own: showing them (data_prep.tools.html_report, data_prep.tools.cli).
+Owns: the measures of an example and their aggregation. Does not own: the HTML report (data_prep.tools.html_report).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 from data_prep.chat import Example, visual_mask
 from data_prep.conversation import Conversation, media_parts
 from data_prep.dataset.mixing import permutation
+from sage.bench.tables import text_table
 from sage.inputs.processing import Processor
 
 MEASURES = {
@@ -23,20 +24,22 @@ MEASURES = {
     "answer_tokens": "supervised tokens per example",
     "mask_share": "supervised share of the text",
     "turns": "answers per example",
-    "pictures": "pictures and clips per example",
+    "pictures": "images and videos per example",
 }
-QUANTILES = (0.0, 0.05, 0.5, 0.95, 1.0)
+QUANTILES = {"min": 0.0, "5%": 0.05, "median": 0.5, "95%": 0.95, "max": 1.0}
+HEAD = ("", *QUANTILES, "mean")
+JSON_KEYS = ("min", "p05", "median", "p95", "max", "mean")
 
 
 @dataclass
 class Statistics:
-    """Measures of some examples of a data set.
+    """Measures of a sample of a dataset.
 
     Attributes:
-        total: examples in the data set, None for a stream; `measured` of them were looked at.
-        sources, families: examples by source and by task family.
-        values: one value per measured example, by measure (see MEASURES).
-        skipped: left-out items by kind of reason.
+        total: examples in the dataset; None for a stream.
+        sources, families: measured examples by source and by task family.
+        values: one value per measured example, by measure (a key of `MEASURES`).
+        skipped: skipped items by reason.
     """
 
     total: int | None
@@ -46,25 +49,25 @@ class Statistics:
     skipped: Counter[str] = field(default_factory=Counter)
 
     @property
-    def measured(self) -> int:
+    def num_measured(self) -> int:
         return len(self.values["tokens"])
 
     @property
     def headline(self) -> str:
-        """How many there are, and how many were looked at."""
+        """The number of examples in total and measured."""
         if self.total is None:
-            return f"a stream, its first {self.measured} examples measured"
-        return f"{self.total} examples, {self.measured} measured"
+            return f"a stream, its first {self.num_measured} examples measured"
+        return f"{self.total} examples, {self.num_measured} measured"
 
     def add(self, conversation: Conversation, example: Example, processor: Processor) -> None:
         """Measures one example."""
         visual = visual_mask(example, processor)
-        answer = int(example["loss_mask"].sum())
+        answer_tokens = int(example["loss_mask"].sum())
         found = {
             "tokens": len(visual),
             "visual_tokens": int(visual.sum()),
-            "answer_tokens": answer,
-            "mask_share": answer / int((~visual).sum()),
+            "answer_tokens": answer_tokens,
+            "mask_share": answer_tokens / int((~visual).sum()),
             "turns": sum(message["role"] == "assistant" for message in conversation.messages),
             "pictures": sum(1 for _ in media_parts(conversation.messages)),
         }
@@ -73,38 +76,39 @@ class Statistics:
         self.sources[conversation.source] += 1
         self.families[conversation.family or "-"] += 1
 
-    def quantiles(self, name: str) -> list[float]:
-        """Lowest, 5%, median, 95%, highest, and the mean of a measure."""
+    def summary(self, name: str) -> list[float]:
+        """Returns the quantiles of a measure (`QUANTILES`) and its mean."""
         values = np.array(self.values[name])
-        return [*np.quantile(values, QUANTILES).tolist(), float(values.mean())]
+        return [*np.quantile(values, list(QUANTILES.values())).tolist(), float(values.mean())]
+
+    def table_rows(self) -> list[list[str]]:
+        """Returns one row of formatted cells per measure, in the columns of `HEAD`."""
+        return [[label, *map(format_number, self.summary(name))] for name, label in MEASURES.items()]
 
     def as_json(self) -> dict[str, Any]:
-        """For `statistics.json`."""
-        names = ("min", "p05", "median", "p95", "max", "mean")
+        """Returns the content of `statistics.json`."""
         return {
             "total": self.total,
-            "measured": self.measured,
+            "measured": self.num_measured,
             "sources": dict(self.sources),
             "families": dict(self.families),
-            "measures": {name: dict(zip(names, self.quantiles(name), strict=True)) for name in MEASURES},
+            "measures": {name: dict(zip(JSON_KEYS, self.summary(name), strict=True)) for name in MEASURES},
             "skipped": dict(self.skipped),
         }
 
     def as_text(self) -> str:
-        """A table for the terminal."""
+        """Returns the statistics as text for a terminal."""
         lines = [self.headline]
         for title, counts in (("source", self.sources), ("family", self.families)):
             lines += [f"  {title} {name}: {count}" for name, count in counts.most_common()]
-        lines += ["", f"{'':34}{'min':>9}{'5%':>9}{'median':>9}{'95%':>9}{'max':>9}{'mean':>9}"]
-        for name, label in MEASURES.items():
-            lines.append(f"{label:34}" + "".join(f"{short(value):>9}" for value in self.quantiles(name)))
-        lines += ["", f"{sum(self.skipped.values())} items skipped"]
+        lines += ["", text_table(HEAD, self.table_rows(), ruled=False), ""]
+        lines += [f"{sum(self.skipped.values())} items skipped"]
         lines += [f"  {count} x {reason}" for reason, count in self.skipped.most_common()]
         return "\n".join(lines)
 
 
 def sample(total: int, count: int, seed: int = 0) -> Sequence[int]:
-    """`count` examples out of `total`, in order; all of them where there are no more, or with count 0."""
+    """Returns `count` positions out of `total` in increasing order; all of them if there are no more, or with count 0."""
     if not count or count >= total:
         return range(total)
     return sorted(permutation(total, seed, "sample")[:count].tolist())
@@ -113,12 +117,12 @@ def sample(total: int, count: int, seed: int = 0) -> Sequence[int]:
 def measure(
     items: Iterable[tuple[Conversation, Example]], total: int | None, skipped: Counter[str], processor: Processor
 ) -> Statistics:
-    """Adds up the measures of some examples.
+    """Measures examples.
 
     Args:
-        items: the examples with the conversations they were made from.
-        total: examples in the whole data set, None for a stream.
-        skipped: left-out items by kind of reason.
+        items: the examples with their conversations.
+        total: examples in the dataset; None for a stream.
+        skipped: skipped items by reason.
     """
     statistics = Statistics(total, skipped=skipped)
     for conversation, example in items:
@@ -126,6 +130,6 @@ def measure(
     return statistics
 
 
-def short(value: float) -> str:
-    """A number in at most four significant digits, without an exponent."""
+def format_number(value: float) -> str:
+    """Formats a number: integers exactly, others with two decimals below 10 and one above."""
     return f"{value:.0f}" if value == int(value) else f"{value:.2f}" if value < 10 else f"{value:.1f}"

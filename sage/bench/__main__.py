@@ -27,6 +27,7 @@ from sage.bench.roofline import roofline_costs
 from sage.bench.runners import AUTOREGRESSIVE, HF_ASSISTED, PolicyRunner, Runner, baseline_runner, find_assistant
 from sage.bench.shapes import Shape, layers_that_fit, shape_named
 from sage.cli import resolve_device, run
+from sage.progress import progress_callback
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CPU_LAYERS = 2  # a layer of a 7B target takes a CPU about a second per large tree
@@ -52,7 +53,7 @@ def _compare(args: argparse.Namespace, command: str) -> None:
     runners = _runners(target, draft, own, args)
     prompts = load_prompts(target, args.prompts, args.image, args.prompt, args.num_prompts, args.family)
     sampling = sage.Sampling.from_attributes(args)
-    measurement = measure(runners, prompts, sampling, args.repeats, args.warmup, _progress)
+    measurement = measure(runners, prompts, sampling, args.repeats, args.warmup, progress_callback("measuring"))
     report = build_report(
         measurement,
         target,
@@ -111,11 +112,6 @@ def _replay(
     """Our contestants and every policy that is not among them."""
     policies = {one.label: sage.policy(one.policy, **one.options) for one in own}
     return replays(target, draft, prompts, sampling, policies | all_policies({}, leave_out=[one.policy for one in own]))
-
-
-def _progress(done: int, total: int) -> None:
-    if sys.stderr.isatty():
-        print(f"\rmeasuring {done}/{total}", end="\n" if done == total else "", file=sys.stderr, flush=True)
 
 
 def _read_json(file: str) -> dict[str, Any]:

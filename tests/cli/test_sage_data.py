@@ -17,13 +17,15 @@ from typing import Any
 import datasets
 import pytest
 from support.data_helpers import make_processor, picture, save_pictures, save_target, says, user
+from support.messages import refused
 
 from data_prep.build import build_dataset
 from data_prep.chat import build_example
-from data_prep.config import DataConfig, OnBad, RegenerateConfig, SourceConfig, Split
+from data_prep.config import DataConfig, OnBad, RegenerateConfig, SourceConfig
 from data_prep.conversation import BadItem, Conversation
+from data_prep.splits import Split
 from data_prep.tools import cli
-from data_prep.tools.html_report import page
+from data_prep.tools.html_report import render_html
 from data_prep.tools.stats import measure, sample
 from train.cli import data as data_cli
 
@@ -61,11 +63,11 @@ def test_page_shows_what_is_supervised() -> None:
     said = "a <b> & ü"
     talk = Conversation("<id>", [user(picture(), [picture(), picture()], "Hi?"), says(said)], "one")
     example = build_example(talk, processor)
-    html = page("title", measure([(talk, example)], 1, Counter({"<why>": 2}), processor), [(talk, example)], processor)
+    html = render_html("title", measure([(talk, example)], 1, Counter({"<why>": 2}), processor), [(talk, example)], processor)
     coloured = "".join(re.findall(r'<span class="y">(.*?)</span>', html))
     assert coloured.endswith("a &lt;b&gt; &amp; ü&lt;|im_end|&gt;")  # the legend's own word comes before
     assert html.count("data:image/jpeg;base64,") == 3
-    assert "picture &times; 10" in html
+    assert "image &times; 10" in html
     assert "video &times; 3" in html
     assert "&lt;id&gt;" in html
     assert "&lt;why&gt;" in html
@@ -79,7 +81,7 @@ def test_page_shows_the_segment_of_a_clip() -> None:
     asked["content"][0] |= {"start": 1.0, "end": 2.0}  # two of them, at two per second
     talk = Conversation("c", [asked, says("a")], "one")
     example = build_example(talk, processor)
-    html = page("title", measure([(talk, example)], 1, Counter(), processor), [(talk, example)], processor)
+    html = render_html("title", measure([(talk, example)], 1, Counter(), processor), [(talk, example)], processor)
     assert html.count("data:image/jpeg;base64,") == 2
 
 
@@ -112,14 +114,14 @@ def bad_rows(folder: Path) -> DataConfig:
 def test_check_counts_what_is_skipped(tmp_path: Path) -> None:
     config = bad_rows(tmp_path)
     processor = make_processor("qwen2_5_vl")
-    with pytest.raises(ValueError, match=r"item 2 \(id 2.*no.png: no such file"):
+    with refused("item 2:", "no.png"):
         cli.check_data(config, processor, "train", 0)
     config.on_bad = OnBad.skip
     for _ in range(2):  # the second time the index is already there
         found, dataset = cli.check_data(config, processor, "train", 0)
-        assert (found.total, found.measured) == (2, 1)
+        assert (found.total, found.num_measured) == (2, 1)
         assert sorted(found.skipped.values()) == [1, 1]
-    cli.write_page(tmp_path / "page.html", config, found, dataset, "train", 5)
+    cli.write_report(tmp_path / "page.html", config, found, dataset, "train", 5)
     assert "mine for qwen2_5_vl" in (tmp_path / "page.html").read_text()
     assert json.loads((tmp_path / "page.json").read_text())["measured"] == 1
 
@@ -142,13 +144,13 @@ def streamed(tmp_path: Path) -> DataConfig:
 def test_a_stream_is_looked_at_from_its_beginning(streamed: DataConfig, tmp_path: Path) -> None:
     processor = make_processor("qwen2_5_vl")
     found, dataset = cli.check_data(streamed, processor, "train", 5)
-    assert (found.total, found.measured) == (None, 5)
+    assert (found.total, found.num_measured) == (None, 5)
     assert dict(found.sources) == {str(tmp_path / "long.parquet"): 3, str(tmp_path / "short.parquet"): 2}
     assert "a stream, its first 5 examples measured" in found.as_text()
-    cli.write_page(tmp_path / "page.html", streamed, found, dataset, "train", 3)
+    cli.write_report(tmp_path / "page.html", streamed, found, dataset, "train", 3)
     assert (tmp_path / "page.html").read_text().count('<div class="example">') == 3
     found, _ = cli.check_data(streamed, processor, "train", 0)  # all of it, once
-    assert found.measured == 13
+    assert found.num_measured == 13
     assert list(found.skipped.values()) == [1]
     streamed.on_bad = OnBad.error
     with pytest.raises(BadItem, match=r"short\.parquet: item 2 .*gone\.png: no such file"):
@@ -229,7 +231,7 @@ def test_regenerate_from_the_command_line(
     assert command(monkeypatch, *words) == 0
     assert "(0 now)" in capsys.readouterr().out
     assert command(monkeypatch, *words, "regenerate.temperature=1.0") == 2
-    assert "holds rows made otherwise (temperature: 0.0 there, 1.0 here)" in capsys.readouterr().err
+    assert "(temperature: 0.0 there, 1.0 here)" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from data_prep.build import build_dataset
 from data_prep.config import Cache, DataConfig, OnBad, SourceConfig
 from data_prep.conversation import BadItem
 from data_prep.dataset import prepare
-from data_prep.dataset.skip_log import read_skipped, reasons
+from data_prep.dataset.skip_log import count_reasons, read_skipped
 
 FAMILIES = ("qwen2_5_vl", "llava_onevision")
 BROKEN_AT = 2  # with whole rows before and after
@@ -132,7 +132,7 @@ def test_a_broken_item_is_left_out_and_listed(name: str, cache: Cache, pictures:
     assert (listed["source"], listed["index"].split()[0]) == (str(tmp_path / "rows.jsonl"), str(BROKEN_AT))
     with pytest.raises(AssertionError, match=reason):
         raise AssertionError(listed["reason"])
-    assert sum(reasons([listed]).values()) == 1
+    assert sum(count_reasons([listed]).values()) == 1
 
 
 @pytest.mark.parametrize("cache", list(Cache))

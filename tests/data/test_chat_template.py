@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.data_helpers import LLAVA_TEMPLATE, make_processor, picture, says, user
+from support.messages import refused
 
 from data_prep.chat import build_example, visual_mask
 from data_prep.config import OnLong
@@ -149,7 +150,7 @@ def test_clip_of_frames_that_are_all_used_is_at_two_frames_per_second() -> None:
 def test_training_does_not_fetch_pictures() -> None:
     shown: dict[str, Any] = user("Hi?")
     shown["content"].insert(0, {"type": "image", "image": "https://example.com/a.png"})
-    with pytest.raises(BadItem, match=r"a URL; download it and give the file"):
+    with refused("https://example.com/a.png", "download", error=BadItem):
         build_example(Conversation("c", [shown, says("a")]), make_processor(QWEN))
 
 
@@ -157,22 +158,22 @@ def test_answer_may_quote_what_a_user_may_not() -> None:
     processor = make_processor(LLAVA)
     example = build_example(Conversation("c", [user(picture(), "Hi?"), says("<image>")]), processor)
     assert int(visual_mask(example, processor).sum()) == 10
-    with pytest.raises(BadItem, match=r"data.json: item 7 \(id c\): message 0: placeholder <image> without a picture"):
+    with refused("data.json: item 7 (id c): message 0:", "<image>", error=BadItem):
         build_example(Conversation("c", [user("<image> hi"), says("a")], "data.json", meta={"index": 7}), processor)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "fault"),
     [
-        (("part.text", "part.text | upper"), "rewrites or drops answers"),
-        (("'<|im_end|>'", "'<|endoftext|>'"), "does not end each answer"),
-        (("assistant\\n", "assistant\\n<think>"), "prompts for an answer otherwise"),
+        (("part.text", "part.text | upper"), "rewrites"),
+        (("'<|im_end|>'", "'<|endoftext|>'"), "does not end each answer with '<|im_end|>'"),
+        (("assistant\\n", "assistant\\n<think>"), "prompt"),
     ],
 )
-def test_template_that_cannot_be_masked_is_an_error(change: tuple[str, str], message: str) -> None:
+def test_template_that_cannot_be_masked_is_an_error(change: tuple[str, str], fault: str) -> None:
     processor = make_processor(LLAVA)
     processor.chat_template = LLAVA_TEMPLATE.replace(*change)
-    with pytest.raises(BadTemplate, match=f"target: its chat template {message}"):
+    with refused("target: its chat template", fault, error=BadTemplate):
         build_example(Conversation("c", [user("Hi?"), says("yes")]), processor)
 
 
@@ -186,7 +187,7 @@ def test_mask_of_none_or_all_is_an_error(value: bool, share: str, monkeypatch: p
         return example | {"loss_mask": torch.full_like(example["loss_mask"], value)}
 
     monkeypatch.setattr(processor, "encode", broken)
-    with pytest.raises(BadItem, match=rf"pocket: item 3 \(id me\): the loss mask covers {share} text token"):
+    with refused("pocket: item 3 (id me)", "loss mask", share, error=BadItem):
         build_example(Conversation("me", [user("Hi?"), says("a")], "pocket", meta={"index": 3}), processor)
 
 
@@ -207,9 +208,9 @@ def test_long_example_keeps_whole_turns(family: str) -> None:
 
 def test_long_example_that_cannot_be_shortened_is_dropped() -> None:
     processor = make_processor(QWEN)
-    with pytest.raises(TooLong, match=r"longer than data.max_length=50 \(data.on_long=turn\): 51 tokens"):
-        build_example(Conversation("c", MULTI[:2]), processor, 50)
-    with pytest.raises(TooLong, match="data.on_long=drop"):
+    with refused("item 4 (id c)", "data.max_length=50", "data.on_long=turn", "51 tokens", error=TooLong):
+        build_example(Conversation("c", MULTI[:2], meta={"index": 4}), processor, 50)
+    with refused("data.on_long=drop", error=TooLong):
         build_example(Conversation("c", MULTI), processor, 60, OnLong.drop)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from data_prep.files import CannotWrite, atomic_path, blaming, check_writable, locked
+from data_prep.files import CannotWrite, check_writable, locked, naming_write_errors, writing
 
 FULL = OSError(28, "No space left on device")
 
@@ -15,19 +15,19 @@ FULL = OSError(28, "No space left on device")
 def test_a_full_disk_names_the_place_and_leaves_nothing(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "rows.jsonl"
     for _ in range(2):
-        said = r"rows\.jsonl: could not be written \(No space left on device\); make room"
-        with pytest.raises(CannotWrite, match=said), atomic_path(out) as temporary:
+        said = r"rows\.jsonl: could not be written \(No space left on device\); free disk space"
+        with pytest.raises(CannotWrite, match=said), writing(out) as temporary:
             temporary.write_text("half")
             raise FULL
     assert not list(out.parent.iterdir())
-    with pytest.raises(CannotWrite, match=r"inner: could not"), atomic_path(out), blaming(tmp_path / "inner"):
+    with pytest.raises(CannotWrite, match=r"inner: could not"), writing(out), naming_write_errors(tmp_path / "inner"):
         raise FULL
 
 
 def test_somebody_elses_file_is_not_blamed_on_the_output(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="gone"), atomic_path(tmp_path / "rows.jsonl"):
+    with pytest.raises(FileNotFoundError, match="gone"), writing(tmp_path / "rows.jsonl"):
         Path("/gone/picture.png").read_bytes()
-    with pytest.raises(ValueError, match="bad row"), atomic_path(tmp_path / "rows.jsonl"):
+    with pytest.raises(ValueError, match="bad row"), writing(tmp_path / "rows.jsonl"):
         raise ValueError("bad row")
 
 

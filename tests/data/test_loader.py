@@ -19,12 +19,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.data_helpers import make_processor, save_pictures
 
-from data_prep.batching.buckets import grouped
-from data_prep.batching.loader import BATCHES_AHEAD, StepLoader, _Maker
+from data_prep.batching.buckets import group_by_length
+from data_prep.batching.loader import NUM_BATCHES_AHEAD, StepLoader, _Builder
 from data_prep.build import build_dataset
 from data_prep.config import Cache, DataConfig, SourceConfig
 from data_prep.conversation import BadItem, Conversation
-from data_prep.dataset.mixing import Mix, permutation, turn
+from data_prep.dataset.mixing import MixedOrder, next_source, permutation
 from data_prep.dataset.stream import StreamDataset
 from data_prep.sources.base import Stream
 
@@ -34,7 +34,7 @@ class Numbers:
 
     def __init__(self, size: int, weights: list[float] | None = None, sources: list[int] | None = None) -> None:
         self.size = size
-        self.mix = Mix(np.array(sources or [0] * size), weights)
+        self.mix = MixedOrder(np.array(sources or [0] * size), weights)
 
     def __len__(self) -> int:
         return self.size
@@ -118,23 +118,23 @@ def test_grouping_keeps_an_epoch_whole_and_sorts_only_within_windows(
 ) -> None:
     generator = np.random.default_rng(seed)
     order, lengths, first = generator.permutation(size), generator.integers(1, 9, size), epoch * size
-    found = grouped(order, lengths, first, step, window, seed)
+    found = group_by_length(order, lengths, first, step, window, seed)
     assert sorted(found) == sorted(order)
     for position in range(size):  # nothing leaves its window
         window_of = (first + position) // (step * window)
         members = [n for n in range(size) if (first + n) // (step * window) == window_of]
         assert found[position] in order[members]
-    assert grouped(order, lengths, first, step, 1, seed).shape == order.shape
+    assert group_by_length(order, lengths, first, step, 1, seed).shape == order.shape
 
 
 def test_a_window_makes_steps_of_like_lengths_and_shuffles_them() -> None:
     lengths = np.arange(1, 65)
     order = np.random.default_rng(0).permutation(64)
-    found = lengths[grouped(order, lengths, 0, 4, 16, 0)].reshape(16, 4)
+    found = lengths[group_by_length(order, lengths, 0, 4, 16, 0)].reshape(16, 4)
     assert (found[:, 0] - found[:, -1] == 3).all()  # four neighbours in length
     assert found[:, 0].tolist() != sorted(found[:, 0], reverse=True)  # but not a run from long to short
-    assert grouped(order, lengths, 0, 4, 16, 0).tolist() == grouped(order, lengths, 0, 4, 16, 0).tolist()
-    assert grouped(order, lengths, 0, 4, 16, 1).tolist() != grouped(order, lengths, 0, 4, 16, 0).tolist()
+    assert group_by_length(order, lengths, 0, 4, 16, 0).tolist() == group_by_length(order, lengths, 0, 4, 16, 0).tolist()
+    assert group_by_length(order, lengths, 0, 4, 16, 1).tolist() != group_by_length(order, lengths, 0, 4, 16, 0).tolist()
 
 
 def lengths_like_conversations(number: int) -> np.ndarray:
@@ -149,7 +149,7 @@ def test_little_of_a_batch_is_padding(is_known: bool, window: int, most: float) 
     lengths = lengths_like_conversations(64 * 16)
     loaders = [StepLoader(Long(lengths, is_known), collate, 64, 4, rank, 2, length_window=window) for rank in range(2)]
     steps = [take(loader, 16) for loader in loaders]
-    share = 1 - sum(loader.tokens for loader in loaders) / sum(loader.slots for loader in loaders)
+    share = 1 - sum(loader.num_tokens for loader in loaders) / sum(loader.num_padded_tokens for loader in loaders)
     assert 0 < share < most
     names = [name for rank in steps for step in rank for micro in step for name in micro]
     assert sorted(names) == sorted(f"n{i}" for i in range(len(lengths)))  # still everything once
@@ -214,9 +214,9 @@ def test_prepares_ahead_of_the_trainer() -> None:
     steps = iter(StepLoader(data, collate, 4, 4))
     next(steps)
     deadline = time.monotonic() + 20
-    while data.made < 4 * BATCHES_AHEAD and time.monotonic() < deadline:
+    while data.made < 4 * NUM_BATCHES_AHEAD and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert 4 * BATCHES_AHEAD <= data.made <= 4 * (BATCHES_AHEAD + 2)  # ahead, but not without end
+    assert 4 * NUM_BATCHES_AHEAD <= data.made <= 4 * (NUM_BATCHES_AHEAD + 2)  # ahead, but not without end
     steps.close()  # type: ignore[attr-defined]
 
 
@@ -255,7 +255,7 @@ def test_a_pocket_batch_costs_a_fraction_of_a_step(family: str, tmp_path: Path) 
     """A step of the pocket trainer takes 300 ms or more; its batch, made meanwhile, may take 60 ms of one core."""
     processor = make_processor(family)
     config = DataConfig(num_examples=64, cache=Cache.examples, cache_dir=str(tmp_path))
-    make = _Maker(build_dataset(config, processor), processor.collate)
+    make = _Builder(build_dataset(config, processor), processor.collate)
     make(list(range(16)))
     begin = time.thread_time()
     for first in (0, 16, 32, 48):
@@ -268,7 +268,7 @@ def test_a_pocket_batch_costs_a_fraction_of_a_step(family: str, tmp_path: Path) 
 
 def test_weights_are_shares_of_every_epoch() -> None:
     sources = [0] * 6 + [1] * 2
-    mix = Mix(np.array(sources), [1.0, 3.0])
+    mix = MixedOrder(np.array(sources), [1.0, 3.0])
     epochs = [mix.epoch(0, epoch) for epoch in range(3)]
     for order in epochs:
         assert np.bincount(np.array(sources)[order]).tolist() == [2, 6]
@@ -280,7 +280,7 @@ def test_weights_are_shares_of_every_epoch() -> None:
 
 def test_weight_of_an_empty_source_is_an_error() -> None:
     with pytest.raises(ValueError, match="source number 0 has a weight but no usable item"):
-        Mix(np.array([1, 1]), [1.0, 1.0])
+        MixedOrder(np.array([1, 1]), [1.0, 1.0])
 
 
 def test_permutation_depends_on_its_key_alone() -> None:
@@ -296,7 +296,7 @@ def test_turns_follow_the_weights() -> None:
     taken = [0, 0]
     order = []
     for _ in range(6):
-        order.append(turn([2.0, 1.0], taken))
+        order.append(next_source([2.0, 1.0], taken))
         taken[order[-1]] += 1
     assert order == [0, 1, 0, 0, 1, 0]
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from PIL import Image
 from support.data_helpers import make_processor, picture, save_pictures
+from support.messages import refused
 
 from data_prep.build import build_dataset
 from data_prep.chat import build_example
@@ -22,7 +23,7 @@ from data_prep.config import Cache, DataConfig, OnBad, OnLong, SourceConfig
 from data_prep.conversation import BadItem
 from data_prep.dataset import prepare
 from data_prep.dataset.pixel_codec import LEVEL, STILL, PixelTable
-from data_prep.dataset.skip_log import read_skipped, reasons
+from data_prep.dataset.skip_log import count_reasons, read_skipped
 from data_prep.pocket import world
 
 
@@ -78,7 +79,7 @@ def test_second_time_is_instant_and_changes_are_noticed(tmp_path: Path, monkeypa
 
 
 def test_cache_keeps_what_was_used_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "KEPT", 2)
+    monkeypatch.setattr(prepare, "MAX_CACHED", 2)
     processor = make_processor("qwen2_5_vl")
     folder = tmp_path / "examples"
 
@@ -121,7 +122,7 @@ def test_several_processes_at_once(tmp_path: Path) -> None:
     for rank in ranks:
         rank.join()
     assert len([path for path in (tmp_path / "examples").iterdir() if path.is_dir()]) == 1
-    assert not list(tmp_path.rglob("*.tmp-*"))
+    assert not list(tmp_path.rglob("*.part"))
 
 
 def test_interrupted_preparation_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +147,7 @@ def test_interrupted_preparation_leaves_nothing(tmp_path: Path, monkeypatch: pyt
 def test_worker_processes_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     processor = make_processor("qwen2_5_vl")
     alone = build_dataset(pocket(tmp_path / "alone"), processor)
-    monkeypatch.setattr(prepare, "PARALLEL_FROM", 1)
+    monkeypatch.setattr(prepare, "MIN_PARALLEL", 1)
     monkeypatch.setattr(prepare, "num_processes", lambda: 2)
     together = build_dataset(pocket(tmp_path / "together"), processor)
     assert all(same(alone[i], together[i]) for i in range(6))
@@ -205,7 +206,7 @@ def test_skipped_items_are_counted_and_listed(tmp_path: Path, cache: Cache, capl
     assert sorted(int(row["index"].split()[0]) for row in listed) == [1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12, 13]
     assert "skipped" in caplog.text
     assert "bad.jsonl" in caplog.text
-    assert sum(reasons(listed).values()) == 12
+    assert sum(count_reasons(listed).values()) == 12
 
 
 @pytest.mark.parametrize("cache", list(Cache))
@@ -214,10 +215,10 @@ def test_broken_item_stops_by_default(tmp_path: Path, cache: Cache) -> None:
     config = DataConfig(
         sources={"it": SourceConfig(kind="llava_json", path=str(path))}, cache=cache, cache_dir=str(tmp_path / "cache")
     )
-    with pytest.raises(BadItem, match=r"rows.jsonl: item 1 .*gone.png: no such file"):
+    with refused("rows.jsonl: item 1:", "gone.png", error=BadItem):
         build_dataset(config, make_processor("qwen2_5_vl"))
     path.write_bytes(path.read_bytes().splitlines()[5])  # the cut JPEG alone: seen only when its pixels are
-    with pytest.raises(BadItem, match=r"rows.jsonl: item 0 .*cut.jpg: broken or truncated"):
+    with refused("rows.jsonl: item 0:", "cut.jpg", "truncated", error=BadItem):
         config.holdout = 0.0
         build_dataset(config, make_processor("qwen2_5_vl"))[0]
 
@@ -227,10 +228,10 @@ def test_nothing_usable_is_an_error(tmp_path: Path) -> None:
     path.write_text("{}\n{}")
     sources = {"it": SourceConfig(kind="sharegpt", path=str(path))}
     config = DataConfig(sources=sources, on_bad=OnBad.skip, cache_dir=str(tmp_path / "cache"))
-    with pytest.raises(ValueError, match="data.sources: no usable item for train in .*rows.jsonl"):
+    with refused("data.sources", "train", "rows.jsonl", "2 x no 'conversations' list (first: item 0)"):
         build_dataset(config, make_processor("qwen2_5_vl"))
     config = replace(pocket(tmp_path), max_length=20, on_long=OnLong.drop)
-    with pytest.raises(ValueError, match="data.sources: not one of 6 items became an example; see data.max_length"):
+    with refused("data.sources", "6", "data.max_length"):
         build_dataset(config, make_processor("qwen2_5_vl"))
 
 

@@ -62,7 +62,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 def whole(tmp_path: Path) -> dict[str, bytes]:
     """What an uninterrupted run of one rank writes."""
     found = run(tmp_path / "whole" / "out.jsonl")
-    assert (found.done_before, found.done_now, found.total, found.merged) == (0, 6, 6, True)
+    assert (found.done_before, found.done_now, found.total, found.is_merged) == (0, 6, 6, True)
     return content(tmp_path / "whole" / "out.jsonl")
 
 
@@ -140,14 +140,14 @@ def test_killed_process_and_resumed(whole: dict[str, bytes], tmp_path: Path) -> 
 
 def test_ranks_in_any_order_give_the_same_file(whole: dict[str, bytes], tmp_path: Path) -> None:
     out = tmp_path / "ranks" / "out.jsonl"
-    assert not run(out, rank=1, world_size=2).merged
+    assert not run(out, rank=1, world_size=2).is_merged
     assert not out.exists()
-    assert run(out, rank=0, world_size=2).merged
+    assert run(out, rank=0, world_size=2).is_merged
     assert content(out) == whole
     other = tmp_path / "other" / "out.jsonl"
     run(other, rank=1, world_size=3)  # started with three ranks, finished by one
     found = run(other)
-    assert (found.done_before, found.done_now, found.merged) == (2, 4, True)
+    assert (found.done_before, found.done_now, found.is_merged) == (2, 4, True)
     assert content(other) == whole
 
 
@@ -156,9 +156,9 @@ def test_finished_file_is_not_made_again(whole: dict[str, bytes], tmp_path: Path
         raise AssertionError("answered a second time")
 
     found = run(tmp_path / "whole" / "out.jsonl", never)
-    assert (found.done_before, found.done_now, found.merged) == (6, 0, True)
+    assert (found.done_before, found.done_now, found.is_merged) == (6, 0, True)
     run(tmp_path / "whole" / "out.jsonl", never, provenance=PROVENANCE | {"draft": "a better one"})
-    with pytest.raises(ValueError, match=r"out.jsonl: holds rows made otherwise \(target: t there, u here\)"):
+    with pytest.raises(ValueError, match=r"out.jsonl: contains rows with other settings \(target: t there, u here\)"):
         run(tmp_path / "whole" / "out.jsonl", never, provenance=PROVENANCE | {"target": "u"})
 
 
@@ -182,7 +182,7 @@ def test_real_target_answers_as_the_decoder_does(family: str, tmp_path: Path) ->
     config = DataConfig(num_examples=3, cache_dir=str(tmp_path), num_frames=2)
     settings = RegenerateConfig(max_new_tokens=40)
     out = tmp_path / "own.jsonl"
-    assert regenerate_data(config, target, None, settings, "train", out).merged
+    assert regenerate_data(config, target, None, settings, "train", out).is_merged
     greedy = rows(out)
     dataset = build_dataset(config, target.processor)
     assert len(greedy) + len(rows(skipped_path(out))) == 3

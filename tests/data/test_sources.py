@@ -13,9 +13,10 @@ from support.data_helpers import make_target, picture, png, save_pictures, says,
 
 from data_prep.batching.loader import StepLoader
 from data_prep.build import build_dataset
-from data_prep.config import DataConfig, SourceConfig, Split
+from data_prep.config import DataConfig, SourceConfig
 from data_prep.conversation import BadItem, Conversation
 from data_prep.sources import KINDS, open_source
+from data_prep.splits import Split
 
 Make = Callable[[Path], SourceConfig]
 
@@ -256,8 +257,8 @@ def test_file_that_is_no_array_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="mix.json: no such file; set data.path"):
         opened(config, tmp_path / "cache")
     for text, reason in (
-        ('{"a": 1}', "not an array in line 1, after 0 whole items"),
-        ('[{"a": 1},\n{"b": 2', "in line 2, after 1 whole items"),
+        ('{"a": 1}', "not an array in line 1, after 0 complete items"),
+        ('[{"a": 1},\n{"b": 2', "in line 2, after 1 complete items"),
         ('[{"a": 1} {"b": 2}]', "expected ',' or ']'"),
         ("", "not an array"),
     ):
@@ -286,7 +287,7 @@ def test_folder_without_texts_serves_prompts_only(tmp_path: Path) -> None:
     with pytest.raises(BadItem, match="the last message must be the assistant's"):
         source.example(0)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="no picture, frame folder or video in it"):
+    with pytest.raises(ValueError, match="no image, frame folder or video in it"):
         open_source("it", SourceConfig(kind="folder", path=str(tmp_path / "empty")), Split.train)
 
 

@@ -15,7 +15,7 @@ from support.train_helpers import command, make_target, quick_report, single_pro
 
 from checkpoints.store import SaveFailed
 from data_prep.conversation import Conversation
-from data_prep.multi_turn import LATER
+from data_prep.multi_turn import FOLLOW_UPS
 from sage.bench.measurement import BenchPrompt, Measurement
 from sage.sampling import Sampling
 from sage.targets import Target
@@ -29,11 +29,11 @@ from train.validation.validate import validate
 
 
 def conversation(name: str, later: int) -> Conversation:
-    return Conversation(id=name, messages=[], meta={LATER: [f"question {n}" for n in range(later)]} if later else {})
+    return Conversation(id=name, messages=[], meta={FOLLOW_UPS: [f"question {n}" for n in range(later)]} if later else {})
 
 
 def turns(prompts: list[Any]) -> list[tuple[str, int]]:
-    return [(prompt.id, 1 + len(prompt.meta.get(LATER, []))) for prompt in prompts]
+    return [(prompt.id, 1 + len(prompt.meta.get(FOLLOW_UPS, []))) for prompt in prompts]
 
 
 def test_the_turns_of_all_conversations_are_limited() -> None:

@@ -72,7 +72,7 @@ def test_the_report_has_the_promised_schema_and_stands_beside_page_and_plots(mod
 def test_later_turns_are_prompts_after_the_targets_own_answers(tmp_path):
     target = sage.load_target(save_target(tmp_path / "target"))
     ask = {"role": "user", "content": [{"type": "text", "text": "Hi?"}]}
-    talks = [Conversation(name, [ask], meta={"later": ["And?", "So?"]}) for name in "ab"]
+    talks = [Conversation(name, [ask], meta={"follow_ups": ["And?", "So?"]}) for name in "ab"]
     draft = sage.new_draft(target, "eagle", seed=0)
     report = measure_draft(decode(num_prompts=4, baselines=[]), target, draft, 1, tmp_path, talks)
     assert report["prompts"] == report["policies"]["sage"]["match"] == 4  # a's three turns and b's first

@@ -12,8 +12,9 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
-from data_prep.config import RegenerateConfig, Split, validate
+from data_prep.config import RegenerateConfig, validate
 from data_prep.files import check_writable
+from data_prep.splits import Split
 from sage.cli import EXIT_DONE, EXIT_STOPPED
 from train.config.checks import check_path
 from train.config.hydra_app import configure_logging, run_app
@@ -91,7 +92,7 @@ def run(config: DataCommand) -> int:
         print(f"{count} conversations: {out}")
         return EXIT_DONE
     statistics, dataset = cli.check_data(config.data, processor, str(config.split), config.limit)
-    cli.write_page(out, config.data, statistics, dataset, str(config.split), config.shown)
+    cli.write_report(out, config.data, statistics, dataset, str(config.split), config.shown)
     print(statistics.as_text())
     print(f"page: {out}")
     return EXIT_DONE
@@ -191,8 +192,8 @@ def _regenerate(config: DataCommand, rank: int, world_size: int) -> int:
     draft = sage.load_draft(settings.draft, target) if settings.draft else None
     out = Path(config.out)
     found = cli.regenerate_data(config.data, target, draft, settings, str(config.split), out, rank, world_size)
-    if found.merged:
-        lost = f"; {found.skipped} gave no row, see {skipped_path(out)}" if found.skipped else ""
+    if found.is_merged:
+        lost = f"; {found.num_skipped} gave no row, see {skipped_path(out)}" if found.num_skipped else ""
         print(f"{found.total} conversations answered ({found.done_now} now): {out}{lost}")
     return EXIT_DONE
 

@@ -205,6 +205,7 @@ def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     from checkpoints.export import load_any
     from data_prep.build import prompts
     from sage.bench import format_table
+    from sage.progress import progress_callback
     from train.launch.ranks import pick_device
     from train.validation.prompts import PromptSet
     from train.validation.validate import DTYPES, ReportInfo, build_policies, validate
@@ -223,15 +224,10 @@ def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     draft = load_any(checkpoint.draft, target)
     held_out = prompts(config.data, "validation", config.decode.num_prompts)
     info = ReportInfo(run_dir=home, step=step, draft_name=str(checkpoint.draft))
-    report = validate(config.decode, target, draft, PromptSet(target, config.decode, held_out), info, progress=_progress)
+    prompt_set, progress = PromptSet(target, config.decode, held_out), progress_callback("measuring")
+    report = validate(config.decode, target, draft, prompt_set, info, progress=progress)
     assert report is not None
     return report | {"table": format_table(report)}
-
-
-def _progress(done: int, total: int) -> None:
-    """A counter on stderr; nothing where stderr is not a terminal."""
-    if sys.stderr.isatty():
-        print(f"\rmeasuring {done}/{total}", end="\n" if done == total else "", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 
 from checkpoints.run_folder import CONFIG as RUN_CONFIG
 from checkpoints.run_folder import is_run
-from data_prep.config import Split
 from data_prep.config import validate as check_data_fields
+from data_prep.splits import Split
 from sage.drafts.options import Eagle3Options, ModelOptions, TrainedPart
 from sage.drafts.registry import KINDS
 from train.config.draft import CompressorKind

@@ -21,8 +21,8 @@ class Meter:
     """Adds up what steps report until the next log step.
 
     Args:
-        loader: its `wait_s`, `tokens` and `slots` are read where it has them, to report the share of time spent waiting for
-            data and of tokens that are padding.
+        loader: its `wait_s`, `num_tokens` and `num_padded_tokens` are read where it has them, to report the share of time
+            spent waiting for data and of tokens that are padding.
         tokens: those seen before this start.
         depth: of the chains that estimate tokens per target pass.
     """
@@ -89,7 +89,9 @@ class Meter:
 
     def _handed_out(self) -> Tensor:
         """[2] float64, tokens this rank was handed, without and with padding."""
-        return torch.tensor([getattr(self.loader, name, 0) for name in ("tokens", "slots")], dtype=torch.float64)
+        return torch.tensor(
+            [getattr(self.loader, name, 0) for name in ("num_tokens", "num_padded_tokens")], dtype=torch.float64
+        )
 
 
 def peak_memory(device: torch.device) -> int:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from data_prep.build import open_sources
-from data_prep.config import Split
 from data_prep.dataset.prepare import content_hash
+from data_prep.splits import Split
 from train.config.schema import Config, ConfigError
 
 

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any
 
 from data_prep.conversation import Conversation
-from data_prep.multi_turn import LATER, asked_in_turn
+from data_prep.multi_turn import FOLLOW_UPS, expand_follow_ups
 from sage.bench import AUTOREGRESSIVE, BenchPrompt
 from sage.generation import generate
 from sage.sampling import Sampling
@@ -64,7 +64,7 @@ class PromptSet:
         Raises:
             ValueError: names the prompt that cannot be prepared.
         """
-        turns = islice(asked_in_turn(self.prompts, self._answer), self.decode.num_prompts)
+        turns = islice(expand_follow_ups(self.prompts, self._answer), self.decode.num_prompts)
         return [self._first_turns.get(id(turn)) or prepare_prompt(self.target, turn, index) for index, turn in enumerate(turns)]
 
     def _answer(self, messages: list[dict[str, Any]]) -> str:
@@ -79,13 +79,13 @@ def limit_turns(prompts: Sequence[Any], limit: int) -> list[Any]:
         if limit < 1:
             break
         later = _later_turns(prompt)
-        chosen.append(replace(prompt, meta=prompt.meta | {LATER: later[: limit - 1]}) if len(later) >= limit else prompt)
+        chosen.append(replace(prompt, meta=prompt.meta | {FOLLOW_UPS: later[: limit - 1]}) if len(later) >= limit else prompt)
         limit -= 1 + len(later)
     return chosen
 
 
 def _later_turns(prompt: Any) -> list[str]:
-    return list(prompt.meta.get(LATER, ())) if isinstance(prompt, Conversation) else []
+    return list(prompt.meta.get(FOLLOW_UPS, ())) if isinstance(prompt, Conversation) else []
 
 
 def prepare_prompt(target: Any, prompt: Any, index: int) -> BenchPrompt:
