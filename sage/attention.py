@@ -1,7 +1,7 @@
-"""Grouped-query attention that takes a tree mask without repeating keys and values.
+"""Grouped-query attention under a tree mask, without repeating keys and values.
 
-transformers' `sdpa` materialises repeated keys and values as soon as a mask is given (7x for 28 query and 4 KV heads).
-Here the query heads of a group are folded into the query rows instead, and the mask is tiled once per pass.
+The `sdpa` implementation of transformers materializes repeated keys and values as soon as a mask is given (7x for 28 query and
+4 KV heads). Here the query heads of a group are folded into the query rows instead, and the mask is tiled once per pass.
 
 Shapes: B batch, H query heads, G heads per KV head, N queries, S keys, d head size.
 """
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 NAME = "sage_tree"
-_RECORDER: list[AttentionRecorder | None] = []  # what the innermost `use_tree_attention` listens with
 
 
 def tree_attention(
@@ -28,24 +27,25 @@ def tree_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    attention_recorder: AttentionRecorder | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention for transformers' AttentionInterface.
+    """Attention for the AttentionInterface of transformers.
 
     Args:
         query: [B, H, N, d].
         key, value: [B, H // G, S, d].
-        attention_mask: additive float [1, 1, G * N, S] from `tile_mask`; None attends causally
-            (N = S) or to everything (N = 1).
+        attention_mask: additive float [1, 1, G * N, S] from `tile_mask`; None attends causally (N = S) or to everything
+            (N = 1).
+        attention_recorder: records this layer; the text model forwards it from its own keyword arguments.
 
     Returns:
         [B, N, H, d] and None for the weights.
     """
     batch, heads, length, size = query.shape
     kv_heads = key.shape[1]
-    recorder = _RECORDER[-1] if _RECORDER else None
-    if recorder is not None:
-        recorder.add(query, key, scaling or size**-0.5)
+    if attention_recorder is not None:
+        attention_recorder.add(query, key, scaling or size**-0.5)
     if attention_mask is None and length > 1:
         out = nn.functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=heads != kv_heads
@@ -61,7 +61,7 @@ AttentionInterface.register(NAME, tree_attention)
 
 
 class AttentionRecorder:
-    """Adds up, over a prefill's layers, the attention that text after the pictures pays to visual tokens.
+    """Sums, over the layers of a prefill, the attention of the text after the last image to the visual tokens.
 
     Args:
         visual_T: BoolTensor [T], the visual tokens.
@@ -76,7 +76,7 @@ class AttentionRecorder:
         self.num_layers = 0
 
     def add(self, query: Tensor, key: Tensor, scaling: float) -> None:
-        """Books one layer. query: [1, H, T, d]; key: [1, KV, S, d], the last T of them the prompt's."""
+        """Adds one layer. query: [1, H, T, d]; key: [1, KV, S, d], the last T of them the prompt's."""
         heads, size = query.shape[1], query.shape[-1]
         past = key.shape[2] - query.shape[2]
         folded = query[0, :, self.text].view(key.shape[1], -1, size)
@@ -99,24 +99,18 @@ def tile_mask(visible_NS: Tensor, group: int, dtype: torch.dtype) -> Tensor:
 
 
 def causal_mask(length: int, past: int, group: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The mask of `length` tokens in a row after `past` cached ones, [1, 1, group * length, past + length]."""
+    """Causal mask of `length` tokens after `past` cached ones, [1, 1, group * length, past + length]."""
     visible = torch.ones(length, past + length, dtype=torch.bool, device=device)
     return tile_mask(visible.tril(past), group, dtype)
 
 
 @contextmanager
-def use_tree_attention(text_model: nn.Module, recorder: AttentionRecorder | None = None) -> Iterator[None]:
-    """Within the block `text_model` attends with `tree_attention`; its own choice is restored afterwards.
-
-    Args:
-        recorder: listens to every layer.
-    """
+def use_tree_attention(text_model: nn.Module) -> Iterator[None]:
+    """Makes `text_model` attend with `tree_attention` within the block; restores its own implementation afterwards."""
     config: Any = text_model.config
     before = config._attn_implementation
     config._attn_implementation = NAME
-    _RECORDER.append(recorder)
     try:
         yield
     finally:
         config._attn_implementation = before
-        _RECORDER.pop()

@@ -182,8 +182,9 @@ class Target:
         recorder = AttentionRecorder(prompt.visual_mask[0]) if wants_attention else None
         length = prompt.embeds.shape[1]
         mask = causal_mask(length, cache.length, self.group, self.dtype, self.device) if cache.length else None
-        with use_tree_attention(self.text_model, recorder):
-            features = self._run(prompt.embeds, prompt.position_ids, {"full_attention": mask}, cache, levels)
+        with use_tree_attention(self.text_model):
+            masks = {"full_attention": mask}
+            features = self._run(prompt.embeds, prompt.position_ids, masks, cache, levels, recorder)
         return replace(features, attention=recorder.mean()) if recorder else features
 
     @torch.no_grad()
@@ -210,8 +211,18 @@ class Target:
             positions = self.family.decode_positions(position_N)
             return self._run(embeds, positions, {"full_attention": mask}, cache, levels)
 
-    def _run(self, embeds: Tensor, positions: Tensor, mask: Any, cache: Any, levels: Sequence[int]) -> Features:
-        extra = {"output_hidden_states": True} if levels else {}
+    def _run(
+        self,
+        embeds: Tensor,
+        positions: Tensor,
+        mask: Any,
+        cache: Any,
+        levels: Sequence[int],
+        recorder: AttentionRecorder | None = None,
+    ) -> Features:
+        extra: dict[str, Any] = {"output_hidden_states": True} if levels else {}
+        if recorder is not None:
+            extra["attention_recorder"] = recorder
         out = self.text_model(
             inputs_embeds=embeds,
             position_ids=positions,

@@ -10,7 +10,6 @@ from support.models import in_float64, make_inputs, make_llava, make_qwen, rando
 from transformers import PreTrainedTokenizerFast
 
 import sage
-from sage.attention import AttentionRecorder, use_tree_attention
 from sage.drafts import ModelDraft
 from sage.drafts.model import ModelSession
 from sage.drafts.pruning import spread, two_stages
@@ -101,13 +100,12 @@ def test_recorded_attention_is_the_eager_models(tiny_target: sage.Target) -> Non
     torch.testing.assert_close(found.double(), weights[..., visual].mean((0, 1, 2)), atol=1e-6, rtol=0)
 
 
-def test_recorder_is_silent_outside_its_block(tiny_qwen: sage.Target) -> None:
+def test_attention_is_recorded_only_on_request(tiny_qwen: sage.Target) -> None:
     prompt = tiny_qwen.embed(make_inputs(tiny_qwen))
-    recorder = AttentionRecorder(prompt.visual_mask[0])
-    with use_tree_attention(tiny_qwen.text_model, recorder):
-        pass
-    tiny_qwen.prefill(prompt, tiny_qwen.new_cache(64))
-    assert recorder.num_layers == 0
+    before = tiny_qwen.text_model.config._attn_implementation
+    assert tiny_qwen.prefill(prompt, tiny_qwen.new_cache(64)).attention is None
+    assert tiny_qwen.prefill(prompt, tiny_qwen.new_cache(64), wants_attention=True).attention is not None
+    assert tiny_qwen.text_model.config._attn_implementation == before
 
 
 def test_two_stages_by_hand() -> None:
