@@ -75,10 +75,15 @@ def _check_kind(config: Any, format_: Format, flavour: Flavour | None) -> None:
 
 
 def _check_rope(config: Any, facts: TargetFacts) -> None:
-    for key in ("rope_theta", "mrope_section"):
+    for key in ("rope_theta", "mrope_section", "scaled_rope"):
         own, targets = getattr(config, key), getattr(facts, key)
         if own != targets:
             raise ValueError(f"draft.{key}: {own}, the target's is {targets}: engines give a draft the target's positions")
+    if facts.scaled_rope and facts.mrope_section:
+        raise ValueError(
+            f"draft.scaled_rope: {facts.scaled_rope['rope_type']} with mrope_section {facts.mrope_section}: no format of the "
+            f"engines' draft layers is known to hold both; the included decoder (sage-generate) reads this draft"
+        )
 
 
 def _check_family(facts: TargetFacts, allowed: Allowed) -> None:
@@ -136,7 +141,8 @@ def _check_other_fields(config: Any, format_: Format) -> None:
 
 KNOWN = (  # fields that the formats express, or that this module checks by name
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
-    *("max_position_embeddings", "rms_norm_eps", "hidden_act", "rope_theta", "mrope_section", "initializer_range"),
+    *("max_position_embeddings", "rms_norm_eps", "hidden_act", "rope_theta", "mrope_section", "scaled_rope"),
+    "initializer_range",
     *("image_inputs", "target", "target_path", "input_norm", "feature_levels", "draft_vocab_size", "norm_before_residual"),
     COMPRESSOR,
 )

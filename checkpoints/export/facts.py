@@ -18,7 +18,8 @@ class TargetFacts:
     """The part of a target's config that reaches into a draft's.
 
     Attributes:
-        mrope_section: frequencies per axis (temporal, height, width); None = plain rope.
+        mrope_section: frequencies per axis (temporal, height, width); None = one axis.
+        scaled_rope: `rope_type` and parameters of a scaled rope; None = unscaled.
         name: folder or hub id it was read from, for serve commands.
     """
 
@@ -30,6 +31,7 @@ class TargetFacts:
     max_position_embeddings: int
     rope_theta: float
     mrope_section: list[int] | None = None
+    scaled_rope: dict[str, Any] | None = None
     name: str | None = None
 
     @property
@@ -49,7 +51,7 @@ class TargetFacts:
             ValueError: a fact is missing, unknown, or of another type.
         """
         kinds = {field.name: str(field.type) for field in fields(TargetFacts)}
-        needed = kinds.keys() - {"mrope_section", "name"}
+        needed = kinds.keys() - {"mrope_section", "scaled_rope", "name"}
         if not isinstance(stored, dict) or not needed <= stored.keys() or not stored.keys() <= kinds.keys():
             raise ValueError(f"target facts: need {', '.join(sorted(needed))}, found {stored}")
         for name in needed:
@@ -68,6 +70,7 @@ class TargetFacts:
             max_position_embeddings=config.max_position_embeddings,
             rope_theta=float(config.rope_theta),
             mrope_section=config.mrope_section,
+            scaled_rope=config.scaled_rope,
             name=config.target_path,
         )
 
@@ -97,9 +100,15 @@ class TargetFacts:
 
     @staticmethod
     def of_config(config: Any, name: str | None) -> TargetFacts:
-        """From a known family's config in memory, `model.config` of a loaded target."""
+        """From a known family's config in memory, `model.config` of a loaded target.
+
+        Raises:
+            ValueError: a rope that no draft head can follow.
+        """
+        from sage.drafts.rope import rope_fields
+
         text = config.get_text_config()
-        rope = text.rope_parameters
+        rope = rope_fields(text)
         return TargetFacts(
             model_type=config.model_type,
             architecture=(config.architectures or [ARCHITECTURES[config.model_type]])[0],
@@ -108,7 +117,8 @@ class TargetFacts:
             num_layers=text.num_hidden_layers,
             max_position_embeddings=text.max_position_embeddings,
             rope_theta=float(rope["rope_theta"]),
-            mrope_section=rope.get("mrope_section"),
+            mrope_section=rope["mrope_section"],
+            scaled_rope=rope["scaled_rope"],
             name=name,
         )
 

@@ -22,6 +22,7 @@ from checkpoints.export.formats.layout import (
     LEVELS_KEY,
     Format,
     Head,
+    Rope,
     Table,
     default_levels,
     eagle3_table,
@@ -99,7 +100,7 @@ def _config(folder: Path, head: Head, facts: TargetFacts, reading: Reading) -> E
     eps, activation = head.get("rms_norm_eps", 1e-6), head.get("hidden_act", "silu")
     if not isinstance(eps, float) or not 0 < eps < 1 or activation not in ("silu", "gelu", "relu"):
         raise ValueError(f"{folder / CONFIG}: rms_norm_eps {eps!r} or hidden_act {activation!r} is nothing a layer can have")
-    theta, section = _rope(folder, head, facts, reading)
+    rope = _rope(folder, head, facts, reading)
     return Eagle3Config(
         hidden_size=facts.hidden_size,
         intermediate_size=head.size("intermediate_size"),
@@ -111,8 +112,9 @@ def _config(folder: Path, head: Head, facts: TargetFacts, reading: Reading) -> E
         max_position_embeddings=facts.max_position_embeddings,
         rms_norm_eps=eps,
         hidden_act=activation,
-        rope_theta=theta,
-        mrope_section=section,
+        rope_theta=rope.theta,
+        mrope_section=rope.section,
+        scaled_rope=rope.scaled,
         norm_before_residual=_norm_before_residual(folder, head),
         feature_levels=_levels(folder, head, facts, reading),
         image_inputs=reading.image_inputs or _about(folder).get("image_inputs") or "embed",
@@ -136,18 +138,19 @@ def _says_target_layers(head: Head, facts: TargetFacts) -> bool:
     return head.get("num_hidden_layers") == facts.num_layers
 
 
-def _rope(folder: Path, head: Head, facts: TargetFacts, reading: Reading) -> tuple[float, list[int] | None]:
-    theta, section, kind = head.rope
+def _rope(folder: Path, head: Head, facts: TargetFacts, reading: Reading) -> Rope:
+    rope = head.rope
     if reading.use_target_rope:
-        return facts.rope_theta, facts.mrope_section
-    if not theta > 0:
+        return Rope(facts.rope_theta, facts.mrope_section, facts.scaled_rope)
+    if not rope.theta > 0:
         raise ValueError(f"{folder}: {head.name('rope_theta')} is no positive number")
-    if kind != "default" or section != facts.mrope_section:
+    if rope.scaled != facts.scaled_rope or rope.section != facts.mrope_section:
         raise ValueError(
-            f"{folder}: {head.name('rope_scaling')} is {kind!r} with mrope_section {section}, the target's is plain with "
-            f"{facts.mrope_section}; picture positions cannot be read as it was trained (--use-target-rope reads them anyway)"
+            f"{folder}: {head.name('rope_scaling')} is {rope.scaled or 'plain'} with mrope_section {rope.section}, the "
+            f"target's is {facts.scaled_rope or 'plain'} with {facts.mrope_section}; positions cannot be read as in training "
+            f"(--use-target-rope reads them anyway)"
         )
-    return theta, section
+    return rope
 
 
 def _levels(folder: Path, head: Head, facts: TargetFacts, reading: Reading) -> list[int]:

@@ -82,13 +82,14 @@ def fixed_batch(draft: DraftHead) -> tuple[Tensor, Tensor, Tensor]:
 
 def _read_eagle(folder: Path, head: Head, trained: DraftHead) -> EagleDraft:
     """An exported `eagle` as our head, from the export's own config; only names of ours are taken from the trained draft."""
-    theta, section, _ = head.rope
+    rope = head.rope
     config = EagleConfig(
         **{key: head.get(key) for key in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")},
         **{key: head.get(key) for key in ("vocab_size", "max_position_embeddings", "rms_norm_eps", "hidden_act")},
         head_dim=head.head_dim or 0,
-        rope_theta=theta,
-        mrope_section=section,
+        rope_theta=rope.theta,
+        mrope_section=rope.section,
+        scaled_rope=rope.scaled,
         input_norm=False,
         target=trained.config.target,
     )

@@ -19,8 +19,9 @@ from transformers import PreTrainedConfig
 
 from sage.drafts.compressor.compressor import Compressor, check_compressor
 from sage.drafts.head import DraftHead
-from sage.drafts.layer import DraftLayer, Rope
+from sage.drafts.layer import DraftLayer
 from sage.drafts.options import ImageInputs
+from sage.drafts.rope import Rope
 from sage.targets import Features, Target
 
 
@@ -30,13 +31,15 @@ class EagleConfig(PreTrainedConfig):
     Args:
         target: the target's fingerprint; `load_draft` compares it.
         target_path: where the target was loaded from, for people and for `sage-generate`.
-        input_norm: normalise the input of the layer's attention (EagleVLM does, EAGLE-1 does not).
+        scaled_rope: `rope_type` and parameters of the target's rope, where it is scaled (see `sage.drafts.rope`).
+        input_norm: normalize the input of the layer's attention (EagleVLM does, EAGLE-1 does not).
         image_inputs: `embed` feeds visual embeddings at picture positions, `token` the placeholder's embedding.
         compressor: what stands for pictures, `{"kind": "pool", "ratio": 20}` (see `Compressor`); None: all tokens.
     """
 
     model_type = "sage_eagle"
-    compressor = None  # written to config.json only where there is one
+    compressor = None  # this field and the next are written to config.json only if set
+    scaled_rope = None
 
     def __init__(
         self,
@@ -52,6 +55,7 @@ class EagleConfig(PreTrainedConfig):
         hidden_act: str = "silu",
         rope_theta: float = 1e6,
         mrope_section: list[int] | None = None,
+        scaled_rope: dict[str, Any] | None = None,
         initializer_range: float = 0.02,
         input_norm: bool = True,
         image_inputs: str = "embed",
@@ -71,6 +75,8 @@ class EagleConfig(PreTrainedConfig):
         self.hidden_act = hidden_act
         self.rope_theta = rope_theta
         self.mrope_section = mrope_section
+        if scaled_rope is not None:
+            self.scaled_rope = scaled_rope
         self.initializer_range = initializer_range
         self.input_norm = input_norm
         if image_inputs not in tuple(ImageInputs):
@@ -100,7 +106,7 @@ class EagleDraft(DraftHead):
         super().__init__(config)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         self.layer = DraftLayer(config)
-        self.rope = Rope(config.head_dim, config.rope_theta, config.mrope_section)
+        self.rope = Rope(config)
         self.compressor = None if config.compressor is None else Compressor(config)
         self.post_init()
 

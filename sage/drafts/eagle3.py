@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from sage.drafts.compressor.compressor import Compressor
 from sage.drafts.eagle import EagleConfig
 from sage.drafts.head import DraftHead
-from sage.drafts.layer import MLP, Attention, Rope
+from sage.drafts.layer import MLP, Attention
+from sage.drafts.rope import Rope
 from sage.targets import Features, Target
 
 
@@ -97,7 +98,7 @@ class Eagle3Draft(DraftHead):
         self.midlayer = Eagle3Layer(config)
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-        self.rope = Rope(config.head_dim, config.rope_theta, config.mrope_section)
+        self.rope = Rope(config)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
         self.d2t: Tensor

@@ -20,6 +20,7 @@ from sage.drafts.compressor.compressor import Compressor, Gate
 from sage.drafts.compressor.operators import Conv, Resampler
 from sage.drafts.compressor.spans import Marks, Shortened
 from sage.drafts.registry import MODEL_TYPE_PREFIX, DraftKind
+from sage.drafts.rope import rope_fields
 from sage.drafts.unroll import Chains
 from sage.model_files import load_weights, read_config
 from sage.targets import Features, Target
@@ -222,7 +223,6 @@ def _describe(fingerprint: dict[str, Any]) -> str:
 def _sizes(target: Target) -> dict[str, Any]:
     """A head's sizes after its target, as arguments of its configuration class."""
     text = target.text_config
-    rope = getattr(text, "rope_parameters", None) or {}
     return {
         "hidden_size": target.hidden_size,
         "intermediate_size": text.intermediate_size,
@@ -233,8 +233,7 @@ def _sizes(target: Target) -> dict[str, Any]:
         "max_position_embeddings": text.max_position_embeddings,
         "rms_norm_eps": text.rms_norm_eps,
         "hidden_act": text.hidden_act,
-        "rope_theta": rope["rope_theta"],
-        "mrope_section": rope.get("mrope_section"),
+        **rope_fields(text),
         "target": target.fingerprint,
         "target_path": target.name,
     }

@@ -1,6 +1,6 @@
-"""One decoder layer for drafts: grouped-query attention without biases, gated MLP, plain or multimodal rope.
+"""One decoder layer for draft heads: grouped-query attention without biases, and a gated MLP.
 
-The layer is Llama's, because that is the layer serving engines give every EAGLE draft; only the rope follows the target.
+The layer is Llama's, the one that serving engines use for every EAGLE draft; only the rope follows the target.
 
 Shapes: B batch, T tokens, N new tokens, S keys, D hidden, H heads, d head size.
 """
@@ -14,50 +14,8 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 
+from sage.drafts.rope import rotate
 from sage.drafts.unroll import Chains
-
-
-class Rope(nn.Module):
-    """Rotary positions; with `mrope_section` the frequencies are dealt out to the temporal, height and width positions.
-
-    Ref: Qwen2-VL, arXiv 2409.12191, section 2.1 (M-RoPE).
-    """
-
-    def __init__(self, head_dim: int, theta: float, mrope_section: list[int] | None) -> None:
-        super().__init__()
-        # Plain attributes, not buffers: loading on the meta device would leave a non-persistent buffer empty.
-        self.exponents = [i / head_dim for i in range(0, head_dim, 2)]
-        self.theta = theta
-        self.axes = [axis for axis, size in enumerate(mrope_section or []) for _ in range(size)]
-        self._on: dict[torch.device, tuple[Tensor, Tensor]] = {}
-
-    def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        if device not in self._on:
-            frequency = self.theta ** -torch.tensor(self.exponents, device=device)
-            self._on[device] = (frequency, torch.tensor(self.axes, device=device, dtype=torch.long))
-        return self._on[device]
-
-    def forward(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Positions [B, T] or [3, B, T] -> cos and sin, each [B, 1, T, d].
-
-        Raises:
-            ValueError: three-axis positions for a draft without `mrope_section`.
-        """
-        frequency, axes = self._tables(position_ids.device)
-        if position_ids.dim() == 3:
-            if not self.axes:
-                raise ValueError("draft.mrope_section: missing, but the target's positions have three axes")
-            angles = position_ids[axes].permute(1, 2, 0).float() * frequency
-        else:
-            angles = position_ids[..., None].float() * frequency
-        angles = torch.cat((angles, angles), -1)[:, None]
-        return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies rope to [B, H, T, d], halves paired as in Llama."""
-    first, second = states.chunk(2, -1)
-    return states * cos + torch.cat((-second, first), -1) * sin
 
 
 class Joined:

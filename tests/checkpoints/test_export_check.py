@@ -170,7 +170,7 @@ DAMAGES: dict[str, tuple[str, Damage, str, str]] = {
         "eagle3",
         config(rope_scaling={"rope_type": "yarn", "mrope_section": [2, 1, 1]}),
         "rope_scaling",
-        "'yarn', the target's positions are plain",
+        "'yarn'}, the target's is plain",
     ),
     "levels for SGLang off by one": (
         "eagle3",

@@ -185,8 +185,8 @@ class TestRefusals:
             ({"hidden_size": 64}, "hidden_size is 64, that of the target .* is 32"),
             ({"intermediate_size": ...}, "layer sizes are missing"),
             ({"intermediate_size": 64}, r"midlayer\.mlp\.\w+_proj\.weight has shape .*, its config means"),
-            ({"rope_scaling": None}, r"rope_scaling is 'default' with mrope_section None.*--use-target-rope"),
-            ({"rope_scaling": {"rope_type": "yarn", "mrope_section": [2, 1, 1]}}, "rope_scaling is 'yarn'"),
+            ({"rope_scaling": None}, r"rope_scaling is plain with mrope_section None.*--use-target-rope"),
+            ({"rope_scaling": {"rope_type": "yarn", "mrope_section": [2, 1, 1]}}, "rope_scaling is .*'yarn'"),
             (
                 {AUX: [1, 2, 3]},
                 r"means hidden_states\[1, 2, 3\] to vLLM and, in eagle_config, hidden_states\[0, 1, 2\].*--levels",

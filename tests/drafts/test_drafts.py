@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from support.data_helpers import save_target
-from support.models import in_float64, make_inputs, make_qwen, random_draft
+from support.models import in_float64, make_inputs, random_draft
 
 import sage
 from sage import cli
 from sage.drafts import Eagle3Draft, ModelDraft, new_session, open_draft
 from sage.drafts.eagle3 import default_levels
-from sage.drafts.layer import Rope, join_maps
+from sage.drafts.layer import join_maps
 
 
 def test_unroll_equals_step_by_step(tiny_target: sage.Target) -> None:
@@ -58,32 +58,6 @@ def test_tree_levels_equal_chains(tiny_target: sage.Target) -> None:
     together = run([[3, 4, 5], [8, 9, 10]])
     for row, branch in enumerate([[3, 4, 5], [8, 9, 10]]):
         torch.testing.assert_close(together[row], run([branch])[0], atol=1e-12, rtol=0)
-
-
-def test_multimodal_rope_is_plain_rope_on_equal_axes() -> None:
-    positions = torch.tensor([[0, 3, 9]])
-    plain, multimodal = Rope(8, 1e4, None), Rope(8, 1e4, [2, 1, 1])
-    for ours, theirs in zip(multimodal(positions.expand(3, 1, 3), torch.float64), plain(positions, torch.float64), strict=True):
-        assert torch.equal(ours, theirs)
-
-
-def test_multimodal_rope_is_the_targets() -> None:
-    target = make_qwen()
-    positions = torch.randint(0, 50, (3, 2, 7))
-    rope = Rope(8, 1e4, [2, 1, 1])
-    cos, sin = target.text_model.rotary_emb(torch.zeros(1), positions)
-    if cos.dim() == 4:  # releases before 5.2x leave the axes for the attention to deal out
-        sections = [m[i % 3] for i, m in enumerate(cos.split([2, 1, 1] * 2, dim=-1))]
-        cos = torch.cat(sections, -1)
-        sin = torch.cat([m[i % 3] for i, m in enumerate(sin.split([2, 1, 1] * 2, dim=-1))], -1)
-    ours = rope(positions, torch.float32)
-    torch.testing.assert_close(ours[0][:, 0], cos)
-    torch.testing.assert_close(ours[1][:, 0], sin)
-
-
-def test_three_axes_without_sections_are_refused() -> None:
-    with pytest.raises(ValueError, match="mrope_section: missing"):
-        Rope(8, 1e4, None)(torch.zeros(3, 1, 2, dtype=torch.long), torch.float32)
 
 
 def test_round_trip_is_bit_exact_and_holds_nothing_of_the_target(tiny_target: sage.Target, tmp_path: Path) -> None:

@@ -57,6 +57,8 @@ def layer_config(draft: Any, facts: TargetFacts) -> dict[str, Any]:
         "attention_bias": False,
         "mlp_bias": False,
     }
+    if facts.scaled_rope:
+        config["rope_scaling"] = dict(facts.scaled_rope)
     if facts.mrope_section:
         config["rope_scaling"] = {"type": "mrope", "rope_type": "default", "mrope_section": list(facts.mrope_section)}
     return config

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 FEATURE_LEVELS = 3
 DEFAULT_THETA = 10000.0  # what LlamaConfig assumes when a config does not say
@@ -50,6 +50,23 @@ class Tensor:
 
 
 Table = dict[str, Tensor]
+
+
+ROPE_ELSEWHERE = ("rope_theta", "mrope_section", "type")  # keys of rope_parameters that are not parameters of a scaled rope
+
+
+class Rope(NamedTuple):
+    """Rope of a draft's config.
+
+    Attributes:
+        theta: base of the frequencies; NaN if the config has no number there.
+        section: frequencies per axis of M-RoPE; None = one axis.
+        scaled: `rope_type` and parameters of a scaled rope; None = unscaled.
+    """
+
+    theta: float
+    section: list[Any] | None
+    scaled: dict[str, Any] | None
 
 
 class Head:
@@ -94,14 +111,19 @@ class Head:
         return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
     @property
-    def rope(self) -> tuple[float, list[Any] | None, str]:
-        """Base, M-RoPE sections and kind, from `rope_parameters` or from `rope_theta` with `rope_scaling`; NaN if no number."""
+    def rope(self) -> Rope:
+        """From `rope_parameters`, or from `rope_theta` with `rope_scaling`."""
         written, scaling = _mapping(self.get("rope_parameters")), _mapping(self.get("rope_scaling"))
         theta = written.get("rope_theta", self.get("rope_theta", DEFAULT_THETA))
         section = _listed(written.get("mrope_section") or scaling.get("mrope_section"))
-        kind = written.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default"
+        rope_type = str(written.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default")
+        scaled = {key: value for key, value in (written or scaling).items() if key not in ROPE_ELSEWHERE}
         is_number = isinstance(theta, (int, float)) and not isinstance(theta, bool)
-        return float(theta) if is_number else float("nan"), section, "default" if kind == "mrope" else str(kind)
+        return Rope(
+            theta=float(theta) if is_number else float("nan"),
+            section=section,
+            scaled=None if rope_type in ("default", "mrope") else scaled | {"rope_type": rope_type},
+        )
 
     @property
     def levels_vllm(self) -> list[Any] | None:

@@ -119,16 +119,16 @@ def _context(case: Case) -> Iterator[Finding]:
 
 
 def _rope(case: Case) -> Iterator[Finding]:
-    theta, section, kind = case.head.rope
+    theta, section, scaled = case.head.rope
     if case.facts is None:
         return
     if theta != case.facts.rope_theta:
         how = "is" if case.head.get("rope_theta") or case.head.get("rope_parameters") else "is missing, which means"
         found = f"{how} {theta or DEFAULT_THETA:g}, the target's is {case.facts.rope_theta:g}"
         yield Finding(case.head.name("rope_theta"), found, "positions are rotated by other angles than in training")
-    if kind != "default":
-        found = f"{kind!r}, the target's positions are plain"
-        yield Finding(case.head.name("rope_scaling"), found, "positions are scaled in the draft alone")
+    if scaled != case.facts.scaled_rope:
+        found = f"{scaled or 'plain'}, the target's is {case.facts.scaled_rope or 'plain'}"
+        yield Finding(case.head.name("rope_scaling"), found, "positions are scaled unlike in training")
     if section != case.facts.mrope_section:
         found = f"mrope_section {section}, the target's is {case.facts.mrope_section}"
         yield Finding(
