@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from sage.host_tensors import few_longs
+from sage.host_tensors import cached_index
 
 
 class _Layer(CacheLayerMixin):
@@ -98,7 +98,7 @@ class TreeCache(Cache):
         """
         end = start + len(path)
         if path[-1] != len(path) - 1:
-            rows = few_longs(tuple(path), self.storage.device)
+            rows = cached_index(tuple(path), self.storage.device)
             tree = self.storage.narrow(-2, start, self.length - start)
             tree.narrow(-2, 0, len(path)).copy_(tree.index_select(-2, rows))
         self.crop_to(end)

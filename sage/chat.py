@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from sage.drafts import Draft
-from sage.generation import Generation, Output, Past, start
+from sage.generation import Generation, Output, start
+from sage.prefix import CachedPrefix
 from sage.targets import Target
 from sage.trees import Policy
 from sage.trees import policy as new_policy
@@ -28,7 +29,7 @@ class Chat:
         self.target, self.draft, self.options = target, draft, options
         self.policy = new_policy(policy) if isinstance(policy, str) else policy
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-        self._past: Past | None = None
+        self._prefix: CachedPrefix | None = None
         self._begun: tuple[Generation, dict[str, Any]] | None = None  # the turn under way, and what it asks
 
     def ask(self, text: str, images: Sequence[Any] = (), videos: Sequence[Any] = ()) -> Output:
@@ -51,8 +52,8 @@ class Chat:
         media = [{"type": kind, kind: item} for kind, items in (("image", images), ("video", videos)) for item in items]
         message = {"role": "user", "content": [*media, {"type": "text", "text": text}]}
         inputs = self.target.prepare([*self.messages, message])
-        past, self._past = self._past, None
-        generation = start(self.target, self.draft, inputs, policy=self.policy, past=past, **self.options)
+        prefix, self._prefix = self._prefix, None
+        generation = start(self.target, self.draft, inputs, self.policy, prefix=prefix, keep_prefix=True, **self.options)
         self._begun = generation, message
         return generation
 
@@ -65,7 +66,7 @@ class Chat:
         if self._begun is None or self._begun[0] is not generation:
             raise ValueError("chat: this turn is not the one begun last; finish a turn before the next is begun")
         output = generation.output()
-        self._past = generation.past()
+        self._prefix = generation.prefix()
         self.messages += [self._begun[1], {"role": "assistant", "content": [{"type": "text", "text": output.text}]}]
         self._begun = None
         return output

@@ -1,6 +1,8 @@
-"""The loop: draft, verify, commit. Ref: SAGE, arXiv 2602.00523, Algorithm 1.
+"""The decoding loop: plan a tree, verify it, commit the accepted path. Ref: SAGE, arXiv 2602.00523, Algorithm 1.
 
-Shapes: N tree nodes, V vocabulary, T prompt tokens.
+Owns: the order of model calls in a round. Does not own: tree shapes (sage.trees), acceptance (sage.verify).
+
+Shapes: N tree nodes, U draft vocabulary, V vocabulary, T prompt tokens.
 """
 
 from __future__ import annotations
@@ -14,24 +16,24 @@ import torch
 from torch import Tensor
 
 from sage.cache import TreeCache
+from sage.costs.timing import Clock
 from sage.drafts.pruning import KEEP_ALL, Pruning
 from sage.drafts.session import DraftSession
-from sage.host_tensors import Mailbox, few_longs
-from sage.sampling import TargetSampler
-from sage.stats import Clock, Stats
+from sage.host_tensors import cached_index
+from sage.stats import Stats
 from sage.stopping_rules import StopCriterion
 from sage.targets import Features, Prompt, Target
 from sage.trees import Frontier, Policy, RoundOutcome, Tree, new_builder
-from sage.verify import accept
+from sage.verify import Verdict, Verifier
 
 
 @dataclass
 class Round:
-    """What one round emitted.
+    """Tokens emitted by one round.
 
     Attributes:
-        tokens: new token ids, cut at EOS and at the length limit.
-        num_drafted: how many of them, from the first on, the draft had guessed.
+        tokens: new token ids, truncated at EOS and at the length limit.
+        num_drafted: number of leading tokens that the draft had proposed.
     """
 
     tokens: list[int]
@@ -40,111 +42,117 @@ class Round:
 
 @dataclass
 class Request:
-    """One request's state; several could be in flight beside each other.
+    """State of one request. Requests are independent of each other and can be interleaved.
 
     Attributes:
-        target: the model that decides.
-        session: the draft at work; None for a policy that never drafts.
+        target: the target model.
+        session: the draft session; None for a policy that never drafts.
         policy: shapes the trees.
-        sampler: samples the target's tokens.
+        verifier: samples and accepts tokens.
         stop: ends the answer; holds the emitted tokens.
-        prompt: the embedded inputs, batch 1.
-        cache: the target's, empty, large enough.
-        pruning: which visual tokens the draft reads.
-        read: features of everything the target has read, in order; those of an earlier turn to begin with.
-        mailbox: takes tokens to the draft.
+        prompt: the embedded inputs, batch size 1.
+        cache: the target's; may hold a prefix of the prompt.
+        clock, stats: times and counts.
+        pruning: the visual tokens that the draft reads.
+        features: of the cached prefix; emptied by the prefill, unless `keep_features`.
+        keep_features: whether `features` collects those of all cached tokens, for a later turn.
+        root: last emitted token, the root of the next tree.
+        draft_logits: [1, U], the draft's logits below the root; None until it has read the root.
+        unread: features and tokens of the rounds that the draft has not read yet.
     """
 
     target: Target
     session: DraftSession | None
     policy: Policy
-    sampler: TargetSampler
+    verifier: Verifier
     stop: StopCriterion
     prompt: Prompt
     cache: TreeCache
+    clock: Clock
+    stats: Stats = field(default_factory=Stats)
     pruning: Pruning = KEEP_ALL
-    read: list[Features] = field(default_factory=list)
-    mailbox: Mailbox = field(default_factory=Mailbox)
+    features: list[Features] = field(default_factory=list)
+    keep_features: bool = False
+    root: int = -1
+    draft_logits: Tensor | None = None
+    unread: list[tuple[Features, list[int]]] = field(default_factory=list)
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """Indices of the target's hidden states that the draft reads."""
+        return self.session.levels if self.session else ()
 
 
-def decode(request: Request, clock: Clock, stats: Stats) -> Iterator[Round]:
-    """Yields the answer round by round; the prefill's token is the first round.
+def decode(request: Request) -> Iterator[Round]:
+    """Yields the answer round by round; the first round is the prefill's token.
 
-    Inference mode is entered for each round, never over a yield: it would last until somebody asks for more. A caller who has
-    entered it spares every round the way in and out.
+    Inference mode is entered in every round instead of once, because it would stay active in the caller's code during a yield.
+    If the caller has entered it already, that is skipped.
     """
-    target, session, policy, cache = request.target, request.session, request.policy, request.cache
-    sampler, stop = request.sampler, request.stop
-    levels = session.levels if session else ()
     with _inference_mode():
-        fresh = request.prompt.after(cache.length)
-        wants_attention = session is not None and request.pruning.needs_attention and bool(fresh.visual_mask.any())
-        features = target.prefill(fresh, cache, levels, wants_attention)
-        request.read.append(features)
-        first = sampler.first(target.lm_head(features.last[:, -1]))
-        root = int(first)
-        clock.lap("target_prefill")
-        policy.reset()
-        stats.prompt_tokens = request.prompt.input_ids.shape[1]
-        logits = None
-        if session:
-            known = Features.join(request.read)
-            logits = session.prefill(request.pruning(request.prompt, known), known, first)
-            stats.draft_context = session.context
-        clock.lap("draft_prefill")
-    unread: list[tuple[Features, list[int]]] = []
-    yield Round(_emit([root], request, stats), 0)
-
-    while not stop.is_over:
+        emitted = prefill(request)
+    yield emitted
+    while not request.stop.is_over:
         with _inference_mode():
-            clock.start_round()
-            policy.begin()
-            clock.lap("policy")
-            if session and unread and policy.should_draft():
-                logits = catch_up(session, unread, request, stats)
-            tree = draft_tree(root, None if unread else logits, request, clock, stats)
-            start = cache.length
-            position = request.prompt.next_position + (stats.new_tokens - 1)
-            features = target.tree_pass(tree.tokens, position + tree.depths, tree.ancestors, cache, levels)
-            target_logits = target.lm_head(features.last[0])
-            clock.lap("verify", len(tree))
-
-            choices = sampler(target_logits, tree).tolist()
-            path, tokens = accept(tree, choices)
-            emitted = _emit(tokens, request, stats)
-            num_accepted = min(len(path) - 1, len(emitted))
-            clock.lap("accept")
-
-            cache.keep_path(start, path)
-            if len(path) < len(tree):
-                features = features.at(few_longs(tuple(path), tree.tokens.device))
-            request.read.append(features)
-            unread.append((features, tokens))
-            root = tokens[-1]
-            clock.lap("commit")
-            figures = policy.observe(_outcome(tree, path, num_accepted, choices, start, request, clock))
-            stats.note_round(tree.depth, len(tree) - 1, num_accepted, figures)
-            clock.lap("policy")
-        yield Round(emitted, num_accepted)
+            request.clock.start_round()
+            tree = plan(request)
+            verdict, features = verify(request, tree)
+            emitted = commit(request, tree, verdict, features)
+        yield emitted
 
 
-def _inference_mode() -> AbstractContextManager[Any]:
-    return nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode()
+def prefill(request: Request) -> Round:
+    """Runs target and draft over the part of the prompt that is not cached."""
+    target, session, clock = request.target, request.session, request.clock
+    suffix = request.prompt.after(request.cache.length)
+    needs_attention = session is not None and request.pruning.needs_attention and bool(suffix.visual_mask.any())
+    features = target.prefill(suffix, request.cache, request.levels, needs_attention)
+    request.features.append(features)
+    first = request.verifier.sampler.first(target.lm_head(features.last[:, -1]))
+    request.root = int(first)
+    clock.lap("target_prefill")
+    request.policy.reset()
+    request.stats.prompt_tokens = request.prompt.input_ids.shape[1]
+    if session:
+        known = Features.join(request.features)
+        request.draft_logits = session.prefill(request.pruning(request.prompt, known), known, first)
+        request.stats.draft_context = session.context
+    if not request.keep_features:
+        request.features.clear()
+    clock.lap("draft_prefill")
+    return Round(_emit(request, [request.root]), 0)
 
 
-def draft_tree(root: int, logits: Tensor | None, request: Request, clock: Clock, stats: Stats) -> Tree:
-    """Grows one round's tree level by level as the policy asks, at most as deep as the answer may still get."""
-    policy, session = request.policy, request.session
+def plan(request: Request) -> Tree:
+    """Synchronizes the draft with the accepted tokens and drafts one tree, as far as the policy asks for it."""
+    request.policy.begin()
+    request.clock.lap("policy")
+    if request.session and request.unread and request.policy.should_draft():
+        _resync(request, request.session)
+    return draft_tree(request)
+
+
+def _resync(request: Request, session: DraftSession) -> None:
+    features = Features.join([features for features, _ in request.unread])
+    tokens = [token for _, tokens in request.unread for token in tokens]
+    request.unread.clear()
+    request.draft_logits = session.commit(features, tokens)
+    request.stats.draft_steps += 1
+
+
+def draft_tree(request: Request) -> Tree:
+    """Grows one round's tree level by level, at most to the depth that the answer can still use."""
+    policy, session, clock, logits = request.policy, request.session, request.clock, request.draft_logits
     last_level = request.stop.num_remaining - 1
     if logits is None or session is None or last_level == 0:
-        return Tree.of_root(root, request.prompt.embeds.device)
-    builder = new_builder(policy, root, logits.device, request.stop.eos, request.mailbox)
+        return Tree.of_root(request.root, request.prompt.embeds.device)
+    builder = new_builder(policy, request.root, logits.device, request.stop.eos)
     for level in range(1, last_level + 1):
         probs, tokens = session.propose(logits, policy.num_candidates)
         clock.lap("draft_steps", len(probs))
         frontier = builder.open_level(probs, tokens)
         if policy.is_on_host:
-            _refuse_nan(frontier, stats)
+            _refuse_nan(frontier, request.stats)
         next_level = policy.next_level(frontier)
         if next_level is None:
             break
@@ -154,9 +162,9 @@ def draft_tree(root: int, logits: Tensor | None, request: Request, clock: Clock,
         rows, tokens = builder.advance(next_level)
         clock.lap("policy")
         logits = session.expand(rows, tokens)
-        stats.draft_steps += 1
-    if not policy.is_on_host:  # one wait: the last level inherits what an earlier one got wrong
-        _refuse_nan(frontier, stats)
+        request.stats.draft_steps += 1
+    if not policy.is_on_host:  # one synchronization: NaN of an earlier level propagates to the last one
+        _refuse_nan(frontier, request.stats)
     tree = builder.tree(policy.select(builder))
     clock.lap("policy")
     return tree
@@ -164,32 +172,53 @@ def draft_tree(root: int, logits: Tensor | None, request: Request, clock: Clock,
 
 def _refuse_nan(frontier: Frontier, stats: Stats) -> None:
     for row in frontier.rows:
-        if row[0] != row[0]:  # NaN, and one makes the whole row so
+        if row[0] != row[0]:  # one NaN logit makes the entire softmax NaN
             where = f"level {frontier.level} after {stats.new_tokens} new tokens"
             raise ValueError(f"draft: its pass over {where} gave NaN; check its weights and dtype")
 
 
-def catch_up(session: DraftSession, unread: list[tuple[Features, list[int]]], request: Request, stats: Stats) -> Tensor:
-    """Lets the draft read what was accepted since it was last asked; the distribution below the root, [1, V]."""
-    features = Features.join([one for one, _ in unread])
-    tokens = [token for _, several in unread for token in several]
-    unread.clear()
-    logits = session.commit(features, request.mailbox.put(tokens, features.last.device))
-    stats.draft_steps += 1
-    return logits
+def verify(request: Request, tree: Tree) -> tuple[Verdict, Features]:
+    """Runs the target over the tree; returns the accepted path and the features of all nodes [1, N, D]."""
+    target, cache = request.target, request.cache
+    position = request.prompt.next_position + (request.stats.new_tokens - 1)
+    features = target.tree_pass(tree.tokens, position + tree.depths, tree.ancestors, cache, request.levels)
+    logits = target.lm_head(features.last[0])
+    request.clock.lap("verify", len(tree))
+    return request.verifier.verify(logits, tree, needs_labels=request.policy.needs_feedback()), features
 
 
-def _outcome(
-    tree: Tree, path: list[int], accepted: int, choices: list[int], context: int, request: Request, clock: Clock
-) -> RoundOutcome:
-    if not request.policy.needs_feedback():
-        return RoundOutcome(accepted, tree, path, context)
-    return RoundOutcome(accepted, tree, path, context, request.sampler.labels(choices, tree), clock.round_times())
+def commit(request: Request, tree: Tree, verdict: Verdict, features: Features) -> Round:
+    """Emits the accepted tokens, keeps their cache rows and features, and reports the round to the policy."""
+    path, tokens = verdict.path, verdict.tokens
+    emitted = _emit(request, tokens)
+    num_accepted = min(len(path) - 1, len(emitted))
+    request.clock.lap("accept")
+    context = request.cache.length - len(tree)
+    request.cache.keep_path(context, path)
+    if len(path) < len(tree):
+        features = features.at(cached_index(tuple(path), tree.tokens.device))
+    if request.keep_features:
+        request.features.append(features)
+    if request.session:
+        request.unread.append((features, tokens))
+    request.root, request.draft_logits = tokens[-1], None
+    request.clock.lap("commit")
+    outcome = RoundOutcome(num_accepted, tree, path, context)
+    if request.policy.needs_feedback():
+        outcome.labels, outcome.times = verdict.labels, request.clock.round_times()
+    figures = request.policy.observe(outcome)
+    request.stats.add_round(tree.depth, len(tree) - 1, num_accepted, figures)
+    request.clock.lap("policy")
+    return Round(emitted, num_accepted)
 
 
-def _emit(tokens: list[int], request: Request, stats: Stats) -> list[int]:
-    """The tokens that belong to the answer; counts them and makes them history."""
+def _emit(request: Request, tokens: list[int]) -> list[int]:
+    """Appends tokens to the answer and to the sampler's history; returns those before the end of the answer."""
     emitted = request.stop.append(tokens)
-    request.sampler.extend(emitted)
-    stats.new_tokens += len(emitted)
+    request.verifier.sampler.extend(emitted)
+    request.stats.new_tokens += len(emitted)
     return emitted
+
+
+def _inference_mode() -> AbstractContextManager[Any]:
+    return nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode()

@@ -1,4 +1,4 @@
-"""generate and stream: one request from inputs to text, around the loop of sage.decoder."""
+"""`generate` and `stream`: one request from model inputs to text, around the loop of `sage.decoder`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage.cache import TreeCache
 from sage.costs.measure import measure_costs
+from sage.costs.timing import Clock
 from sage.decoder import Request, Round, decode
 from sage.drafts import KEEP_ALL, Draft, Pruning, check_draft, new_session
-from sage.host_tensors import CPU, longs
+from sage.host_tensors import CPU, long_tensor
+from sage.prefix import CachedPrefix
 from sage.sampling import Sampling, TargetSampler
-from sage.stats import Clock, Stats
+from sage.stats import Stats
 from sage.stopping_rules import StopCriterion
-from sage.targets import Features, Prompt, Target
+from sage.targets import Features, Target
 from sage.trees import Policy
 from sage.trees import policy as new_policy
+from sage.verify import Verifier
 
-UNFINISHED = "\ufffd"  # what tokenizers write for the bytes of a character that is not all there
+REPLACEMENT_CHARACTER = "\ufffd"  # decoded bytes of an incomplete character
 
 
 @dataclass
@@ -30,10 +32,10 @@ class Output:
     """A finished answer.
 
     Attributes:
-        tokens: LongTensor [new tokens], after the prompt, up to and including EOS.
+        tokens: LongTensor [new tokens], without the prompt, up to and including EOS.
         stats: counts and times.
-        drafted: BoolTensor [new tokens], True where the draft had guessed the token.
-        tokenizer: makes `text` of the tokens when somebody asks for it.
+        drafted: BoolTensor [new tokens], True where the draft had proposed the token.
+        tokenizer: decodes `text` on first access.
     """
 
     tokens: Tensor
@@ -43,92 +45,58 @@ class Output:
 
     @cached_property
     def text(self) -> str:
-        """Decoded without special tokens; empty when the target has no processor."""
+        """Decoded without special tokens; empty if the target has no processor."""
         return self.tokenizer.decode(self.tokens.tolist(), skip_special_tokens=True) if self.tokenizer else ""
 
 
 @dataclass
 class Piece:
-    """A stretch of text as it is accepted; `is_drafted` says whether the draft had guessed it."""
+    """Newly accepted text; `is_drafted` tells whether the draft had proposed it."""
 
     text: str
     is_drafted: bool
 
 
 @dataclass
-class Past:
-    """What the target has read and answered so far in a conversation.
-
-    Attributes:
-        ids: LongTensor [S], the tokens in the cache.
-        cache: the target's, S tokens long.
-        features: of those tokens.
-        prompt: the turn's prompt.
-    """
-
-    ids: Tensor
-    cache: TreeCache
-    features: Features
-    prompt: Prompt
-
-    def reuse(self, prompt: Prompt, capacity: int) -> tuple[TreeCache, list[Features]]:
-        """The cache cut to what the new prompt begins with, with room for `capacity` tokens, and the features of that part.
-
-        At least the last token is left to be read. Pictures are shared only as long as none has come since: their
-        embeddings, and in LLaVA-OneVision their very number of tokens, may change with the others.
-        """
-        shared = _common_prefix(self.ids, prompt.input_ids[0, :-1])
-        if prompt.visual is not self.prompt.visual:
-            pictures = prompt.visual_mask[0].nonzero()[:, 0]
-            shared = min(shared, int(pictures[0])) if len(pictures) else shared
-        self.cache.crop_to(shared)
-        self.cache.grow_to(capacity)
-        kept = torch.arange(shared, device=self.ids.device)
-        return self.cache, [self.features.at(kept)] if shared else []
-
-
-def _common_prefix(first: Tensor, second: Tensor) -> int:
-    length = min(len(first), len(second))
-    differs = (first[:length] != second[:length]).nonzero()
-    return int(differs[0]) if len(differs) else length
-
-
-@dataclass
 class Generation:
-    """One request in progress; iterate over its rounds, then read `output`."""
+    """A request in progress; iterate over `rounds()`, then call `output()`."""
 
     target: Target
     request: Request
-    clock: Clock
-    stats: Stats
 
     @property
     def tokens(self) -> list[int]:
-        """The answer so far."""
+        """Tokens emitted so far."""
         return self.request.stop.tokens
+
+    @property
+    def stats(self) -> Stats:
+        """Counts so far; times once the answer is finished."""
+        return self.request.stats
 
     def rounds(self) -> Iterator[Round]:
         """Runs the request; yields each round as it is accepted."""
-        yield from decode(self.request, self.clock, self.stats)
-        self.clock.lap("other")
-        self.stats.time_s = self.clock.seconds()
+        yield from decode(self.request)
+        self.request.clock.lap("other")
+        self.stats.time_s = self.request.clock.seconds()
 
-    def past(self) -> Past:
-        """What a next turn can build on."""
+    def prefix(self) -> CachedPrefix:
+        """Returns what a next turn can reuse; for a request started with `keep_prefix`."""
         request = self.request
+        assert request.keep_features, "start the request with keep_prefix=True"
         ids = torch.cat((request.prompt.input_ids[0], torch.tensor(self.tokens, device=self.target.device)))
         request.cache.crop_to(min(request.cache.length, len(ids)))
-        features = Features.join(request.read)
+        features = Features.join(request.features)
         kept = torch.arange(request.cache.length, device=ids.device)
-        return Past(ids[: len(kept)], request.cache, features.at(kept), request.prompt)
+        return CachedPrefix(ids[: len(kept)], request.cache, features.at(kept), request.prompt)
 
     def output(self) -> Output:
-        """The answer so far."""
+        """Returns the answer so far."""
         tokenizer = self.target.processor.tokenizer if self.target.processor else None
-        return Output(longs(self.tokens, CPU), self.stats, self._drafted(), tokenizer)
+        return Output(long_tensor(self.tokens, CPU), self.stats, self._drafted(), tokenizer)
 
     def _drafted(self) -> Tensor:
-        """`Output.drafted`: one token of the prefill's, then each round's accepted ones and, unless it was cut, its bonus."""
+        """`Output.drafted`: the prefill's token, then the accepted tokens and the bonus token of every round."""
         flags = bytearray(1)
         for accepted in self.stats.accepted:
             flags += b"\1" * accepted + b"\0"
@@ -143,14 +111,16 @@ def start(
     *,
     sampling: Sampling | None = None,
     pruning: Pruning = KEEP_ALL,
-    past: Past | None = None,
+    prefix: CachedPrefix | None = None,
+    keep_prefix: bool = False,
     **options: Any,
 ) -> Generation:
     """Checks one request and embeds its inputs; arguments as for `generate`.
 
     Args:
-        past: an earlier turn of the same conversation; its common prefix with the new prompt is not prefilled again. This call
-            takes over its cache.
+        prefix: cached tokens of the conversation's last turn; tokens shared with the new prompt are not prefilled again. The
+            request takes over its cache.
+        keep_prefix: whether `Generation.prefix` will be called; takes memory for the features of every token.
     """
     clock = Clock(target.device)
     sampling = _sampling(sampling, options)
@@ -169,26 +139,28 @@ def start(
         length = prompt_ids.shape[1]
         policy.costs = measure_costs(target, draft, length, length + sampling.max_new_tokens)
         clock.skip()
-    prompt = target.embed(inputs, past.prompt if past else None)
+    prompt = target.embed(inputs, prefix.prompt if prefix else None)
     clock.lap("vision")
-    cache, read = past.reuse(prompt, capacity) if past else (target.new_cache(capacity), [])
+    cache, features = prefix.reuse(prompt, capacity) if prefix else (target.new_cache(capacity), [])
     session = new_session(draft, target, capacity) if draft is not None and policy.num_candidates else None
     request = Request(
         target=target,
         session=session,
         policy=policy,
-        sampler=sampler,
+        verifier=Verifier(sampler),
         stop=stop,
         prompt=prompt,
         cache=cache,
+        clock=clock,
         pruning=pruning,
-        read=read,
+        features=features,
+        keep_features=keep_prefix,
     )
-    return Generation(target, request, clock, Stats())
+    return Generation(target, request)
 
 
 def _unpadded(inputs: Mapping[str, Any], pixel_keys: Collection[str]) -> Mapping[str, Any]:
-    """Inputs of one prompt without padding tokens, which only a batch needs.
+    """Removes the padding tokens of a single prompt.
 
     Raises:
         ValueError: the attention mask leaves nothing.
@@ -262,7 +234,7 @@ def stream(
 
 
 def pieces(generation: Generation) -> Iterator[Piece]:
-    """Text of each round, split where the draft's guesses end; holds back bytes of an unfinished character.
+    """Yields the text of each round, split after its drafted tokens; holds back the bytes of an incomplete character.
 
     Raises:
         ValueError: the target has no processor to decode with.
@@ -276,25 +248,25 @@ def pieces(generation: Generation) -> Iterator[Piece]:
         for end, is_drafted in ((before + round_.num_drafted, True), (len(generation.tokens), False)):
             text = tokenizer.decode(generation.tokens[:end], skip_special_tokens=True)
             is_last = generation.request.stop.is_over and end == len(generation.tokens)
-            whole = text if is_last else text.rstrip(UNFINISHED)
-            if len(whole) > len(shown):
-                yield Piece(whole[len(shown) :], is_drafted)
-                shown = whole
+            complete = text if is_last else text.rstrip(REPLACEMENT_CHARACTER)
+            if len(complete) > len(shown):
+                yield Piece(complete[len(shown) :], is_drafted)
+                shown = complete
 
 
 def _capacity(target: Target, input_ids: Tensor, max_new_tokens: int, policy: Policy) -> int:
-    """Cache rows for prompt, answer and one tree.
+    """Returns the number of cache rows for prompt, answer and one tree.
 
     Raises:
-        ValueError: a batch, or more tokens than the target's context holds.
+        ValueError: a batch size other than 1, or more tokens than the target's context length.
     """
     batch, length = input_ids.shape
     if batch != 1:
-        raise ValueError(f"inputs: batch of {batch}; decode one request at a time")
+        raise ValueError(f"inputs: batch size {batch}; decode one prompt per call")
     limit = int(target.text_config.max_position_embeddings)
     if length + max_new_tokens > limit:
         raise ValueError(
-            f"max_new_tokens: a prompt of {length} tokens and {max_new_tokens} new ones exceed the target's context of "
-            f"{limit}; ask for at most {max(limit - length, 0)}, or shorten the prompt or its pictures"
+            f"max_new_tokens: {max_new_tokens} and a prompt of {length} tokens exceed the target's context length of {limit}; "
+            f"set at most {max(limit - length, 0)}, or shorten the prompt or shrink its images"
         )
     return length + max_new_tokens + policy.tree_capacity

@@ -1,61 +1,69 @@
-"""Numbers of the host as tensors. `torch.tensor` looks at every element in turn and takes three times as long and more."""
+"""Host numbers as tensors, built from `array` buffers: `torch.tensor` inspects every element and takes three times as long."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 CPU = torch.device("cpu")
+Tokens: TypeAlias = Sequence[int] | Tensor  # [M] token ids: numbers of the host, or a LongTensor
 
 
-def longs(values: Sequence[int], device: torch.device) -> Tensor:
-    """LongTensor [M] of M numbers."""
+def long_tensor(values: Sequence[int], device: torch.device) -> Tensor:
+    """Returns `values` as a LongTensor [M]."""
     if not values:
         return torch.empty(0, dtype=torch.long, device=device)
-    return onto(device, torch.frombuffer(array("q", values), dtype=torch.long))
+    return to_device(torch.frombuffer(array("q", values), dtype=torch.long), device)
 
 
 @lru_cache(maxsize=4096)
-def few_longs(values: tuple[int, ...], device: torch.device) -> Tensor:
-    """The same of a few small numbers that come again and again, like rows and places; never to be written to."""
-    return longs(values, device)
+def cached_index(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """Cached `long_tensor` for short index lists. The result is shared; do not modify it."""
+    return long_tensor(values, device)
 
 
-def onto(device: torch.device, made: Tensor) -> Tensor:
-    """What was made on the host, on `device`; to ask `Tensor.to` for nothing takes as long as a small operation."""
-    return made if device == CPU else made.to(device)
-
-
-def doubles(values: Sequence[float]) -> Tensor:
-    """[M] float64 of M numbers, on the CPU."""
+def double_tensor(values: Sequence[float]) -> Tensor:
+    """Returns `values` as a float64 tensor [M] on the CPU."""
     return torch.frombuffer(array("d", values), dtype=torch.float64) if values else torch.empty(0, dtype=torch.float64)
 
 
-class Mailbox:
-    """A few numbers at a time as a tensor that is read at once: memory that both sides see, used again and again.
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Moves a CPU tensor to `device`; skips `Tensor.to` for the CPU, where it takes as long as a small operation."""
+    return tensor if device == CPU else tensor.to(device)
 
-    A new tensor takes several times as long, most of all between two passes, which leave nothing of it in the caches.
+
+class TokenStagingBuffer:
+    """Reusable host memory of a draft session for the tokens of its next pass.
+
+    Allocating a tensor takes several times as long, in particular after a model pass, which evicts everything from the caches.
+
+    Args:
+        device: of the staged tensors.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self._reserve(64)
 
     def _reserve(self, size: int) -> None:
-        self._numbers = array("q", bytes(8 * size))
-        self._tensor = torch.frombuffer(self._numbers, dtype=torch.long)
-        self._parts: dict[int, Tensor] = {}
+        self._values = array("q", bytes(8 * size))
+        self._tensor = torch.frombuffer(self._values, dtype=torch.long)
+        self._views: dict[int, Tensor] = {}
 
-    def put(self, values: Sequence[int], device: torch.device) -> Tensor:
-        """LongTensor [M] of M numbers; holds them until the next call."""
-        count = len(values)
-        if count > len(self._numbers):
+    def stage(self, tokens: Tokens) -> Tensor:
+        """Returns tokens [M] as a LongTensor: a tensor as is, a sequence as a view of the buffer, valid until the next call."""
+        if isinstance(tokens, Tensor):
+            return tokens
+        count = len(tokens)
+        if count > len(self._values):
             self._reserve(2 * count)
-        for place, value in enumerate(values):
-            self._numbers[place] = value
-        if count not in self._parts:
-            self._parts[count] = self._tensor[:count]
-        return onto(device, self._parts[count])
+        for place, token in enumerate(tokens):
+            self._values[place] = token
+        if count not in self._views:
+            self._views[count] = self._tensor[:count]
+        return to_device(self._views[count], self.device)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any
 
 import torch
@@ -136,26 +135,19 @@ class TargetSampler:
         positions = len(self.history) - self.num_prompt + tree.depths
         return (self._log_p + self._noise(positions, logits.shape[-1])).argmax(-1)
 
-    def labels(self, choices: Sequence[int], tree: Tree) -> Callable[[int], list[list[float]]]:
-        """The target's verdict on what was said in the tree last chosen for; for policies that learn.
-
-        Args:
-            choices: [N], what was chosen.
-            tree: N nodes.
+    def candidate_probs(self, tree: Tree) -> Callable[[int], list[list[float]]]:
+        """Target probabilities of the draft candidates in the tree last sampled for; not for greedy decoding.
 
         Returns:
-            how to get, for each node that the draft was asked about and so many of its candidates: greedy 1 where one is the
-            choice, else 0; sampling its target probability, which a draw only estimates. What that takes is kept small, so that
-            it can wait.
+            a function that maps k to the probabilities of the first k candidates of every expanded node. It holds these
+            probabilities only, not those of the whole vocabulary, and can be called in a later round.
         """
-        if self.is_greedy:
-            return partial(agreement, tree, choices)
-        asked = {node: topk[1] for node, topk in enumerate(tree.draft_topk) if topk is not None}
-        if not asked:
-            return lambda ranks: []
-        tokens = torch.tensor(list(asked.values()), device=self._log_p.device)
-        probs = self._log_p[list(asked)].gather(1, tokens).exp().float()
-        return lambda ranks: probs[:, :ranks].tolist()
+        expanded = {node: topk[1] for node, topk in enumerate(tree.draft_topk) if topk is not None}
+        if not expanded:
+            return lambda k: []
+        tokens = torch.tensor(list(expanded.values()), device=self._log_p.device)
+        probs = self._log_p[list(expanded)].gather(1, tokens).exp().float()
+        return lambda k: probs[:, :k].tolist()
 
     def extend(self, tokens: list[int]) -> None:
         """Accepted tokens become history."""
@@ -186,12 +178,6 @@ class TargetSampler:
         keys, row = positions.unique(return_inverse=True)
         noise = torch.stack([gumbel(self.seed, key, vocabulary) for key in keys.tolist()])
         return noise.to(positions.device)[row]
-
-
-def agreement(tree: Tree, choices: Sequence[int], ranks: int) -> list[list[float]]:
-    """For each node that the draft was asked about and its first candidates: 1 where one is the choice there [N], else 0."""
-    asked = [(topk[1][:ranks], choice) for topk, choice in zip(tree.draft_topk, choices, strict=True) if topk is not None]
-    return [[1.0 if token == choice else 0.0 for token in tokens] for tokens, choice in asked]
 
 
 def gumbel(seed: int, position: int, vocabulary: int) -> Tensor:

@@ -1,36 +1,100 @@
-"""Lossless acceptance: the target alone decides every token; the tree only decides which of its decisions come for free.
+"""Lossless acceptance. The target decides every token, the tree only how many of its decisions one pass yields.
 
-At each node the target chooses the next token x (its argmax, or a seeded draw). If x is a child the path descends, else x is
-the bonus token and the round ends. The law of the output is the target's for any tree that does not depend on the draws.
+At each node the target's next token x is its argmax or a seeded draw. If x is a child of the node, the walk descends to it;
+else x is the bonus token and the round ends. The output distribution is the target's for every tree that does not depend on the
+draws.
 
 Ref: sampling a tree from the target only, SpecInfer, arXiv 2305.09781, section 4.3 (naive sampling, exact for any tree).
 
-Shapes: N tree nodes, P accepted path.
+Shapes: N tree nodes, P accepted path, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
+from torch import Tensor
+
+from sage.sampling import TargetSampler
 from sage.trees.tree import Tree
 
+Labels = Callable[[int], list[list[float]]]
 
-def accept(tree: Tree, choices: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Walks down from the root along the target's choices.
+
+@dataclass
+class Verdict:
+    """Result of verifying one tree.
+
+    Attributes:
+        path: accepted nodes [P], the root first.
+        tokens: emitted tokens [P]: those of the path without the root's, then the bonus token.
+        labels: returns the acceptance labels of the `k` most probable candidates of every expanded node, given `k`. Greedy
+            decoding: 1 for the target's token, else 0; sampling: the candidate's target probability. Empty if not requested.
+    """
+
+    path: list[int]
+    tokens: list[int]
+    labels: Labels = field(default=lambda k: [])
+
+    @classmethod
+    def of_tokens(cls, tree: Tree, next_tokens: Sequence[int]) -> Verdict:
+        """Verdict for given target tokens [N] after each node, with labels of 1 and 0."""
+        return cls(*accept(tree, next_tokens), partial(_matches, tree, next_tokens))
+
+
+class Verifier:
+    """Verifies the trees of one request.
 
     Args:
-        tree: N nodes; no two children of a node share a token.
-        choices: [N], the target's next token after each node.
+        sampler: samples the target's tokens of the request.
+    """
+
+    def __init__(self, sampler: TargetSampler) -> None:
+        self.sampler = sampler
+
+    def verify(self, logits: Tensor, tree: Tree, needs_labels: bool = False) -> Verdict:
+        """Samples the target's token after every node and follows them from the root. Synchronizes with the device.
+
+        Args:
+            logits: [N, V], of the target.
+            tree: N nodes; its root is the last token of the sampler's history.
+            needs_labels: whether to return labels.
+
+        Raises:
+            ValueError: NaN logits.
+        """
+        next_tokens = self.sampler(logits, tree).tolist()
+        if not needs_labels:
+            return Verdict(*accept(tree, next_tokens))
+        if self.sampler.is_greedy:
+            return Verdict.of_tokens(tree, next_tokens)
+        return Verdict(*accept(tree, next_tokens), self.sampler.candidate_probs(tree))
+
+
+def accept(tree: Tree, next_tokens: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Walks from the root along the target's tokens.
+
+    Args:
+        tree: N nodes; siblings have distinct tokens.
+        next_tokens: [N], the target's next token after each node.
 
     Returns:
-        the accepted nodes [P], the root first, and the emitted tokens [P]: theirs without the root's, then the bonus token.
+        `Verdict.path` and `Verdict.tokens`.
     """
     tokens, parents, _ = tree.columns
-    last, choice = 0, choices[0]
-    path, emitted = [last], [choice]
-    for node, parent in enumerate(parents):  # children stand behind their parents, so one look at every node is enough
-        if parent == last and tokens[node] == choice:
-            last, choice = node, choices[node]
+    last, next_token = 0, next_tokens[0]
+    path, emitted = [last], [next_token]
+    for node, parent in enumerate(parents):  # parents precede their children, so one pass over the nodes suffices
+        if parent == last and tokens[node] == next_token:
+            last, next_token = node, next_tokens[node]
             path.append(last)
-            emitted.append(choice)
+            emitted.append(next_token)
     return path, emitted
+
+
+def _matches(tree: Tree, next_tokens: Sequence[int], k: int) -> list[list[float]]:
+    """For each expanded node and its first k candidates: 1 where the candidate is the target's token, else 0."""
+    pairs = zip(tree.draft_topk, next_tokens, strict=True)
+    return [[float(token == target) for token in topk[1][:k]] for topk, target in pairs if topk is not None]

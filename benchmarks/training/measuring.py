@@ -6,7 +6,6 @@ Owns: the clocks. Does not own: the measured functions.
 from __future__ import annotations
 
 import ctypes
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from sage.bench.report import machine
+from sage.costs.timing import now_s
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = "5"  # see proc(5)
@@ -50,19 +50,12 @@ def interleaved(works: Mapping[str, Callable[[], Any]], repeats: int, device: to
     for _ in range(repeats):
         for name, work in works.items():
             before = reset_peak(device)
-            start = now(device)
+            start = now_s(device)
             result = work()
-            samples[name].seconds.append(now(device) - start)
+            samples[name].seconds.append(now_s(device) - start)
             samples[name].peak_bytes.append(peak(device) - before)
             del result
     return samples
-
-
-def now(device: torch.device) -> float:
-    """Returns seconds after a device synchronization."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def reset_peak(device: torch.device) -> int:

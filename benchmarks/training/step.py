@@ -16,10 +16,11 @@ from statistics import median
 import torch
 
 import sage
-from benchmarks.training.measuring import describe_machine, now, peak, reset_peak
+from benchmarks.training.measuring import describe_machine, peak, reset_peak
 from checkpoints.store import StateStore
 from sage.bench.shapes import Shape, random_target
 from sage.bench.tables import text_table
+from sage.costs.timing import now_s
 from train.config.checks import check_batch
 from train.config.schema import Config, Precision
 from train.distill.build import build_student
@@ -132,23 +133,23 @@ def measure(run: TrainingRun, num_steps: int, warmup: int) -> str:
 
 def _measure_step(run: TrainingRun, alone: Student, steps: Iterator[MicroBatches], parts: Parts) -> None:
     device = run.ranks.device
-    start = now(device)
+    start = now_s(device)
     batches = next(steps)
-    ready = now(device)
+    ready = now_s(device)
     train_step(run, batches, run.config.optim.lr)
     parts.wait.append(ready - start)
-    parts.step.append(now(device) - ready)
+    parts.step.append(now_s(device) - ready)
     parts.tokens.append(sum(int(batch["attention_mask"].sum()) for batch in batches))
     teacher_s = forward_s = backward_s = 0.0
     trained = [p for p in alone.parameters() if p.requires_grad]
     for batch in batches:
-        begin = now(device)
+        begin = now_s(device)
         pairs = run.teacher(batch)
-        teacher_end = now(device)
+        teacher_end = now_s(device)
         loss = alone(pairs, run.teacher.lm_head)[0] / count_supervised(batch["loss_mask"])
-        forward_end = now(device)
+        forward_end = now_s(device)
         torch.autograd.grad(loss, trained)
-        end = now(device)
+        end = now_s(device)
         teacher_s += teacher_end - begin
         forward_s += forward_end - teacher_end
         backward_s += end - forward_end

@@ -90,7 +90,7 @@ def _measured_costs(args: argparse.Namespace, shape: Shape, grid: dict[str, list
         layers = layers if device.type == "cuda" else min(layers, CPU_LAYERS)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
-        return cost.measure_costs(shape, layers, dtype, device, repeats=args.repeats, **grid)
+        return cost.measure_shape_costs(shape, layers, dtype, device, repeats=args.repeats, **grid)
 
 
 def _runners(target: Any, draft: Any, own: Sequence[options.Contestant], args: argparse.Namespace) -> list[Runner]:

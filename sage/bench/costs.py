@@ -13,7 +13,6 @@ Legend: N tree nodes, L context tokens in the cache, D hidden.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -21,11 +20,13 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sage.bench.report import SCHEMA, machine, versions
 from sage.bench.shapes import Shape, random_target
 from sage.bench.tables import text_table
-from sage.cache import TreeCache
+from sage.costs.measure import draft_level, empty_cache, verify_pass
+from sage.costs.timing import interleaved_s
 from sage.drafts import EagleDraft, EagleSession, new_draft
 from sage.targets import Target
 
@@ -34,10 +35,9 @@ logger = logging.getLogger(__name__)
 NODES = (1, 2, 4, 8, 16, 32, 64, 128)
 WIDTHS = (1, 2, 4, 8, 16, 32)
 CONTEXTS = (256, 1024, 4096)
-CANDIDATES = 10
 
 
-def measure_costs(
+def measure_shape_costs(
     shape: Shape,
     num_layers: int,
     dtype: torch.dtype,
@@ -87,15 +87,15 @@ def verify_costs(
     target: Target, num_layers: int, nodes: Sequence[int], contexts: Sequence[int], capacity: int, repeats: int
 ) -> list[dict[str, float]]:
     """Seconds of one verification for every (nodes, context), extrapolated to `num_layers` where the target has fewer."""
-    cache = target.new_cache(capacity)
-    cache.storage.zero_()  # uninitialised memory may hold denormals, which are slow on a CPU
+    cache = empty_cache(target, capacity)
     rows = []
     for context in contexts:
         for count in nodes:
-            seconds = measured_s = _verify_s(target, cache, count, context, repeats)
+            verify = verify_pass(target, cache, count, context)
+            seconds = measured_s = _median_s(verify, _argmax_on_host, repeats, target.device)
             if target.num_layers < num_layers:
                 with without_layers(target):
-                    fixed_s = _verify_s(target, cache, count, context, repeats)
+                    fixed_s = _median_s(verify, _argmax_on_host, repeats, target.device)
                 seconds = extrapolated(fixed_s, measured_s, target.num_layers, num_layers)
             rows.append({"nodes": count, "context": context, "seconds": seconds, "measured_s": measured_s})
     return rows
@@ -113,43 +113,15 @@ def draft_costs(
     """Seconds of one draft level of an EAGLE head for every (width, context)."""
     draft = new_draft(target, "eagle", seed=0)
     assert isinstance(draft, EagleDraft)
-    draft.eval()
-    return [
-        {"width": width, "context": context, "seconds": _level_s(target, draft, width, context, capacity, repeats)}
-        for context in contexts
-        for width in widths
-    ]
-
-
-@torch.inference_mode()
-def _verify_s(target: Target, cache: TreeCache, count: int, context: int, repeats: int) -> float:
-    """A tree of `count` nodes in one chain: masks and rows cost the same for every tree of that size."""
-    tokens = torch.arange(count, device=target.device) % target.vocab_size
-    depths = torch.arange(count, device=target.device)
-    ancestors = torch.ones(count, count, dtype=torch.bool, device=target.device).tril()
-
-    def verify() -> None:
-        cache.crop_to(context)
-        features = target.tree_pass(tokens, context + depths, ancestors, cache)
-        target.lm_head(features.last[0]).argmax(-1).tolist()
-
-    return _median_s(verify, repeats, target.device)
-
-
-@torch.inference_mode()
-def _level_s(target: Target, draft: EagleDraft, width: int, context: int, capacity: int, repeats: int) -> float:
-    """A level of `width` nodes below as many parents, on top of `context` tokens as if the session had read them."""
-    session = EagleSession(draft, target, capacity)
-    session.cache.storage.zero_()  # as in `verify_costs`
-    rows = torch.arange(width, device=target.device)
-    tokens = rows % target.vocab_size
-
-    def level() -> None:
-        session.set_synthetic_state(context, width)
-        probs, _ = session.propose(session.expand(rows, tokens), CANDIDATES)
-        probs.tolist()
-
-    return _median_s(level, repeats, target.device)
+    session = EagleSession(draft.eval(), target, capacity)
+    session.cache.storage.zero_()
+    rows = []
+    for context in contexts:
+        for width in widths:
+            level = draft_level(session, width, context, target.device)
+            seconds = _median_s(level, Tensor.tolist, repeats, target.device)
+            rows.append({"width": width, "context": context, "seconds": seconds})
+    return rows
 
 
 @contextmanager
@@ -164,22 +136,14 @@ def without_layers(target: Target) -> Iterator[None]:
         text.layers = layers
 
 
-def _median_s(call: Callable[[], object], repeats: int, device: torch.device) -> float:
-    call()
-    return median(_timed(call, device) for _ in range(repeats))
+@torch.inference_mode()
+def _median_s(call: Callable[[], Tensor], transfer: Callable[[Tensor], object], repeats: int, device: torch.device) -> float:
+    """Median seconds of `call` and the transfer of its result to the host."""
+    return median(interleaved_s([lambda: transfer(call())], repeats, device)[0])
 
 
-def _timed(call: Callable[[], object], device: torch.device) -> float:
-    _synchronize(device)
-    start = time.perf_counter()
-    call()
-    _synchronize(device)
-    return time.perf_counter() - start
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _argmax_on_host(logits_NV: Tensor) -> list[int]:
+    return logits_NV.argmax(-1).tolist()
 
 
 def format_costs(costs: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ def project(report: Mapping[str, Any], costs: Mapping[str, Any]) -> list[dict[st
 
     Args:
         report: a `report.json`.
-        costs: cost tables of the large target, from `measure_costs`.
+        costs: cost tables of the large target, from `measure_shape_costs`.
 
     Raises:
         ValueError: one of the two has another format.

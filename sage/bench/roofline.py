@@ -25,7 +25,7 @@ def roofline_costs(
     widths: Sequence[int],
     contexts: Sequence[int],
 ) -> dict[str, Any]:
-    """Least times of passes and draft levels, in the form of `sage.bench.costs.measure_costs`.
+    """Least times of passes and draft levels, in the form of `sage.bench.costs.measure_shape_costs`.
 
     Args:
         bandwidth_gb_s: gigabytes (1e9) the device reads per second.

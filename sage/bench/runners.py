@@ -16,7 +16,6 @@ decode-only rates for everybody.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -26,10 +25,10 @@ from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 import sage
+from sage.costs.timing import PHASES, now_s
 from sage.drafts import KEEP_ALL, Pruning
 from sage.drafts.model import ModelDraft, check_pair
 from sage.sampling import Sampling
-from sage.stats import PHASES
 
 AUTOREGRESSIVE = "autoregressive"
 HF_GENERATE = "hf_generate"
@@ -94,7 +93,7 @@ class PolicyRunner:
     def run(self, inputs: Mapping[str, Tensor], sampling: Sampling) -> Run:
         """Generate once; the whole call is on the clock."""
         inputs = on_device(inputs, self.target.device)
-        start = _now(self.target.device)
+        start = now_s(self.target.device)
         out = sage.generate(
             self.target,
             self.draft,
@@ -103,7 +102,7 @@ class PolicyRunner:
             pruning=self.pruning,
             sampling=sampling,
         )
-        wall_s = _now(self.target.device) - start
+        wall_s = now_s(self.target.device) - start
         time_s = complete_stages(out.stats.time_s, wall_s)
         decode_s = wall_s - sum(time_s[stage] for stage in PREFILL_STAGES)
         return Run(tokens=out.tokens.tolist(), wall_s=wall_s, decode_s=decode_s, stats=out.stats, time_s=time_s)
@@ -133,7 +132,7 @@ class HFRunner:
         config = self._config(sampling)
         if sampling.temperature > 0:
             torch.manual_seed(sampling.seed)
-        start = _now(device)
+        start = now_s(device)
         with torch.no_grad():
             ids = self.target.model.generate(
                 **inputs,
@@ -142,7 +141,7 @@ class HFRunner:
                 synced_gpus=False,  # other ranks of a training run wait elsewhere
                 **self.call_options,
             )
-        end = _now(device)
+        end = now_s(device)
         tokens = ids[0, prompt_tokens:].tolist()
         return Run(tokens=tokens, wall_s=end - start, decode_s=end - stamp.time_s, prefill_tokens=stamp.tokens)
 
@@ -182,7 +181,7 @@ class FirstTokens(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         if not self.tokens:
-            self.time_s, self.tokens = _now(self.device), input_ids.shape[1] - self.prompt_tokens
+            self.time_s, self.tokens = now_s(self.device), input_ids.shape[1] - self.prompt_tokens
         return self.never
 
 
@@ -246,10 +245,3 @@ def _prompt_lookup(target: Any) -> dict[str, Any]:
         "prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS,
         "suppress_tokens": [config.image_token_id, config.video_token_id],
     }
-
-
-def _now(device: torch.device) -> float:
-    """Seconds on the monotonic clock, once the device has finished what it was given."""
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

@@ -1,17 +1,22 @@
-"""Measures, in a second or two at start-up, what a target pass and a draft level cost on this machine.
+"""Timed passes: what a target pass and a draft level cost on this machine.
 
-Shapes: N verified nodes (the root included), W nodes of one draft level, S context tokens.
+`measure_costs` takes a second or two when the first request of a cost-aware policy starts; `sage.bench.costs` times the same
+passes on a grid.
+
+Shapes: N verified nodes (the root included), W nodes of one draft level, S context tokens, V vocabulary, U draft vocabulary.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
+from sage.cache import TreeCache
 from sage.costs.tables import Costs, Curve
+from sage.costs.timing import interleaved_s
 from sage.drafts import Draft, DraftSession, new_session
 from sage.targets import Target
 
@@ -20,70 +25,70 @@ DRAFT_WIDTHS = (1, 2, 4, 8, 16)
 LONGER_NODES = 16
 NUM_CANDIDATES = 10
 REPEATS = 16
-LEAST_SPAN = 1024  # tokens between the two contexts
+MIN_CONTEXT_SPAN = 1024  # tokens between the two contexts
 
 
 @torch.inference_mode()
 def measure_costs(target: Target, draft: Draft, context: int, longer: int) -> Costs:
-    """Times target passes and draft levels on a made-up context; a second or two.
+    """Times target passes and draft levels on a synthetic context; takes the lower quartile of `REPEATS` runs.
 
     Args:
-        context: S to measure at.
-        longer: a second S, for the dependence on the context. `LEAST_SPAN` above `context` is used if that is more and within
-            the target's limit: over fewer tokens the difference is noise.
+        context: S of the cost tables.
+        longer: a second S, for the slope over the context. If it is less than `MIN_CONTEXT_SPAN` tokens above `context`, that
+            distance is used, as far as the target's limit allows: over fewer tokens the difference is noise.
     """
     room = max(VERIFY_NODES)
     limit = int(target.text_config.max_position_embeddings) - room
-    longer = max(longer, min(context + LEAST_SPAN, limit))
-    cache = target.new_cache(longer + room)
-    cache.storage.zero_()
-
-    def verify(nodes: int, length: int) -> Callable[[], None]:
-        tokens = torch.zeros(nodes, dtype=torch.long, device=target.device)
-        visible = torch.ones(nodes, nodes, dtype=torch.bool, device=target.device).tril()
-
-        def once() -> None:
-            cache.crop_to(length)
-            target.lm_head(target.tree_pass(tokens, tokens + length, visible, cache).last)
-
-        return once
-
+    longer = max(longer, min(context + MIN_CONTEXT_SPAN, limit))
+    cache = empty_cache(target, longer + room)
     session = new_session(draft, target, context + room)
-    levels = _seconds([_draft_level(session, width, context, target.device) for width in DRAFT_WIDTHS], target.device)
-    passes = [verify(nodes, context) for nodes in VERIFY_NODES]
-    *at_context, at_longer = _seconds([*passes, verify(LONGER_NODES, longer)], target.device)
-    grown = max(at_longer - at_context[VERIFY_NODES.index(LONGER_NODES)], 0.0)
+    levels = _lower_quartiles([draft_level(session, width, context, target.device) for width in DRAFT_WIDTHS], target.device)
+    passes = [verify_pass(target, cache, nodes, context) for nodes in VERIFY_NODES]
+    *at_context, at_longer = _lower_quartiles([*passes, verify_pass(target, cache, LONGER_NODES, longer)], target.device)
+    growth_s = max(at_longer - at_context[VERIFY_NODES.index(LONGER_NODES)], 0.0)
     return Costs(
         verify=Curve(list(VERIFY_NODES), at_context),
         draft=Curve(list(DRAFT_WIDTHS), levels),
         context=context,
-        verify_per_token=grown / max(longer - context, 1),
+        verify_per_token=growth_s / max(longer - context, 1),
     )
 
 
-def _draft_level(session: DraftSession, width: int, context: int, device: torch.device) -> Callable[[], None]:
+def empty_cache(target: Target, capacity: int) -> TreeCache:
+    """A cache of zeros: uninitialized memory may hold denormal numbers, which are slow on a CPU."""
+    cache = target.new_cache(capacity)
+    cache.storage.zero_()
+    return cache
+
+
+def verify_pass(target: Target, cache: TreeCache, num_nodes: int, context: int) -> Callable[[], Tensor]:
+    """Returns a call that verifies a chain of N nodes on top of S tokens and returns the logits [N, V].
+
+    The tree's shape is irrelevant: masks and rows cost the same for every tree of N nodes.
+    """
+    depths = torch.arange(num_nodes, device=target.device)
+    tokens = depths % target.vocab_size
+    ancestors = torch.ones(num_nodes, num_nodes, dtype=torch.bool, device=target.device).tril()
+
+    def run() -> Tensor:
+        cache.crop_to(context)
+        return target.lm_head(target.tree_pass(tokens, context + depths, ancestors, cache).last[0])
+
+    return run
+
+
+def draft_level(session: DraftSession, width: int, context: int, device: torch.device) -> Callable[[], Tensor]:
+    """Returns a call that drafts a level of W nodes below as many parents, on top of S tokens, and returns the probabilities
+    [W, K] of the best candidates.
+    """
     rows = torch.arange(width, device=device)
 
-    def once() -> None:
+    def run() -> Tensor:
         session.set_synthetic_state(context, width)
-        session.propose(session.expand(rows, torch.zeros_like(rows)), NUM_CANDIDATES)
+        return session.propose(session.expand(rows, torch.zeros_like(rows)), NUM_CANDIDATES)[0]
 
-    return once
-
-
-def _seconds(work: Sequence[Callable[[], None]], device: torch.device) -> list[float]:
-    """The lower quartile of a few runs of each after a warm-up, taken in turns: a busy spell of the machine hits all alike."""
-    times: list[list[float]] = [[] for _ in work]
-    for _ in range(REPEATS + 1):
-        for own, once in zip(times, work, strict=True):
-            _wait(device)
-            start = time.perf_counter()
-            once()
-            _wait(device)
-            own.append(time.perf_counter() - start)
-    return [statistics.quantiles(own[1:], n=4)[0] for own in times]
+    return run
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _lower_quartiles(calls: list[Callable[[], Tensor]], device: torch.device) -> list[float]:
+    return [statistics.quantiles(seconds, n=4)[0] for seconds in interleaved_s(calls, REPEATS, device)]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sage.drafts.registry import DraftKind
 from sage.drafts.session import DraftSession
+from sage.host_tensors import Tokens, TokenStagingBuffer
 from sage.targets import Features, Prompt, Target, load_target
 
 
@@ -108,6 +109,7 @@ class ModelSession(DraftSession):
         self.model, self.vocab_size = draft.model, target.vocab_size
         self.cache = self.model.new_cache(capacity)
         self.committed = 0
+        self._staging = TokenStagingBuffer(self.model.device)
         self.position = self._root_position = torch.zeros(1, dtype=torch.long, device=self.model.device)
         self.ancestors = torch.zeros(1, 0, dtype=torch.bool, device=self.model.device)
 
@@ -125,18 +127,20 @@ class ModelSession(DraftSession):
         return self._read(root)
 
     @torch.no_grad()
-    def expand(self, rows: Tensor, tokens: Tensor) -> Tensor:
+    def expand(self, rows: Tensor, tokens: Tokens) -> Tensor:
         own = torch.eye(len(rows), dtype=torch.bool, device=rows.device)
         self.ancestors = torch.cat((self.ancestors[rows], own), 1)
-        hidden = self.model.tree_pass(tokens, self.position.expand(len(rows)), self.ancestors, self.cache).last[0]
+        hidden = self.model.tree_pass(
+            self._staging.stage(tokens), self.position.expand(len(rows)), self.ancestors, self.cache
+        ).last[0]
         self.position = self.position + 1
         return self._logits(hidden)
 
     @torch.no_grad()
-    def commit(self, features: Features, tokens: Tensor) -> Tensor:
+    def commit(self, features: Features, tokens: Tokens) -> Tensor:
         self.cache.crop_to(self.committed)
         self.position = self._root_position + 1
-        return self._read(tokens)
+        return self._read(self._staging.stage(tokens))
 
     def set_synthetic_state(self, context: int, width: int) -> None:
         self.cache.storage[..., :context, :] = 0

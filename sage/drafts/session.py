@@ -16,6 +16,7 @@ from sage.drafts.compressor.spans import Marks, ends_of_turn
 from sage.drafts.eagle import EagleDraft
 from sage.drafts.eagle3 import Eagle3Draft
 from sage.drafts.layer import join_maps
+from sage.host_tensors import Tokens, TokenStagingBuffer
 from sage.targets import Features, Prompt, Target
 
 
@@ -40,24 +41,24 @@ class DraftSession(ABC):
         """Reads the prompt and the first token [1]; returns the logits below it, [1, U]."""
 
     @abstractmethod
-    def expand(self, rows: Tensor, tokens: Tensor) -> Tensor:
+    def expand(self, rows: Tensor, tokens: Tokens) -> Tensor:
         """Drafts one level deeper.
 
         Args:
             rows: LongTensor [F], each node's parent as a row of the previous call's result.
-            tokens: LongTensor [F], the nodes' tokens; the caller reuses its memory after the call.
+            tokens: [F], the nodes' tokens.
 
         Returns:
             [F, U], the logits below each node.
         """
 
     @abstractmethod
-    def commit(self, features: Features, tokens: Tensor) -> Tensor:
+    def commit(self, features: Features, tokens: Tokens) -> Tensor:
         """Drops the tree and reads the tokens that the target accepted since the last call.
 
         Args:
             features: the target's features [1, M, D] of the old root and the accepted tokens, without the next root.
-            tokens: LongTensor [M], the token after each of them, the next root last; its memory is reused after the call.
+            tokens: [M], the token after each of them, the next root last.
 
         Returns:
             [1, U], the logits below the next root.
@@ -105,6 +106,7 @@ class EagleSession(DraftSession):
         self.committed = self.depth = self.offset = 0
         self._set_origin(torch.zeros(1, dtype=torch.long, device=draft.device))
         self._siblings: dict[int, Tensor] = {}
+        self._staging = TokenStagingBuffer(draft.device)
 
     def _set_origin(self, position: Tensor) -> None:
         """Rope of every position from `position` [1] on, so that a level costs a slice; the root sits at `offset` of it."""
@@ -148,10 +150,11 @@ class EagleSession(DraftSession):
         return Marks.of(visual, ends_of_turn(tokens, self.target.eos_token_ids), is_answer)
 
     @torch.no_grad()
-    def expand(self, rows: Tensor, tokens: Tensor) -> Tensor:
+    def expand(self, rows: Tensor, tokens: Tokens) -> Tensor:
         mask = self._mask(rows)
         rope = self._rope(self.offset + self.depth, 1)
         self.depth += 1
+        tokens = self._staging.stage(tokens)
         embeds = self.target.embed_tokens(tokens)[None]
         parents = self.hidden.expand(len(rows), -1) if len(self.hidden) == 1 else self.hidden.index_select(0, rows)
         self.hidden = self.draft(embeds, parents[None], tokens, mask, self.cache, rope)[0]
@@ -168,8 +171,9 @@ class EagleSession(DraftSession):
         return mask[None, None]
 
     @torch.no_grad()
-    def commit(self, features: Features, tokens: Tensor) -> Tensor:
+    def commit(self, features: Features, tokens: Tokens) -> Tensor:
         self.cache.crop_to(self.committed)
+        tokens = self._staging.stage(tokens)
         length = len(tokens)
         mask = causal_mask(length, self.committed, self.group, self.dtype, tokens.device) if length > 1 else None
         rope = self._rope(self.offset, length)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sage.drafts import Draft, DraftSession
 from sage.generation import Generation, start
+from sage.host_tensors import Tokens
 from sage.targets import Features, Prompt, Target
 from sage.trees import Policy
 from sage.trees import policy as new_policy
@@ -80,12 +81,12 @@ class Recorder(DraftSession):
     def prefill(self, prompt: Prompt, features: Features, root: Tensor) -> Tensor:
         return self._start(self.session.prefill(prompt, features, root))
 
-    def commit(self, features: Features, tokens: Tensor) -> Tensor:
+    def commit(self, features: Features, tokens: Tokens) -> Tensor:
         return self._start(self.session.commit(features, tokens))
 
-    def expand(self, rows: Tensor, tokens: Tensor) -> Tensor:
+    def expand(self, rows: Tensor, tokens: Tokens) -> Tensor:
         logits = self.session.expand(rows, tokens)
-        self._frontier = [(*self._frontier[row], token) for row, token in zip(rows.tolist(), tokens.tolist(), strict=True)]
+        self._frontier = [(*self._frontier[row], token) for row, token in zip(rows.tolist(), map(int, tokens), strict=True)]
         return self._note(logits)
 
     def _start(self, logits: Tensor) -> Tensor:

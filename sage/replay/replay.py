@@ -17,17 +17,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from typing import Any
 
 import torch
 
 from sage.costs.tables import Costs
+from sage.costs.timing import RoundTimes
 from sage.host_tensors import CPU
 from sage.replay.recording import Candidates, Path, RecordedRound, Recording
-from sage.sampling import agreement
-from sage.stats import RoundTimes
 from sage.trees import Policy, RoundOutcome, Tree, new_builder
-from sage.verify import accept
+from sage.verify import Verdict
 
 NO_TOKEN = -1  # matches no drafted token
 
@@ -138,10 +137,13 @@ class _Round:
             self.widths.append(1)
         tree = self._draft() if is_drafting else Tree.of_root(self.root)
         paths = _paths(tree)
-        choices = [self._choice(path) for path in paths]
-        path, _ = accept(tree, choices)
+        next_tokens = [self._choice(path) for path in paths]
+        if self.policy.needs_feedback():
+            tree = replace(tree, draft_topk=_along_answer(tree, next_tokens))
+        verdict = Verdict.of_tokens(tree, next_tokens)
+        path = verdict.path
         accepted = min(len(path) - 1, len(self.answer))
-        self.policy.observe(self._outcome(tree, path, accepted, choices))
+        self.policy.observe(self._outcome(tree, verdict, accepted))
         is_cut = paths[path[-1]] in self.unknown
         emitted = min(accepted + 1, len(self.answer))
         one = ReplayedRound(accepted, emitted, len(tree) - 1, tree.depth, self.widths, self.asked, len(self.unknown), is_cut)
@@ -165,7 +167,7 @@ class _Round:
             if len(next_level.expand) == 0 or level == self.room - 1:
                 break
             rows, asked = builder.advance(next_level)
-            at = [(*at[row], token) for row, token in zip(rows.tolist(), asked.tolist(), strict=True)]
+            at = [(*at[row], token) for row, token in zip(rows.tolist(), map(int, asked), strict=True)]
             self.widths.append(len(at))
         return builder.tree(self.policy.select(builder))
 
@@ -179,18 +181,21 @@ class _Round:
         assert all(len(probs) >= count for probs, _ in rows), "recorded with fewer candidates than the policy looks at"
         return torch.stack([probs[:count] for probs, _ in rows]), torch.stack([tokens[:count] for _, tokens in rows])
 
-    def _outcome(self, tree: Tree, path: list[int], accepted: int, choices: list[int]) -> RoundOutcome:
-        """Labels are known along the answer only, so for a policy that learns the other nodes count as never asked about."""
-        if not self.policy.needs_feedback():
-            return RoundOutcome(accepted, tree, path, self.context)
-        assert self.costs is not None
-        labelled = [None if choice == NO_TOKEN else topk for topk, choice in zip(tree.draft_topk, choices, strict=True)]
-        tree = replace(tree, draft_topk=labelled)
-        verify_s = self.costs.verify_s(len(tree), self.context)
-        draft = [(width, self.costs.draft(width)) for width in self.widths]
-        total_s = verify_s + sum(seconds for _, seconds in draft) + self.costs.overhead
-        times = RoundTimes(verify_s, draft, total_s)
-        return RoundOutcome(accepted, tree, path, self.context, partial(agreement, tree, choices), lambda: times)
+    def _outcome(self, tree: Tree, verdict: Verdict, accepted: int) -> RoundOutcome:
+        outcome = RoundOutcome(accepted, tree, verdict.path, self.context)
+        if self.policy.needs_feedback():
+            assert self.costs is not None
+            verify_s = self.costs.verify_s(len(tree), self.context)
+            draft = [(width, self.costs.draft(width)) for width in self.widths]
+            total_s = verify_s + sum(seconds for _, seconds in draft) + self.costs.overhead
+            times = RoundTimes(verify_s, draft, total_s)
+            outcome.labels, outcome.times = verdict.labels, lambda: times
+        return outcome
+
+
+def _along_answer(tree: Tree, next_tokens: Sequence[int]) -> list[Any]:
+    """`Tree.draft_topk` without the nodes off the answer, whose target tokens, and so labels, are unknown."""
+    return [None if token == NO_TOKEN else topk for topk, token in zip(tree.draft_topk, next_tokens, strict=True)]
 
 
 def _paths(tree: Tree) -> list[Path]:

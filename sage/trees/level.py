@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sage.host_tensors import Mailbox, few_longs, longs
+from sage.host_tensors import Tokens, cached_index, long_tensor
 from sage.trees.base import Policy
 from sage.trees.tree import Columns, DraftedTree, Frontier, NextLevel, TopK, Tree
 
@@ -37,11 +37,11 @@ class TreeBuilder(DraftedTree, Protocol):
     def add(self, level: NextLevel[Any]) -> None:
         """Adds the nodes that the policy chose below the current frontier."""
 
-    def advance(self, level: NextLevel[Any]) -> tuple[Tensor, Tensor]:
+    def advance(self, level: NextLevel[Any]) -> tuple[Tensor, Tokens]:
         """Makes the nodes in `level.expand` the frontier.
 
         Returns:
-            [X] each: their parents' rows in the last frontier, and their tokens; valid until the next call.
+            [X] each: their parents' rows in the last frontier, and their tokens.
         """
 
     def tree(self, keep: Any = None) -> Tree:
@@ -52,25 +52,22 @@ class TreeBuilder(DraftedTree, Protocol):
         """
 
 
-def new_builder(
-    policy: Policy, root: int, device: torch.device, eos: Collection[int] = (), mailbox: Mailbox | None = None
-) -> TreeBuilder:
+def new_builder(policy: Policy, root: int, device: torch.device, eos: Collection[int] = ()) -> TreeBuilder:
     """Returns the builder for a policy on the host or on the device.
 
     Args:
         root: token of the tree's root.
         device: device of the tree.
         eos: tokens that end the answer.
-        mailbox: staging memory of the request, reused between rounds.
     """
-    return HostBuilder(root, device, eos, mailbox) if policy.is_on_host else DeviceBuilder(root, device)
+    return HostBuilder(root, device, eos) if policy.is_on_host else DeviceBuilder(root, device)
 
 
 class HostBuilder:
     """For policies on the host; `open_level` synchronizes with the device. Arguments as for `new_builder`."""
 
-    def __init__(self, root: int, device: torch.device, eos: Collection[int] = (), mailbox: Mailbox | None = None) -> None:
-        self.device, self.eos, self.mailbox = device, frozenset(eos), mailbox or Mailbox()
+    def __init__(self, root: int, device: torch.device, eos: Collection[int] = ()) -> None:
+        self.device, self.eos = device, frozenset(eos)
         self._tokens, self._parents, self._depths = [root], [-1], [0]
         self._draft_topk: list[TopK | None] = [None]
         self._frontier = [0]
@@ -97,7 +94,7 @@ class HostBuilder:
         self._depths += [self._level] * added
         self._draft_topk += [None] * added
 
-    def advance(self, level: NextLevel[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    def advance(self, level: NextLevel[Sequence[int]]) -> tuple[Tensor, Tokens]:
         width, picks = len(self._candidates[0]), level.picks
         first = len(self._tokens) - len(picks)
         rows: list[int] = []
@@ -108,7 +105,7 @@ class HostBuilder:
             rows.append(pick // width)
             tokens.append(self._tokens[node])
             self._frontier.append(node)
-        return few_longs(tuple(rows), self.device), self.mailbox.put(tokens, self.device)
+        return cached_index(tuple(rows), self.device), tokens
 
     @property
     def path_probs(self) -> Tensor:
@@ -203,7 +200,7 @@ class DeviceBuilder:
     @cached_property
     def _assembled(self) -> tuple[Tensor, Tensor, Tensor]:
         """Depths and places of all nodes, LongTensor [N] each, and the expanded node of every row, [1 + E]."""
-        width, zero = self._tokens[0].shape[1], longs([0], self.device)
+        width, zero = self._tokens[0].shape[1], long_tensor([0], self.device)
         picks = [level.picks for level in self._levels]
         expanded = [level.expand for level in self._levels[: len(self._tokens) - 1]]
         starts = [width]
@@ -211,7 +208,7 @@ class DeviceBuilder:
             starts.append(starts[-1] + tokens.numel())
         starts_N, starts_E = _repeated(starts, picks), [0, *_repeated(starts, expanded)]
         depths = _repeated(range(1, len(picks) + 1), picks)
-        depth_N, start_N, start_E = longs([0, *depths, 0, *starts_N, 0, *starts_E], self.device).split(
+        depth_N, start_N, start_E = long_tensor([0, *depths, 0, *starts_N, 0, *starts_E], self.device).split(
             (self.num_nodes, self.num_nodes, 1 + len(starts_E))
         )
         places = torch.cat((zero, *picks)) + start_N

@@ -13,8 +13,8 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from sage.host_tensors import CPU, longs, onto
-from sage.stats import RoundTimes
+from sage.costs.timing import RoundTimes
+from sage.host_tensors import CPU, long_tensor, to_device
 
 TopK = tuple[list[float], list[int]]  # the draft's K largest probabilities below a node, descending, and their tokens
 Indices = TypeVar("Indices")
@@ -51,7 +51,7 @@ class Tree:
     def of(cls, columns: Columns, device: torch.device = CPU, draft_topk: Sequence[TopK | None] = ()) -> Tree:
         """Returns the tree with these fields."""
         parents, depths, ancestors = _shape(tuple(columns.parents), tuple(columns.depths), device)
-        tree = cls(longs(columns.tokens, device), parents, depths, max(columns.depths), draft_topk)
+        tree = cls(long_tensor(columns.tokens, device), parents, depths, max(columns.depths), draft_topk)
         tree.columns, tree.ancestors = columns, ancestors
         return tree
 
@@ -89,7 +89,7 @@ class Tree:
 @lru_cache(maxsize=1024)
 def _shape(parents: tuple[int, ...], depths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Returns `Tree.parents`, `depths` and `ancestors`; cached because shapes recur. Do not modify the result."""
-    return longs(parents, device), longs(depths, device), ancestors_of(parents, device)
+    return long_tensor(parents, device), long_tensor(depths, device), ancestors_of(parents, device)
 
 
 def ancestors_of(parents: Sequence[int], device: torch.device) -> Tensor:
@@ -100,7 +100,7 @@ def ancestors_of(parents: Sequence[int], device: torch.device) -> Tensor:
         row[node] = 1
         rows.append(row)
     size = len(parents)
-    return onto(device, torch.frombuffer(bytearray().join(rows), dtype=torch.bool, offset=size).view(size, size))
+    return to_device(torch.frombuffer(bytearray().join(rows), dtype=torch.bool, offset=size).view(size, size), device)
 
 
 class Frontier:

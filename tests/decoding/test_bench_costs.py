@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sage.bench.__main__ import main
-from sage.bench.costs import extrapolated, format_costs, measure_costs, without_layers
+from sage.bench.costs import extrapolated, format_costs, measure_shape_costs, without_layers
 from sage.bench.projection import format_projection, project
 from sage.bench.roofline import roofline_costs
 from sage.bench.shapes import SHAPES, Shape, layers_that_fit, random_target, shape_named
@@ -16,7 +16,7 @@ TINY = Shape(name="tiny", hidden_size=32, intermediate_size=48, num_layers=4, nu
 
 
 def costs(num_layers, **options):
-    return measure_costs(
+    return measure_shape_costs(
         TINY, num_layers, torch.float32, CPU, nodes=(1, 4), widths=(1, 3), contexts=(8, 32), repeats=1, **options
     )
 

@@ -23,8 +23,9 @@ from sage.bench.runners import (
     on_device,
 )
 from sage.bench.summary import acceptance_by_depth, accepted_histogram, pooled_counts, summarize
+from sage.costs.timing import PHASES
 from sage.sampling import Sampling
-from sage.stats import PHASES, Stats
+from sage.stats import Stats
 
 SAMPLING = Sampling(max_new_tokens=8)
 PROMPTS = [BenchPrompt(name=f"p{i}", inputs={}, family="even" if i % 2 == 0 else "odd") for i in range(4)]

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from support.slow_trees import SlowTree, add_next_level, numbers
-from support.toy_helpers import PROMPT, SteadyClock, make_policy, toy_request, toy_tree
+from support.toy_helpers import PROMPT, make_policy, toy_request, toy_tree
 from torch import Tensor
 
 import sage
 from sage.costs import measure as probe
 from sage.costs.calibration import Calibrator, Reliability
-from sage.costs.measure import LEAST_SPAN
+from sage.costs.measure import MIN_CONTEXT_SPAN
 from sage.costs.tables import Costs, Curve
+from sage.costs.timing import RoundTimes
 from sage.decoder import decode
-from sage.sampling import Sampling, TargetSampler, agreement
-from sage.stats import RoundTimes, Stats
+from sage.sampling import Sampling, TargetSampler
 from sage.trees import Frontier, RoundOutcome, Tree
 from sage.trees.cost_aware.learner import (
     LABELLED_RANKS,
@@ -32,7 +31,7 @@ from sage.trees.cost_aware.learner import (
     labelled_candidates,
 )
 from sage.trees.cost_aware.pricing import ChildMass
-from sage.verify import accept
+from sage.verify import Verdict, Verifier
 
 
 def flat_costs(node: float = 0.1, level: float = 0.5, base: float = 1.0) -> Costs:
@@ -150,7 +149,7 @@ class TestCurve:
         tree_pass = tiny_qwen.tree_pass
         monkeypatch.setattr(probe, "REPEATS", 2)
         monkeypatch.setattr(tiny_qwen, "tree_pass", lambda *args: (seen.add(args[3].length), tree_pass(*args))[1])
-        for context, longer, expected in ((10, 12, 10 + LEAST_SPAN), (10, 2000, 2000), (3900, 3901, limit - 64)):
+        for context, longer, expected in ((10, 12, 10 + MIN_CONTEXT_SPAN), (10, 2000, 2000), (3900, 3901, limit - 64)):
             seen.clear()
             probe.measure_costs(tiny_qwen, sage.new_draft(tiny_qwen), context, longer)
             assert seen == {context, expected}
@@ -243,11 +242,10 @@ class TestLearning:
             policy.begin()
             tree, _ = toy_tree(policy, root=(seed % 4,))
             choices = [seed % 3] * len(tree)
-            path, _ = accept(tree, choices)
+            verdict = Verdict.of_tokens(tree, choices)
+            path = verdict.path
             times = RoundTimes(1.1, [(1, 0.01)], 1.2)
-            policy.observe(
-                RoundOutcome(len(path) - 1, tree, path, 9, partial(agreement, tree, choices), lambda times=times: times)
-            )
+            policy.observe(RoundOutcome(len(path) - 1, tree, path, 9, verdict.labels, lambda times=times: times))
         return policy
 
     def test_at_1_2_4_8_rounds_and_then_in_batches(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,8 +321,8 @@ class TestLearning:
             policy = make_policy("static", {"paths": [(0,), (1,), (0, 0), (0, 2), (0, 0, 1)]})
             tree, _ = toy_tree(policy, root=(seed % 4,))
             choices = [(seed + node) % 4 for node in range(len(tree))]
-            path, _ = accept(tree, choices)
-            outcomes.append(RoundOutcome(len(path) - 1, tree, path, labels=partial(agreement, tree, choices)))
+            verdict = Verdict.of_tokens(tree, choices)
+            outcomes.append(RoundOutcome(len(verdict.path) - 1, tree, verdict.path, labels=verdict.labels))
         found = labelled_candidates(outcomes)
         assert found is not None
         rows = []
@@ -349,11 +347,12 @@ class TestLearning:
 
     def test_the_log_says_what_was_drafted(self) -> None:
         """Every round's levels and nodes, and with them a reason that fits."""
-        policy, stats = make_policy("cost_aware", {"max_depth": 3, "max_nodes": 3, "top_k": 3}), Stats()
+        policy = make_policy("cost_aware", {"max_depth": 3, "max_nodes": 3, "top_k": 3})
         request = toy_request(policy, {}, 10, [])
-        request.sampler = TargetSampler(Sampling(temperature=1.0, seed=3), torch.tensor(PROMPT))
-        for _ in decode(request, SteadyClock(), stats):  # type: ignore[arg-type]
+        request.verifier = Verifier(TargetSampler(Sampling(temperature=1.0, seed=3), torch.tensor(PROMPT)))
+        for _ in decode(request):
             pass
+        stats = request.stats
         assert stats.rounds_log and any(entry["drafted"] > entry["nodes"] for entry in stats.rounds_log)
         for entry in stats.rounds_log:
             assert entry["expanded"] >= entry["levels"] >= entry["depth"] and entry["drafted"] >= entry["nodes"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.messages import refused
 from support.models import EOS, OracleSession, in_float64, make_inputs, make_llava, make_qwen, random_draft
 from support.toy_helpers import make_policy
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
@@ -120,31 +121,45 @@ def test_draft_after_commit_equals_a_draft_that_read_everything_at_once(tiny_tar
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "model"])
-def test_drafts_keep_no_tokens_they_were_told(kind: str, tiny_qwen: sage.Target) -> None:
-    """Tokens are on loan: the next ones take their place."""
+def test_reused_staging_memory_does_not_change_draft_logits(
+    kind: str, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inputs = make_inputs(tiny_qwen)
+    options = {"feature_levels": [1, 2, 3]} if kind == "eagle3" else {}
+    draft = ModelDraft(tiny_qwen, tiny_qwen) if kind == "model" else random_draft(tiny_qwen, kind, seed=1, **options)
 
-    def said(spoils: bool) -> list[torch.Tensor]:
-        options = {"feature_levels": [1, 2, 3]} if kind == "eagle3" else {}
-        draft = ModelDraft(tiny_qwen, tiny_qwen) if kind == "model" else random_draft(tiny_qwen, kind, seed=1, **options)
+    def draft_logits(is_overwritten: bool) -> list[torch.Tensor]:
         run = generation.start(tiny_qwen, draft, inputs, policy="static", max_new_tokens=LENGTH)
-        session, heard = run.request.session, []
+        session, found = run.request.session, []
+        stage = session._staging.stage
+        staged: list[torch.Tensor] = []
+        monkeypatch.setattr(session._staging, "stage", lambda tokens: (staged.append(stage(tokens)), staged[-1])[1])
 
-        def spoiling(ask: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-            def asked(about: Any, tokens: torch.Tensor) -> torch.Tensor:
-                heard.append(ask(about, tokens))
-                if spoils:
-                    tokens.fill_(0)
-                return heard[-1]
+        def watched(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+            def once(*args: Any) -> torch.Tensor:
+                found.append(call(*args))
+                if is_overwritten:
+                    staged[-1].fill_(0)
+                return found[-1]
 
-            return asked
+            return once
 
-        session.expand, session.commit = spoiling(session.expand), spoiling(session.commit)
+        session.expand, session.commit = watched(session.expand), watched(session.commit)
         list(run.rounds())
-        return heard
+        return found
 
-    spoiled, left = said(True), said(False)
-    assert len(left) > 4 and all(torch.equal(one, other) for one, other in zip(spoiled, left, strict=True))
+    overwritten, left = draft_logits(True), draft_logits(False)
+    assert len(left) > 4 and all(torch.equal(one, other) for one, other in zip(overwritten, left, strict=True))
+
+
+def test_features_are_kept_for_a_later_turn_only(tiny_qwen: sage.Target) -> None:
+    draft = random_draft(tiny_qwen, seed=1)
+    for keep_prefix in (False, True):
+        inputs = make_inputs(tiny_qwen)
+        run = generation.start(tiny_qwen, draft, inputs, policy="static", max_new_tokens=8, keep_prefix=keep_prefix)
+        list(run.rounds())
+        num_tokens = sum(features.last.shape[1] for features in run.request.features)
+        assert num_tokens == (run.request.cache.length if keep_prefix else 0)
 
 
 @pytest.mark.parametrize("policy", sage.POLICIES)
@@ -302,7 +317,7 @@ def test_padding_changes_nothing(side: str, tiny_target: sage.Target) -> None:
         out = sage.generate(tiny_target, draft, padded, policy=policy, max_new_tokens=12)
         assert out.tokens.tolist() == expected
         assert out.stats.prompt_tokens == ids.shape[1]
-    with pytest.raises(ValueError, match="the attention mask hides every token"):
+    with refused("inputs", "attention mask"):
         sage.generate(tiny_target, draft, {**inputs, "attention_mask": torch.zeros_like(ids)}, max_new_tokens=12)
 
 
@@ -319,35 +334,35 @@ def test_requests_do_not_leak_into_each_other(tiny_qwen: sage.Target) -> None:
 
 class TestMistakes:
     def test_policy_without_a_draft(self, tiny_qwen: sage.Target) -> None:
-        with pytest.raises(ValueError, match="policy 'chain' needs one"):
+        with refused("draft", "chain"):
             sage.generate(tiny_qwen, None, make_inputs(tiny_qwen), policy="chain")
 
     @pytest.mark.parametrize("length", [0, -3])
     def test_no_tokens_asked_for(self, length: int, tiny_qwen: sage.Target) -> None:
-        with pytest.raises(ValueError, match=f"max_new_tokens: {length} is not allowed"):
+        with refused("max_new_tokens", str(length)):
             sage.generate(tiny_qwen, None, make_inputs(tiny_qwen), policy="autoregressive", max_new_tokens=length)
 
     def test_context_limit(self, tiny_qwen: sage.Target) -> None:
-        with pytest.raises(ValueError, match=r"exceed the target's context of 512; ask for at most 496"):
+        with refused("max_new_tokens", "600", "512", "496"):
             sage.generate(tiny_qwen, None, make_inputs(tiny_qwen), policy="autoregressive", max_new_tokens=600)
 
     def test_a_batch(self, tiny_qwen: sage.Target) -> None:
         inputs = {"input_ids": torch.randint(2, 60, (2, 5))}
-        with pytest.raises(ValueError, match="batch of 2"):
+        with refused("inputs", "2"):
             sage.generate(tiny_qwen, None, inputs, policy="autoregressive")
 
     def test_a_draft_of_another_target(self, tiny_qwen: sage.Target, tiny_llava: sage.Target) -> None:
-        with pytest.raises(ValueError, match=r"made for llava_onevision .* but the target is qwen2_5_vl"):
+        with refused("llava_onevision", "qwen2_5_vl"):
             sage.generate(tiny_qwen, sage.new_draft(tiny_llava), make_inputs(tiny_qwen))
 
     def test_streaming_without_a_processor(self, tiny_qwen: sage.Target) -> None:
-        with pytest.raises(ValueError, match="no processor"):
+        with refused("stream", "processor"):
             next(sage.stream(tiny_qwen, None, make_inputs(tiny_qwen), policy="autoregressive"))
 
     def test_nan_in_the_draft_names_its_pass(self, tiny_qwen: sage.Target) -> None:
         draft = sage.new_draft(tiny_qwen)
         draft.fc.weight.data[0] = float("nan")
-        with pytest.raises(ValueError, match="draft: its pass over level 1 after 1 new tokens gave NaN"):
+        with refused("draft", "level 1", "NaN"):
             sage.generate(tiny_qwen, draft, make_inputs(tiny_qwen))
 
     @pytest.mark.parametrize("policy", [name for name in sage.POLICIES if name != "autoregressive"])
@@ -361,12 +376,12 @@ class TestMistakes:
         assert run.request.session is not None
         expand = run.request.session.expand
         run.request.session.expand = lambda rows, tokens: expand(rows, tokens) * float("nan")  # type: ignore[method-assign]
-        with pytest.raises(ValueError, match=r"draft: its pass over level \d+ after 1 new tokens gave NaN"):
+        with refused("draft", "level", "NaN"):
             list(run.rounds())
 
     def test_nan_weights_stop_with_a_message(self, tiny_qwen: sage.Target) -> None:
         tiny_qwen.model.lm_head.weight.data[3] = float("nan")
-        with pytest.raises(ValueError, match="the target's prefill of 16 tokens gave NaN"):
+        with refused("prefill of 16 tokens", "NaN"):
             sage.generate(tiny_qwen, None, make_inputs(tiny_qwen), policy="autoregressive")
 
 

@@ -77,7 +77,7 @@ def grow(policy: Policy, seed: int, levels: int, is_on_device: bool) -> tuple[Tr
         if len(frontier) == 0 or level == levels:
             break
         rows, asked = builder.advance(next_level)
-        assert torch.equal(asked, slow.tokens[frontier]) and torch.equal(parents[rows], slow.parents[frontier])
+        assert torch.equal(torch.as_tensor(asked), slow.tokens[frontier]) and torch.equal(parents[rows], slow.parents[frontier])
     return builder, slow
 
 

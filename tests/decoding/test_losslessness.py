@@ -19,7 +19,6 @@ from support.toy_helpers import (
     VOCABULARY,
     Context,
     Law,
-    SteadyClock,
     distance,
     make_policy,
     probability,
@@ -184,7 +183,8 @@ Q_SIX = torch.tensor([0.5, *[0.1] * 5], dtype=torch.float64)
 def test_negative_control_min_of_one_and_p_over_q_is_biased_for_a_tree_of_top_candidates() -> None:
     """The top candidate passes with .21, twice its probability: law (.21, .158 x 5), a total variation of .105."""
     request = toy_request(Eagle2(total=2, depth=1, top_k=1), {}, 2, [])
-    tree = draft_tree(0, Q_SIX.log()[None], request, SteadyClock(), Stats())  # type: ignore[arg-type]
+    request.root, request.draft_logits = 0, Q_SIX.log()[None]
+    tree = draft_tree(request)
     assert tree.tokens.tolist() == [0, 0]
     top_candidate = torch.nn.functional.one_hot(tree.tokens[1], 6).double()
     biased = checked_by_ratio(top_candidate, P_SIX, Q_SIX)
@@ -213,19 +213,19 @@ def loop_law(name: str, options: dict[str, Any], eos: list[int], sampling: Sampl
     runs: list[Stats] = []
 
     def explore(fixed: dict[Context, int], weight: float) -> None:
-        request, stats = toy_request(make_policy(name, options), fixed, 4, eos, sampling), Stats()
+        request = toy_request(make_policy(name, options), fixed, 4, eos, sampling)
         tokens: Context = ()
-        for round_ in decode(request, SteadyClock(), stats):  # type: ignore[arg-type]
+        for round_ in decode(request):
             tokens += tuple(round_.tokens)
             if UNDECIDED in tokens:
                 break
         if UNDECIDED not in tokens:
             law[tokens] += weight
-            runs.append(stats)
+            runs.append(request.stats)
             return
         context = tokens[: tokens.index(UNDECIDED)]
         assert context not in fixed, "a token was taken from another context's draw"
-        for draw, p in enumerate(request.sampler.laws[context].tolist()):  # type: ignore[attr-defined]
+        for draw, p in enumerate(request.verifier.sampler.laws[context].tolist()):  # type: ignore[attr-defined]
             if p > 0:
                 explore({**fixed, context: draw}, weight * p)
 
@@ -277,7 +277,7 @@ def test_negative_control_the_loop_notices_a_biased_acceptance(monkeypatch: pyte
             return accept(tree, choices)
         return [0, 1], [int(tree.tokens[1]), choices[1]]
 
-    monkeypatch.setattr("sage.decoder.accept", eager)
+    monkeypatch.setattr("sage.verify.accept", eager)
     law, _ = loop_law("chain", {"depth": 1}, [])
     assert distance(law, sequences(4)) > 0.02
 

@@ -6,16 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from support.messages import refused
 from support.models import OracleSession, make_inputs, make_llava, make_qwen
 
 import sage
 from sage import generation
 from sage.costs.tables import Costs, Curve
+from sage.costs.timing import Clock
 from sage.decoder import Request, draft_tree
+from sage.host_tensors import CPU
 from sage.replay.recording import RecordedRound, Recording, record
 from sage.replay.replay import NO_TOKEN, replay
 from sage.sampling import Sampling
-from sage.stats import Clock, Stats
 from sage.stopping_rules import StopCriterion
 from sage.trees import Policy
 from sage.verify import accept
@@ -77,9 +79,9 @@ def real_chain(ready: Any, recording: Recording, depth: int) -> list[int]:
         stop.append(answer[: recorded.position])
         chain = sage.policy("chain", depth=depth)
         chain.num_candidates = 16  # as recorded: top-1 and top-16 may order the oracle's equal probabilities differently
-        request = Request(target, session, chain, None, stop, None, None)  # type: ignore[arg-type]
-        root = answer[recorded.position - 1]
-        tree = draft_tree(root, session._start(), request, Clock(torch.device("cpu")), Stats())
+        request = Request(target, session, chain, None, stop, None, None, Clock(CPU))  # type: ignore[arg-type]
+        request.root, request.draft_logits = answer[recorded.position - 1], session._start()
+        tree = draft_tree(request)
         chosen = [*answer[recorded.position :], *[NO_TOKEN] * len(tree)][: len(tree)]
         path, _ = accept(tree, chosen)
         accepted.append(len(path) - 1)
@@ -133,7 +135,7 @@ def test_a_policy_that_learns_gets_labels_along_the_answer_and_leaves_the_tables
 
 
 def test_a_policy_that_plans_by_costs_needs_them() -> None:
-    with pytest.raises(ValueError, match="policy 'cost_aware' plans by costs; give the cost tables"):
+    with refused("replay", "cost_aware"):
         replay([toy_recording()], sage.policy("cost_aware"))
 
 

@@ -19,6 +19,7 @@ import sage
 from sage import generation
 from sage.sampling import Sampling, TargetSampler, gumbel
 from sage.stopping_rules import StopCriterion
+from sage.verify import Verifier
 
 LENGTH = 28
 PROMPT = torch.tensor([3, 0])
@@ -66,9 +67,9 @@ def test_labels_are_verdicts_or_probabilities() -> None:
     tree.note_candidates(torch.tensor([0]), torch.tensor([[0.5, 0.2]]), torch.tensor([[1, 2]]))
     logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 0.0]])
     greedy = sampler()
-    judge = greedy.labels(greedy(logits, tree).tolist(), tree)
+    judge = Verifier(greedy).verify(logits, tree, needs_labels=True).labels
     sampled = sampler(temperature=1.0)
-    weigh = sampled.labels(sampled(logits, tree).tolist(), tree)
+    weigh = Verifier(sampled).verify(logits, tree, needs_labels=True).labels
     sampled(logits + torch.randn(2, 3), tree)  # a verdict that is asked for later is the same
     assert judge(2) == [[1.0, 0.0]] and judge(1) == [[1.0]], "of the one node that the draft was asked about"
     torch.testing.assert_close(torch.tensor(weigh(2)), logits.softmax(-1)[:1, 1:])

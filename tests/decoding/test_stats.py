@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sage import stats
-from sage.host_tensors import CPU, Mailbox, doubles, longs
+from sage.costs import timing
+from sage.host_tensors import CPU, TokenStagingBuffer, double_tensor, long_tensor
 
 
 def test_a_rounds_timings_can_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 1.0, 3.0, 3.5, 3.75, 6.75, 7.0, 11.0])
-    monkeypatch.setattr(stats.time, "perf_counter", lambda: next(now))
-    clock = stats.Clock(CPU)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(now))
+    clock = timing.Clock(CPU)
     clock.lap("commit")  # the round before
     clock.start_round()  # two seconds later: somebody took a while over the last one
     clock.lap("policy")
@@ -21,29 +21,29 @@ def test_a_rounds_timings_can_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     clock.lap("accept")
     times = clock.round_times()
     clock.lap("verify", 99)  # the round after
-    assert times() == times() == stats.RoundTimes(verify_s=3.0, draft=[(3, 0.75)], total_s=4.0)
+    assert times() == times() == timing.RoundTimes(verify_s=3.0, draft=[(3, 0.75)], total_s=4.0)
     seconds = clock.seconds()
     assert seconds["verify"] == 7.0 and seconds["commit"] == 1.0 and sum(seconds.values()) == 9.0
 
 
 @pytest.mark.parametrize("values", [[], [7], [3, -1, 2**40]])
 def test_numbers_become_tensors(values: list[int]) -> None:
-    assert torch.equal(longs(values, CPU), torch.tensor(values, dtype=torch.long))
-    assert torch.equal(doubles([0.5 * value for value in values]), 0.5 * torch.tensor(values, dtype=torch.float64))
+    assert torch.equal(long_tensor(values, CPU), torch.tensor(values, dtype=torch.long))
+    assert torch.equal(double_tensor([0.5 * value for value in values]), 0.5 * torch.tensor(values, dtype=torch.float64))
 
 
-def test_a_mailbox_carries_what_was_put_last() -> None:
-    mailbox = Mailbox()
+def test_staging_buffer_holds_the_tokens_of_the_last_call() -> None:
+    buffer = TokenStagingBuffer(CPU)
     for values in ([7], [3, -1, 2**40], [], [5, 6, 7], list(range(200)), [4]):
-        assert torch.equal(mailbox.put(values, CPU), torch.tensor(values, dtype=torch.long))
-    first = mailbox.put([1, 2], CPU)
-    assert mailbox.put([3, 4], CPU).tolist() == first.tolist() == [3, 4]
+        assert torch.equal(buffer.stage(values), torch.tensor(values, dtype=torch.long))
+    tensor = torch.tensor([1, 2])
+    assert buffer.stage(tensor) is tensor
 
 
 def test_what_is_skipped_is_booked_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 1.0, 51.0, 53.0])
-    monkeypatch.setattr(stats.time, "perf_counter", lambda: next(now))
-    clock = stats.Clock(CPU)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(now))
+    clock = timing.Clock(CPU)
     clock.lap("vision")
     clock.skip()
     clock.lap("vision")

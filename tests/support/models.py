@@ -14,6 +14,7 @@ from transformers import (
 
 import sage
 from sage.drafts import DraftSession
+from sage.host_tensors import Tokens
 
 VOCABULARY = 330  # room for 64 ids of our own and every byte
 IMAGE_TOKEN, VIDEO_TOKEN, EOS = 60, 61, 1
@@ -152,15 +153,15 @@ class OracleSession(DraftSession):
         self.known = 1
         return self._start()
 
-    def expand(self, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    def expand(self, rows: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         paths = [self.paths[row] for row in rows.tolist()]
         self.paths = [
             None if at is None or at >= len(self.answer) or token != self.answer[at] else at + 1
-            for at, token in zip(paths, tokens.tolist(), strict=True)
+            for at, token in zip(paths, map(int, tokens), strict=True)
         ]
         return torch.stack([self._logits(at) for at in self.paths])
 
-    def commit(self, features: object, tokens: torch.Tensor) -> torch.Tensor:
+    def commit(self, features: object, tokens: Tokens) -> torch.Tensor:
         self.known += len(tokens)
         return self._start()
 

@@ -18,13 +18,15 @@ import torch
 
 import sage
 from sage.costs.tables import Costs, Curve
+from sage.costs.timing import RoundTimes
 from sage.decoder import Request, draft_tree
 from sage.drafts import DraftSession
+from sage.host_tensors import Tokens
 from sage.sampling import Sampling, TargetSampler
-from sage.stats import RoundTimes, Stats
 from sage.stopping_rules import StopCriterion
 from sage.targets import Features, Prompt
 from sage.trees import Policy, Tree
+from sage.verify import Verifier
 
 Context = tuple[int, ...]
 Law = dict[Context, float]
@@ -70,12 +72,12 @@ class TableSession(DraftSession):
         self.context = tuple(root.tolist())
         return self.start()
 
-    def expand(self, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        self.paths = [(*self.paths[row], token) for row, token in zip(rows.tolist(), tokens.tolist(), strict=True)]
+    def expand(self, rows: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        self.paths = [(*self.paths[row], token) for row, token in zip(rows.tolist(), map(int, tokens), strict=True)]
         return torch.stack([self.law(path) for path in self.paths]).log()
 
-    def commit(self, features: object, tokens: torch.Tensor) -> torch.Tensor:
-        self.context += tuple(tokens.tolist())
+    def commit(self, features: object, tokens: Tokens) -> torch.Tensor:
+        self.context += tuple(map(int, tokens))
         return self.start()
 
     def start(self) -> torch.Tensor:
@@ -165,7 +167,8 @@ def toy_request(
     cache: Any = TableCache()
     session = TableSession(draft_law) if policy.num_candidates else None
     sampling = replace(sampling, max_new_tokens=max_new_tokens)
-    return Request(target, session, policy, Draws(target, fixed, sampling), StopCriterion(sampling, eos), prompt, cache)
+    verifier, clock = Verifier(Draws(target, fixed, sampling)), SteadyClock()
+    return Request(target, session, policy, verifier, StopCriterion(sampling, eos), prompt, cache, clock)  # type: ignore[arg-type]
 
 
 def probability(tokens: Context, law: NextLaw = target_law) -> float:
@@ -190,14 +193,14 @@ def distance(found: Law, expected: Law) -> float:
 def toy_tree(policy: Policy, root: Context = (0,), levels: int = 3) -> tuple[Tree, list[Context]]:
     """One real `draft_tree` below `root`, and the context of each node."""
     request = toy_request(policy, {}, levels + 1, [])
-    logits = None
+    request.root = root[-1]
     if request.session:
         request.session.context = root  # type: ignore[attr-defined]
-        logits = request.session.start()  # type: ignore[attr-defined]
+        request.draft_logits = request.session.start()  # type: ignore[attr-defined]
     policy.reset()
     policy.begin()
     request.stop.append([root[-1]])
-    tree = draft_tree(root[-1], logits, request, SteadyClock(), Stats())  # type: ignore[arg-type]
+    tree = draft_tree(request)
     contexts = [root]
     for parent, token in zip(tree.parents.tolist()[1:], tree.tokens.tolist()[1:], strict=True):
         contexts.append((*contexts[parent], token))

@@ -12,7 +12,7 @@ import sage
 from benchmarks.papers.figures import Json
 from benchmarks.papers.lab import Lab
 from benchmarks.papers.measure.policies import policy_figures
-from sage.bench.costs import NODES, WIDTHS, measure_costs
+from sage.bench.costs import NODES, WIDTHS, measure_shape_costs
 from sage.bench.projection import project
 from sage.bench.report_table import HOST_STAGES, SHARES, decode_shares
 from sage.bench.roofline import roofline_costs
@@ -48,7 +48,7 @@ def _costs_on_this_machine(lab: Lab) -> Json:
 
     def measure() -> Json:
         shape = shape_named(plan.shape)
-        return measure_costs(shape, plan.layers, DTYPE, device, plan.nodes, plan.widths, plan.contexts, plan.repeats)
+        return measure_shape_costs(shape, plan.layers, DTYPE, device, plan.nodes, plan.widths, plan.contexts, plan.repeats)
 
     return lab.figures("projection", "costs", {"costs": asdict(plan)}, measure)
 

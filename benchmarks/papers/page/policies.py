@@ -22,7 +22,7 @@ from benchmarks.papers.page.markdown import (
 )
 from sage.bench.runners import AUTOREGRESSIVE
 from sage.bench.tables import markdown_table
-from sage.stats import PHASES
+from sage.costs.timing import PHASES
 
 CAPTION_SPEEDUP = 2.0  # promised by the README
 SAGE_LEAD = 1.2  # over static, in tokens per pass

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sage.costs.calibration import Calibrator, Reliability
 from sage.costs.tables import Costs
-from sage.host_tensors import CPU, doubles, longs
+from sage.host_tensors import CPU, double_tensor, long_tensor
 from sage.trees.cost_aware.pricing import ChildMass
 from sage.trees.tree import RoundOutcome
 
@@ -163,4 +163,9 @@ def labelled_candidates(outcomes: Iterable[RoundOutcome]) -> tuple[Tensor, Tenso
                 weights.append(1.0 if node in path else OFF_PATH_WEIGHT)
     if not draft_probs:
         return None
-    return doubles(draft_probs).view(-1, ranks), longs(depths, CPU), doubles(labels).view(-1, ranks), doubles(weights)
+    return (
+        double_tensor(draft_probs).view(-1, ranks),
+        long_tensor(depths, CPU),
+        double_tensor(labels).view(-1, ranks),
+        double_tensor(weights),
+    )
