@@ -14,7 +14,7 @@ from sage.bench.runners import AUTOREGRESSIVE, on_device
 from sage.costs.measure import measure_costs
 from sage.costs.tables import Costs
 from sage.replay.recording import WIDE, Recording, record
-from sage.replay.replay import Replayed, replay
+from sage.replay.replay import ReplayResult, replay
 from sage.sampling import Sampling
 from sage.trees import Policy
 
@@ -28,7 +28,7 @@ def replays(
         policies: fresh ones by label; those that do not draft are left out.
 
     Returns:
-        {"recorder": {...}, "rounds": int, "policies": {label: figures of `Replayed.summary`}}; {} where nothing is
+        {"recorder": {...}, "rounds": int, "policies": {label: figures of `ReplayResult.summary`}}; {} where nothing is
         left to replay. `tokens_per_s` is predicted from passes timed here, which leave out a policy's own time.
 
     Raises:
@@ -49,7 +49,7 @@ def replays(
     }
 
 
-def _replayed(recordings: Sequence[Recording], policy: Policy, costs: Costs) -> Replayed:
+def _replayed(recordings: Sequence[Recording], policy: Policy, costs: Costs) -> ReplayResult:
     """A policy that learns sees the drafts once before it counts, as the measurement's warm-up and repeats allow it to."""
     if policy.needs_costs:
         replay(recordings, policy, costs)

@@ -1,6 +1,6 @@
-"""Recording a decode: what the draft said at every node that was asked about, and the answer.
+"""Recording of a decode: the draft's candidates at every expanded node, and the answer.
 
-Owns: recording. Does not own: what is done with it (sage.replay.replay).
+Owns: recording. Does not own: replaying a recording (sage.replay.replay).
 
 Shapes: F frontier nodes, K candidates.
 """
@@ -20,36 +20,36 @@ from sage.targets import Features, Prompt, Target
 from sage.trees import Policy
 from sage.trees import policy as new_policy
 
-Path = tuple[int, ...]  # tokens below the root
-Candidates = tuple[Tensor, Tensor]  # probabilities and target tokens, [K] each, descending
+TokenPath = tuple[int, ...]  # tokens from below the root to a node
+Candidates = tuple[Tensor, Tensor]  # probabilities and target tokens, [K] each, in descending order of probability
 
-WIDE: Mapping[str, Any] = {"total": 64, "depth": 12, "top_k": 10}  # of eagle2, the default recorder
+WIDE: Mapping[str, Any] = {"total": 64, "depth": 12, "top_k": 10}  # options of `eagle2`, the default policy of a recording
 
 
 @dataclass
 class RecordedRound:
-    """What the draft said in one round.
+    """The draft's candidates in one round.
 
     Attributes:
-        position: tokens of the answer that were known before the round; the last of them is the root.
-        said: candidates below every node that was asked about, by the tokens that lead to it.
+        position: number of answer tokens before the round; the last of them is the root.
+        candidates: candidates below every expanded node, by the path to it.
     """
 
     position: int
-    said: dict[Path, Candidates]
+    candidates: dict[TokenPath, Candidates]
 
 
 @dataclass
 class Recording:
-    """One decode: its answer and what the draft said at each round's start.
+    """One decode: its answer and the candidates of its rounds.
 
     Attributes:
         prompt_tokens: length of the prompt.
-        max_new_tokens: the length limit that was asked for.
-        vocabulary: size of the target's.
-        eos: tokens that end an answer.
+        max_new_tokens: length limit of the answer.
+        vocabulary: size of the target's vocabulary.
         tokens: the answer.
         rounds: in order.
+        eos: tokens that end an answer.
     """
 
     prompt_tokens: int
@@ -61,18 +61,18 @@ class Recording:
 
 
 class Recorder(DraftSession):
-    """A draft session that writes down what the draft says.
+    """A draft session that records the candidates of another one.
 
     Args:
-        session: the draft at work.
-        count: candidates kept per node.
+        session: the draft session.
+        num_candidates: candidates to record per node.
     """
 
-    def __init__(self, session: DraftSession, count: int) -> None:
-        self.session, self.count = session, count
+    def __init__(self, session: DraftSession, num_candidates: int) -> None:
+        self.session, self.num_candidates = session, num_candidates
         self.levels, self.token_map = session.levels, session.token_map
-        self.rounds: list[dict[Path, Candidates]] = []
-        self._frontier: list[Path] = []
+        self.rounds: list[dict[TokenPath, Candidates]] = []
+        self._frontier: list[TokenPath] = []
 
     @property
     def context(self) -> int:
@@ -87,15 +87,15 @@ class Recorder(DraftSession):
     def expand(self, rows: Tensor, tokens: Tokens) -> Tensor:
         logits = self.session.expand(rows, tokens)
         self._frontier = [(*self._frontier[row], token) for row, token in zip(rows.tolist(), map(int, tokens), strict=True)]
-        return self._note(logits)
+        return self._record(logits)
 
     def _start(self, logits: Tensor) -> Tensor:
         self.rounds.append({})
         self._frontier = [()]
-        return self._note(logits)
+        return self._record(logits)
 
-    def _note(self, logits: Tensor) -> Tensor:
-        probs, tokens = self.session.propose(logits, self.count)
+    def _record(self, logits: Tensor) -> Tensor:
+        probs, tokens = self.session.propose(logits, self.num_candidates)
         for path, row in zip(self._frontier, zip(probs.cpu(), tokens.cpu(), strict=True), strict=True):
             self.rounds[-1][path] = row
         return logits
@@ -104,12 +104,12 @@ class Recorder(DraftSession):
 def record(
     target: Target, draft: Draft, inputs: Any, policy: str | Policy | None = None, candidates: int = 16, **options: Any
 ) -> Recording:
-    """Decodes one prompt and keeps what the draft said.
+    """Decodes one prompt and records the draft's candidates.
 
     Args:
         target, draft, inputs, options: as for `sage.generate`.
-        policy: a wide one that drafts in every round; default `eagle2` as in `WIDE`.
-        candidates: kept per node; as many as the policies to be replayed look at.
+        policy: a policy with wide trees that drafts in every round; default `eagle2` with the options `WIDE`.
+        candidates: candidates to record per node; at least `num_candidates` of every policy to replay.
     """
     generation = start(target, draft, inputs, policy=new_policy("eagle2", **WIDE) if policy is None else policy, **options)
     assert generation.request.session is not None, "start refuses a policy that drafts without a draft"
@@ -119,14 +119,14 @@ def record(
 
 
 def _recording(generation: Generation, recorder: Recorder, positions: Sequence[int]) -> Recording:
-    """`positions`: answer tokens known after the prefill and after each round; the last is the answer's length."""
+    """`positions`: number of answer tokens after the prefill and after each round."""
     request = generation.request
-    said = recorder.rounds[: len(positions) - 1]
+    rounds = recorder.rounds[: len(positions) - 1]  # an answer of one token has candidates, but no round
     return Recording(
         prompt_tokens=request.prompt.input_ids.shape[1],
         max_new_tokens=request.stop.max_new_tokens,
         vocabulary=generation.target.vocab_size,
         tokens=list(generation.tokens),
-        rounds=[RecordedRound(position, one) for position, one in zip(positions[:-1], said, strict=True)],
+        rounds=[RecordedRound(position, candidates) for position, candidates in zip(positions[:-1], rounds, strict=True)],
         eos=tuple(request.stop.eos),
     )

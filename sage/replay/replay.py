@@ -1,13 +1,12 @@
-"""Counterfactual replay: what would other policies have achieved on the same drafts?
+"""Counterfactual replay: the figures of other policies on the drafts of a recorded decode, without running a model.
 
-The output of a decode does not depend on the policy. So one decode with a wide policy, recorded, judges every other one: at
-each of its rounds the other policy grows a tree from the recorded candidates, and the answer, which is known by now, says how
-much of that tree the target would have accepted. Neither model runs.
+The answer of a decode does not depend on the policy. At each round of a recording, another policy grows a tree from the
+recorded candidates, and the rest of the answer shows how much of that tree the target would accept.
 
-A policy may ask about nodes that the recording did not. There it is told that the draft has no idea, which can only make it
-look worse; how often that happened is part of the result.
+A node that the other policy expands and the recording does not cover gets uniform probabilities, which can only lower the
+policy's figures; `coverage` reports how often that happens.
 
-Owns: replaying, and the figures of a replay. Does not own: recording (sage.replay.recording), what a round costs (sage.costs).
+Owns: replaying and its figures. Does not own: recording (sage.replay.recording), the cost of a round (sage.costs).
 
 Shapes: F frontier nodes, K candidates.
 """
@@ -17,15 +16,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
 from sage.costs.tables import Costs
 from sage.costs.timing import RoundTimes
 from sage.host_tensors import CPU
-from sage.replay.recording import Candidates, Path, RecordedRound, Recording
+from sage.replay.recording import Candidates, RecordedRound, Recording, TokenPath
 from sage.trees import Policy, RoundOutcome, Tree, new_builder
+from sage.trees.tree import TopK
 from sage.verify import Verdict
 
 NO_TOKEN = -1  # matches no drafted token
@@ -33,15 +32,15 @@ NO_TOKEN = -1  # matches no drafted token
 
 @dataclass
 class ReplayedRound:
-    """What one policy would have done in one round.
+    """Figures of one policy in one round.
 
     Attributes:
-        accepted: drafted tokens that the target would have kept.
-        emitted: tokens of the round, the bonus token included where the answer goes on.
-        nodes, depth: of the verified tree, the root not counted.
-        widths: nodes of each draft pass, the re-synchronisation (1) included.
-        asked, unknown: nodes the draft was asked about, and how many of them were not recorded.
-        is_cut: the accepted path ended at a node that was asked about and not recorded, so `accepted` is a lower bound.
+        accepted: drafted tokens that the target accepts.
+        emitted: tokens of the round, including the bonus token unless the answer ends before it.
+        nodes, depth: of the verified tree, without the root.
+        widths: nodes of each draft pass, including the synchronization with the accepted tokens (1).
+        expanded, uncovered: number of expanded nodes, and of those that the recording does not cover.
+        is_truncated: the accepted path ends at an uncovered node, so `accepted` is a lower bound.
     """
 
     accepted: int
@@ -49,13 +48,17 @@ class ReplayedRound:
     nodes: int
     depth: int
     widths: list[int]
-    asked: int
-    unknown: int
-    is_cut: bool
+    expanded: int
+    uncovered: int
+    is_truncated: bool
+
+    def seconds(self, costs: Costs, context: int) -> float:
+        """Predicted duration with `context` cached tokens."""
+        return costs.verify_s(self.nodes + 1, context) + sum(map(costs.draft, self.widths)) + costs.overhead
 
 
 @dataclass
-class Replayed:
+class ReplayResult:
     """One policy over all rounds of some recordings; `seconds` is None without cost tables."""
 
     policy: str
@@ -63,14 +66,14 @@ class Replayed:
     seconds: float | None = None
 
     def summary(self) -> dict[str, float]:
-        """Figures for a report, on the recorded rounds' starts.
+        """Returns the figures of a report.
 
-        `coverage` is the share of the nodes asked about that were recorded, `cut` the share of rounds whose accepted length
-        is a lower bound; `tokens_per_s` follows from the cost tables and is left out without them.
+        `coverage` is the share of expanded nodes that the recordings cover, `cut` the share of truncated rounds; `tokens_per_s`
+        is predicted from the cost tables and omitted without them.
         """
         count = max(len(self.rounds), 1)
         emitted = sum(one.emitted for one in self.rounds)
-        asked = sum(one.asked for one in self.rounds)
+        expanded = sum(one.expanded for one in self.rounds)
         figures = {
             "rounds": len(self.rounds),
             "mean_accepted_draft": sum(one.accepted for one in self.rounds) / count,
@@ -78,107 +81,109 @@ class Replayed:
             "nodes_per_round": sum(one.nodes for one in self.rounds) / count,
             "depth": sum(one.depth for one in self.rounds) / count,
             "draft_steps_per_round": sum(len(one.widths) for one in self.rounds) / count,
-            "coverage": 1 - sum(one.unknown for one in self.rounds) / asked if asked else 1.0,
-            "cut": sum(one.is_cut for one in self.rounds) / count,
+            "coverage": 1 - sum(one.uncovered for one in self.rounds) / expanded if expanded else 1.0,
+            "cut": sum(one.is_truncated for one in self.rounds) / count,
         }
         return figures if self.seconds is None else figures | {"tokens_per_s": emitted / self.seconds if emitted else 0.0}
 
 
-def replay(recordings: Sequence[Recording], policy: Policy, costs: Costs | None = None) -> Replayed:
-    """Lets a policy shape the trees of recorded decodes.
+def replay(recordings: Sequence[Recording], policy: Policy, costs: Costs | None = None) -> ReplayResult:
+    """Replays recordings with another policy.
 
     Args:
-        recordings: in the order in which a policy that learns is to see them.
-        policy: fresh; it keeps what it learns. One that plans by costs gets a copy of `costs`.
-        costs: predict times; None leaves them out.
+        recordings: in the order in which a learning policy sees them.
+        policy: keeps what it learns. One that needs costs gets a copy of `costs`.
+        costs: for the prediction of times; None omits them.
 
     Raises:
-        ValueError: a policy that plans by costs, and none are given.
+        ValueError: a policy that needs costs, without `costs`.
     """
     if policy.needs_costs:
         if costs is None:
-            raise ValueError(f"replay: the policy {policy.name!r} plans by costs; give the cost tables of the machine")
+            raise ValueError(f"replay: the policy {policy.name!r} needs cost tables; measure them with sage.costs.measure")
         policy.costs = copy.deepcopy(costs)
-    found = Replayed(policy.name, seconds=None if costs is None else 0.0)
+    result = ReplayResult(policy.name, seconds=None if costs is None else 0.0)
     for recording in recordings:
         policy.reset()
-        unread = 0
+        num_unread = 0
         for recorded in recording.rounds:
-            one, unread = _Round(recording, recorded, policy, costs).run(unread)
-            found.rounds.append(one)
-            if costs is not None and found.seconds is not None:
-                found.seconds += _seconds(one, costs, recording.prompt_tokens + recorded.position - 1)
-    return found
+            replayer = _RoundReplayer(recording, recorded, policy, costs)
+            round_, num_unread = replayer.run(num_unread)
+            result.rounds.append(round_)
+            if costs is not None and result.seconds is not None:
+                result.seconds += round_.seconds(costs, replayer.context)
+    return result
 
 
-def _seconds(one: ReplayedRound, costs: Costs, context: int) -> float:
-    return costs.verify_s(one.nodes + 1, context) + sum(costs.draft(width) for width in one.widths) + costs.overhead
-
-
-class _Round:
-    """One recorded round under another policy: the decoder's round with tables in place of models."""
+class _RoundReplayer:
+    """Runs one recorded round with another policy: plan, verify and commit of `sage.decoder`, without models."""
 
     def __init__(self, recording: Recording, recorded: RecordedRound, policy: Policy, costs: Costs | None) -> None:
-        self.answer = recording.tokens[recorded.position :]  # what the target says from here on
+        self.answer = recording.tokens[recorded.position :]
         self.root = recording.tokens[recorded.position - 1]
-        self.room = recording.max_new_tokens - recorded.position
+        self.num_remaining = recording.max_new_tokens - recorded.position
         self.context = recording.prompt_tokens + recorded.position - 1
-        self.said, self.vocabulary, self.eos = recorded.said, recording.vocabulary, recording.eos
+        self.candidates, self.vocabulary, self.eos = recorded.candidates, recording.vocabulary, recording.eos
         self.policy, self.costs = policy, costs
         self.widths: list[int] = []
-        self.asked = 0
-        self.unknown: set[Path] = set()
+        self.expanded = 0
+        self.uncovered: set[TokenPath] = set()
 
-    def run(self, unread: int) -> tuple[ReplayedRound, int]:
-        """The round's figures; `unread` counts the rounds since the draft last read what was accepted, before and after."""
+    def run(self, num_unread: int) -> tuple[ReplayedRound, int]:
+        """Returns the figures of the round, and the number of rounds that the draft has not read yet, given as `num_unread`."""
         self.policy.begin()
-        is_drafting = unread == 0 or self.policy.should_draft()
-        if is_drafting and unread:
+        is_drafting = num_unread == 0 or self.policy.should_draft()
+        if is_drafting and num_unread:
             self.widths.append(1)
         tree = self._draft() if is_drafting else Tree.of_root(self.root)
         paths = _paths(tree)
-        next_tokens = [self._choice(path) for path in paths]
+        next_tokens = [self._next_token(path) for path in paths]
         if self.policy.needs_feedback():
-            tree = replace(tree, draft_topk=_along_answer(tree, next_tokens))
+            tree = replace(tree, draft_topk=_known_topk(tree, next_tokens))
         verdict = Verdict.of_tokens(tree, next_tokens)
-        path = verdict.path
-        accepted = min(len(path) - 1, len(self.answer))
+        accepted = min(len(verdict.path) - 1, len(self.answer))
         self.policy.observe(self._outcome(tree, verdict, accepted))
-        is_cut = paths[path[-1]] in self.unknown
-        emitted = min(accepted + 1, len(self.answer))
-        one = ReplayedRound(accepted, emitted, len(tree) - 1, tree.depth, self.widths, self.asked, len(self.unknown), is_cut)
-        return one, 1 if is_drafting else unread + 1
+        round_ = ReplayedRound(
+            accepted=accepted,
+            emitted=min(accepted + 1, len(self.answer)),
+            nodes=len(tree) - 1,
+            depth=tree.depth,
+            widths=self.widths,
+            expanded=self.expanded,
+            uncovered=len(self.uncovered),
+            is_truncated=paths[verdict.path[-1]] in self.uncovered,
+        )
+        return round_, 1 if is_drafting else num_unread + 1
 
-    def _choice(self, path: Path) -> int:
-        """The target's token after a path that follows the answer; nobody's where it left it, or the answer is over."""
+    def _next_token(self, path: TokenPath) -> int:
+        """The target's token after a path that follows the answer; `NO_TOKEN` after others and at the end of the answer."""
         follows = tuple(self.answer[: len(path)]) == path and len(path) < len(self.answer)
         return self.answer[len(path)] if follows else NO_TOKEN
 
     def _draft(self) -> Tree:
-        """As `sage.decoder.draft_tree`, from what was recorded."""
+        """`sage.decoder.draft_tree` with recorded candidates."""
         builder = new_builder(self.policy, self.root, CPU, self.eos)
-        at: list[Path] = [()]
-        for level in range(1, self.room):
-            probs, tokens = self._candidates(at)
-            next_level = self.policy.next_level(builder.open_level(probs, tokens))
+        frontier: list[TokenPath] = [()]
+        for level in range(1, self.num_remaining):
+            next_level = self.policy.next_level(builder.open_level(*self._propose(frontier)))
             if next_level is None:
                 break
             builder.add(next_level)
-            if len(next_level.expand) == 0 or level == self.room - 1:
+            if len(next_level.expand) == 0 or level == self.num_remaining - 1:
                 break
-            rows, asked = builder.advance(next_level)
-            at = [(*at[row], token) for row, token in zip(rows.tolist(), map(int, asked), strict=True)]
-            self.widths.append(len(at))
+            rows, tokens = builder.advance(next_level)
+            frontier = [(*frontier[row], token) for row, token in zip(rows.tolist(), map(int, tokens), strict=True)]
+            self.widths.append(len(frontier))
         return builder.tree(self.policy.select(builder))
 
-    def _candidates(self, paths: Sequence[Path]) -> Candidates:
-        """[F, K] each: as recorded, or equal chances of tokens that nobody says."""
+    def _propose(self, paths: Sequence[TokenPath]) -> Candidates:
+        """Candidates [F, K] below the frontier: recorded ones, or uniform probabilities of tokens that never match."""
         count = min(self.policy.num_candidates, self.vocabulary)
-        clueless = torch.full((count,), 1 / self.vocabulary), torch.full((count,), NO_TOKEN)
-        self.asked += len(paths)
-        self.unknown.update(path for path in paths if path not in self.said)
-        rows = [self.said.get(path, clueless) for path in paths]
-        assert all(len(probs) >= count for probs, _ in rows), "recorded with fewer candidates than the policy looks at"
+        uniform = torch.full((count,), 1 / self.vocabulary), torch.full((count,), NO_TOKEN)
+        self.expanded += len(paths)
+        self.uncovered.update(path for path in paths if path not in self.candidates)
+        rows = [self.candidates.get(path, uniform) for path in paths]
+        assert all(len(probs) >= count for probs, _ in rows), "the recording has fewer candidates than the policy needs"
         return torch.stack([probs[:count] for probs, _ in rows]), torch.stack([tokens[:count] for _, tokens in rows])
 
     def _outcome(self, tree: Tree, verdict: Verdict, accepted: int) -> RoundOutcome:
@@ -193,14 +198,14 @@ class _Round:
         return outcome
 
 
-def _along_answer(tree: Tree, next_tokens: Sequence[int]) -> list[Any]:
-    """`Tree.draft_topk` without the nodes off the answer, whose target tokens, and so labels, are unknown."""
+def _known_topk(tree: Tree, next_tokens: Sequence[int]) -> list[TopK | None]:
+    """`Tree.draft_topk` of the nodes whose target token is known, so that only they are labelled."""
     return [None if token == NO_TOKEN else topk for topk, token in zip(tree.draft_topk, next_tokens, strict=True)]
 
 
-def _paths(tree: Tree) -> list[Path]:
-    """Of every node, the tokens below the root that lead to it."""
-    paths: list[Path] = [()]
+def _paths(tree: Tree) -> list[TokenPath]:
+    """The path from below the root to every node."""
+    paths: list[TokenPath] = [()]
     for token, parent in zip(tree.columns.tokens[1:], tree.columns.parents[1:], strict=True):
         paths.append((*paths[parent], token))
     return paths

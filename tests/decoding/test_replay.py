@@ -110,9 +110,9 @@ def test_what_was_not_recorded_is_counted_and_never_accepted() -> None:
     """A chain of three asks below the root, 2 and 2 3; the last was not recorded, and 4 is not guessed."""
     [one] = replay([toy_recording()], sage.policy("chain", depth=3)).rounds
     assert (one.accepted, one.emitted, one.depth) == (2, 3, 3)
-    assert (one.asked, one.unknown, one.is_cut) == (3, 1, True)
+    assert (one.expanded, one.uncovered, one.is_truncated) == (3, 1, True)
     [shallow] = replay([toy_recording()], sage.policy("chain", depth=2)).rounds
-    assert (shallow.accepted, shallow.unknown, shallow.is_cut) == (2, 0, False)
+    assert (shallow.accepted, shallow.uncovered, shallow.is_truncated) == (2, 0, False)
 
 
 def test_times_follow_from_the_tables_by_hand() -> None:

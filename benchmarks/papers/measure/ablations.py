@@ -141,7 +141,7 @@ def _reachable_depth(recording: Recording, recorded: RecordedRound, max_depth: i
     """Returns the depth to which the recorded candidates contain the answer."""
     answer = tuple(recording.tokens[recorded.position :][:max_depth])
     for depth, token in enumerate(answer):
-        known = recorded.said.get(answer[:depth])
+        known = recorded.candidates.get(answer[:depth])
         if known is None or token not in known[1].tolist():
             return depth
     return len(answer)

@@ -15,7 +15,7 @@ from benchmarks.papers.figures import Json
 from benchmarks.papers.lab import Lab
 from sage.bench import BenchPrompt
 from sage.costs.calibration import Reliability
-from sage.replay.recording import Path, Recording
+from sage.replay.recording import Recording, TokenPath
 from sage.trees.cost_aware.policy import CostAware
 from sage.trees.sage import confidence_of
 
@@ -38,9 +38,9 @@ class PathNode:
 def nodes_on_path(recording: Recording, prompt: str, candidates: int) -> Iterator[PathNode]:
     """Yields the recorded nodes on the path of the answer, round by round."""
     for recorded in recording.rounds:
-        answer: Path = tuple(recording.tokens[recorded.position :])
+        answer: TokenPath = tuple(recording.tokens[recorded.position :])
         for depth, token in enumerate(answer):
-            known = recorded.said.get(answer[:depth])
+            known = recorded.candidates.get(answer[:depth])
             if known is None:
                 break
             best = known[1].tolist()

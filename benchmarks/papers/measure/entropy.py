@@ -39,7 +39,7 @@ def _measure(lab: Lab, target: str) -> Json:
 
 
 def _root_alphas(recording: Recording, candidates: int) -> list[float]:
-    return [confidence_of(recorded.said[()][0][:candidates].tolist()) for recorded in recording.rounds]
+    return [confidence_of(recorded.candidates[()][0][:candidates].tolist()) for recorded in recording.rounds]
 
 
 def _lengths(recording: Recording) -> list[float]:
@@ -47,7 +47,11 @@ def _lengths(recording: Recording) -> list[float]:
     lengths = []
     for recorded in recording.rounds:
         answer, depth = tuple(recording.tokens[recorded.position :]), 0
-        while depth < len(answer) and answer[:depth] in recorded.said and answer[depth] in recorded.said[answer[:depth]][1]:
+        while (
+            depth < len(answer)
+            and answer[:depth] in recorded.candidates
+            and answer[depth] in recorded.candidates[answer[:depth]][1]
+        ):
             depth += 1
         lengths.append(float(depth))
     return lengths

@@ -117,7 +117,7 @@ def most_frequent_paths(recordings: Sequence[Recording], sizes: Sequence[int]) -
             answer = recording.tokens[recorded.position :]
             ranks: tuple[int, ...] = ()
             for depth, token in enumerate(answer):
-                known = recorded.said.get(tuple(answer[:depth]))
+                known = recorded.candidates.get(tuple(answer[:depth]))
                 if known is None or token not in (tokens := known[1].tolist()):
                     break
                 ranks += (tokens.index(token),)
