@@ -9,7 +9,7 @@ RESULTS_ARGS ?=
 TARGET ?= pocket_qwen2_5_vl
 RUN ?= runs/demo_$(TARGET)
 
-.PHONY: demo test test-fast lint results interop clean
+.PHONY: demo test test-fast lint docs results interop clean
 
 # torch is installed first and pinned: otherwise pip may download several GB of CUDA packages on a CPU machine.
 $(VENV)/installed: pyproject.toml
@@ -34,6 +34,10 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The generated table of policies in docs/decoder.md.
+docs: $(VENV)/installed
+	$(BIN)/python -m sage.bench policies --write docs/decoder.md
 
 # docs/results.md: about an hour on two cores; finished runs and figures are reused. RESULTS_ARGS=--quick is a smoke test.
 results: $(VENV)/installed

@@ -1,4 +1,4 @@
-"""`python -m sage.bench`: compare policies side by side; `python -m sage.bench costs`: what passes cost, without weights."""
+"""Command line of the bench: compares policies; `costs` measures passes of random weights; `policies` lists the policies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 import sage
 from sage.bench import costs as cost
-from sage.bench import options
+from sage.bench import options, policies
 from sage.bench.calibration import calibration
 from sage.bench.measurement import BenchPrompt, measure
 from sage.bench.projection import format_projection, project
@@ -34,13 +34,15 @@ CPU_LAYERS = 2  # a layer of a 7B target takes a CPU about a second per large tr
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point; `costs` as the first argument picks the second mode."""
+    """Entry point; the first argument may be a subcommand, `costs` or `policies`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     transformers_logging.set_verbosity_error()  # its own assisted generation warns about itself
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     if arguments[:1] == ["costs"]:
         _costs(options.costs_parser().parse_args(arguments[1:]))
+    elif arguments[:1] == ["policies"]:
+        policies.run(arguments[1:])
     else:
         _compare(options.compare_parser().parse_args(arguments), shlex.join(["python", "-m", "sage.bench", *arguments]))
 

@@ -159,7 +159,7 @@ def test_a_choice_within_a_group_replaces_what_it_brings_and_nothing_else(run):
     ):
         settled = settle(composed(*words), whole, words)
         assert settled.decode.policies == ["autoregressive", "chain"] and "sage" not in settled.decode.options
-        assert settled.decode.options["chain"] == {"depth": 5}
+        assert settled.decode.options["chain"] == {}
         assert (settled.decode.num_prompts, settled.decode.max_new_tokens) == (2, 6)
     words = ["decode/policy=[chain]", "decode.num_prompts=9", "decode.options.chain.depth=2"]
     settled = settle(composed(*words), whole, words)

@@ -1,40 +1,44 @@
-"""docs/decoder.md names every policy with all of its options, at their defaults."""
+"""The table of policies in docs/decoder.md is the one generated from their classes."""
 
 from __future__ import annotations
 
-import inspect
-import json
 from pathlib import Path
 
-import pytest
+from support.messages import refused
 
 import sage
-from sage.trees import Policy
-from sage.trees.static import STATIC_TREE
+from sage.bench.__main__ import main
+from sage.bench.policies import END, START, policy_table, with_table
+from sage.trees.options import defaults
 
 PAGE = Path(__file__).parents[2] / "docs" / "decoder.md"
 
 
-def row(name: str) -> str:
-    """The policy's line of the table."""
-    [line] = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith(f"| `{name}` |")]
-    return line
+def test_the_table_is_up_to_date() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert with_table(page) == page, "run `make docs`"
 
 
-def written(value: object) -> str:
-    """A default as the page writes it."""
-    if value is STATIC_TREE:
-        return ": the nodes"
-    if value is None or isinstance(value, bool):
-        return f" {json.dumps(value)}"
-    return f" {value:g}" if isinstance(value, (int, float)) else f" {value}"
+def test_every_policy_has_a_row_with_its_options_and_defaults() -> None:
+    rows = policy_table().splitlines()[2:]
+    assert len(rows) == len(sage.POLICIES)
+    for name, row in zip(sage.POLICIES, rows, strict=True):
+        assert row.startswith(f"| `{name}` |")
+        assert all(f"`{option}` " in row for option in defaults(sage.trees.policy_class(name)))
+    text = "\n".join(rows)
+    for part in ("`depth` 5", "`ratio` 0.03", "`max_depth` null", "`history` true", "`threshold` cumulative or node"):
+        assert part in text
 
 
-@pytest.mark.parametrize("name", sage.POLICIES)
-def test_every_option_is_documented_with_its_default(name: str) -> None:
-    kind: type[Policy] = type(sage.policy(name))
-    if kind.__init__ is object.__init__:
-        assert row(name)
-        return
-    for option, parameter in inspect.signature(kind).parameters.items():
-        assert f"`{option}`{written(parameter.default)}" in row(name), option
+def test_writing_replaces_what_is_between_the_markers(tmp_path: Path, capsys) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{START}\nold\n{END}\nafter\n")
+    main(["policies", "--write", str(page)])
+    assert page.read_text() == f"before\n{START}\n{policy_table()}\n{END}\nafter\n"
+    main(["policies"])
+    assert capsys.readouterr().out.strip() == policy_table()
+
+
+def test_a_page_without_markers_is_refused() -> None:
+    with refused("--write", START):
+        with_table("no table here")

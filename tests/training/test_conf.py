@@ -17,7 +17,6 @@ from data_prep.config import validate as validate_data
 from sage.bench.runners import AUTOREGRESSIVE, BASELINES
 from sage.drafts.registry import KINDS as DRAFT_KINDS
 from sage.trees import POLICIES, policy_class
-from sage.trees import policy as new_policy
 from sage.trees.options import defaults
 from train.cli.train import train
 from train.config import hydra_app
@@ -39,6 +38,7 @@ from train.engine.lr_schedule import learning_rate
 from train.launch.cluster_env import is_main_rank
 from train.monitor.sinks import check_tracking
 from train.plan.meta import build_on_meta
+from train.validation.validate import build_policies
 
 REFUSED_WITHIN_S = 5  # of this process's own time, so that a busy machine does not count
 GROUPS = (
@@ -64,7 +64,6 @@ FILES = [f"{group}={path.stem}" for group in GROUPS for path in sorted((config_d
 CHOICES = [*FILES, *(f"draft={kind}" for kind in DRAFT_KINDS)]
 PROMPT_FILES = sorted((config_dir() / "data" / "validation").glob("*.yaml"))
 SWEEP_FILES = sorted((config_dir() / "sweep").glob("*.yaml"))
-POLICY_FILES = sorted((config_dir() / "decode" / "policy").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("choice", CHOICES)
@@ -85,13 +84,13 @@ def build_without_weights(config: Config) -> None:
     assert deepspeed_config(config, 1, check_batch(config, 1))["zero_optimization"]["stage"] == config.deepspeed.stage
     assert weighted_terms(config.objective)
     assert learning_rate(config.optim, 0, 100) > 0
-    assert all(new_policy(str(name), **config.decode.options.get(name, {})) for name in config.decode.policies)
+    assert build_policies(config.decode)
     check_tracking(config)
 
 
 def test_every_yaml_is_a_known_choice() -> None:
     """A file that no test composes would rot."""
-    tested = {config_dir() / f"{choice.replace('=', '/')}.yaml" for choice in FILES} | set(POLICY_FILES) | set(SWEEP_FILES)
+    tested = {config_dir() / f"{choice.replace('=', '/')}.yaml" for choice in FILES} | set(SWEEP_FILES)
     roots = {config_dir() / name for name in ("config.yaml", "validate.yaml", "prepare.yaml")}
     assert set(config_dir().rglob("*.yaml")) == tested | roots | set(PROMPT_FILES)
 
@@ -108,19 +107,19 @@ def test_validate_config_composes() -> None:
     assert config.checkpoint == "runs/x" and config.decode.policies == [PolicyName.sage]
 
 
-@pytest.mark.parametrize("path", POLICY_FILES, ids=lambda path: path.stem)
-def test_policy_yaml_says_what_the_code_does(path: Path) -> None:
-    """The numbers are written twice, so that a person finds them under conf/; here they are held together."""
-    parameters = defaults(policy_class(path.stem))
-    written = OmegaConf.load(path)[path.stem]
-    for name, value in written.items():
-        assert parameters[name] == value, name
-    if path.stem not in ("static", "autoregressive"):  # a tree of 25 paths is no default to copy, and the other has none
-        assert set(parameters) == set(written)
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_composes_with_its_defaults_and_any_option(name: str) -> None:
+    assert compose("config", [f"decode/policy=[{name}]"], Config).decode.options == {name: {}}
+    for option, value in defaults(policy_class(name)).items():
+        if option != "paths":
+            words = [f"decode/policy=[{name}]", f"decode.options.{name}.{option}={'null' if value is None else value}"]
+            decode = compose("config", words, Config).decode
+            assert decode.options == {name: {option: value}} and decode.policies == [name]
+            build_policies(decode)
 
 
 def test_the_schema_knows_every_policy_and_baseline() -> None:
-    assert set(PolicyName) == set(POLICIES) == {path.stem for path in POLICY_FILES}
+    assert set(PolicyName) == set(POLICIES)
     assert set(Baseline) == set(BASELINES) - {AUTOREGRESSIVE}  # which is always measured
 
 

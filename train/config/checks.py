@@ -20,6 +20,7 @@ from data_prep.config import validate as check_data_fields
 from data_prep.splits import Split
 from sage.drafts.options import Eagle3Options, ModelOptions, TrainedPart
 from sage.drafts.registry import KINDS
+from sage.trees.names import AUTOREGRESSIVE
 from train.config.draft import CompressorKind
 from train.config.schema import (
     Baseline,
@@ -277,7 +278,7 @@ def _check_objective(config: Config) -> None:
 
 def _check_score(config: Config) -> None:
     chosen = config.score.policy
-    drafting = [name for name in config.decode.policies if name != PolicyName.autoregressive]
+    drafting = [name for name in config.decode.policies if name != AUTOREGRESSIVE]
     if chosen is not None and chosen not in drafting:
         _refuse("score.policy", chosen, f"one of decode.policies that drafts: {', '.join(drafting)}", "measure it, or drop it")
     if config.train.patience and not drafting:

@@ -14,7 +14,8 @@ from typing import Any
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import errors as oc
 
-from train.config.schema import ConfigError, config_dir, subschemas
+from sage.trees.names import POLICIES
+from train.config.schema import POLICY_GROUP, ConfigError, config_dir, subschemas
 
 MAX_LISTED = 30
 PLUGINS = {  # choices that Hydra has only where a package is installed
@@ -57,7 +58,8 @@ def _missing_choice(error: MissingConfigException) -> str:
     if name in PLUGINS:
         return f"{name}: its package is not installed; pip install 'sage-draft[sweep]' ({PLUGINS[name]})"
     files = {path.stem for path in (config_dir() / group).glob("*.yaml")}
-    options = sorted(files | {kind for where, kind in subschemas() if where == group})
+    policies = POLICIES if group == POLICY_GROUP else ()
+    options = sorted({*files, *policies, *(kind for where, kind in subschemas() if where == group)})
     if not group or not options:
         return f"{name}: no such configuration file"
     hint = "; or give any local folder as target.path=DIR" if group == "target" else ""

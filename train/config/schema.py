@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
 
 from data_prep.config import DataConfig
 from sage.drafts.registry import KINDS
+from sage.trees.names import POLICIES
 from train.config.draft import (
     CompressorConfig,
     ConcatConfig,
@@ -79,18 +80,7 @@ class ScoreMetric(StrEnum):
     speedup = "speedup"
 
 
-class PolicyName(StrEnum):
-    """`sage.POLICIES`, spelt out here because asking `sage` would import torch (a test holds the two together)."""
-
-    autoregressive = "autoregressive"
-    chain = "chain"
-    static = "static"
-    eagle2 = "eagle2"
-    spec_llava = "spec_llava"
-    talon = "talon"
-    ddd = "ddd"
-    sage = "sage"
-    cost_aware = "cost_aware"
+PolicyName = StrEnum("PolicyName", {name: name for name in POLICIES})  # type: ignore[misc]
 
 
 class Baseline(StrEnum):
@@ -334,6 +324,9 @@ _SUBSCHEMAS: dict[tuple[str, str], type] = {
 }
 
 
+POLICY_GROUP = "decode/policy"
+
+
 def subschemas() -> dict[tuple[str, str], type]:
     """(group, choice) -> schema, for groups whose choices have different keys."""
     return {("draft", name): draft_schema(kind) for name, kind in KINDS.items()} | _SUBSCHEMAS
@@ -348,6 +341,9 @@ def register() -> None:
         store.store(group="draft", name=name, node=draft_schema(kind))
     for (group, choice), schema in _SUBSCHEMAS.items():
         store.store(group=f"schema/{group}", name=choice, node=schema)
+    for name in POLICIES:  # with the defaults of its class; options are added without `+`
+        options = OmegaConf.create({}, flags={"struct": False})
+        store.store(group=POLICY_GROUP, name=name, package="decode.options", node={name: options})
 
 
 def config_dir() -> Path:

@@ -18,14 +18,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sage.trees.chain import Chain
 from train.config.schema import DecodeConfig
-
-DEPTH = 5  # where `decode.options.chain.depth` says nothing
 
 
 def chain_depth(decode: DecodeConfig) -> int:
     """How deep the chains are that the decoder measures as policy `chain`."""
-    return int(decode.options.get("chain", {}).get("depth", DEPTH))
+    return int(decode.options.get("chain", {}).get("depth", Chain.depth))
 
 
 class ChainEstimate:

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sage.trees.chain import Chain
 from train.distill.objective import METRIC_NAMES
 from train.launch.ranks import Ranks
-from train.monitor.acceptance_estimate import DEPTH, ChainEstimate
+from train.monitor.acceptance_estimate import ChainEstimate
 from train.state.resume import TrainState
 
 
@@ -27,7 +28,7 @@ class Meter:
         depth: of the chains that estimate tokens per target pass.
     """
 
-    def __init__(self, loader: Any, tokens: int = 0, depth: int = DEPTH) -> None:
+    def __init__(self, loader: Any, tokens: int = 0, depth: int = Chain.depth) -> None:
         self.loader = loader
         self.estimate = ChainEstimate(depth)
         self.latest: dict[str, float] = {}

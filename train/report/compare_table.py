@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from train.config.schema import PolicyName
+from sage.trees.names import AUTOREGRESSIVE
 
 BEST_MARK = "*"
 
@@ -35,7 +35,7 @@ def cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 def drafting_policies(content: dict[str, Any]) -> list[str]:
     """Every policy that drafts and was measured in any run."""
     names = dict.fromkeys(name for run in content["runs"] for name in run["policies"])
-    return [name for name in names if name != PolicyName.autoregressive]
+    return [name for name in names if name != AUTOREGRESSIVE]
 
 
 def _short(keys: Sequence[str]) -> list[str]:
@@ -55,7 +55,7 @@ def _figure(run: dict[str, Any], policy: str, figure: str, form: str) -> str:
 
 def _identical(run: dict[str, Any]) -> str:
     """Outputs that are the target's own, over all drafting policies; or why nothing was measured."""
-    parts = [part for name, part in run["policies"].items() if name != PolicyName.autoregressive]
+    parts = [part for name, part in run["policies"].items() if name != AUTOREGRESSIVE]
     if not parts:
         return run["error"] or "not validated"
     return f"{sum(int(part['match']) for part in parts)}/{sum(int(part['total']) for part in parts)}"

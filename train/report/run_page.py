@@ -19,7 +19,8 @@ from checkpoints import run_folder
 from checkpoints.run_folder import METRICS, read_metrics, read_reports
 from sage.cli import run as run_command
 from sage.files import write_text
-from train.config.schema import ConfigError, PolicyName
+from sage.trees.names import AUTOREGRESSIVE, CHAIN
+from train.config.schema import ConfigError
 from train.report import style
 from train.report.compare import read_run
 from train.report.run_plots import draw_curves
@@ -65,8 +66,8 @@ def measured_against_estimate(
     for step, report in reports:
         place = bisect.bisect_right(steps, step) - 1
         estimate = lines[place].get(ESTIMATE) if place >= 0 else None
-        policies = {name: part for name, part in report["policies"].items() if name != PolicyName.autoregressive}
-        chain = policies.get(str(PolicyName.chain), {}).get("tokens_per_target_pass")
+        policies = {name: part for name, part in report["policies"].items() if name != AUTOREGRESSIVE}
+        chain = policies.get(CHAIN, {}).get("tokens_per_target_pass")
         ratio = chain / estimate if chain is not None and estimate else None
         rows.append({"step": step, "estimate": estimate, "ratio": ratio, "policies": policies})
     return rows
@@ -110,7 +111,7 @@ def _table(measured: Sequence[dict[str, Any]]) -> str:
 
 
 def _doubt(row: dict[str, Any]) -> str | None:
-    chain = row["policies"].get(str(PolicyName.chain), {})
+    chain = row["policies"].get(CHAIN, {})
     return falls_short(row["step"], chain.get("tokens_per_target_pass"), row["estimate"])
 
 
@@ -119,11 +120,12 @@ def _number(value: float | None) -> str:
 
 
 def _note(facts: Any) -> str:
-    depth = facts.config.get("decode.options.chain.depth")
-    chain = f"chains of {depth} drafted tokens" if depth else "short chains"
+    from sage.trees.chain import Chain
+
+    depth = facts.config.get("decode.options.chain.depth", Chain.depth)
     return (
-        f"Tokens per target pass. The estimate simulates {chain} on the training batches, from where draft and target agree; "
-        "it compares with the measured `chain`. The speedup is the best policy's, decode only."
+        f"Tokens per target pass. The estimate simulates chains of {depth} drafted tokens on the training batches, from where "
+        "draft and target agree; it compares with the measured `chain`. The speedup is the best policy's, decode only."
     )
 
 

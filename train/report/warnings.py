@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from train.config.schema import PolicyName
+from sage.trees.names import AUTOREGRESSIVE
 
 HARDLY_TOKENS = 1.1  # per target pass; without a draft it is 1
 DOUBT_RATIO = 0.6  # measured over estimated tokens per target pass of a chain; sound runs lie around 1
@@ -21,7 +21,7 @@ def is_hardly_accepted(report: Mapping[str, Any]) -> str | None:
     Args:
         report: the content of report.json.
     """
-    drafting = {name: part for name, part in report["policies"].items() if name != PolicyName.autoregressive}
+    drafting = {name: part for name, part in report["policies"].items() if name != AUTOREGRESSIVE}
     best = max((part["tokens_per_target_pass"] for part in drafting.values()), default=HARDLY_TOKENS)
     if best >= HARDLY_TOKENS:
         return None

@@ -38,6 +38,7 @@ from sage.bench.runners import HF_ASSISTED, find_assistant
 from sage.sampling import Sampling
 from sage.trees import Policy
 from sage.trees import policy as new_policy
+from sage.trees.options import OptionError
 from train.config.schema import DecodeConfig, Precision
 from train.report.page import render_page
 from train.report.plots import write_plots
@@ -179,8 +180,8 @@ def build_policies(decode: DecodeConfig) -> dict[str, Policy]:
 def _policy(name: str, options: dict[str, Any]) -> Policy:
     try:
         return new_policy(name, **options)
-    except ValueError as error:
-        raise ValueError(f"decode.options.{name}: {error}" if options else str(error)) from error
+    except OptionError as error:
+        raise ValueError(error.under("decode.options")) from error
 
 
 def this_command() -> str:
