@@ -1,7 +1,7 @@
 """The two pocket targets before training: tokenizer, chat template, processor settings, configurations.
 
-Genuine `Qwen2_5_VLForConditionalGeneration` and `LlavaOnevisionForConditionalGeneration` models, deep and
-narrow: one text layer is about a twelfth of the model.
+Models of the classes `Qwen2_5_VLForConditionalGeneration` and `LlavaOnevisionForConditionalGeneration`, deep and narrow: one
+text layer has about a twelfth of the parameters.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ WIDTH, HEADS, KV_HEADS, INNER = 192, 6, 2, 512
 VOCAB = 1280
 CONTEXT = 32768
 CHAT_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-PICTURE_TOKENS = {
+MEDIA_TOKENS = {
     "qwen2_5_vl": ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
     "llava_onevision": ("<image>", "<video>"),
 }
-PICTURE_TEXT = {
+MEDIA_TEXT = {
     "qwen2_5_vl": {
         "image": "<|vision_start|><|image_pad|><|vision_end|>",
         "video": "<|vision_start|><|video_pad|><|vision_end|>",
@@ -64,19 +64,20 @@ TEMPLATE = """\
 
 
 def check_family(family: str) -> None:
+    """Raises ValueError for an unknown family."""
     if family not in FAMILIES:
         raise ValueError(f"family: {family!r} is not one of {', '.join(FAMILIES)}")
 
 
 def chat_template(family: str) -> str:
-    """The ChatML template in the family's own shape."""
-    text = PICTURE_TEXT[family]
+    """Returns the ChatML template with the family's placeholders."""
+    text = MEDIA_TEXT[family]
     return TEMPLATE.replace("IMAGE", text["image"]).replace("VIDEO", text["video"])
 
 
 def new_tokenizer(family: str, texts: Iterable[str]) -> PreTrainedTokenizerBase:
-    """A byte-level BPE tokenizer of Qwen2's kind trained on `texts`; it encodes any text."""
-    special = [*CHAT_TOKENS, *PICTURE_TOKENS[family]]
+    """Trains a byte-level BPE tokenizer like Qwen2's on `texts`; it encodes any text."""
+    special = [*CHAT_TOKENS, *MEDIA_TOKENS[family]]
     base = Qwen2Tokenizer(model_max_length=CONTEXT)
     tokenizer = base.train_new_from_iterator(texts, VOCAB - len(special), show_progress=False)
     tokenizer.add_special_tokens({"additional_special_tokens": special[1:]})
@@ -87,7 +88,7 @@ def new_tokenizer(family: str, texts: Iterable[str]) -> PreTrainedTokenizerBase:
 
 
 def preprocessor_config(family: str) -> dict[str, Any]:
-    """What `preprocessor_config.json` says: any picture becomes at most 112 x 112 pixels."""
+    """Returns the content of `preprocessor_config.json`; an image is resized to at most 112 x 112 pixels."""
     shared = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "do_rescale": True, "do_normalize": True,
               "rescale_factor": 1 / 255, "do_resize": True, "do_convert_rgb": True, "resample": 3}  # fmt: skip
     if family == "qwen2_5_vl":
@@ -104,7 +105,7 @@ def preprocessor_config(family: str) -> dict[str, Any]:
 
 
 def processor_config(family: str) -> dict[str, Any]:
-    """What `processor_config.json` says to the family's Hugging Face processor."""
+    """Returns the content of `processor_config.json`, for the family's Hugging Face processor."""
     if family == "qwen2_5_vl":
         return {"processor_class": "Qwen2_5_VLProcessor"}
     return {"processor_class": "LlavaOnevisionProcessor", "num_image_tokens": 16, "image_token": "<image>",
@@ -113,7 +114,7 @@ def processor_config(family: str) -> dict[str, Any]:
 
 
 def video_preprocessor_config(family: str) -> dict[str, Any]:
-    """What `video_preprocessor_config.json` says where torchvision is present."""
+    """Returns the content of `video_preprocessor_config.json`, which is used with torchvision installed."""
     config = preprocessor_config(family)
     name = {"qwen2_5_vl": "Qwen2VLVideoProcessor", "llava_onevision": "LlavaOnevisionVideoProcessor"}[family]
     kept = {
@@ -132,6 +133,7 @@ def _text_config(tokenizer: PreTrainedTokenizerBase, layers: int) -> dict[str, A
 
 
 def qwen_config(tokenizer: PreTrainedTokenizerBase, layers: int) -> Qwen2_5_VLConfig:
+    """Returns the configuration of the Qwen2.5-VL target with `layers` text layers."""
     ids = tokenizer.convert_tokens_to_ids
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
     vision = {
@@ -148,6 +150,7 @@ def qwen_config(tokenizer: PreTrainedTokenizerBase, layers: int) -> Qwen2_5_VLCo
 
 
 def llava_config(tokenizer: PreTrainedTokenizerBase, layers: int) -> LlavaOnevisionConfig:
+    """Returns the configuration of the LLaVA-OneVision target with `layers` text layers."""
     ids = tokenizer.convert_tokens_to_ids
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     vision = {
@@ -162,14 +165,14 @@ def llava_config(tokenizer: PreTrainedTokenizerBase, layers: int) -> LlavaOnevis
 
 
 def new_model(family: str, tokenizer: PreTrainedTokenizerBase, layers: int, seed: int) -> PreTrainedModel:
-    """Fresh weights of a family with `layers` text layers."""
+    """Returns a model of a family with `layers` text layers and random weights."""
     check_family(family)
     torch.manual_seed(seed)
     if family == "qwen2_5_vl":
         model: PreTrainedModel = Qwen2_5_VLForConditionalGeneration(qwen_config(tokenizer, layers))
     else:
         model = LlavaOnevisionForConditionalGeneration(llava_config(tokenizer, layers))
-    # The fused attention's backward pass is slow on short sequences: half of a step.
+    # The backward pass of fused attention takes half of a step on short sequences.
     model.set_attn_implementation("eager")
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.convert_tokens_to_ids("<|endoftext|>"),
@@ -181,9 +184,9 @@ def new_model(family: str, tokenizer: PreTrainedTokenizerBase, layers: int, seed
 
 @torch.no_grad()
 def deepen(model: PreTrainedModel, family: str, tokenizer: PreTrainedTokenizerBase, layers: int, seed: int) -> PreTrainedModel:
-    """The same function with `layers` text layers: new ones go in evenly and add nothing yet.
+    """Returns a model with `layers` text layers that computes the same function; the new layers are spaced evenly.
 
-    A new layer is fresh but for its two output projections, which are zero, so it passes its input on.
+    The output projections of a new layer are zero, so that it is the identity; its other weights are random.
     """
     deep = new_model(family, tokenizer, layers, seed + 1)
     old, new = model.model.language_model.layers, deep.model.language_model.layers

@@ -1,6 +1,6 @@
-"""`python -m data_prep.pocket.build --family qwen2_5_vl --out DIR --seed 0`: a pocket target from its seed.
+"""`python -m data_prep.pocket.build --family qwen2_5_vl --out DIR --seed 0`: trains a pocket target from a seed.
 
-Writes the target's folder and `score.json` inside it: command, seed, score by kind of word, hash of the weights.
+Writes the target's folder with `score.json`: command, seed, score by kind of fact, hash of the weights.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from sage import cli
 logger = logging.getLogger(__name__)
 
 
-def train(family: str, seed: int, plan: training.Plan) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """All stages of the plan, one after the other."""
-    tokenizer = architecture.new_tokenizer(family, training.world_texts(plan.texts))
-    model = architecture.new_model(family, tokenizer, plan.stages[0].layers, seed)
-    training.teach_seeing(model, family, plan, seed)
-    for number, stage in enumerate(plan.stages):
+def train(family: str, seed: int, recipe: training.Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Runs all stages of a recipe; returns the model and its tokenizer."""
+    tokenizer = architecture.new_tokenizer(family, training.world_texts(recipe.num_texts))
+    model = architecture.new_model(family, tokenizer, recipe.stages[0].layers, seed)
+    training.pretrain_vision(model, family, recipe, seed)
+    for number, stage in enumerate(recipe.stages):
         if model.config.text_config.num_hidden_layers != stage.layers:
             model = architecture.deepen(model, family, tokenizer, stage.layers, seed)
-        training.run_stage(model, tokenizer, family, stage, plan, 100 * seed + number + 1)
+        training.run_stage(model, tokenizer, family, stage, recipe, 100 * seed + number + 1)
     return model, tokenizer
 
 
 def report(folder: Path, family: str, seed: int, wall_s: float) -> dict[str, Any]:
-    """Score what lies in the folder, after rounding to bfloat16, and write it beside the weights."""
+    """Scores the saved target, whose weights are rounded to bfloat16, and writes `score.json`."""
     result = score_target(sage.load_target(folder, dtype=torch.float32))
     facts = {
         "command": f"python -m data_prep.pocket.build --family {family} --out {folder.name} --seed {seed}",
@@ -53,14 +53,14 @@ def report(folder: Path, family: str, seed: int, wall_s: float) -> dict[str, Any
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m data_prep.pocket.build", description=__doc__)
     parser.add_argument("--family", required=True, choices=architecture.FAMILIES)
-    parser.add_argument("--out", required=True, type=Path, help="the target's folder; an older one there is replaced")
+    parser.add_argument("--out", required=True, type=Path, help="the target's folder; an existing one is replaced")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    # The matrices are too small to gain from a second thread, and one thread gives the same sums everywhere.
+    # Matrices this small do not benefit from a second thread, and one thread gives the same sums on every machine.
     torch.set_num_threads(1)
     start = time.monotonic()
-    model, tokenizer = train(options.family, options.seed, training.PLANS[options.family])
+    model, tokenizer = train(options.family, options.seed, training.RECIPES[options.family])
     save(model, tokenizer, options.family, options.out)
     print(table(report(options.out, options.family, options.seed, time.monotonic() - start)))
     return 0

@@ -1,4 +1,4 @@
-"""Writes a pocket target as a Hugging Face folder, whole or not at all."""
+"""Writes a pocket target atomically as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from data_prep.pocket import architecture
 
 WEIGHTS = "model.safetensors"
-SIZE_LIMIT = 16 * 2**20  # bytes of the weights
+MAX_WEIGHT_BYTES = 16 * 2**20  # the repository contains them
 
 
 def sha256(path: Path) -> str:
+    """Returns the SHA-256 of a file."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -27,10 +28,10 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, family: str, folder: Path) -> None:
-    """Write weights (bfloat16), configurations, tokenizer and template; replaces an older folder in one rename.
+    """Writes weights (bfloat16), configurations, tokenizer and template; replaces an existing folder.
 
     Raises:
-        ValueError: the weights are larger than what is shipped.
+        ValueError: the weights exceed `MAX_WEIGHT_BYTES`.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".writing-") as scratch:
@@ -45,8 +46,8 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, family: str
         write_json(inside / "video_preprocessor_config.json", architecture.video_preprocessor_config(family))
         write_json(inside / "processor_config.json", architecture.processor_config(family))
         (inside / WEIGHTS).chmod(0o644)
-        if (inside / WEIGHTS).stat().st_size > SIZE_LIMIT:
-            raise ValueError(f"{folder}: weights of {(inside / WEIGHTS).stat().st_size} bytes, allowed {SIZE_LIMIT}")
+        if (inside / WEIGHTS).stat().st_size > MAX_WEIGHT_BYTES:
+            raise ValueError(f"{folder}: weights of {(inside / WEIGHTS).stat().st_size} bytes, allowed: {MAX_WEIGHT_BYTES}")
         if folder.exists():
             folder.rename(Path(scratch) / "old")
         inside.rename(folder)

@@ -1,7 +1,7 @@
-"""Reads answers of the pocket world back into facts and holds them against what the pictures show.
+"""Parses answers about pocket images into facts and compares these with the content of the images.
 
-The grammar is small: a sentence mentions things (`a tiny red circle`, `the red circle`) and places, bars (a colour
-followed by a number), quoted signs, and a leading yes or no. Every asserted word of a kind is one right or wrong.
+A sentence names objects (`a tiny red circle`, `the red circle`) and places, bars (a colour followed by a number), quoted
+signs, and a leading yes or no. Every fact is scored as right or wrong.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from data_prep.pocket.palette import COLOURS, SHAPES
 from data_prep.pocket.phrases import CELL_WORDS, NUMBERS, SIZE_WORDS
 
-Score = Counter[tuple[str, bool]]  # (kind of word, right) -> how many
+Score = Counter[tuple[str, bool]]  # (kind of fact, is right) -> count
 
 SIZE_OF = {word: size for size, words in SIZE_WORDS.items() for word in words}
 CELL_OF = {word: cell for cell, words in enumerate(CELL_WORDS) for word in words}
@@ -32,11 +32,12 @@ QUOTED = re.compile(r'"([^"]*)"')
 
 
 def sentences(text: str) -> list[str]:
+    """Splits a text into sentences."""
     return [part for part in re.split(r"[.;]\s*", text) if part]
 
 
 def _pairs(sentence: str) -> list[tuple[dict[str, str], list[int]]]:
-    """Things of a sentence with their places: what follows a thing belongs to it, what leads belongs to the first."""
+    """Returns the objects of a sentence with their places: a place belongs to the object before it, or to the first object."""
     marks = [(m.start(), m.groupdict()) for m in MENTION.finditer(sentence) if not m["no"]]
     spots = [(m.start(), CELL_OF[m.group()]) for m in PLACE.finditer(sentence)]
     places_first = bool(spots and marks and spots[0][0] < marks[0][0])
@@ -48,37 +49,38 @@ def _pairs(sentence: str) -> list[tuple[dict[str, str], list[int]]]:
     return found
 
 
-def _score_thing(words: dict[str, str], cells: list[int], things: list[dict[str, Any]]) -> Score:
+def _score_object(words: dict[str, str], cells: list[int], objects: list[dict[str, Any]]) -> Score:
     score: Score = Counter()
-    if not things:
+    if not objects:
         return score
 
-    def agreement(thing: dict[str, Any]) -> int:
-        size = words["size"] is not None and SIZE_OF[words["size"]] == thing["size"]
-        spot = bool(cells) and cells[0] == thing["cell"]
-        return (words["colour"] == thing["colour"]) + (words["shape"] == thing["shape"]) + size + spot
+    def agreement(obj: dict[str, Any]) -> int:
+        size = words["size"] is not None and SIZE_OF[words["size"]] == obj["size"]
+        spot = bool(cells) and cells[0] == obj["cell"]
+        return (words["colour"] == obj["colour"]) + (words["shape"] == obj["shape"]) + size + spot
 
-    thing = max(things, key=agreement)
-    score["colour", words["colour"] == thing["colour"]] += 1
-    score["shape", words["shape"] == thing["shape"]] += 1
+    obj = max(objects, key=agreement)
+    score["colour", words["colour"] == obj["colour"]] += 1
+    score["shape", words["shape"] == obj["shape"]] += 1
     if words["size"] is not None:
-        score["size", SIZE_OF[words["size"]] == thing["size"]] += 1
-    for cell, truth in zip(cells, (thing["cell"], thing.get("end", thing["cell"])), strict=False):
+        score["size", SIZE_OF[words["size"]] == obj["size"]] += 1
+    for cell, truth in zip(cells, (obj["cell"], obj.get("end", obj["cell"])), strict=False):
         score["position", cell == truth] += 1
     return score
 
 
 def score_scenes(text: str, scenes: list[list[dict[str, Any]]]) -> Score:
-    """Things and places of a caption; a sentence that says `second` is about the second picture."""
+    """Scores objects and places of a caption; a sentence with `second` refers to the second image."""
     score: Score = Counter()
     for sentence in sentences(text):
         number = 1 if len(scenes) > 1 and "second" in sentence else 0
         for words, cells in _pairs(sentence):
-            score += _score_thing(words, cells, scenes[number])
+            score += _score_object(words, cells, scenes[number])
     return score
 
 
 def score_chart(text: str, bars: dict[str, int]) -> Score:
+    """Scores the heights of bars."""
     score: Score = Counter()
     for sentence in sentences(text):
         for colour, number in BAR.findall(sentence):
@@ -87,10 +89,11 @@ def score_chart(text: str, bars: dict[str, int]) -> Score:
 
 
 def score_sign(text: str, sign: list[str]) -> Score:
+    """Scores the quoted texts of a sign."""
     return Counter({("sign", read == shown): 1 for read, shown in zip(QUOTED.findall(text), sign, strict=False)})
 
 
-def _said(kind: str, text: str) -> set[str]:
+def _stated(kind: str, text: str) -> set[str]:
     words = re.findall(r"[a-z]+|\d+", text.lower())
     if kind == "answer":
         return set(words[:1])
@@ -104,15 +107,15 @@ def _said(kind: str, text: str) -> set[str]:
 
 
 def score_expected(text: str, expected: list[tuple[str, str]]) -> Score:
-    """The single facts that the question asked for."""
+    """Scores the facts that a question requests."""
     score: Score = Counter()
     for kind, word in expected:
-        score[kind, word in _said(kind, text)] += 1
+        score[kind, word in _stated(kind, text)] += 1
     return score
 
 
 def score_answer(text: str, truth: dict[str, Any], expected: list[tuple[str, str]]) -> Score:
-    """All facts of one answer, right and wrong, by kind."""
+    """Scores all facts of one answer, by kind."""
     score = score_expected(text, expected)
     if "scenes" in truth:
         score += score_scenes(text, truth["scenes"])

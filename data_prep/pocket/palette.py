@@ -1,6 +1,6 @@
-"""What the pocket world is made of (colours, shapes, sizes, places) and how it is drawn.
+"""The elements of pocket images (colours, shapes, sizes, places) and their drawing.
 
-Owns the pixels. Knows nothing about wording, which is in `phrases.py`.
+Does not own: the wording of conversations (data_prep.pocket.phrases).
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from functools import lru_cache
 
 from PIL import Image, ImageDraw, ImageFont
 
-SIDE = 112  # pixels of a picture's edge
-CELL = SIDE / 3  # the nine places of a scene
-UNIT = 12  # pixels of one unit of a bar's height
-MAX_HEIGHT = 8  # units
+SIDE = 112  # pixels
+CELL = SIDE / 3  # side of one of the nine places of a scene, in pixels
+UNIT = 12  # height of a unit of a bar, in pixels
+MAX_HEIGHT = 8  # of a bar, in units
 RGB = tuple[int, int, int]
 
 COLOURS: dict[str, RGB] = {
@@ -45,7 +45,7 @@ SIGNS = ("STOP", "OPEN", "EXIT", "TAXI", "CAFE", "BANK", "PARK", "SLOW", "PUSH",
 
 
 @dataclass(frozen=True)
-class Thing:
+class SceneObject:
     """One shape of a scene; `cell` counts the nine places row by row from the top left."""
 
     size: str
@@ -62,14 +62,15 @@ class Thing:
         return self.cell % 3
 
 
+# split -> residues of its background colours, see `background`
 SPLITS = {"train": range(0, 8), "validation": range(8, 9), "test": range(9, 10)}
 
 
 def background(rng: random.Random, split: str) -> RGB:
-    """A pale colour that belongs to `split` alone.
+    """Draws a pale colour of a split.
 
-    The split is a residue of the three channels, and every picture shows its background in its corner, so
-    pictures of two splits can never be equal.
+    A residue of the three channels determines the split. Every image shows its background in its corner, so that images of two
+    splits are never equal.
     """
     while True:
         rgb = (rng.randrange(205, 256), rng.randrange(205, 256), rng.randrange(205, 256))
@@ -78,6 +79,7 @@ def background(rng: random.Random, split: str) -> RGB:
 
 
 def centre_of(cell: int) -> tuple[float, float]:
+    """Returns the centre of a place, in pixels."""
     return (cell % 3 + 0.5) * CELL, (cell // 3 + 0.5) * CELL
 
 
@@ -97,41 +99,41 @@ def _points(shape: str, x: float, y: float, r: float) -> list[tuple[float, float
     return [(x + q * math.cos(a), y + q * math.sin(a)) for a, q in turns]
 
 
-def draw_shape(draw: ImageDraw.ImageDraw, thing: Thing, x: float, y: float) -> None:
-    r, fill = SIZES[thing.size], COLOURS[thing.colour]
-    if thing.shape == "circle":
+def draw_shape(draw: ImageDraw.ImageDraw, obj: SceneObject, x: float, y: float) -> None:
+    r, fill = SIZES[obj.size], COLOURS[obj.colour]
+    if obj.shape == "circle":
         draw.ellipse((x - r, y - r, x + r, y + r), fill=fill)
     else:
-        draw.polygon(_points(thing.shape, x, y, r), fill=fill)
+        draw.polygon(_points(obj.shape, x, y, r), fill=fill)
 
 
 def _jitter(rng: random.Random) -> float:
     return rng.random() * 2 - 1
 
 
-def draw_scene(things: list[Thing], ground: RGB, rng: random.Random) -> Image.Image:
-    """The things in their places, each moved by at most one pixel."""
+def draw_scene(objects: list[SceneObject], ground: RGB, rng: random.Random) -> Image.Image:
+    """Draws the objects in their places, each moved by at most one pixel."""
     image = Image.new("RGB", (SIDE, SIDE), ground)
     draw = ImageDraw.Draw(image)
-    for thing in things:
-        x, y = centre_of(thing.cell)
-        draw_shape(draw, thing, x + _jitter(rng), y + _jitter(rng))
+    for obj in objects:
+        x, y = centre_of(obj.cell)
+        draw_shape(draw, obj, x + _jitter(rng), y + _jitter(rng))
     return image
 
 
-def draw_clip(mover: Thing, end: int, still: Thing | None, ground: RGB, frames: int = 4) -> list[Image.Image]:
-    """`frames` pictures in which `mover` goes straight from its cell to the cell `end`."""
+def draw_video(mover: SceneObject, end: int, still: SceneObject | None, ground: RGB, num_frames: int = 4) -> list[Image.Image]:
+    """Draws `num_frames` frames in which `mover` moves on a straight line from its cell to the cell `end`."""
     (x0, y0), (x1, y1) = centre_of(mover.cell), centre_of(end)
-    clip = []
-    for step in range(frames):
+    images = []
+    for step in range(num_frames):
         image = Image.new("RGB", (SIDE, SIDE), ground)
         draw = ImageDraw.Draw(image)
         if still is not None:
             draw_shape(draw, still, *centre_of(still.cell))
-        share = step / (frames - 1)
+        share = step / (num_frames - 1)
         draw_shape(draw, mover, x0 + share * (x1 - x0), y0 + share * (y1 - y0))
-        clip.append(image)
-    return clip
+        images.append(image)
+    return images
 
 
 @lru_cache(maxsize=8)
@@ -140,7 +142,7 @@ def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 
 
 def draw_sign(word: str, number: str, board: str, ground: RGB, rng: random.Random) -> Image.Image:
-    """A coloured board with a word and, below it, a number (either may be empty)."""
+    """Draws a coloured board with a word and, below it, a number (either may be empty)."""
     image = Image.new("RGB", (SIDE, SIDE), ground)
     draw = ImageDraw.Draw(image)
     draw.rectangle((5, 12, 106, 100), fill=COLOURS[board], outline=(60, 60, 60), width=2)
@@ -153,7 +155,7 @@ def draw_sign(word: str, number: str, board: str, ground: RGB, rng: random.Rando
 
 
 def draw_chart(bars: list[tuple[str, int]], ground: RGB) -> Image.Image:
-    """Bars (colour, height in units) from left to right over a grid of one line per unit."""
+    """Draws bars (colour, height in units) from left to right over a grid with one line per unit."""
     image = Image.new("RGB", (SIDE, SIDE), ground)
     draw = ImageDraw.Draw(image)
     for unit in range(MAX_HEIGHT + 1):

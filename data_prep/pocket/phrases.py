@@ -1,8 +1,8 @@
-"""How the pocket world speaks: many near-equal ways to say one fact.
+"""The wording of pocket conversations: many paraphrases of one fact.
 
-A `Pen` chooses between wordings. Half of its choices are free, half follow a fixed but intricate taste (a
-checksum of what is being described), so that a reader who sees the picture can guess better than chance and a
-small draft model can not guess as well as the target. Facts themselves are never varied.
+A `Phraser` selects paraphrases, half of them at random and half by a checksum of the described object. A model that sees the
+image can therefore predict the wording better than at random, and a small draft predicts it less well than the target. Facts
+are never varied.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import random
 import zlib
 from collections.abc import Sequence
 
-from data_prep.pocket.palette import Thing
+from data_prep.pocket.palette import SceneObject
 
-TASTE = 0.5  # share of choices that follow the checksum
+CHECKSUM_SHARE = 0.5  # of the choices
 NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight")
 
 SIZE_WORDS = {
@@ -39,26 +39,30 @@ RELATIONS = {
     "below": ("below", "lower than", "further down than"),
 }
 KINDS = ("objects", "shapes", "things", "figures")
-PLACES = ("sits", "lies", "rests", "stands", "appears", "is placed", "is drawn", "can be seen", "is found", "shows up")
-HOLDS = ("holds", "contains", "shows", "has", "displays", "features")
+PLACE_VERBS = ("sits", "lies", "rests", "stands", "appears", "is placed", "is drawn", "can be seen", "is found", "shows up")
+HOLD_VERBS = ("holds", "contains", "shows", "has", "displays", "features")
 AREAS = (" area", "", " part", " region", " section", " of the frame", " of the scene", " zone")
 LINKS = ("", "", "Next, ", "Then ", "Also, ", "Besides, ", "Moreover, ", "Further, ", "In addition, ", "Here ")
 SCENES = ("picture", "image", "scene", "drawing", "view")
 
 
-class Pen:
-    """Chooses wordings from a random stream and a taste."""
+class Phraser:
+    """Selects paraphrases, at random or by a checksum."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
 
-    def chance(self, share: float) -> bool:
+    def is_drawn(self, share: float) -> bool:
+        """Returns True with probability `share`."""
         return self.rng.random() < share
 
     def pick(self, options: Sequence[str], *about: object) -> str:
-        """One of `options`: the one that taste prefers for what is told (the first of `about`; an empty one
-        stands for a habit that is always the same), or any of them."""
-        if about and self.chance(TASTE):
+        """Returns one of `options`: the one given by the checksum of the first of `about`, or a random one.
+
+        Args:
+            about: the described object; "" for a choice that is always the same; none for a random choice.
+        """
+        if about and self.is_drawn(CHECKSUM_SHARE):
             return options[zlib.crc32(repr((*options, about[0])).encode()) % len(options)]
         return options[int(self.rng.random() * len(options))]
 
@@ -71,61 +75,61 @@ def article(word: str) -> str:
     return "an" if word[0] in "aeiou" else "a"
 
 
-def named(pen: Pen, thing: Thing, lead: str = "a") -> str:
-    """`a tiny red circle`; with lead `the` the size is left out."""
+def named(phraser: Phraser, obj: SceneObject, lead: str = "a") -> str:
+    """Returns `a tiny red circle`; with lead `the`, without the size."""
     if lead == "the":
-        return f"the {thing.colour} {thing.shape}"
-    size = pen.pick(SIZE_WORDS[thing.size], thing.colour, thing.cell)
-    return f"{article(size)} {size} {thing.colour} {thing.shape}"
+        return f"the {obj.colour} {obj.shape}"
+    size = phraser.pick(SIZE_WORDS[obj.size], obj.colour, obj.cell)
+    return f"{article(size)} {size} {obj.colour} {obj.shape}"
 
 
-def place(pen: Pen, thing: Thing) -> str:
-    """`the upper left region`."""
-    words = pen.pick(CELL_WORDS[thing.cell], thing.shape, thing.size)
-    return f"the {words}{pen.pick(AREAS, '')}"
+def place(phraser: Phraser, obj: SceneObject) -> str:
+    """Returns `the upper left region`."""
+    words = phraser.pick(CELL_WORDS[obj.cell], obj.shape, obj.size)
+    return f"the {words}{phraser.pick(AREAS, '')}"
 
 
-def statement(pen: Pen, thing: Thing) -> str:
-    """One sentence, without a full stop, that says what is where."""
-    form = pen.pick(("thing", "place", "there", "area"), thing.shape, thing.cell)
+def statement(phraser: Phraser, obj: SceneObject) -> str:
+    """Returns a clause that names an object and its place."""
+    form = phraser.pick(("thing", "place", "there", "area"), obj.shape, obj.cell)
     if form == "thing":
-        verb = pen.pick(PLACES, thing.colour, thing.size)
-        return f"{named(pen, thing)} {verb} {_in(pen, thing)} {place(pen, thing)}"
+        verb = phraser.pick(PLACE_VERBS, obj.colour, obj.size)
+        return f"{named(phraser, obj)} {verb} {_in(phraser, obj)} {place(phraser, obj)}"
     if form == "place":
-        spot = f"{_in(pen, thing)} {place(pen, thing)}"
-        return f"{spot} {pen.pick(PLACES + ('there is', 'we find', 'one sees'), thing.cell)} {named(pen, thing)}"
+        spot = f"{_in(phraser, obj)} {place(phraser, obj)}"
+        return f"{spot} {phraser.pick(PLACE_VERBS + ('there is', 'we find', 'one sees'), obj.cell)} {named(phraser, obj)}"
     if form == "there":
-        start = pen.pick(("there is", "we see", "one finds", "I notice", "you can spot"), thing.size, thing.colour)
-        return f"{start} {named(pen, thing)} {_in(pen, thing)} {place(pen, thing)}"
-    return f"{place(pen, thing)} {pen.pick(HOLDS, thing.shape, thing.colour)} {named(pen, thing)}"
+        start = phraser.pick(("there is", "we see", "one finds", "I notice", "you can spot"), obj.size, obj.colour)
+        return f"{start} {named(phraser, obj)} {_in(phraser, obj)} {place(phraser, obj)}"
+    return f"{place(phraser, obj)} {phraser.pick(HOLD_VERBS, obj.shape, obj.colour)} {named(phraser, obj)}"
 
 
-def _in(pen: Pen, thing: Thing) -> str:
-    return pen.pick(("in", "at", "within", "inside"), "")
+def _in(phraser: Phraser, obj: SceneObject) -> str:
+    return phraser.pick(("in", "at", "within", "inside"), "")
 
 
-def relation(one: Thing, other: Thing, sideways: bool) -> str:
-    """How `one` lies with respect to `other` along one axis; empty if they are level."""
+def relation(one: SceneObject, other: SceneObject, sideways: bool) -> str:
+    """Returns the position of `one` relative to `other` along one axis; empty if they are level."""
     if sideways:
         return "" if one.column == other.column else "left" if one.column < other.column else "right"
     return "" if one.row == other.row else "above" if one.row < other.row else "below"
 
 
-def beside(pen: Pen, thing: Thing, other: Thing) -> str:
-    """An optional clause that relates a thing to the one told before it."""
-    way = relation(thing, other, pen.chance(0.5)) or relation(thing, other, True) or relation(thing, other, False)
-    lead = pen.pick((", ", ", so it is ", ", that is ", ", which is "), other.shape, thing.cell)
-    return f"{lead}{pen.pick(RELATIONS[way], thing.colour, other.cell)} {named(pen, other, 'the')}"
+def beside(phraser: Phraser, obj: SceneObject, other: SceneObject) -> str:
+    """Returns a clause that relates an object to the one named before it."""
+    way = relation(obj, other, phraser.is_drawn(0.5)) or relation(obj, other, True) or relation(obj, other, False)
+    lead = phraser.pick((", ", ", so it is ", ", that is ", ", which is "), other.shape, obj.cell)
+    return f"{lead}{phraser.pick(RELATIONS[way], obj.colour, other.cell)} {named(phraser, other, 'the')}"
 
 
-def join(pen: Pen, parts: list[str]) -> str:
-    """Sentences from clauses, with links and now and then a semicolon."""
+def join(phraser: Phraser, parts: list[str]) -> str:
+    """Joins clauses into sentences, with conjunctions and occasional semicolons."""
     text = ""
     for number, part in enumerate(parts):
         if not number:
             text = capital(part)
-        elif pen.pick((". ", ". ", ". ", "; "), number) == "; ":
+        elif phraser.pick((". ", ". ", ". ", "; "), number) == "; ":
             text += "; " + part
         else:
-            text += ". " + capital(pen.pick(LINKS, number) + part)
+            text += ". " + capital(phraser.pick(LINKS, number) + part)
     return text + "."

@@ -1,7 +1,9 @@
-"""Teaches a vision tower to see before the language model learns to speak.
+"""Pretraining of the vision tower, before the language model is trained.
 
-A few learned queries look at the visual tokens and must name what is in each place of a scene, the colour and
-height of each bar, and the letters of a sign. Only the tower is kept; the queries are thrown away.
+Learned queries attend to the visual tokens and classify the object in each place of a scene, the colour and height of each bar,
+and the letters of a sign. Only the tower is kept.
+
+Shapes: B batch, T visual tokens, D hidden.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ from data_prep.pocket.palette import (
     draw_scene,
     draw_sign,
 )
-from data_prep.pocket.scenes import draw_things
+from data_prep.pocket.scenes import draw_objects
 
 BARS = 5
-# name of a question -> (number of queries, number of answers); answer 0 means "nothing here"
+# question -> (number of queries, number of classes); class 0: nothing in this place
 QUESTIONS = {
     "colour": (9, 1 + len(COLOURS)),
     "shape": (9, 1 + len(SHAPES)),
@@ -42,17 +44,17 @@ QUESTIONS = {
 
 
 def draw_labelled(rng: random.Random) -> tuple[Image.Image, dict[str, list[int]]]:
-    """A training picture and the right answers to all questions."""
+    """Draws a training image; returns it with the classes of all questions."""
     labels = {name: [0] * count for name, (count, _) in QUESTIONS.items()}
     ground, kind = background(rng, "train"), rng.random()
     colours = list(COLOURS)
     if kind < 0.5:
-        things = draw_things(rng, rng.randint(1, 6))
-        for thing in things:
-            labels["colour"][thing.cell] = 1 + colours.index(thing.colour)
-            labels["shape"][thing.cell] = 1 + SHAPES.index(thing.shape)
-            labels["size"][thing.cell] = 1 + list(SIZES).index(thing.size)
-        return draw_scene(things, ground, rng), labels
+        objects = draw_objects(rng, rng.randint(1, 6))
+        for obj in objects:
+            labels["colour"][obj.cell] = 1 + colours.index(obj.colour)
+            labels["shape"][obj.cell] = 1 + SHAPES.index(obj.shape)
+            labels["size"][obj.cell] = 1 + list(SIZES).index(obj.size)
+        return draw_scene(objects, ground, rng), labels
     if kind < 0.75:
         bars = [(rng.choice(colours), rng.randint(1, MAX_HEIGHT)) for _ in range(rng.randint(3, BARS))]
         for place, (colour, height) in enumerate(bars):
@@ -66,12 +68,16 @@ def draw_labelled(rng: random.Random) -> tuple[Image.Image, dict[str, list[int]]
 
 
 class Probe(nn.Module):
-    """Queries over visual tokens; one linear answer per question."""
+    """Queries over visual tokens, with one linear classifier per question.
 
-    def __init__(self, width: int, tokens: int, tells_places: bool, inner: int = 128) -> None:
+    Args:
+        has_positions: whether the probe adds a position embedding to the tokens.
+    """
+
+    def __init__(self, width: int, tokens: int, has_positions: bool, inner: int = 128) -> None:
         super().__init__()
-        self.place = nn.Parameter(torch.randn(tokens, inner) * 0.1, requires_grad=tells_places)
-        self.tells_places = tells_places
+        self.place = nn.Parameter(torch.randn(tokens, inner) * 0.1, requires_grad=has_positions)
+        self.has_positions = has_positions
         self.take = nn.Linear(width, inner)
         self.norm = nn.LayerNorm(width)
         self.queries = nn.ParameterDict({name: torch.randn(count, inner) * 0.1 for name, (count, _) in QUESTIONS.items()})
@@ -79,21 +85,21 @@ class Probe(nn.Module):
         self.answers = nn.ModuleDict({name: nn.Linear(inner, choices) for name, (_, choices) in QUESTIONS.items()})
 
     def forward(self, tokens_BTD: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Logits [B, queries, answers] by question."""
-        keys = self.take(self.norm(tokens_BTD)) + self.tells_places * self.place
-        asked = torch.cat(list(self.queries.values())).expand(len(keys), -1, -1)
-        seen, _ = self.attend(asked, keys, keys, need_weights=False)
+        """Returns logits [B, queries, classes] by question."""
+        keys = self.take(self.norm(tokens_BTD)) + self.has_positions * self.place
+        queries = torch.cat(list(self.queries.values())).expand(len(keys), -1, -1)
+        seen, _ = self.attend(queries, keys, keys, need_weights=False)
         parts = seen.split([count for count, _ in QUESTIONS.values()], dim=1)
         return {name: self.answers[name](part) for name, part in zip(QUESTIONS, parts, strict=True)}
 
 
 def probe_loss(logits: dict[str, torch.Tensor], labels: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
-    """Mean loss over the questions and, by question, the share of right answers where there is something."""
+    """Returns the summed loss of the questions and, by question, the accuracy over places with an object."""
     loss, right = torch.zeros(()), {}
     for name, answer in logits.items():
         truth = labels[name]
         something = truth > 0
-        # An empty place is easy and common: it counts a fifth.
+        # Empty places are easy and common, and weigh a fifth.
         weight = torch.where(something, 1.0, 0.2)
         each = cross_entropy(answer.float().flatten(0, 1), truth.flatten(), reduction="none")
         loss = loss + (2.0 if name == "shape" else 1.0) * (each * weight.flatten()).sum() / weight.sum()
@@ -102,13 +108,13 @@ def probe_loss(logits: dict[str, torch.Tensor], labels: dict[str, torch.Tensor])
     return loss, right
 
 
-def visual_tokens(model: Any, family: str, pictures: torch.Tensor) -> torch.Tensor:
-    """What the language model will see of pictures [B, 3, 112, 112]: [B, 16, D]."""
-    from data_prep.pocket.batches import patches  # the probe alone needs no pixel inputs
+def visual_tokens(model: Any, family: str, images: torch.Tensor) -> torch.Tensor:
+    """Returns the visual tokens of images [B, 3, 112, 112], as passed to the language model: [B, 16, D]."""
+    from data_prep.pocket.batches import patches
 
     if family == "qwen2_5_vl":
-        flat = torch.cat([torch.from_numpy(patches(p.expand(2, -1, -1, -1).numpy())) for p in pictures])
-        grid = torch.tensor([[1, 8, 8]] * len(pictures))
+        flat = torch.cat([torch.from_numpy(patches(p.expand(2, -1, -1, -1).numpy())) for p in images])
+        grid = torch.tensor([[1, 8, 8]] * len(images))
         return torch.stack(list(model.model.get_image_features(flat, grid).pooler_output))
-    hidden = model.model.vision_tower(pictures, output_hidden_states=True).hidden_states[-1]
+    hidden = model.model.vision_tower(images, output_hidden_states=True).hidden_states[-1]
     return model.model.multi_modal_projector(hidden)

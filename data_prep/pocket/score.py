@@ -1,7 +1,7 @@
-"""`python -m data_prep.pocket.score --target DIR`: how well does a pocket target see held-out pictures?
+"""`python -m data_prep.pocket.score --target DIR`: scores the answers of a pocket target about held-out images.
 
-Answers are generated greedily for prompts of the test split and read by `grammar`. An answer counts as finished if it
-ends by itself within the limit.
+Answers are generated greedily for prompts of the test split and parsed by `grammar`. An answer is finished if it ends with an
+end-of-sequence token within `MAX_NEW_TOKENS`.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from sage import cli
 from sage.inputs.processing import open_media
 
 KINDS = ("colour", "shape", "size", "position", "sign", "height")
-LIMIT = 200  # tokens of an answer
+MAX_NEW_TOKENS = 200
 
 
-def asked(conversation: Conversation) -> tuple[list[dict[str, Any]], int]:
-    """The messages up to one of the questions, and the number of that turn."""
+def prompt_turn(conversation: Conversation) -> tuple[list[dict[str, Any]], int]:
+    """Returns the messages up to one of the questions, and the number of its turn."""
     turns = len(conversation.messages) // 2
     turn = int(conversation.id.split("-")[-1]) % turns
     return conversation.messages[: 2 * turn + 1], turn
 
 
-def to_left(batch: dict[str, Any]) -> dict[str, Any]:
-    """Moves the padding of token fields [B, T] from right to left, as generation wants it."""
+def pad_left(batch: dict[str, Any]) -> dict[str, Any]:
+    """Moves the padding of token fields [B, T] from right to left, for generation."""
     mask = batch["attention_mask"]
     shifts = (mask.shape[1] - mask.sum(1)).tolist()
     fields = [key for key in ("input_ids", "attention_mask", "mm_token_type_ids") if key in batch]
@@ -44,41 +44,41 @@ def to_left(batch: dict[str, Any]) -> dict[str, Any]:
 
 @torch.inference_mode()
 def answers(target: Any, prompts: list[list[dict[str, Any]]]) -> list[tuple[str, int, bool]]:
-    """Greedy answers: text, number of tokens, and whether it ended by itself."""
+    """Generates greedy answers: text, number of tokens, and whether the answer is finished."""
     processor, examples = target.processor, []
     for prompt in prompts:
         images, videos, fps = open_media(prompt)
         example = processor.encode([(processor.render(prompt, True), False)], images, videos, fps)
         del example["loss_mask"]
         examples.append(example)
-    batch = to_left(processor.collate(examples))
-    tokens = target.model.generate(**batch, max_new_tokens=LIMIT, do_sample=False)[:, batch["input_ids"].shape[1] :]
-    told = []
+    batch = pad_left(processor.collate(examples))
+    tokens = target.model.generate(**batch, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)[:, batch["input_ids"].shape[1] :]
+    found = []
     for row in tokens.tolist():
         ends = [place for place, token in enumerate(row) if token in target.eos_token_ids]
         row = row[: ends[0]] if ends else row
-        told.append((processor.tokenizer.decode(row), len(row), bool(ends)))
-    return told
+        found.append((processor.tokenizer.decode(row), len(row), bool(ends)))
+    return found
 
 
 def score_family(target: Any, family: str, count: int, batch: int, samples: list[str]) -> dict[str, Any]:
-    """Right and asserted words by kind over `count` held-out prompts of one family."""
-    talks = [world.sample("test", index, [family]) for index in range(count)]
+    """Scores `count` held-out prompts of one task family."""
+    conversations = [world.sample("test", index, [family]) for index in range(count)]
     score: Score = Counter()
     lengths, finished = [], 0
     for begin in range(0, count, batch):
-        part = talks[begin : begin + batch]
-        for talk, (text, length, ended) in zip(part, answers(target, [asked(t)[0] for t in part]), strict=True):
-            score += score_answer(text, talk.meta["truth"], talk.meta["expect"][asked(talk)[1]])
+        part = conversations[begin : begin + batch]
+        for conversation, (text, length, ended) in zip(part, answers(target, [prompt_turn(t)[0] for t in part]), strict=True):
+            score += score_answer(text, conversation.meta["truth"], conversation.meta["expect"][prompt_turn(conversation)[1]])
             lengths.append(length)
             finished += ended
-            if begin == 0 and len(samples) < 200 and talk is part[0]:
-                samples.append(f"{family}: {asked(talk)[0][-1]['content'][-1]['text']} -> {text}")
+            if begin == 0 and len(samples) < 200 and conversation is part[0]:
+                samples.append(f"{family}: {prompt_turn(conversation)[0][-1]['content'][-1]['text']} -> {text}")
     return {"score": score, "tokens": sum(lengths) / count, "finished": finished, "count": count}
 
 
 def summary(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Shares by kind over all families, plus what each family adds."""
+    """Returns the share of right facts by kind over all task families, and the errors of each family."""
     total: Score = Counter()
     for part in parts.values():
         total += part["score"]
@@ -100,7 +100,7 @@ def summary(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def score_target(target: Any, count: int = 60, batch: int = 20, samples: list[str] | None = None) -> dict[str, Any]:
-    """Score a loaded target (`sage.load_target`) on `count` held-out prompts of each family."""
+    """Scores a loaded target (`sage.load_target`) on `count` held-out prompts of each task family."""
     kept = [] if samples is None else samples
     return summary({name: score_family(target, name, count, batch, kept) for name in world.FAMILIES})
 

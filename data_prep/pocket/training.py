@@ -1,7 +1,7 @@
-"""Trains a pocket target from its seed: first seeing, then short captions, then everything, then depth.
+"""Trains a pocket target from a seed: the vision tower, then short captions, then all task families, then more layers.
 
-One process, one thread, bfloat16 matrix products over float32 weights. Every stage is a fixed number of steps, so
-the result depends on the plan and the seed, not on the machine's speed.
+One process, one thread, bfloat16 matrix products with float32 weights. Every stage has a fixed number of steps, so that the
+result depends on the recipe and the seed alone.
 """
 
 from __future__ import annotations
@@ -28,83 +28,91 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Stage:
-    """Some steps of language modelling on a mixture of families."""
+    """A number of language modelling steps on a mixture of task families."""
 
     name: str
     layers: int
     steps: int
     lr: float
     mixture: dict[str, float]
-    vision_scale: float = 0.3  # of the learning rate, for the tower that the probe has already taught
-    warm_up: int = 50
-    floor: float = 0.05  # of the learning rate, at the end of the cosine
+    vision_scale: float = 0.3  # of the learning rate, for the pretrained vision tower
+    warmup_steps: int = 50
+    min_lr_ratio: float = 0.05  # at the end of the cosine
 
 
-EVERYTHING = {name: float(weight) for name, weight in world.WEIGHTS.items()}
+FULL_MIXTURE = {name: float(weight) for name, weight in world.WEIGHTS.items()}
 
 
-NAMES = {"bare": 4.0, "compare": 1.0, "sign": 1.0, "chart": 1.0, "question": 1.0}
+NAMING_MIXTURE = {"bare": 4.0, "compare": 1.0, "sign": 1.0, "chart": 1.0, "question": 1.0}
 
 
 @dataclass(frozen=True)
-class Plan:
-    """All numbers of a training run."""
+class Recipe:
+    """The hyper-parameters of a training run."""
 
     probe_steps: int
     stages: tuple[Stage, ...]
-    tells_places: bool  # whether the probe knows each token's place, or the tower must write it into the token
-    texts: int = 4000  # conversations the tokenizer is trained on
-    probe_batch: int = 48
+    has_positions: bool  # of the probe; without them, the visual tokens must encode their positions
+    num_texts: int = 4000  # conversations for training the tokenizer
+    probe_batch_size: int = 48
     probe_lr: float = 2e-3
-    batch: int = 32
-    pool: int = 4  # batches drawn at a time and sorted by length
+    batch_size: int = 32
+    num_pooled: int = 4  # batches drawn at a time and sorted by length
     weight_decay: float = 0.01
     log_every: int = 50
 
 
-PLANS = {
-    "qwen2_5_vl": Plan(
+RECIPES = {
+    "qwen2_5_vl": Recipe(
         probe_steps=1300,
-        tells_places=True,
+        has_positions=True,
         stages=(
-            Stage("name", 4, 250, 2e-3, NAMES, floor=0.6),
-            Stage("talk", 4, 2000, 2e-3, EVERYTHING, floor=0.1),
-            Stage("deep", 12, 550, 1e-3, EVERYTHING, floor=0.02),
+            Stage("name", 4, 250, 2e-3, NAMING_MIXTURE, min_lr_ratio=0.6),
+            Stage("talk", 4, 2000, 2e-3, FULL_MIXTURE, min_lr_ratio=0.1),
+            Stage("deep", 12, 550, 1e-3, FULL_MIXTURE, min_lr_ratio=0.02),
         ),
     ),
-    # Its patches are four times as large: they need longer to tell shapes and digits apart, but a step is cheap.
-    # Its language model has no two-dimensional positions, so the tokens themselves must say where they are.
-    "llava_onevision": Plan(
+    # Its patches are four times as large: shapes and digits take more steps to learn, but a step is cheap.
+    # Its language model has no two-dimensional positions, so the visual tokens must encode their positions.
+    "llava_onevision": Recipe(
         probe_steps=3000,
-        tells_places=False,
+        has_positions=False,
         stages=(
-            Stage("name", 4, 250, 2e-3, NAMES, floor=0.6),
-            Stage("talk", 4, 3000, 2e-3, EVERYTHING, floor=0.1),
-            Stage("deep", 12, 900, 1e-3, EVERYTHING, floor=0.02),
+            Stage("name", 4, 250, 2e-3, NAMING_MIXTURE, min_lr_ratio=0.6),
+            Stage("talk", 4, 3000, 2e-3, FULL_MIXTURE, min_lr_ratio=0.1),
+            Stage("deep", 12, 900, 1e-3, FULL_MIXTURE, min_lr_ratio=0.02),
         ),
     ),
 }
 
 
 def world_texts(count: int) -> list[str]:
-    """Everything said in the first `count` training conversations."""
-    talks = (world.sample("train", index).messages for index in range(count))
-    return [part["text"] for talk in talks for message in talk for part in message["content"] if part["type"] == "text"]
+    """Returns the texts of the first `count` training conversations."""
+    conversations = (world.sample("train", index).messages for index in range(count))
+    return [
+        part["text"]
+        for conversation in conversations
+        for message in conversation
+        for part in message["content"]
+        if part["type"] == "text"
+    ]
 
 
-def probe_batches(plan: Plan, seed: int) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+def probe_batches(recipe: Recipe, seed: int) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
     rng = random.Random(seed)
     while True:
-        drawn = [draw_labelled(rng) for _ in range(plan.probe_batch)]
+        drawn = [draw_labelled(rng) for _ in range(recipe.probe_batch_size)]
         labels = {name: torch.tensor([label[name] for _, label in drawn]) for name in drawn[0][1]}
-        yield torch.from_numpy(pixels([picture for picture, _ in drawn])), labels
+        yield torch.from_numpy(pixels([image for image, _ in drawn])), labels
 
 
-def cosine(step: int, steps: int, warm_up: int, floor: float) -> float:
-    """Share of the learning rate at a step."""
-    if step < warm_up:
-        return (step + 1) / warm_up
-    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, steps - warm_up)))
+def cosine(step: int, steps: int, warmup_steps: int, min_lr_ratio: float) -> float:
+    """Returns the learning rate of a step as a share of the highest one."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    return min_lr_ratio + (1 - min_lr_ratio) * 0.5 * (
+        1 + math.cos(math.pi * (step - warmup_steps) / max(1, steps - warmup_steps))
+    )
 
 
 def vision_parameters(model: PreTrainedModel) -> list[torch.nn.Parameter]:
@@ -114,52 +122,52 @@ def vision_parameters(model: PreTrainedModel) -> list[torch.nn.Parameter]:
     return [*inner.vision_tower.parameters(), *inner.multi_modal_projector.parameters()]
 
 
-def teach_seeing(model: PreTrainedModel, family: str, plan: Plan, seed: int) -> None:
-    """Train the vision tower against the probe's questions."""
+def pretrain_vision(model: PreTrainedModel, family: str, recipe: Recipe, seed: int) -> None:
+    """Trains the vision tower on the probe's questions."""
     torch.manual_seed(seed)
-    probe = Probe(architecture.WIDTH, 16, plan.tells_places)
+    probe = Probe(architecture.WIDTH, 16, recipe.has_positions)
     parameters = [*vision_parameters(model), *probe.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=plan.probe_lr, weight_decay=plan.weight_decay)
+    optimizer = torch.optim.AdamW(parameters, lr=recipe.probe_lr, weight_decay=recipe.weight_decay)
     start = time.monotonic()
-    for step, (pictures, labels) in zip(range(plan.probe_steps), probe_batches(plan, seed), strict=False):
+    for step, (images, labels) in zip(range(recipe.probe_steps), probe_batches(recipe, seed), strict=False):
         for group in optimizer.param_groups:
-            group["lr"] = plan.probe_lr * cosine(step, plan.probe_steps, 50, 0.02)
+            group["lr"] = recipe.probe_lr * cosine(step, recipe.probe_steps, 50, 0.02)
         with torch.autocast("cpu", torch.bfloat16):
-            logits = probe(visual_tokens(model, family, pictures))
+            logits = probe(visual_tokens(model, family, images))
         loss, right = probe_loss(logits, labels)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if step % plan.log_every == 0 or step == plan.probe_steps - 1:
+        if step % recipe.log_every == 0 or step == recipe.probe_steps - 1:
             shares = " ".join(f"{name} {share:.2f}" for name, share in right.items())
             logger.info(
-                "seeing %d/%d %.0f s loss %.2f %s",
+                "vision %d/%d %.0f s loss %.2f %s",
                 step,
-                plan.probe_steps,
+                recipe.probe_steps,
                 time.monotonic() - start,
                 loss.item(),
                 shares,
             )
 
 
-def example_batches(encoder: Encoder, plan: Plan, stage: Stage, seed: int) -> Iterator[list[Example]]:
-    """Batches of examples of similar length."""
+def example_batches(encoder: Encoder, recipe: Recipe, stage: Stage, seed: int) -> Iterator[list[Example]]:
+    """Yields batches of examples of similar length."""
     rng, index = random.Random(seed), 0
     names, weights = list(stage.mixture), list(stage.mixture.values())
     while True:
         pool = []
-        for _ in range(plan.batch * plan.pool):
+        for _ in range(recipe.batch_size * recipe.num_pooled):
             pool.append(encoder(world.sample("train", seed * 10**8 + index, rng.choices(names, weights))))
             index += 1
         pool.sort(key=lambda example: len(example["ids"]))
-        batches = [pool[k : k + plan.batch] for k in range(0, len(pool), plan.batch)]
+        batches = [pool[k : k + recipe.batch_size] for k in range(0, len(pool), recipe.batch_size)]
         rng.shuffle(batches)
         yield from batches
 
 
 def answer_loss(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean cross entropy over supervised tokens, and the share of them that the model would have chosen."""
+    """Returns the mean cross entropy over supervised tokens and the accuracy of greedy choices."""
     inputs = dict(batch)
     chosen = inputs.pop("loss_mask")[:, 1:]
     with torch.autocast("cpu", torch.bfloat16):
@@ -170,25 +178,25 @@ def answer_loss(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> tuple
 
 
 def run_stage(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, family: str, stage: Stage, plan: Plan, seed: int
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, family: str, stage: Stage, recipe: Recipe, seed: int
 ) -> None:
-    """Language modelling for the steps of one stage."""
-    seen = {id(parameter) for parameter in vision_parameters(model)}
-    rest = [parameter for parameter in model.parameters() if id(parameter) not in seen]
+    """Trains the model for the steps of one stage."""
+    vision = {id(parameter) for parameter in vision_parameters(model)}
+    rest = [parameter for parameter in model.parameters() if id(parameter) not in vision]
     groups = [{"params": rest, "scale": 1.0}, {"params": vision_parameters(model), "scale": stage.vision_scale}]
-    optimizer = torch.optim.AdamW(groups, lr=stage.lr, weight_decay=plan.weight_decay, betas=(0.9, 0.98))
-    batches = example_batches(Encoder(tokenizer, family), plan, stage, seed)
+    optimizer = torch.optim.AdamW(groups, lr=stage.lr, weight_decay=recipe.weight_decay, betas=(0.9, 0.98))
+    batches = example_batches(Encoder(tokenizer, family), recipe, stage, seed)
     start, recent = time.monotonic(), []
     for step, examples in zip(range(stage.steps), batches, strict=False):
         for group in optimizer.param_groups:
-            group["lr"] = stage.lr * group["scale"] * cosine(step, stage.steps, stage.warm_up, stage.floor)
+            group["lr"] = stage.lr * group["scale"] * cosine(step, stage.steps, stage.warmup_steps, stage.min_lr_ratio)
         loss, right = answer_loss(model, collate(examples, family, tokenizer))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         recent.append((loss.item(), right.item()))
-        if step % plan.log_every == plan.log_every - 1 or step == stage.steps - 1:
+        if step % recipe.log_every == recipe.log_every - 1 or step == stage.steps - 1:
             mean_loss, mean_right = np.mean(recent, axis=0)
             recent.clear()
             spent = time.monotonic() - start

@@ -1,7 +1,7 @@
-"""The pocket world: conversations about pictures drawn from a seed.
+"""The pocket world: conversations about generated images.
 
-`sample(split, index)` is a pure function of its arguments. Pictures of two splits are never equal: the colour of
-the background, which every picture shows in its corner, belongs to one split (see `palette.background`).
+`sample(split, index)` is a pure function of its arguments. Images of two splits are never equal: the background colour, which
+every image shows in its corner, belongs to one split (see `palette.background`).
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ from collections.abc import Callable, Sequence
 
 from data_prep.conversation import Conversation
 from data_prep.pocket import readings, scenes
+from data_prep.pocket.dialogue import Dialogue
 from data_prep.pocket.palette import SPLITS
-from data_prep.pocket.turns import Story
 
-Teller = Callable[[random.Random, str], Story]
+Generator = Callable[[random.Random, str], Dialogue]
 
-TELLERS: dict[str, Teller] = {
-    "caption": scenes.tell_caption,
-    "question": scenes.tell_question,
-    "sign": readings.tell_sign,
-    "chart": readings.tell_chart,
-    "clip": readings.tell_clip,
-    "compare": scenes.tell_compare,
-    "text": readings.tell_text,
+GENERATORS: dict[str, Generator] = {
+    "caption": scenes.generate_caption,
+    "question": scenes.generate_question,
+    "sign": readings.generate_sign,
+    "chart": readings.generate_chart,
+    "clip": readings.generate_video,
+    "compare": scenes.generate_comparison,
+    "text": readings.generate_text,
 }
-FAMILIES = tuple(TELLERS)
+FAMILIES = tuple(GENERATORS)
 WEIGHTS = {"caption": 24, "question": 21, "sign": 13, "chart": 21, "clip": 12, "compare": 5, "text": 4}
-WARM_UP: dict[str, Teller] = {"bare": scenes.tell_bare}
+WARMUP_GENERATORS: dict[str, Generator] = {"bare": scenes.generate_bare}
 
 
 def sample(split: str, index: int, families: Sequence[str] | None = None) -> Conversation:
-    """Draw and word the conversation number `index` of a split.
+    """Generates conversation number `index` of a split.
 
     Args:
         split: `train`, `validation` or `test`.
         index: any non-negative number.
-        families: the task families to choose from (default: all, by their usual weights).
+        families: task families to select from; None: all, by `WEIGHTS`.
 
     Raises:
         ValueError: unknown split or family.
@@ -45,27 +45,27 @@ def sample(split: str, index: int, families: Sequence[str] | None = None) -> Con
     if split not in SPLITS:
         raise ValueError(f"split: {split!r} is not one of {', '.join(SPLITS)}")
     names = tuple(families) if families is not None else FAMILIES
-    unknown = [name for name in names if name not in TELLERS and name not in WARM_UP]
+    unknown = [name for name in names if name not in GENERATORS and name not in WARMUP_GENERATORS]
     if unknown or not names:
         raise ValueError(f"families: {unknown or names!r} is not among {', '.join(FAMILIES)}")
     seed = hashlib.sha256(f"{split}/{index}/{','.join(names)}".encode()).digest()
     rng = random.Random(int.from_bytes(seed[:8], "big"))
     family = rng.choices(names, [WEIGHTS.get(name, 1) for name in names])[0]
-    story = (TELLERS | WARM_UP)[family](rng, split)
-    meta = {"truth": story.truth, "expect": [turn.expect for turn in story.turns]}
-    return Conversation(f"{split}-{index}", messages(story), source="pocket", family=family, meta=meta)
+    dialogue = (GENERATORS | WARMUP_GENERATORS)[family](rng, split)
+    meta = {"truth": dialogue.truth, "expect": [turn.expect for turn in dialogue.turns]}
+    return Conversation(f"{split}-{index}", messages(dialogue), source="pocket", family=family, meta=meta)
 
 
-def messages(story: Story) -> list[dict]:
-    """Chat messages; pictures (or the clip) come first in the first question."""
-    seen: list[dict]
-    if story.is_clip:
-        seen = [{"type": "video", "video": story.pictures}]
+def messages(dialogue: Dialogue) -> list[dict]:
+    """Returns chat messages; images (or the video) come first in the first question."""
+    media: list[dict]
+    if dialogue.is_video:
+        media = [{"type": "video", "video": dialogue.images}]
     else:
-        seen = [{"type": "image", "image": picture} for picture in story.pictures]
-    talk: list[dict] = []
-    for number, turn in enumerate(story.turns):
-        question = [*(seen if not number else []), {"type": "text", "text": turn.question}]
-        talk.append({"role": "user", "content": question})
-        talk.append({"role": "assistant", "content": [{"type": "text", "text": turn.answer}]})
-    return talk
+        media = [{"type": "image", "image": image} for image in dialogue.images]
+    chat: list[dict] = []
+    for number, turn in enumerate(dialogue.turns):
+        question = [*(media if not number else []), {"type": "text", "text": turn.question}]
+        chat.append({"role": "user", "content": question})
+        chat.append({"role": "assistant", "content": [{"type": "text", "text": turn.answer}]})
+    return chat

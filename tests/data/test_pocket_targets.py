@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextTo
 import data_prep.pocket
 from data_prep.chat import build_example
 from data_prep.pocket import architecture, batches, build, folder, probe, training, world
-from data_prep.pocket.score import KINDS, summary, to_left
+from data_prep.pocket.score import KINDS, pad_left, summary
 from sage.targets import load_target
 
 SHIPPED = Path(data_prep.pocket.__file__).parent / "targets"
@@ -42,10 +42,10 @@ def test_any_text_survives_the_tokenizer(tokenizers, family, text):
 
 @families
 def test_the_template_takes_parts_and_plain_text(tokenizers, family):
-    picture = architecture.PICTURE_TEXT[family]["image"].replace("\\n", "\n")
+    image = architecture.MEDIA_TEXT[family]["image"].replace("\\n", "\n")
     parts = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Hi."}]}]
     rendered = tokenizers[family].apply_chat_template(parts, tokenize=False, add_generation_prompt=True)
-    assert rendered == f"<|im_start|>user\n{picture}Hi.<|im_end|>\n<|im_start|>assistant\n"
+    assert rendered == f"<|im_start|>user\n{image}Hi.<|im_end|>\n<|im_start|>assistant\n"
     plain = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Ho."}]
     rendered = tokenizers[family].apply_chat_template(plain, tokenize=False)
     assert rendered == "<|im_start|>user\nHi.<|im_end|>\n<|im_start|>assistant\nHo.<|im_end|>\n"
@@ -55,9 +55,9 @@ def test_the_template_takes_parts_and_plain_text(tokenizers, family):
 def test_fast_pixels_equal_the_image_processors(family, tmp_path):
     folder.write_json(tmp_path / "preprocessor_config.json", architecture.preprocessor_config(family))
     processor = AutoImageProcessor.from_pretrained(tmp_path)
-    picture = world.sample("train", 0, ["caption"]).messages[0]["content"][0]["image"]
-    theirs = processor(images=[picture], return_tensors="pt")["pixel_values"]
-    ours = batches.pixels([picture])
+    image = world.sample("train", 0, ["caption"]).messages[0]["content"][0]["image"]
+    theirs = processor(images=[image], return_tensors="pt")["pixel_values"]
+    ours = batches.pixels([image])
     twice = np.repeat(ours, 2, 0)
     ours = batches.patches(twice) if family == "qwen2_5_vl" else twice[None]
     assert torch.equal(theirs, torch.from_numpy(ours))
@@ -104,7 +104,7 @@ def test_shipped_score_belongs_to_the_shipped_weights(family):
     weights = shipped(family) / folder.WEIGHTS
     score = json.loads((shipped(family) / "score.json").read_text())
     assert folder.sha256(weights) == score["sha256"]
-    assert weights.stat().st_size == score["bytes"] <= folder.SIZE_LIMIT
+    assert weights.stat().st_size == score["bytes"] <= folder.MAX_WEIGHT_BYTES
 
 
 @families
@@ -146,7 +146,7 @@ def test_training_and_serving_encode_alike(family, task):
 
 def test_padding_moves_to_the_left():
     batch = {"input_ids": torch.tensor([[5, 6, 0], [7, 8, 9]]), "attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])}
-    moved = to_left(batch)
+    moved = pad_left(batch)
     assert moved["input_ids"].tolist() == [[0, 5, 6], [7, 8, 9]]
     assert moved["attention_mask"].tolist() == [[0, 1, 1], [1, 1, 1]]
 
@@ -166,15 +166,17 @@ def test_the_score_adds_up_over_families():
 @families
 def test_a_tiny_plan_builds_a_folder_that_loads(family, tmp_path):
     stages = (
-        training.Stage("talk", 1, 1, 1e-3, training.NAMES),
-        training.Stage("deep", 2, 1, 1e-3, training.EVERYTHING),
+        training.Stage("talk", 1, 1, 1e-3, training.NAMING_MIXTURE),
+        training.Stage("deep", 2, 1, 1e-3, training.FULL_MIXTURE),
     )
-    plan = training.Plan(probe_steps=1, stages=stages, tells_places=False, texts=60, probe_batch=2, batch=2, pool=1)
-    model, tokenizer = build.train(family, 0, plan)
+    recipe = training.Recipe(
+        probe_steps=1, stages=stages, has_positions=False, num_texts=60, probe_batch_size=2, batch_size=2, num_pooled=1
+    )
+    model, tokenizer = build.train(family, 0, recipe)
     folder.save(model, tokenizer, family, tmp_path / "target")
     target = load_target(tmp_path / "target", dtype=torch.float32)
     assert target.num_layers == 2 and target.model.config.model_type == family
-    again, _ = build.train(family, 0, plan)
+    again, _ = build.train(family, 0, recipe)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 

@@ -7,10 +7,10 @@ import random
 import pytest
 
 from data_prep.pocket import grammar, palette, world
-from data_prep.pocket.phrases import Pen
+from data_prep.pocket.phrases import Phraser
 
 
-def pictures(conversation):
+def images(conversation):
     parts = [part for message in conversation.messages for part in message["content"]]
     clips = [frame for part in parts if part["type"] == "video" for frame in part["video"]]
     return [part["image"] for part in parts if part["type"] == "image"] + clips
@@ -27,21 +27,21 @@ def test_each_family_draws_and_words_a_conversation(family):
     assert [message["role"] for message in talk.messages] == ["user", "assistant"] * (len(talk.messages) // 2)
     assert all(text.strip() == text and text for text in texts(talk))
     assert all(text[-1] in '."' for text in texts(talk)[1::2])
-    assert bool(pictures(talk)) == (family != "text")
-    assert all(picture.size == (palette.SIDE, palette.SIDE) for picture in pictures(talk))
+    assert bool(images(talk)) == (family != "text")
+    assert all(image.size == (palette.SIDE, palette.SIDE) for image in images(talk))
     assert len(talk.meta["expect"]) == len(talk.messages) // 2
 
 
 def test_the_same_index_gives_the_same_conversation():
     first, again = (world.sample("validation", 11) for _ in range(2))
     assert texts(first) == texts(again)
-    assert [p.tobytes() for p in pictures(first)] == [p.tobytes() for p in pictures(again)]
+    assert [p.tobytes() for p in images(first)] == [p.tobytes() for p in images(again)]
     assert texts(first) != texts(world.sample("validation", 12))
 
 
 def test_splits_share_no_picture():
     seen = {
-        split: {p.tobytes() for index in range(150) for p in pictures(world.sample(split, index))} for split in palette.SPLITS
+        split: {p.tobytes() for index in range(150) for p in images(world.sample(split, index))} for split in palette.SPLITS
     }
     assert all(seen.values())
     assert not seen["train"] & seen["test"] and not seen["train"] & seen["validation"]
@@ -51,21 +51,21 @@ def test_splits_share_no_picture():
 def test_every_corner_pixel_names_its_split():
     for split, residues in palette.SPLITS.items():
         for index in range(60):
-            for picture in pictures(world.sample(split, index)):
-                red, green, blue = picture.getpixel((0, 0))
+            for image in images(world.sample(split, index)):
+                red, green, blue = image.getpixel((0, 0))
                 assert (red + 3 * green + 7 * blue) % 10 in residues
 
 
 def test_wording_varies_but_facts_do_not():
     rng = random.Random(5)
-    thing = palette.Thing("small", "red", "circle", 0)
+    obj = palette.SceneObject("small", "red", "circle", 0)
     from data_prep.pocket.phrases import statement
 
-    said = {statement(Pen(rng), thing) for _ in range(60)}
+    said = {statement(Phraser(rng), obj) for _ in range(60)}
     assert len(said) > 40
     assert all("red circle" in text for text in said)
     for text in said:
-        score = grammar.score_answer(text, {"scenes": [[vars(thing)]]}, [])
+        score = grammar.score_answer(text, {"scenes": [[vars(obj)]]}, [])
         assert {kind for kind, right in score if right} == {"colour", "shape", "size", "position"}
         assert not any(count for (_, right), count in score.items() if not right)
 
@@ -90,8 +90,8 @@ def test_the_grammar_finds_no_fault_with_the_worlds_own_answers(family):
     ],
 )
 def test_the_grammar_finds_a_wrong_word(text, kind):
-    thing = vars(palette.Thing("small", "red", "circle", 0))
-    score = grammar.score_answer(text, {"scenes": [[thing]]}, [])
+    obj = vars(palette.SceneObject("small", "red", "circle", 0))
+    score = grammar.score_answer(text, {"scenes": [[obj]]}, [])
     assert score[kind, False] == 1 and sum(n for (_, right), n in score.items() if not right) == 1
 
 
