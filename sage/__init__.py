@@ -1,6 +1,6 @@
 """sage: lossless, entropy-adaptive tree speculation for vision-language models.
 
-Names are loaded on first use, so that `import sage` costs nothing in a notebook or a command's --help.
+Names are imported on first access, so that `import sage` and `--help` are fast.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A preallocated KV cache that keeps an accepted tree path in place.
+"""A preallocated KV cache that compacts an accepted tree path in place.
 
-`DynamicCache` copies itself at every step and cannot select by position; `StaticCache` attends over its full length.
-This one writes into one buffer for all layers, returns views of what is filled, and moves accepted rows with one gather.
+`DynamicCache` copies itself in every step and cannot select by position; `StaticCache` attends over its full length.
+`TreeCache` writes into one buffer for all layers, returns views of the filled part, and moves accepted rows with one gather.
 
 Shapes: L layers, B batch, H KV heads, C capacity, S filled length, d head size.
 """
@@ -28,7 +28,7 @@ class _Layer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing is left to do: the buffer exists from the start."""
+        """Does nothing: the buffer is allocated by `TreeCache`."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         start, new = self.length, key_states.shape[-2]
@@ -52,7 +52,7 @@ class TreeCache(Cache):
 
     Args:
         num_layers, num_kv_heads, head_dim: the text model's sizes.
-        capacity: tokens that fit: prompt, new tokens and the largest tree.
+        capacity: maximum number of tokens: prompt, new tokens and the largest tree.
         dtype, device: of keys and values.
     """
 
@@ -70,16 +70,16 @@ class TreeCache(Cache):
 
     @property
     def length(self) -> int:
-        """Filled tokens S."""
+        """Number of cached tokens S."""
         return self.layers[0].length
 
     def crop_to(self, length: int) -> None:
-        """Forgets everything from token `length` on."""
+        """Drops all tokens from position `length` on."""
         for layer in self.layers:
             layer.length = length
 
     def grow_to(self, capacity: int) -> None:
-        """Makes room for `capacity` tokens, keeping what is filled."""
+        """Grows the buffer to `capacity` tokens; keeps the cached ones."""
         if capacity <= self.storage.shape[-2]:
             return
         length = self.length
@@ -90,7 +90,7 @@ class TreeCache(Cache):
             layer.keys, layer.values = buffer[0], buffer[1]
 
     def keep_path(self, start: int, path: Sequence[int]) -> None:
-        """Of the tree rows at `start`, keeps those named by `path`, moved together; forgets the rest.
+        """Keeps the rows of `path` among the tree rows from `start` on, and drops the others.
 
         Args:
             start: length before the tree was written.

@@ -1,4 +1,4 @@
-"""A conversation of several turns; the target's cache is kept between them."""
+"""Conversations of several turns that reuse the target's cache."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from sage.trees import policy as new_policy
 
 
 class Chat:
-    """Asks turn after turn; what was read before is not prefilled again.
+    """A conversation with a target; tokens of earlier turns are not prefilled again.
 
     Args:
-        target, draft: as in `sage.generate`.
-        policy: kept over the turns, with what it learns.
-        system: a system message.
-        options: of `sage.generate`.
+        target, draft, options: as for `sage.generate`.
+        policy: kept over all turns, with its learned state.
+        system: system message.
     """
 
     def __init__(
@@ -30,17 +29,17 @@ class Chat:
         self.policy = new_policy(policy) if isinstance(policy, str) else policy
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         self._prefix: CachedPrefix | None = None
-        self._begun: tuple[Generation, dict[str, Any]] | None = None  # the turn under way, and what it asks
+        self._current: tuple[Generation, dict[str, Any]] | None = None  # the turn in progress and its message
 
     def ask(self, text: str, images: Sequence[Any] = (), videos: Sequence[Any] = ()) -> Output:
-        """Answers one more message.
+        """Answers a message.
 
         Args:
-            text: the question.
-            images, videos: come before the text; as in `Target.prepare`.
+            text: the message.
+            images, videos: placed before the text; as for `Target.prepare`.
 
         Raises:
-            ValueError: as `sage.generate`; the conversation is as it was before.
+            ValueError: as for `sage.generate`; the conversation is left unchanged.
         """
         generation = self.start(text, images, videos)
         for _ in generation.rounds():
@@ -48,25 +47,25 @@ class Chat:
         return self.finish(generation)
 
     def start(self, text: str, images: Sequence[Any] = (), videos: Sequence[Any] = ()) -> Generation:
-        """Begins a turn, for callers that stream it; end it with `finish`. A turn that is not ended was never asked."""
+        """Starts a turn, for streaming; `finish` ends it. A turn without `finish` leaves the conversation unchanged."""
         media = [{"type": kind, kind: item} for kind, items in (("image", images), ("video", videos)) for item in items]
         message = {"role": "user", "content": [*media, {"type": "text", "text": text}]}
         inputs = self.target.prepare([*self.messages, message])
         prefix, self._prefix = self._prefix, None
         generation = start(self.target, self.draft, inputs, self.policy, prefix=prefix, keep_prefix=True, **self.options)
-        self._begun = generation, message
+        self._current = generation, message
         return generation
 
     def finish(self, generation: Generation) -> Output:
-        """Ends a turn: question and answer become part of the conversation.
+        """Ends a turn: appends message and answer to the conversation.
 
         Raises:
-            ValueError: it is not the turn begun last.
+            ValueError: `generation` is not the turn started last.
         """
-        if self._begun is None or self._begun[0] is not generation:
-            raise ValueError("chat: this turn is not the one begun last; finish a turn before the next is begun")
+        if self._current is None or self._current[0] is not generation:
+            raise ValueError("chat: this is not the turn started last; call finish before the next start")
         output = generation.output()
         self._prefix = generation.prefix()
-        self.messages += [self._begun[1], {"role": "assistant", "content": [{"type": "text", "text": output.text}]}]
-        self._begun = None
+        self.messages += [self._current[1], {"role": "assistant", "content": [{"type": "text", "text": output.text}]}]
+        self._current = None
         return output

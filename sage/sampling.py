@@ -1,7 +1,7 @@
-"""How the target chooses a token: Hugging Face's own processors on each node's own prefix, then argmax or a keyed draw.
+"""Sampling of the target's tokens: Hugging Face's logits processors on the prefix of each node, then argmax or a seeded draw.
 
-A draw is argmax(log p + g) with Gumbel noise g keyed by (seed, position in the answer), so one seed gives one text under
-every policy and without speculation.
+A draw is argmax(log p + g) with Gumbel noise g that is a function of the seed and the position in the answer. One seed
+therefore gives the same text under every policy and without speculation.
 
 Shapes: N tree nodes, V vocabulary, T prompt tokens, K candidates.
 """
@@ -111,11 +111,11 @@ class TargetSampler:
         self._log_p = torch.empty(0)
 
     def first(self, logits: Tensor) -> Tensor:
-        """The token after the prompt, LongTensor [1], from logits [1, V]."""
+        """Samples the token after the prompt, LongTensor [1], from logits [1, V]."""
         return self(logits, Tree.of_root(self.history[-1], logits.device))
 
     def __call__(self, logits: Tensor, tree: Tree) -> Tensor:
-        """The target's next token at every node.
+        """Samples the target's next token at every node.
 
         Args:
             logits: [N, V].
@@ -125,9 +125,9 @@ class TargetSampler:
             LongTensor [N].
 
         Raises:
-            ValueError: a NaN among the logits.
+            ValueError: NaN logits.
         """
-        self._refuse_nan(logits.amax(-1))  # `max` finds the place as well, and takes longer than `amax` and `argmax` together
+        self._refuse_nan(logits.amax(-1))  # `max` also returns the index and is slower than `amax` and `argmax` together
         scores = self._in_context(logits, tree) if self.context else logits
         if self.is_greedy:
             return scores.argmax(-1)
@@ -150,20 +150,21 @@ class TargetSampler:
         return lambda k: probs[:, :k].tolist()
 
     def extend(self, tokens: list[int]) -> None:
-        """Accepted tokens become history."""
+        """Appends accepted tokens to the history."""
         self.history += tokens
 
     def _refuse_nan(self, best: Tensor) -> None:
-        """`best`: [N], the largest logit of every node, NaN where one of them is."""
+        """`best`: [N], the largest logit of every node; NaN if any of its logits is."""
         if any(map(math.isnan, best.tolist())):
-            new = len(self.history) - self.num_prompt
-            which = f"pass over {len(best)} node(s) after {new} new tokens" if new else f"prefill of {self.num_prompt} tokens"
+            num_new = len(self.history) - self.num_prompt
+            after = f"pass over {len(best)} node(s) after {num_new} new tokens"
+            which = after if num_new else f"prefill of {self.num_prompt} tokens"
             raise ValueError(
                 f"logits: the target's {which} gave NaN; check its weights and dtype (float16 overflows: use bfloat16)"
             )
 
     def _in_context(self, logits: Tensor, tree: Tree) -> Tensor:
-        """Processors see each node with its own prefix; nodes of one depth have prefixes of one length, so they go together."""
+        """Applies processors to each node with its prefix; batches the nodes of one depth, whose prefixes are equally long."""
         scores = torch.empty_like(logits)
         past = torch.tensor(self.history[:-1], dtype=torch.long, device=logits.device)
         for depth in range(tree.depth + 1):
@@ -174,14 +175,14 @@ class TargetSampler:
         return scores
 
     def _noise(self, positions: Tensor, vocabulary: int) -> Tensor:
-        """Gumbel noise [N, V] float64, equal wherever the position is equal."""
+        """Gumbel noise [N, V], float64; equal for equal positions."""
         keys, row = positions.unique(return_inverse=True)
         noise = torch.stack([gumbel(self.seed, key, vocabulary) for key in keys.tolist()])
         return noise.to(positions.device)[row]
 
 
 def gumbel(seed: int, position: int, vocabulary: int) -> Tensor:
-    """Gumbel(0, 1) noise [V] float64, a function of (seed, position) alone; drawn on the CPU so devices agree."""
+    """Gumbel(0, 1) noise [V], float64, a function of seed and position; drawn on the CPU, so equal for all devices."""
     generator = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03) % 2**63)
     uniform = torch.rand(vocabulary, generator=generator, dtype=torch.float64)
     return -torch.log(-torch.log(uniform.clamp(min=torch.finfo(torch.float64).tiny)))
@@ -190,13 +191,13 @@ def gumbel(seed: int, position: int, vocabulary: int) -> Tensor:
 def _context_processors(
     sampling: Sampling, num_prompt: int, eos: Sequence[int], tokenizer: Any, device: torch.device
 ) -> LogitsProcessorList:
-    """Those that look at the prefix, in the order of Hugging Face's `generate`."""
+    """Processors that depend on the prefix, in the order of Hugging Face's `generate`."""
     processors = LogitsProcessorList()
     if sampling.repetition_penalty != 1:
         processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
     if sampling.bad_words:
         if tokenizer is None:
-            raise ValueError("bad_words: the target has no tokenizer to spell them with; use sage.load_target(path)")
+            raise ValueError("bad_words: the target has no tokenizer to encode them with; use sage.load_target(path)")
         spellings = [prefix + word for word in sampling.bad_words for prefix in ("", " ")]
         ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in spellings]
         processors.append(NoBadWordsLogitsProcessor(ids, eos_token_id=list(eos)))
@@ -228,7 +229,7 @@ def _strings(key: str, value: Sequence[str] | str | None, effect: str) -> tuple[
 
 
 def _warpers(sampling: Sampling) -> LogitsProcessorList:
-    """Those that reshape the distribution when sampling, in the order of Hugging Face's `generate`."""
+    """Processors that reshape the distribution, in the order of Hugging Face's `generate`."""
     warpers = LogitsProcessorList()
     if sampling.temperature != 1:
         warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))

@@ -22,7 +22,7 @@ class StopCriterion:
 
     def __init__(self, sampling: Sampling, eos: Collection[int] = (), tokenizer: Any = None) -> None:
         if sampling.stop and tokenizer is None:
-            raise ValueError("stop: the target has no tokenizer to find stop strings with; use sage.load_target(path)")
+            raise ValueError("stop: the target has no tokenizer to decode stop strings with; use sage.load_target(path)")
         self.stop: Collection[str] = sampling.stop or ()
         self.max_new_tokens, self.eos = sampling.max_new_tokens, frozenset(eos)
         self.tokenizer = tokenizer

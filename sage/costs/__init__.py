@@ -1,1 +1,1 @@
-"""What passes and draft levels cost: the tables, how they are measured, and how draft probabilities are calibrated."""
+"""Costs of passes and draft levels: tables, measurement, timers; calibration of draft probabilities."""

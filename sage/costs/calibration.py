@@ -1,14 +1,14 @@
 """Online calibration of draft probabilities into acceptance probabilities.
 
-A draft's probability is not the chance that the target takes the token. A greedy target takes the likeliest token whole: a
-candidate at 0.55 whose best rival has 0.2 is all but sure, one whose rival has 0.45 is a coin toss. And heads are
-over-confident deep in the tree. Each verified node labels all of its drafted candidates (greedy: is it the argmax; sampling:
-its target probability), so every round brings tens of labels. A logistic model with six weights, started at the identity,
-follows them and forgets slowly.
+A draft's probability is not the probability that the target accepts the token. A greedy target accepts only its argmax: a
+candidate at 0.55 is almost certain if the runner-up has 0.2, and close to even if it has 0.45. Draft heads are also
+over-confident deep in the tree. Each verified node labels all of its candidates (greedy: 1 for the argmax; sampling: their
+target probability), so every round yields tens of labels. A logistic model with six weights, initialized to the identity, is
+fitted to them with slow forgetting.
 
-The calibrator decides which nodes to draft, never which to accept; it cannot cost losslessness.
+The calibrator influences which nodes are drafted, never which are accepted, so decoding stays lossless.
 
-Shapes: M labelled nodes, R ranks looked at, X features.
+Shapes: M labelled nodes, R candidates per node, X features.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from torch import Tensor
 
 NUM_FEATURES = 6
 CLIP = 1e-5
-MARGIN = 1.5  # beyond a factor of e^1.5 between a candidate and its best rival more lead says nothing more
+MARGIN = 1.5  # a factor above e^1.5 between a candidate and its strongest rival carries no further information
 BINS = 10
-MOST_DEPTH = 32
+MAX_DEPTH = 32
 
 
 class Calibrator:
-    """P(accepted | parent accepted) from a candidate's probability, its lead over the best rival, its rank and its depth.
+    """P(accepted | parent accepted) from a candidate's probability, its margin over the strongest sibling, rank and depth.
 
     Args:
         prior: weight of the identity, in labels.
-        memory: share of the evidence kept from one step of learning to the next.
+        memory: factor that the evidence is multiplied by in every learning step.
     """
 
     def __init__(self, prior: float = 20.0, memory: float = 0.99) -> None:
@@ -39,62 +39,62 @@ class Calibrator:
         self.identity = torch.zeros(NUM_FEATURES, dtype=torch.float64)
         self.identity[0] = 1.0
         self.weights = self.identity.clone()
-        self._plain: list[float] = self.weights.tolist()
+        self._weight_list: list[float] = self.weights.tolist()
         self.curvature = torch.zeros(NUM_FEATURES, NUM_FEATURES, dtype=torch.float64)
 
     def __call__(self, probs: Tensor, depths: Tensor) -> Tensor:
-        """Calibrated acceptances.
+        """Returns acceptance probabilities.
 
         Args:
-            probs: [M, R], the R largest draft probabilities below each node, descending.
-            depths: LongTensor [M], the candidates' depth.
+            probs: [M, R], the R largest draft probabilities below each node, in descending order.
+            depths: LongTensor [M], depth of the candidates.
 
         Returns:
             [M, R] float64, in (0, 1).
         """
         return torch.sigmoid(self._features(probs, depths) @ self.weights).view_as(probs)
 
-    def likeliest(self, probs: list[float], depth: int, least: float) -> list[float]:
-        """The same for one node without tensors, down to the first below `least`: a few floats, and they are wanted at once.
+    def leading(self, probs: list[float], depth: int, min_prob: float) -> list[float]:
+        """Returns the leading acceptance probabilities of one node, up to the first below `min_prob`; without tensors.
 
-        Siblings are exclusive, so their acceptances are kept from summing to more than one.
+        Siblings are mutually exclusive, so their sum is limited to one.
         """
-        of_logit, bias, of_margin, second, later, of_depth = self._plain
+        of_logit, bias, of_margin, second, later, of_depth = self._weight_list
         bias += of_depth * (depth - 1)
         accepted: list[float] = []
         best, room = max(probs[0], CLIP), 1.0
-        lead = log(best / max(probs[1], CLIP)) if len(probs) > 1 else MARGIN
+        margin = log(best / max(probs[1], CLIP)) if len(probs) > 1 else MARGIN
         for rank, prob in enumerate(probs):
-            if room < least:
+            if room < min_prob:
                 break
             if prob < CLIP:
                 prob = CLIP
             elif prob > 1 - CLIP:
                 prob = 1 - CLIP
             if rank:
-                lead = log(prob / best)
+                margin = log(prob / best)
                 if rank < 3:
                     bias += second if rank == 1 else later
-            if not -MARGIN < lead < MARGIN:
-                lead = MARGIN if lead > 0 else -MARGIN
-            chance = 1 / (1 + exp(-of_logit * log(prob / (1 - prob)) - bias - of_margin * lead))
-            if chance > room:
-                chance = room
-            if not chance >= least:  # nor is a NaN
+            if not -MARGIN < margin < MARGIN:
+                margin = MARGIN if margin > 0 else -MARGIN
+            acceptance = 1 / (1 + exp(-of_logit * log(prob / (1 - prob)) - bias - of_margin * margin))
+            if acceptance > room:
+                acceptance = room
+            if not acceptance >= min_prob:  # also true for NaN
                 break
-            accepted.append(chance)
-            room -= chance
+            accepted.append(acceptance)
+            room -= acceptance
         return accepted
 
     def learn(self, probs: Tensor, depths: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-        """One Newton step of the decayed, weighted log-likelihood.
+        """Takes one Newton step on the decayed, weighted log-likelihood.
 
         Args:
             probs, labels: [M, R]; labels in [0, 1].
             depths, weights: [M].
 
         Returns:
-            [M, R], what was predicted before the step.
+            [M, R], the predictions before the step.
         """
         features = self._features(probs, depths)
         predicted = torch.sigmoid(features @ self.weights)
@@ -102,11 +102,11 @@ class Calibrator:
         slope = weights * predicted * (1 - predicted)
         self.curvature = self.memory * self.curvature + features.T @ (slope[:, None] * features)
         gradient = features.T @ (weights * (labels.flatten() - predicted))
-        # The prior pulls back to the identity as strongly as forgetting lets evidence fade.
+        # The pull towards the identity matches the rate at which evidence decays.
         gradient += (1 - self.memory) * self.prior * (self.identity - self.weights)
         ridge = self.prior * torch.eye(NUM_FEATURES, dtype=torch.float64)
         self.weights = self.weights + torch.linalg.solve(self.curvature + ridge, gradient)
-        self._plain = self.weights.tolist()
+        self._weight_list = self.weights.tolist()
         return predicted.view_as(probs)
 
     @staticmethod
@@ -125,44 +125,44 @@ class Calibrator:
         return features.flatten(0, 1)
 
     def state(self) -> dict[str, Any]:
-        """As plain numbers, for JSON."""
+        """Returns the learned state as JSON-serializable numbers."""
         return {"weights": self.weights.tolist(), "curvature": self.curvature.tolist()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """The reverse of `state`.
+        """Restores the result of `state`.
 
         Raises:
-            ValueError: the state is another version's.
+            ValueError: a state of another version.
         """
         if len(state["weights"]) != NUM_FEATURES:
-            raise ValueError(f"calibrator: a state of {len(state['weights'])} weights, {NUM_FEATURES} are known; learn it anew")
+            raise ValueError(f"calibrator: the state has {len(state['weights'])} weights, expected {NUM_FEATURES}; discard it")
         self.weights = torch.tensor(state["weights"], dtype=torch.float64)
         self.curvature = torch.tensor(state["curvature"], dtype=torch.float64)
-        self._plain = self.weights.tolist()
+        self._weight_list = self.weights.tolist()
 
 
 class Reliability:
-    """How far predictions are from outcomes, by depth: the expected calibration error over ten equal bins."""
+    """Expected calibration error by depth, over ten equal bins of the predictions."""
 
     def __init__(self) -> None:
-        self._sums = torch.zeros(3, MOST_DEPTH * BINS, dtype=torch.float64)  # count, predicted, outcome by depth and bin
+        self._sums = torch.zeros(3, MAX_DEPTH * BINS, dtype=torch.float64)  # count, predicted, outcome by depth and bin
 
     def add(self, depths: Tensor, predicted: Tensor, labels: Tensor) -> None:
-        """Books predictions [M, R] in (0, 1) against labels [M, R] at depths [M]."""
+        """Adds predictions [M, R] in (0, 1) with labels [M, R] at depths [M]."""
         bins = (predicted * BINS).long().clamp(0, BINS - 1)
-        cells = (depths.clamp(max=MOST_DEPTH - 1)[:, None] * BINS + bins).flatten().cpu()
+        cells = (depths.clamp(max=MAX_DEPTH - 1)[:, None] * BINS + bins).flatten().cpu()
         values = torch.stack([column.double().flatten() for column in (torch.ones_like(predicted), predicted, labels)]).cpu()
         self._sums.index_add_(1, cells, values)
 
     def curve(self, depth: int) -> list[tuple[float, float, int]]:
-        """(mean prediction, mean outcome, count) of each filled bin at `depth`."""
+        """Returns (mean prediction, mean label, count) of each non-empty bin at `depth`."""
         rows = self._sums[:, depth * BINS : (depth + 1) * BINS].T.tolist()
         return [(predicted / count, outcome / count, int(count)) for count, predicted, outcome in rows if count]
 
     def error(self) -> dict[int, float]:
-        """Expected calibration error by depth: sum over bins of count share times |mean prediction - mean outcome|."""
+        """Returns the error by depth: sum over bins of the share of labels times |mean prediction - mean label|."""
         errors = {}
-        for depth in range(MOST_DEPTH):
+        for depth in range(MAX_DEPTH):
             cells = self.curve(depth)
             total = sum(count for _, _, count in cells)
             if total:

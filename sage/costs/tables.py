@@ -1,9 +1,9 @@
-"""What a draft level and a verification pass cost on this machine, as tables that live timings correct.
+"""Cost tables of draft levels and verification passes, corrected by live timings.
 
-Ref: SAGE, arXiv 2602.00523, Eq. 6 charges drafting per node; the real cost is per level, and verification depends on the
-number of nodes and on the context, so both are tables here.
+Ref: SAGE, arXiv 2602.00523, Eq. 6. Differs by: the paper charges drafting per node; here drafting has a cost per level, and
+verification a cost by number of nodes and context length.
 
-Owns the tables; `sage.costs.measure` measures them at start-up.
+Owns: the tables. Does not own: measuring them (sage.costs.measure).
 
 Shapes: N verified nodes (the root included), S context tokens.
 """
@@ -20,9 +20,9 @@ class Curve:
     """Seconds as a piecewise linear function of a count, with a live correction factor.
 
     Attributes:
-        counts: increasing.
+        counts: in increasing order.
         seconds: at those counts, made non-decreasing.
-        scale: what live timings multiply the table by.
+        scale: correction factor from live timings.
     """
 
     counts: list[int]
@@ -34,11 +34,11 @@ class Curve:
             self.seconds[i] = max(self.seconds[i], self.seconds[i - 1])
 
     def __call__(self, count: float) -> float:
-        """Seconds at `count`; beyond the table its last slope goes on."""
+        """Returns the seconds at `count`; extrapolates linearly beyond the table."""
         return self.scale * self._interpolate(count)
 
     def up_to(self, count: int) -> list[float]:
-        """Seconds at 1, 2, .. `count`."""
+        """Returns the seconds at 1, 2, .. `count`."""
         return [self(one) for one in range(1, count + 1)]
 
     def _interpolate(self, count: float) -> float:
@@ -50,12 +50,12 @@ class Curve:
         return self.seconds[lower] + share * (self.seconds[upper] - self.seconds[lower])
 
     def correct(self, expected: float, seconds: float, rate: float) -> None:
-        """Moves the correction towards one live timing; timings over three times off are interruptions, not costs.
+        """Moves the correction towards one live timing; ignores timings off by a factor above three, which are interruptions.
 
         Args:
-            expected: seconds by this table, as it is corrected so far.
-            seconds: what it took.
-            rate: how far to follow, 0 to 1.
+            expected: seconds predicted with the current correction.
+            seconds: measured seconds.
+            rate: learning rate, 0 to 1.
         """
         ratio = seconds / expected
         if 1 / 3 < ratio < 3:
@@ -70,8 +70,8 @@ class Costs:
         verify: seconds of a target pass by number of nodes, at `context` tokens.
         draft: seconds of a draft level by its width.
         context: S the verify curve was measured at.
-        verify_per_token: extra seconds of a target pass per context token beyond `context`.
-        overhead: seconds per round that neither passes nor levels explain.
+        verify_per_token: additional seconds of a target pass per context token beyond `context`.
+        overhead: seconds per round beyond passes and levels.
     """
 
     verify: Curve
@@ -81,16 +81,16 @@ class Costs:
     overhead: float = 0.0
 
     def verify_s(self, nodes: int, context: int) -> float:
-        """c_t(n, S); however short S is, half of what it takes at `context` remains."""
+        """Returns c_t(n, S), at least half of the value at `context`."""
         at_context = self.verify(nodes)
         longer_s = self.verify.scale * self.verify_per_token * (context - self.context)
         return max(at_context + longer_s, at_context / 2)
 
     def state(self) -> dict[str, Any]:
-        """As plain numbers, for JSON."""
+        """Returns the tables as JSON-serializable numbers."""
         return asdict(self)
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Costs:
-        """The reverse of `state`."""
+        """Restores the result of `state`."""
         return cls(**{**state, "verify": Curve(**state["verify"]), "draft": Curve(**state["draft"])})

@@ -1,1 +1,1 @@
-"""Recorded decoding, and what other policies would have made of it without the models."""
+"""Counterfactual evaluation of policies: recording a decode, replaying it with another policy."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.messages import refused
 from support.slow_trees import SlowTree, add_next_level, numbers
 from support.toy_helpers import PROMPT, make_policy, toy_request, toy_tree
 from torch import Tensor
@@ -59,7 +60,7 @@ class TestCalibrator:
         probs = laws(20, 4, 0)
         assert torch.allclose(Calibrator()(probs, torch.ones(20)), probs.double(), atol=2e-5)
         row = probs[3].tolist()
-        assert Calibrator().likeliest(row, 1, 0.0) == pytest.approx(row, abs=2e-5)
+        assert Calibrator().leading(row, 1, 0.0) == pytest.approx(row, abs=2e-5)
 
     @pytest.mark.parametrize("ranks", [1, 2, 5])
     def test_plain_floats_say_what_tensors_say(self, ranks: int) -> None:
@@ -73,10 +74,10 @@ class TestCalibrator:
             for chance in wanted.tolist():  # siblings are exclusive
                 kept.append(min(chance, room))
                 room -= kept[-1]
-            assert calibrator.likeliest(row.tolist(), int(depth), -1.0) == pytest.approx(kept, abs=1e-6)
+            assert calibrator.leading(row.tolist(), int(depth), -1.0) == pytest.approx(kept, abs=1e-6)
 
     def test_stops_at_the_first_that_is_too_unlikely(self) -> None:
-        assert Calibrator().likeliest([0.6, 0.2, 0.15, 0.05], 1, 0.18) == pytest.approx([0.6, 0.2])
+        assert Calibrator().leading([0.6, 0.2, 0.15, 0.05], 1, 0.18) == pytest.approx([0.6, 0.2])
 
     def test_learns_a_greedy_targets_law(self) -> None:
         calibrator, before, after = Calibrator(), Reliability(), Reliability()
@@ -118,7 +119,7 @@ class TestCalibrator:
         assert torch.allclose(calibrator.weights, wanted, atol=1e-6)
 
     def test_another_versions_state_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="a state of 5 weights"):
+        with refused("calibrator", "5"):
             Calibrator().load_state({"weights": [0.0] * 5, "curvature": []})
 
 

@@ -111,7 +111,7 @@ def predictors(nodes: Sequence[PathNode], policy: CostAware) -> Json:
     predicted = {
         "alpha": [confidence_of(one.probs) for one in nodes],
         "draft probability": [one.probs[0] for one in nodes],
-        "calibrated": [policy.learner.calibrator.likeliest(one.probs, one.depth, 0.0)[0] for one in nodes],
+        "calibrated": [policy.learner.calibrator.leading(one.probs, one.depth, 0.0)[0] for one in nodes],
     }
     by_name = {name: _reliability(own, outcomes) for name, own in predicted.items()}
     return {"nodes": len(nodes), "accepted": _mean(outcomes), "by_name": by_name}

@@ -78,7 +78,7 @@ class Learner:
     def acceptance(self, probs: list[float], depth: int, least: float) -> list[float]:
         """Returns the acceptance probabilities of a node's candidates up to the first below `least`."""
         if self.calibrate:
-            return self.calibrator.likeliest(probs, depth, least)
+            return self.calibrator.leading(probs, depth, least)
         return [prob for prob in probs if prob >= least]
 
     def is_due(self) -> bool:

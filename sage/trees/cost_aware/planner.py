@@ -21,7 +21,7 @@ from sage.trees.tree import Frontier, NextLevel
 MIN_PATH_PROB = 1e-12  # divisor in place of an acceptance probability of 0
 
 Children = tuple[list[float], list[float], list[int]]  # P, own acceptance probability and pick of each, by increasing pick
-Acceptance = Callable[[list[float], int, float], list[float]]  # as `Calibrator.likeliest`
+Acceptance = Callable[[list[float], int, float], list[float]]  # as `Calibrator.leading`
 
 
 @dataclass
