@@ -18,7 +18,6 @@ import re
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from data_prep.config import OnLong
@@ -138,7 +137,7 @@ def _escape(message: Message, processor: Processor, separator: str) -> Message:
 
 def _special_texts(processor: Processor) -> set[str]:
     added = {text for text in processor.tokenizer.get_added_vocab() if len(text) > 1}
-    return added | {processor.family.image_token, processor.family.video_token}
+    return added | set(processor.family.placeholders.values())
 
 
 def _split_escapes(found: list[Segment], separator: str) -> list[Segment]:
@@ -203,5 +202,4 @@ def _check_mask(conversation: Conversation, example: Example, processor: Process
 
 def visual_mask(example: Example, processor: Processor) -> Tensor:
     """Returns a BoolTensor [T], True at image and video placeholders."""
-    ids = processor.tokenizer.convert_tokens_to_ids([processor.family.image_token, processor.family.video_token])
-    return torch.isin(example["input_ids"], torch.tensor([token for token in ids if token is not None]))
+    return processor.family.visual_mask(example["input_ids"])

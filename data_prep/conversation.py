@@ -14,7 +14,7 @@ from typing import Any
 
 from PIL import Image
 
-from sage.inputs.video import CLIP_KEYS, clip_times
+from sage.inputs.video import TIME_KEYS, video_times
 
 ROLES = ("system", "user", "assistant")
 MEDIA = ("image", "video")
@@ -166,8 +166,8 @@ def _part(part: Any, index: int) -> Part:
 
 
 def _times(part: Part, index: int) -> dict[str, float]:
-    clip_times(part, f"message {index}: video")
-    return {name: float(part[name]) for name in CLIP_KEYS if part.get(name) is not None}
+    video_times(part, f"message {index}: video")
+    return {name: float(part[name]) for name in TIME_KEYS if part.get(name) is not None}
 
 
 def _clean(text: str, index: int) -> str:

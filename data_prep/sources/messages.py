@@ -18,7 +18,7 @@ from data_prep.sources.json_rows import JsonRows
 from data_prep.sources.llava_json import check_all_placed, media_list, place_media
 from data_prep.sources.rows import Row, RowSource, require_path
 from data_prep.splits import Split
-from sage.inputs.video import CLIP_KEYS
+from sage.inputs.video import TIME_KEYS
 
 URL_TYPES = {"image_url": "image", "video_url": "video"}
 
@@ -69,7 +69,7 @@ def _part(part: Any, index: int, media: dict[str, list[Any]], media_root: str) -
         value = media_list(value, media_root)
     else:
         value = media_list(value, media_root)[0]
-    return {"type": kind, kind: value, **{name: part[name] for name in CLIP_KEYS if part.get(name) is not None}}
+    return {"type": kind, kind: value, **{name: part[name] for name in TIME_KEYS if part.get(name) is not None}}
 
 
 def open_source(label: str, config: SourceConfig, split: Split, cache_dir: str) -> Source:

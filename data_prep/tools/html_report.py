@@ -15,7 +15,7 @@ import numpy as np
 from data_prep.chat import Example, visual_mask
 from data_prep.conversation import Conversation, media_parts
 from data_prep.tools.stats import HEAD, MEASURES, Statistics
-from sage.inputs.media import open_clip_part, open_picture
+from sage.inputs.media import open_image, open_video_part
 from sage.inputs.processing import Processor
 
 THUMBNAIL_SIDE = 224  # pixels
@@ -136,13 +136,13 @@ def _media(conversation: Conversation) -> str:
         if part["type"] == "image":
             shown += _img(part["image"])
         else:
-            frames = open_clip_part(part, NUM_FRAMES).frames
+            frames = open_video_part(part, NUM_FRAMES).frames
             shown += f'<div class="video">{"".join(_img(frame, THUMBNAIL_SIDE // 2) for frame in frames)}</div>'
     return shown
 
 
 def _img(image: Any, side: int = THUMBNAIL_SIDE) -> str:
-    small = open_picture(image).copy()
+    small = open_image(image).copy()
     small.thumbnail((2 * side, side))
     stream = io.BytesIO()
     small.save(stream, "JPEG", quality=88)
@@ -173,7 +173,7 @@ def _tokens(example: Example, visual: list[bool], processor: Processor) -> str:
 
 
 def _image_id(processor: Processor) -> int:
-    return int(processor.tokenizer.convert_tokens_to_ids(processor.family.image_token))
+    return processor.family.placeholder_ids["image"]
 
 
 def _visible(text: str) -> str:

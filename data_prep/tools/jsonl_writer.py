@@ -17,8 +17,8 @@ from PIL import Image
 
 from data_prep.conversation import Conversation, Message, Part
 from data_prep.files import writing
-from sage.inputs.media import open_picture
-from sage.inputs.video import CLIP_KEYS
+from sage.inputs.media import open_image
+from sage.inputs.video import TIME_KEYS
 
 
 class MediaFolder:
@@ -68,11 +68,11 @@ def _part_as_json(part: Part, media: MediaFolder) -> dict[str, Any]:
     if part["type"] == "text":
         return {"type": "text", "text": part["text"]}
     path = media.store_image(part["image"]) if part["type"] == "image" else media.store_video(part["video"])
-    return {"type": part["type"], part["type"]: path, **{key: part[key] for key in CLIP_KEYS if key in part}}
+    return {"type": part["type"], part["type"]: path, **{key: part[key] for key in TIME_KEYS if key in part}}
 
 
 def _png(image: Any) -> bytes:
     stream = io.BytesIO()
-    rgb = image if isinstance(image, Image.Image) and image.mode == "RGB" else open_picture(image)
+    rgb = image if isinstance(image, Image.Image) and image.mode == "RGB" else open_image(image)
     rgb.save(stream, "PNG")
     return stream.getvalue()

@@ -23,7 +23,7 @@ from data_prep.config import RegenerateConfig
 from data_prep.conversation import BadItem, Conversation, Message, check_conversation
 from data_prep.files import locked, naming_write_errors, writing
 from data_prep.tools.jsonl_writer import MediaFolder, as_line
-from sage.inputs.media import open_clip_part, open_picture
+from sage.inputs.media import open_image, open_video_part
 from sage.progress import progress_bar
 
 logger = logging.getLogger(__name__)
@@ -155,9 +155,9 @@ def with_open_media(messages: list[Message], num_frames: int) -> list[Message]:
 
     def opened(part: dict[str, Any]) -> dict[str, Any]:
         if part["type"] == "image":
-            return part | {"image": open_picture(part["image"])}
+            return part | {"image": open_image(part["image"])}
         if part["type"] == "video":
-            video = open_clip_part(part, num_frames)
+            video = open_video_part(part, num_frames)
             return {"type": "video", "video": video.frames, "fps": video.fps}  # without `start` and `end`: already applied
         return part
 

@@ -1,10 +1,10 @@
-"""Chat messages and pictures -> model inputs, for every family, with or without torchvision.
+"""Chat messages, images and videos -> model inputs, for every family, with or without torchvision.
 
-Owns: rendering the chat template, opening pictures, expanding placeholders, tokenising piece by piece, batching.
-Does not own: what a family's pixels look like (sage.targets.family) or which text is supervised (data_prep.chat).
+Owns: rendering of the chat template, expansion of placeholders, tokenization piece by piece, batching.
+Does not own: the pixel inputs of a family (sage.inputs.format), or the choice of supervised text (data_prep.chat).
 
-transformers builds these families' processors only where torchvision is installed; this one needs the tokenizer and the
-image processor alone and yields the same fields.
+The processors of transformers for these families need torchvision. This one needs the tokenizer and the image processor only,
+and returns the same fields.
 
 Shapes: B batch, T tokens.
 """
@@ -13,24 +13,22 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from PIL import Image
 from torch import Tensor
 from transformers import AutoImageProcessor, AutoTokenizer, BatchFeature
 
-from sage.inputs.media import DEFAULT_FPS, open_clip_part, open_picture, source_of
-
-if TYPE_CHECKING:
-    from sage.targets.family import Family, Inputs
+from sage.inputs.format import InputFormat, Inputs
+from sage.inputs.media import DEFAULT_FPS, open_image, open_video_part, source_of
 
 Messages = list[dict[str, Any]]
 Segment = tuple[str, bool]
 
 
 class TemplateFault(ValueError):
-    """A chat template that is missing or cannot be worked with: the target's fault, not that of what it was to render."""
+    """The target's chat template is missing or unusable; an error of the target, not of the messages."""
 
 
 class Processor:
@@ -39,39 +37,41 @@ class Processor:
     Args:
         tokenizer: the target's tokenizer.
         image_processor: the target's image processor.
-        family: the target's family.
+        family: input format of the target's family.
         chat_template: overrides the tokenizer's own template.
     """
 
-    def __init__(self, tokenizer: Any, image_processor: Any, family: Family, chat_template: str | None = None) -> None:
+    def __init__(self, tokenizer: Any, image_processor: Any, family: InputFormat, chat_template: str | None = None) -> None:
         self.tokenizer = tokenizer
         self.image_processor = image_processor
         self.family = family
         self.chat_template = chat_template or getattr(tokenizer, "chat_template", None)
 
     @classmethod
-    def from_pretrained(cls, path: str, family: Family) -> Processor:
+    def from_pretrained(cls, path: str, family: InputFormat) -> Processor:
         """Loads tokenizer and image processor from a folder or hub id."""
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         return cls(tokenizer, AutoImageProcessor.from_pretrained(path, trust_remote_code=False), family)
 
     @classmethod
-    def wrap(cls, processor: Any, family: Family) -> Processor:
-        """Takes a Hugging Face processor in hand apart; one of ours is returned as it is."""
+    def wrap(cls, processor: Any, family: InputFormat) -> Processor:
+        """Wraps the parts of a Hugging Face processor; returns a `Processor` unchanged."""
         if isinstance(processor, cls):
             return processor
         return cls(processor.tokenizer, processor.image_processor, family, getattr(processor, "chat_template", None))
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Writes what `from_pretrained` reads."""
+        """Saves tokenizer, chat template and image processor for `from_pretrained`."""
         self.tokenizer.chat_template = self.chat_template
         self.tokenizer.save_pretrained(folder)
         self.image_processor.save_pretrained(folder)
 
-    # -- one conversation ---------------------------------------------------------------------------------------------
-
     def render(self, messages: Messages, add_generation_prompt: bool) -> str:
-        """The chat template's text for these messages, one placeholder per picture."""
+        """Renders the chat template, with one placeholder per image or video.
+
+        Raises:
+            TemplateFault: the target has no chat template.
+        """
         if not self.chat_template:
             raise TemplateFault("target: its tokenizer has no chat template; add chat_template.jinja to the target folder")
         return self.tokenizer.apply_chat_template(
@@ -79,13 +79,13 @@ class Processor:
         )
 
     def prepare(self, messages: Messages) -> BatchFeature:
-        """Messages -> inputs of one prompt [1, T], ending where the assistant begins.
+        """Messages -> inputs of one prompt [1, T], up to the beginning of the assistant's turn.
 
         Raises:
-            ValueError: nothing to answer, or a picture that cannot be read.
+            ValueError: an empty prompt, or an image or video that cannot be read.
         """
         if not any(_text(message).strip() or _parts(message, "image", "video") for message in messages):
-            raise ValueError("prompt: empty; give the target a question or a picture")
+            raise ValueError("prompt: empty; give a question or an image")
         images, videos, fps = open_media(messages)
         example = self.encode([(self.render(messages, True), False)], images, videos, fps)
         del example["loss_mask"]
@@ -98,27 +98,27 @@ class Processor:
         videos: list[list[Image.Image]] | None = None,
         fps: list[float] | None = None,
     ) -> Inputs:
-        """Tokenises pieces of a rendered chat and attaches the pictures.
+        """Tokenizes segments of a rendered chat and encodes images and videos.
 
-        Each piece is tokenised on its own, so an answer gets the very tokens generation would emit after its prompt.
+        Each segment is tokenized separately, so that an answer has the tokens that generation would emit after its prompt.
 
         Args:
-            segments: (text, supervised) in order.
-            images: pictures in the order of their placeholders.
-            videos: clips as lists of frames, likewise.
-            fps: frames per second of each clip; None is `DEFAULT_FPS` for all.
+            segments: (text, is_supervised) in order.
+            images: in the order of their placeholders.
+            videos: lists of frames, in the order of their placeholders.
+            fps: frames per second of each video; None = `DEFAULT_FPS` for all.
 
         Returns:
-            input_ids [T], loss_mask [T] bool, the family's per-token inputs [T] and its stacked pixel inputs.
+            input_ids [T], loss_mask [T] bool, the family's per-token inputs [T] and its pixel inputs.
 
         Raises:
-            ValueError: placeholders and pictures, or clips and values of `fps`, differ in number.
+            ValueError: different numbers of placeholders and images or videos, or of videos and `fps`.
         """
         counts, pixels = self._pixels(images or [], videos or [], fps)
         pieces = [(self._expand(text, counts), supervised) for text, supervised in segments]
         for token, left in counts.items():
             if left:
-                raise ValueError(f"prompt: {len(left)} more picture(s) or video(s) than {token!r} placeholders in the text")
+                raise ValueError(f"prompt: {len(left)} more image(s) or video(s) than {token!r} placeholders in the text")
         ids = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text, _ in pieces]
         input_ids = torch.tensor([token for piece in ids for token in piece], dtype=torch.long)
         mask = [supervised for piece, (_, supervised) in zip(ids, pieces, strict=True) for _ in piece]
@@ -128,34 +128,32 @@ class Processor:
     def _pixels(
         self, images: list[Image.Image], videos: list[list[Image.Image]], fps: list[float] | None
     ) -> tuple[dict[str, list[int]], Inputs]:
-        counts: dict[str, list[int]] = {self.family.image_token: [], self.family.video_token: []}
+        counts: dict[str, list[int]] = {token: [] for token in self.family.placeholders.values()}
         pixels: Inputs = {}
         if images:
-            found, counts[self.family.image_token] = self.family.pictures(self.image_processor, images)
+            found, counts[self.family.placeholders["image"]] = self.family.encode_images(self.image_processor, images)
             pixels |= found
         fps = [DEFAULT_FPS] * len(videos) if fps is None else fps
         if len(fps) != len(videos):
-            raise ValueError(f"video: {len(videos)} clip(s) and {len(fps)} value(s) of fps; give one for each clip")
+            raise ValueError(f"video: {len(videos)} video(s) and {len(fps)} value(s) of fps; give one for each video")
         if videos:
-            found, counts[self.family.video_token] = self.family.clips(self.image_processor, videos, fps)
+            found, counts[self.family.placeholders["video"]] = self.family.encode_videos(self.image_processor, videos, fps)
             pixels |= found
         return counts, pixels
 
     def _expand(self, text: str, counts: dict[str, list[int]]) -> str:
-        """Repeats each placeholder by its number of visual tokens, consuming `counts` in reading order."""
+        """Repeats each placeholder by its number of visual tokens; removes the numbers from `counts` in reading order."""
 
         def repeat(match: re.Match[str]) -> str:
             token = match.group()
             if not counts[token]:
-                raise ValueError(f"prompt: a {token!r} placeholder in the text has no picture or video")
+                raise ValueError(f"prompt: a {token!r} placeholder in the text has no image or video")
             return token * counts[token].pop(0)
 
         return re.sub("|".join(map(re.escape, counts)), repeat, text)
 
-    # -- batches ------------------------------------------------------------------------------------------------------
-
     def collate(self, examples: list[Inputs]) -> Inputs:
-        """Right-pads token fields to the longest and stacks pixel fields; adds attention_mask [B, T]."""
+        """Right-pads token fields to the longest example and stacks pixel fields; adds attention_mask [B, T]."""
         keys = list(dict.fromkeys(key for example in examples for key in example))
         batch = {"attention_mask": _pad([torch.ones_like(example["input_ids"]) for example in examples], 0)}
         for key in keys:
@@ -177,22 +175,22 @@ class Processor:
 def open_media(
     messages: Messages, num_frames: int | None = None, allow_urls: bool = True
 ) -> tuple[list[Image.Image], list[list[Image.Image]], list[float]]:
-    """Opens every picture and clip of the messages, in reading order; prompts and training examples come through here.
+    """Opens every image and video of the messages in reading order, for prompts and training examples.
 
     Args:
-        num_frames: at most so many frames of each clip; None as in `sage.inputs.media.open_clip`.
-        allow_urls: fetch pictures that are URLs.
+        num_frames: at most this many frames of each video; None as in `sage.inputs.media.open_video`.
+        allow_urls: download images given by URL.
 
     Returns:
-        pictures (RGB, EXIF rotation applied), clips as frames, and each clip's frames per second.
+        images (RGB), frames of each video, and frames per second of each video.
 
     Raises:
-        ValueError: a file is missing or not a picture; names it.
+        ValueError: an image or video that cannot be read; names it.
     """
     parts = [part for message in messages for part in _parts(message, "image", "video")]
-    images = [open_picture(source_of(part, "image"), allow_urls) for part in parts if part["type"] == "image"]
-    clips = [open_clip_part(part, num_frames) for part in parts if part["type"] == "video"]
-    return images, [clip.frames for clip in clips], [clip.fps for clip in clips]
+    images = [open_image(source_of(part, "image"), allow_urls) for part in parts if part["type"] == "image"]
+    videos = [open_video_part(part, num_frames) for part in parts if part["type"] == "video"]
+    return images, [video.frames for video in videos], [video.fps for video in videos]
 
 
 def _parts(message: dict[str, Any], *kinds: str) -> list[dict[str, Any]]:

@@ -1,7 +1,6 @@
-"""Frames of a video file, with whichever reader is installed, and how many of them make a second.
+"""Video files: reading and sampling of frames.
 
-Owns: which frames of a clip are taken, reading them, what decoders raise on damaged bytes. Does not own: frames in hand or
-in a folder, limits on size (sage.inputs.media).
+Does not own: frames in memory or in a folder, limits on size (sage.inputs.media).
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import importlib.util
 import math
 import struct
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,66 +18,65 @@ from typing import Any, NamedTuple
 from PIL import Image
 
 VIDEO_SUFFIXES = (".mp4", ".mkv", ".webm", ".avi", ".mov", ".m4v", ".gif")
-READERS = ("av", "cv2")
-CLIP_KEYS = ("fps", "start", "end")  # of a message part: frames per second, and the segment in seconds
-UNTOLD_FPS = 10.0  # of a file that does not tell; what browsers take for a GIF without delays
-# What PIL's decoders raise on damaged bytes; each format has its own ways (AVIF: RuntimeError, TIFF: TypeError, ...).
-BROKEN = (OSError, SyntaxError, EOFError, RuntimeError, TypeError, LookupError, ArithmeticError, struct.error)
-MAX_PIXELS = 100_000_000  # of a picture or a frame
+READER = "av"
+TIME_KEYS = ("fps", "start", "end")  # of a message part: frames per second, and the segment in seconds
+UNKNOWN_FPS = 10.0  # assumed of files without a rate, as browsers do for a GIF without delays
+# Raised by PIL's decoders on corrupt bytes, differently for each format (AVIF: RuntimeError, TIFF: TypeError, ...).
+DECODING_ERRORS = (OSError, SyntaxError, EOFError, RuntimeError, TypeError, LookupError, ArithmeticError, struct.error)
+MAX_PIXELS = 100_000_000  # of an image or a frame
 TOO_MANY_PIXELS = f"too many pixels, allowed: at most {MAX_PIXELS}"
 
 Segment = tuple[float, float] | None  # seconds
 
 
-class Clip(NamedTuple):
-    """Frames (RGB) and how many of them make a second."""
+class Video(NamedTuple):
+    """RGB frames, and the number of them per second."""
 
     frames: list[Image.Image]
     fps: float
 
 
-Reader = Callable[[Path, int, Segment], Clip]
-
-
-def read_video(path: Path, num_frames: int, segment: Segment = None) -> Clip:
-    """At most `num_frames` evenly spaced frames, of the whole or of a segment.
+def read_video(path: Path, num_frames: int, segment: Segment = None) -> Video:
+    """Reads at most `num_frames` evenly evenly_spaced frames of a video file or of a segment of it.
 
     Raises:
-        ValueError: no reader is installed, or the file is not a video.
+        ValueError: the file cannot be read as a video, or its format needs `av`, which is not installed.
     """
-    read = _read_gif if path.suffix.lower() == ".gif" else _reader(path)
+    is_gif = path.suffix.lower() == ".gif"
+    if not is_gif and importlib.util.find_spec(READER) is None:
+        raise ValueError(f"video {path}: no video reader is installed; pip install {READER}, or give a folder of frames")
     try:
-        with unwarned():
-            clip = read(path, num_frames, segment)
+        with no_size_warning():
+            video = (_read_gif if is_gif else _read_av)(path, num_frames, segment)
     except Image.DecompressionBombError as error:
         raise ValueError(f"video {path}: {TOO_MANY_PIXELS}") from error
-    except (ValueError, *BROKEN) as error:
+    except (ValueError, *DECODING_ERRORS) as error:
         raise ValueError(f"video {path}: not a readable video ({error})") from error
-    if not clip.frames:
+    if not video.frames:
         raise ValueError(f"video {path}: no frames could be read")
-    return clip
+    return video
 
 
 @contextmanager
-def unwarned() -> Iterator[None]:
-    """Keeps PIL from warning of big pictures; its limit for that is below `MAX_PIXELS`, that of its error above."""
+def no_size_warning() -> Iterator[None]:
+    """Suppresses PIL's warning for large images, whose limit is below `MAX_PIXELS`; the limit of PIL's error is above it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
         yield
 
 
-def clip_times(part: dict[str, Any], name: str) -> tuple[Segment, float | None]:
-    """The segment (seconds) and the frames per second that a message part names, None for what it does not.
+def video_times(part: dict[str, Any], name: str) -> tuple[Segment, float | None]:
+    """Returns the segment (seconds) and the frames per second of a message part; None for those it does not have.
 
-    A part with a start alone goes on to its clip's end, one with an end alone begins where its clip does.
+    Without an end, a segment ends with the video; without a start, it begins with it.
 
     Args:
-        name: the clip, in errors.
+        name: the video, for errors.
 
     Raises:
-        ValueError: not a number, no frames per second, or an end before the start.
+        ValueError: not a number, a rate of 0 or less, or an end before the start.
     """
-    fps, start, end = (_number(part.get(key), f"{name}: {key}") for key in CLIP_KEYS)
+    fps, start, end = (_number(part.get(key), f"{name}: {key}") for key in TIME_KEYS)
     if fps is not None and fps <= 0:
         raise ValueError(f"{name}: fps {fps:g}, allowed: above 0, the frames per second")
     if start is None and end is None:
@@ -99,18 +97,18 @@ def _number(value: Any, name: str) -> float | None:
     raise ValueError(f"{name} {value!r}, allowed: a number")
 
 
-def spaced(total: int, count: int) -> list[int]:
-    """`count` indices out of `total`, the middles of equal pieces; all of them where there are no more.
+def evenly_spaced(total: int, count: int) -> list[int]:
+    """Returns `count` indices of `total`, the middles of equal intervals; all of them if there are no more.
 
-    Example: spaced(10, 2) == [2, 7].
+    Example: evenly_spaced(10, 2) == [2, 7].
     """
     if total <= count:
         return list(range(total))
     return [int((2 * i + 1) * total / (2 * count)) for i in range(count)]
 
 
-def within(total: int, frames_per_s: float, segment: Segment) -> range:
-    """The frame numbers of a segment, at least one."""
+def frames_of_segment(total: int, frames_per_s: float, segment: Segment) -> range:
+    """Returns the frame numbers of a segment, at least one."""
     if segment is None:
         return range(total)
     begin, end = (round(min(max(0.0, at * frames_per_s), total)) for at in segment)
@@ -118,73 +116,45 @@ def within(total: int, frames_per_s: float, segment: Segment) -> range:
     return range(first, max(first + 1, end))
 
 
-def sample(total: int, frames_per_s: float, segment: Segment, num_frames: int) -> tuple[list[int], float]:
-    """The numbers of at most `num_frames` frames of a segment, and how many of those make a second.
+def sample_frames(total: int, frames_per_s: float, segment: Segment, num_frames: int) -> tuple[list[int], float]:
+    """Returns the numbers of at most `num_frames` frames of a segment, and their rate per second.
 
-    Example: 60 s of 30 frames per second by 16 frames are 16 / 60 frames per second: sample(1800, 30.0, None, 16)[1].
+    Example: 16 of the 1800 frames of a minute have 16 / 60 frames per second: sample_frames(1800, 30.0, None, 16)[1].
     """
     if total <= 0:
         return [], frames_per_s
-    frames = within(total, frames_per_s, segment)
-    taken = [frames[i] for i in spaced(len(frames), num_frames)]
+    frames = frames_of_segment(total, frames_per_s, segment)
+    taken = [frames[i] for i in evenly_spaced(len(frames), num_frames)]
     return taken, frames_per_s * (len(taken) / len(frames))
 
 
-def _reader(path: Path) -> Reader:
-    name = next((name for name in READERS if importlib.util.find_spec(name)), None)
-    if name is None:
-        raise ValueError(f"video {path}: no video reader is installed; pip install av, or give a folder of frames")
-    return _read_av if name == "av" else _read_cv2
+def _read_gif(path: Path, num_frames: int, segment: Segment) -> Video:
+    with Image.open(path) as image:
+        total = getattr(image, "n_frames", 1)
+        duration_s = sum(_duration_s(image, i) for i in range(total))
+        wanted, fps = sample_frames(total, total / duration_s, segment, num_frames)
+        return Video([_gif_frame(image, i) for i in wanted], fps)
 
 
-def _read_gif(path: Path, num_frames: int, segment: Segment) -> Clip:
-    with Image.open(path) as picture:
-        total = getattr(picture, "n_frames", 1)
-        duration_s = sum(_shown_s(picture, i) for i in range(total))
-        wanted, fps = sample(total, total / duration_s, segment, num_frames)
-        return Clip([_gif_frame(picture, i) for i in wanted], fps)
+def _duration_s(image: Image.Image, index: int) -> float:
+    image.seek(index)
+    return image.info.get("duration", 0) / 1000 or 1 / UNKNOWN_FPS
 
 
-def _shown_s(picture: Image.Image, index: int) -> float:
-    picture.seek(index)
-    return picture.info.get("duration", 0) / 1000 or 1 / UNTOLD_FPS
+def _gif_frame(image: Image.Image, index: int) -> Image.Image:
+    image.seek(index)
+    return image.convert("RGB")
 
 
-def _gif_frame(picture: Image.Image, index: int) -> Image.Image:
-    picture.seek(index)
-    return picture.convert("RGB")
-
-
-def _read_av(path: Path, num_frames: int, segment: Segment) -> Clip:
+def _read_av(path: Path, num_frames: int, segment: Segment) -> Video:
     av: Any = importlib.import_module("av")
     try:
         with av.open(str(path)) as container:
-            rate = float(container.streams.video[0].average_rate or UNTOLD_FPS)
+            rate = float(container.streams.video[0].average_rate or UNKNOWN_FPS)
             total = sum(1 for _ in container.decode(video=0))
-        wanted, fps = sample(total, rate, segment, num_frames)
+        wanted, fps = sample_frames(total, rate, segment, num_frames)
         kept = set(wanted)
         with av.open(str(path)) as container:
-            return Clip([frame.to_image() for i, frame in enumerate(container.decode(video=0)) if i in kept], fps)
-    except av.error.FFmpegError as error:  # some are exceptions of no common kind
+            return Video([frame.to_image() for i, frame in enumerate(container.decode(video=0)) if i in kept], fps)
+    except av.error.FFmpegError as error:  # not all of them are subclasses of OSError or ValueError
         raise ValueError(str(error)) from error
-
-
-def _read_cv2(path: Path, num_frames: int, segment: Segment) -> Clip:
-    cv2: Any = importlib.import_module("cv2")
-    capture = cv2.VideoCapture(str(path))
-    total, rate = int(capture.get(cv2.CAP_PROP_FRAME_COUNT)), capture.get(cv2.CAP_PROP_FPS) or UNTOLD_FPS
-    wanted, fps = sample(total, rate, segment, num_frames)
-    kept = set(wanted)
-    frames: list[Image.Image] = []
-    try:
-        for index in range(total):
-            found, frame = capture.read()
-            if not found:
-                break
-            if index in kept:
-                frames.append(Image.fromarray(cv2.cvtColor(frame, cv2.COLOR_BGR2RGB)))
-    except cv2.error as error:  # an exception of no common kind
-        raise ValueError(str(error)) from error
-    finally:
-        capture.release()
-    return Clip(frames, fps)

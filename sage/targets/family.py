@@ -1,22 +1,20 @@
-"""What differs between target families, behind one small interface.
+"""Interface of a target family: visual embeddings, rope positions, and the embedded prompt.
 
-Owns: placeholders, pixel inputs, the step from inputs to embeddings and rope positions. Does not own: attention, caches,
-decoding.
-Adding a family is one module with a subclass, one YAML under conf/target and one test.
+Does not own: placeholders and pixel inputs (sage.inputs.format), attention, caches, decoding.
+A new family is a module with a subclass in sage/targets/families, a YAML file in conf/target and a test.
 
 Shapes: B batch, T tokens, D hidden, N tree nodes.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-Inputs = dict[str, Any]
+from sage.inputs.format import InputFormat, Inputs
 
 
 @dataclass
@@ -29,8 +27,8 @@ class Prompt:
         position_ids: rope positions, [3, B, T] (M-RoPE) or [B, T].
         next_position: LongTensor [B], rope position of the first token after the prompt.
         attention_mask: LongTensor [B, T], 1 = real token.
-        visual_mask: BoolTensor [B, T], True at picture and video positions.
-        inputs: what it was made from.
+        visual_mask: BoolTensor [B, T], True at image and video positions.
+        inputs: the model inputs it was embedded from.
         visual: placeholder id -> visual embeddings [tokens, D].
         kept: LongTensor [T'], the tokens a draft reads; None = all.
     """
@@ -46,11 +44,11 @@ class Prompt:
     kept: Tensor | None = None
 
     def after(self, known: int) -> Prompt:
-        """The prompt without its first `known` tokens."""
+        """Returns the prompt without its first `known` tokens."""
         return self.at(torch.arange(known, self.input_ids.shape[1], device=self.input_ids.device)) if known else self
 
     def at(self, index: Tensor) -> Prompt:
-        """The prompt of some of its tokens, `index` LongTensor [T']; positions stay true."""
+        """Returns the prompt reduced to some of its tokens, `index` LongTensor [T']; positions are kept."""
         return replace(
             self,
             input_ids=self.input_ids[:, index],
@@ -62,80 +60,48 @@ class Prompt:
         )
 
 
-class Family(ABC):
-    """One vision-language architecture: `Qwen2.5-VL`, `LLaVA-OneVision`."""
-
-    model_type: ClassVar[str]
-    image_token: ClassVar[str]
-    video_token: ClassVar[str]
-    pixel_keys: ClassVar[tuple[str, ...]]
-
-    def __init__(self, config: Any) -> None:
-        self.config = config
-
-    # -- pictures in ------------------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def pictures(self, image_processor: Any, images: list[Any]) -> tuple[Inputs, list[int]]:
-        """Pixel inputs of one conversation's pictures and the number of visual tokens of each."""
-
-    @abstractmethod
-    def clips(self, image_processor: Any, videos: list[list[Any]], fps: list[float]) -> tuple[Inputs, list[int]]:
-        """Pixel inputs of one conversation's videos (lists of frames) and the number of visual tokens of each.
-
-        Args:
-            fps: frames per second of each video, as its frames are here.
-        """
-
-    def token_inputs(self, input_ids: Tensor) -> Inputs:
-        """Per-token inputs the family needs beside `input_ids` [T]; none by default."""
-        return {}
-
-    def stack(self, key: str, values: list[Tensor]) -> Tensor:
-        """Joins one pixel input of several examples along the picture axis."""
-        return torch.cat(values)
-
-    # -- model ------------------------------------------------------------------------------------------------------
+class Family(InputFormat):
+    """One vision-language architecture, such as Qwen2.5-VL: its input format, and the step from inputs to the text layers."""
 
     @abstractmethod
     def visual_features(self, model: nn.Module, inputs: Inputs) -> dict[int, Tensor]:
-        """Placeholder id -> visual embeddings [tokens, D] in reading order, for the inputs that are present."""
+        """Returns placeholder id -> visual embeddings [tokens, D] in reading order, for the pixel inputs that are present."""
 
     @abstractmethod
     def positions(self, model: nn.Module, inputs: Inputs, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Rope positions of the prompt and of the token after it, per sequence [B]."""
+        """Returns the rope positions of the prompt, [3, B, T] or [B, T], and of the token after it, [B]."""
 
     @abstractmethod
     def decode_positions(self, position_N: Tensor) -> Tensor:
-        """Positions [N] of generated tokens in the layout the text layers take, batch 1."""
+        """Returns positions [N] of generated tokens in the layout of the text layers, batch 1."""
 
     def embed(self, model: nn.Module, inputs: Inputs, past: Prompt | None = None) -> Prompt:
         """Runs embedding and vision tower once.
 
         Args:
-            past: an earlier prompt of the same conversation; if no picture has come since, its visual embeddings are used.
+            past: an earlier prompt of the same conversation, whose visual embeddings are reused if the pixel inputs are equal.
 
         Raises:
-            ValueError: the number of placeholders and of visual embeddings differ.
+            ValueError: the numbers of placeholders and of visual embeddings differ.
         """
         input_ids = inputs["input_ids"]
         attention_mask = inputs.get("attention_mask")
         attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         embeds = model.get_input_embeddings()(input_ids)
         visual_mask = torch.zeros_like(input_ids, dtype=torch.bool)
-        visual = past.visual if past and self._has_same_pictures(inputs, past.inputs) else self.visual_features(model, inputs)
+        visual = past.visual if past and self._has_same_pixels(inputs, past.inputs) else self.visual_features(model, inputs)
         for token_id, features in visual.items():
             mask = input_ids == token_id
             if int(mask.sum()) != len(features):
                 raise ValueError(
                     f"inputs: {int(mask.sum())} visual placeholders for {len(features)} visual embeddings; "
-                    f"prepare text and pictures together with target.prepare(messages)"
+                    f"prepare text and images together with target.prepare(messages)"
                 )
             embeds = embeds.masked_scatter(mask[..., None], features.to(embeds))
             visual_mask |= mask
         position_ids, next_position = self.positions(model, inputs, attention_mask)
         return Prompt(input_ids, embeds, position_ids, next_position, attention_mask, visual_mask, inputs, visual)
 
-    def _has_same_pictures(self, inputs: Inputs, earlier: Inputs) -> bool:
+    def _has_same_pixels(self, inputs: Inputs, earlier: Inputs) -> bool:
         ours, theirs = ([i.get(key) for key in self.pixel_keys] for i in (inputs, earlier))
         return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in zip(ours, theirs, strict=True))

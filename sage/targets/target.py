@@ -19,11 +19,12 @@ from transformers import AutoConfig, AutoModelForImageTextToText, BatchFeature
 
 from sage.attention import AttentionRecorder, causal_mask, tile_mask, use_tree_attention
 from sage.cache import TreeCache
+from sage.inputs.format import Inputs
 from sage.inputs.processing import Messages, Processor
 from sage.model_files import load_weights, read_config, reason
 from sage.targets.families.llava_onevision import LlavaOnevision
 from sage.targets.families.qwen2_5_vl import Qwen2_5_VL
-from sage.targets.family import Family, Inputs, Prompt
+from sage.targets.family import Family, Prompt
 
 FAMILIES: tuple[type[Family], ...] = (Qwen2_5_VL, LlavaOnevision)
 
@@ -277,10 +278,10 @@ def load_processor(path: str) -> Processor:
         raise ValueError(
             f"target: {path}: its tokenizer or image processor cannot be read ({reason(error)}); {remedy}"
         ) from error
-    wanted, token = family.config.image_token_id, family.image_token
+    wanted, token = family.placeholder_ids["image"], family.placeholders["image"]
     if processor.tokenizer.convert_tokens_to_ids(token) != wanted:
         raise ValueError(
-            f"target: {path}: its tokenizer does not know {token!r} as {wanted}, the pictures' token in config.json; {remedy}"
+            f"target: {path}: its tokenizer does not know {token!r} as {wanted}, the image token in config.json; {remedy}"
         )
     return processor
 

@@ -43,8 +43,8 @@ GOOD = row("good.png")
 # (the broken line, a phrase of the reason)
 BROKEN: dict[str, tuple[bytes, str]] = {
     "missing picture": (row("gone.png"), r"image .*gone\.png: no such file"),
-    "truncated JPEG": (row("cut.jpg"), r"image .*cut\.jpg: broken or truncated"),
-    "no picture at all": (row("text.png"), r"image .*text\.png: not a picture in a known format"),
+    "truncated JPEG": (row("cut.jpg"), r"image .*cut\.jpg: corrupt or truncated"),
+    "no picture at all": (row("text.png"), r"image .*text\.png: not an image in a known format"),
     "1x1": (row("dot.png"), r"image .*dot\.png: 1x1 pixels, allowed: at least 2 a side"),
     "20000x20": (row("strip.png"), r"image .*strip\.png: 20000x20 pixels, allowed: sides within"),
     "damaged GIF": (clip_row("cut.gif"), r"video .*cut\.gif: not a readable video"),
@@ -233,11 +233,11 @@ def hub_of(folder: Path, answer: str | None) -> SourceConfig:
 
 ELSEWHERE: dict[str, tuple[Callable[[Path], SourceConfig], str]] = {
     "folder, text not UTF-8": (lambda folder: folder_of(folder, "b.png", jpeg(1.0), b"R\xe4d"), r"b\.txt: not UTF-8"),
-    "folder, torn picture": (lambda folder: folder_of(folder, "b.jpg", jpeg(0.5)), r"b\.jpg: broken or truncated"),
+    "folder, torn picture": (lambda folder: folder_of(folder, "b.jpg", jpeg(0.5)), r"b\.jpg: corrupt or truncated"),
     "folder, no video": (lambda folder: folder_of(folder, "b.gif", b"GIF89a, no more"), r"b\.gif: not a readable video"),
     "messages, torn frame": (
         lambda folder: messages_of(folder, {"type": "video", "video": "clip"}),
-        r"clip.*2\.png: not a picture",
+        r"clip.*2\.png: not an image",
     ),
     "messages, no frames": (lambda folder: messages_of(folder, {"type": "video", "video": "empty"}), r"video .*empty: "),
     "messages, no clip": (lambda folder: messages_of(folder, {"type": "video", "video": "gone.mp4"}), r"gone\.mp4: no such"),
@@ -247,7 +247,7 @@ ELSEWHERE: dict[str, tuple[Callable[[Path], SourceConfig], str]] = {
     ),
     "onevision, torn picture": (
         lambda folder: onevision_of(folder, {"bytes": jpeg(0.5), "path": None}),
-        "broken or truncated",
+        "corrupt or truncated",
     ),
     "onevision, no picture": (lambda folder: onevision_of(folder, None), "a <image> placeholder without image"),
     "onevision, no text": (lambda folder: onevision_of(folder, None, value=None), "turn 0: not a {from, value} object"),

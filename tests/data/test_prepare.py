@@ -252,13 +252,13 @@ def test_levels_are_exact_or_not_used(family: str) -> None:
     noise = Image.effect_noise((40, 24), 90).convert("RGB")
     pixels = processor.encode([("a", True)], [])  # no picture, no pixels
     assert "pixel_values" not in pixels
-    found, _ = processor.family.pictures(processor.image_processor, [noise])
+    found, _ = processor.family.encode_images(processor.image_processor, [noise])
     values = found["pixel_values"].numpy()
     kind, stored = table.pack(values)
     assert kind == (STILL if family == "qwen2_5_vl" else LEVEL)
     assert stored.dtype == np.uint8
     assert np.array_equal(table.unpack(kind, stored), values)
-    clip, _ = processor.family.clips(processor.image_processor, [[picture(), picture(colour="blue")]], [2.0])
+    clip, _ = processor.family.encode_videos(processor.image_processor, [[picture(), picture(colour="blue")]], [2.0])
     kind, stored = table.pack(clip["pixel_values_videos"].numpy())
     assert kind == LEVEL
     assert np.array_equal(table.unpack(kind, stored), clip["pixel_values_videos"].numpy())

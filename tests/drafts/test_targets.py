@@ -15,7 +15,7 @@ from support.processors import image_part, make_processor, picture, user
 from transformers.video_utils import VideoMetadata
 
 import sage
-from sage.inputs.media import open_clip, open_picture
+from sage.inputs.media import open_image, open_video
 from sage.targets.target import load_processor
 
 
@@ -99,8 +99,10 @@ def test_video_frames_land_in_the_temporal_axis() -> None:
     target = make_qwen()
     processor = make_processor(target)
     first, second = picture(8, 8, 1), picture(8, 8, 2)
-    clip = processor.encode([(target.family.video_token, False)], videos=[[first, second]])
-    stills = [processor.encode([(target.family.image_token, False)], images=[p])["pixel_values"] for p in (first, second)]
+    clip = processor.encode([(target.family.placeholders["video"], False)], videos=[[first, second]])
+    stills = [
+        processor.encode([(target.family.placeholders["image"], False)], images=[p])["pixel_values"] for p in (first, second)
+    ]
     as_frames = clip["pixel_values_videos"].view(-1, 3, 2, 16)
     for i, still in enumerate(stills):
         assert torch.equal(as_frames[:, :, i], still.view(-1, 3, 2, 16)[:, :, 0])
@@ -109,10 +111,12 @@ def test_video_frames_land_in_the_temporal_axis() -> None:
 
 def test_odd_frame_is_repeated_and_lengths_must_agree_for_llava() -> None:
     qwen, llava = make_qwen(), make_llava()
-    clip = make_processor(qwen).encode([(qwen.family.video_token, False)], videos=[[picture(8, 8)] * 3])
+    clip = make_processor(qwen).encode([(qwen.family.placeholders["video"], False)], videos=[[picture(8, 8)] * 3])
     assert clip["video_grid_thw"].tolist() == [[2, 2, 2]]
-    with pytest.raises(ValueError, match=r"clips of one conversation have \[2, 3\] frames"):
-        make_processor(llava).encode([(llava.family.video_token * 2, False)], videos=[[picture(8, 8)] * 2, [picture(8, 8)] * 3])
+    with pytest.raises(ValueError, match=r"videos of one conversation have \[2, 3\] frames"):
+        make_processor(llava).encode(
+            [(llava.family.placeholders["video"] * 2, False)], videos=[[picture(8, 8)] * 2, [picture(8, 8)] * 3]
+        )
 
 
 def test_each_clip_has_seconds_of_its_own() -> None:
@@ -121,7 +125,7 @@ def test_each_clip_has_seconds_of_its_own() -> None:
     clips = [{"type": "video", "video": [picture(8, 8)] * 4, **rate} for rate in ({"fps": 1}, {}, {"fps": 4.0})]
     assert processor.prepare(user(*clips, "when?"))["second_per_grid_ts"].tolist() == [2.0, 1.0, 0.5]
     with pytest.raises(ValueError, match=r"^video: 1 clip\(s\) and 2 value\(s\) of fps; give one for each clip$"):
-        processor.encode([(target.family.video_token, False)], videos=[[picture(8, 8)] * 4], fps=[1.0, 2.0])
+        processor.encode([(target.family.placeholders["video"], False)], videos=[[picture(8, 8)] * 4], fps=[1.0, 2.0])
 
 
 def test_a_file_tells_its_seconds_as_hugging_face_counts_them(tmp_path: Path) -> None:
@@ -151,10 +155,10 @@ def test_clips_of_different_lengths_in_one_batch(make: Any) -> None:
     """Each clip's embeddings are those it has alone, in order, and nothing of what fills the shorter ones is left."""
     target = make()
     processor = make_processor(target)
-    text = (target.family.video_token, False)
+    text = (target.family.placeholders["video"], False)
     clips = [processor.encode([text], videos=[[picture(8, 8, i) for i in range(n)]]) for n in (2, 5, 4)]
-    together = target.embed(processor.collate(clips)).visual[target.family.config.video_token_id]
-    alone = [target.embed(processor.collate([clip])).visual[target.family.config.video_token_id] for clip in clips]
+    together = target.embed(processor.collate(clips)).visual[target.family.placeholder_ids["video"]]
+    alone = [target.embed(processor.collate([clip])).visual[target.family.placeholder_ids["video"]] for clip in clips]
     torch.testing.assert_close(together, torch.cat(alone), atol=1e-6, rtol=0)
     assert len(together) == sum(int(clip["input_ids"].shape[0]) for clip in clips)
 
@@ -172,25 +176,25 @@ class TestMistakes:
             ready.prepare(user("  "))
 
     def test_placeholder_without_picture_and_the_reverse(self, ready: sage.Target) -> None:
-        token = ready.family.image_token
-        with pytest.raises(ValueError, match="has no picture"):
+        token = ready.family.placeholders["image"]
+        with pytest.raises(ValueError, match="has no image"):
             ready.processor.encode([(f"see {token}", False)])
-        with pytest.raises(ValueError, match=r"1 more picture\(s\)"):
+        with pytest.raises(ValueError, match=r"1 more image\(s\)"):
             ready.processor.encode([("see", False)], images=[picture(8, 8)])
 
     def test_not_a_picture(self, tmp_path: Path) -> None:
         file = tmp_path / "photo.jpg"
         file.write_bytes(b"not a picture")
-        with pytest.raises(ValueError, match=r"photo.jpg: not a picture in a known format"):
-            open_picture(file)
+        with pytest.raises(ValueError, match=r"photo.jpg: not an image in a known format"):
+            open_image(file)
         with pytest.raises(ValueError, match=r"none.jpg: no such file"):
-            open_picture(tmp_path / "none.jpg")
+            open_image(tmp_path / "none.jpg")
 
     def test_empty_and_missing_clips(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="no frames"):
-            open_clip(tmp_path)
+            open_video(tmp_path)
         with pytest.raises(ValueError, match="no such file"):
-            open_clip(tmp_path / "none")
+            open_video(tmp_path / "none")
 
     def test_missing_folder_and_unknown_family(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"nowhere: no such folder"):
@@ -226,7 +230,7 @@ class TestMistakes:
         folder, other = (save_target(family, tmp_path / family) for family in ("qwen2_5_vl", "llava_onevision"))
         for file in ("tokenizer.json", "tokenizer_config.json"):
             (folder / file).write_bytes((other / file).read_bytes())
-        with pytest.raises(ValueError, match=r"its tokenizer does not know '<\|image_pad\|>' as \d+, the pictures' token"):
+        with pytest.raises(ValueError, match=r"its tokenizer does not know '<\|image_pad\|>' as \d+, the image token"):
             sage.load_target(folder)
 
     def test_weights_of_more_layers_are_said_to_be_left_aside(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -251,9 +255,9 @@ def test_rgba_exif_and_palette_pictures_become_rgb(tmp_path: Path) -> None:
     for mode in ("RGBA", "P", "L", "CMYK", "I;16"):
         file = tmp_path / f"{mode.replace(';', '')}.{'tiff' if mode in ('CMYK', 'I;16') else 'png'}"
         Image.new(mode, (6, 4)).save(file)
-        assert open_picture(file).mode == "RGB"
+        assert open_image(file).mode == "RGB"
     rotated = tmp_path / "rotated.jpg"
     exif = Image.Exif()
     exif[0x0112] = 6
     Image.new("RGB", (6, 4)).save(rotated, exif=exif)
-    assert open_picture(rotated).size == (4, 6)
+    assert open_image(rotated).size == (4, 6)

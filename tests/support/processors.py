@@ -26,14 +26,16 @@ def make_processor(target: sage.Target) -> Processor:
     vocabulary = {f"<{i}>": i for i in range(64)}
     byte_level = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary |= {letter: 64 + i for i, letter in enumerate(byte_level)}
-    vocabulary[family.image_token] = vocabulary.pop(f"<{IMAGE_TOKEN}>")
-    vocabulary[family.video_token] = vocabulary.pop(f"<{VIDEO_TOKEN}>")
+    for kind, token in (("image", IMAGE_TOKEN), ("video", VIDEO_TOKEN)):
+        vocabulary[family.placeholders[kind]] = vocabulary.pop(f"<{token}>")
     inner = Tokenizer(models.BPE(vocabulary, []))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
-    inner.add_special_tokens([AddedToken(token, special=True) for token in (family.image_token, family.video_token)])
+    inner.add_special_tokens(
+        [AddedToken(token, special=True) for token in (family.placeholders["image"], family.placeholders["video"])]
+    )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<0>")
-    places = f"{{{{ {{'image': '{family.image_token}', 'video': '{family.video_token}'}}[p.type] }}}}"
+    places = f"{{{{ {{'image': '{family.placeholders['image']}', 'video': '{family.placeholders['video']}'}}[p.type] }}}}"
     template = TEMPLATE.replace("PLACE_{{ p.type }}", places)
     images: Any = (
         Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size={"shortest_edge": 64, "longest_edge": 1024})

@@ -1,1 +1,1 @@
-"""One module per model family, each a `Family`: what differs between Qwen2.5-VL, LLaVA-OneVision and those to come."""
+"""One module per target family, each with one `Family`."""

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 from transformers.image_processing_utils import select_best_resolution
 
-from sage.targets.family import Family, Inputs
+from sage.inputs.format import Inputs
+from sage.targets.family import Family
 
-NO_FRAME = math.nan  # fills a short clip of a batch up to the longest one; a real pixel is never that
+PADDED_FRAME = math.nan  # pads the shorter videos of a batch; no pixel value is NaN
 
 
 class LlavaOnevision(Family):
-    """Ref: LLaVA-OneVision, arXiv 2408.03326, section 3.2 (anyres tiles; one base tile when several pictures come)."""
+    """Ref: LLaVA-OneVision, arXiv 2408.03326, section 3.2 (anyres tiles; one base tile per image if there are several)."""
 
     model_type = "llava_onevision"
-    image_token = "<image>"
-    video_token = "<video>"
+    placeholders = {"image": "<image>", "video": "<video>"}
     pixel_keys = ("pixel_values", "image_sizes", "batch_num_images", "pixel_values_videos")
 
     @property
@@ -28,7 +28,7 @@ class LlavaOnevision(Family):
         vision = self.config.vision_config
         return vision.image_size // vision.patch_size
 
-    def pictures(self, image_processor: Any, images: list[Any]) -> tuple[Inputs, list[int]]:
+    def encode_images(self, image_processor: Any, images: list[Any]) -> tuple[Inputs, list[int]]:
         out = image_processor(images=[images], return_tensors="pt")
         inputs = {key: torch.as_tensor(out[key]) for key in ("pixel_values", "image_sizes", "batch_num_images")}
         if len(images) > 1:
@@ -36,7 +36,7 @@ class LlavaOnevision(Family):
         return inputs, [self._num_tokens(*inputs["image_sizes"][0].tolist())]
 
     def _num_tokens(self, height: int, width: int) -> int:
-        """Visual tokens of a single picture: base tile, unpadded tiles, one newline per row (arXiv 2408.03326, 3.2)."""
+        """Visual tokens of a single image: base tile, unpadded tiles, one newline per row (arXiv 2408.03326, 3.2)."""
         tile = self.config.vision_config.image_size
         best_height, best_width = select_best_resolution([height, width], self.config.image_grid_pinpoints)
         rows, columns = self._side * (best_height // tile), self._side * (best_width // tile)
@@ -50,11 +50,11 @@ class LlavaOnevision(Family):
             rows, columns = int(rows // ratio), int(columns // ratio)
         return self._side**2 + rows * (columns + 1)
 
-    def clips(self, image_processor: Any, videos: list[list[Any]], fps: list[float]) -> tuple[Inputs, list[int]]:
-        """Frames are resized to one tile each; positions carry no time, so `fps` changes nothing here."""
+    def encode_videos(self, image_processor: Any, videos: list[list[Any]], fps: list[float]) -> tuple[Inputs, list[int]]:
+        """Resizes each frame to one tile; `fps` is not used, because positions carry no time."""
         lengths = {len(frames) for frames in videos}
         if len(lengths) > 1:
-            raise ValueError(f"video: clips of one conversation have {sorted(lengths)} frames; sample the same number")
+            raise ValueError(f"video: videos of one conversation have {sorted(lengths)} frames; sample the same number")
         pixels = []
         for frames in videos:
             tiles = image_processor(images=[[frame] for frame in frames], return_tensors="pt")["pixel_values"]
@@ -68,7 +68,7 @@ class LlavaOnevision(Family):
             values = [nn.functional.pad(v, (0, 0) * 3 + (0, most - v.shape[1])) for v in values]
         if key == "pixel_values_videos":
             most = max(value.shape[1] for value in values)
-            values = [nn.functional.pad(v, (0, 0) * 3 + (0, most - v.shape[1]), value=NO_FRAME) for v in values]
+            values = [nn.functional.pad(v, (0, 0) * 3 + (0, most - v.shape[1]), value=PADDED_FRAME) for v in values]
         return torch.cat(values)
 
     def visual_features(self, model: nn.Module, inputs: Inputs) -> dict[int, Tensor]:
@@ -80,21 +80,21 @@ class LlavaOnevision(Family):
                 batch_num_images=inputs.get("batch_num_images"),
                 return_dict=True,
             )
-            features[self.config.image_token_id] = torch.cat(tuple(out.pooler_output))
+            features[self.placeholder_ids["image"]] = torch.cat(tuple(out.pooler_output))
         if inputs.get("pixel_values_videos") is not None:
-            features[self.config.video_token_id] = self._clip_features(model, inputs["pixel_values_videos"])
+            features[self.placeholder_ids["video"]] = self._video_features(model, inputs["pixel_values_videos"])
         return features
 
-    def _clip_features(self, model: nn.Module, pixels: Tensor) -> Tensor:
-        """Clips [C, F, 3, H, W] of any lengths -> their embeddings one after the other [tokens, D].
+    def _video_features(self, model: nn.Module, pixels: Tensor) -> Tensor:
+        """Videos [C, F, 3, H, W], padded with `PADDED_FRAME` -> their embeddings, concatenated [tokens, D].
 
-        The vision tower sees the frames that are there as one long clip, whose last row is the newline that ends a clip.
+        The vision tower reads all frames as one video; the last row of its output is the newline that ends every video.
         """
         is_frame = ~pixels[:, :, 0, 0, 0].isnan()
         out = model.model.get_video_features(pixels[is_frame][None], return_dict=True).pooler_output[0]
         per_frame = (len(out) - 1) // int(is_frame.sum())
-        clips = out[:-1].split((is_frame.sum(1) * per_frame).tolist())
-        return torch.cat([part for clip in clips for part in (clip, out[-1:])])
+        videos = out[:-1].split((is_frame.sum(1) * per_frame).tolist())
+        return torch.cat([part for video in videos for part in (video, out[-1:])])
 
     def positions(self, model: nn.Module, inputs: Inputs, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)

@@ -7,35 +7,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sage.targets.family import Family, Inputs
+from sage.inputs.format import Inputs
+from sage.targets.family import Family
 
 
 class Qwen2_5_VL(Family):
     """Ref: Qwen2.5-VL technical report, arXiv 2502.13923, sections 2.1 (vision encoder) and 2.1.2 (M-RoPE)."""
 
     model_type = "qwen2_5_vl"
-    image_token = "<|image_pad|>"
-    video_token = "<|video_pad|>"
+    placeholders = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
     pixel_keys = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
 
-    def pictures(self, image_processor: Any, images: list[Any]) -> tuple[Inputs, list[int]]:
+    def encode_images(self, image_processor: Any, images: list[Any]) -> tuple[Inputs, list[int]]:
         out = image_processor(images=images, return_tensors="pt")
         return {"pixel_values": out["pixel_values"], "image_grid_thw": out["image_grid_thw"]}, self._tokens(
             image_processor, out["image_grid_thw"]
         )
 
-    def clips(self, image_processor: Any, videos: list[list[Any]], fps: list[float]) -> tuple[Inputs, list[int]]:
-        """Frames become patches of `temporal_patch_size` neighbours; an odd last frame is repeated."""
-        patches, grids = zip(*(self._clip(image_processor, frames) for frames in videos), strict=True)
+    def encode_videos(self, image_processor: Any, videos: list[list[Any]], fps: list[float]) -> tuple[Inputs, list[int]]:
+        """Groups `temporal_patch_size` consecutive frames into a patch; an odd last frame is repeated."""
+        patches, grids = zip(*(self._encode_video(image_processor, frames) for frames in videos), strict=True)
         grid = torch.stack(grids)
         seconds = torch.tensor([image_processor.temporal_patch_size / rate for rate in fps])
         inputs = {"pixel_values_videos": torch.cat(patches), "video_grid_thw": grid, "second_per_grid_ts": seconds}
         return inputs, self._tokens(image_processor, grid)
 
-    def _clip(self, image_processor: Any, frames: list[Any]) -> tuple[Tensor, Tensor]:
-        """One video -> patches [t*h*w, C*s*p*p] and its grid [3], from the per-frame patches the image processor makes.
+    def _encode_video(self, image_processor: Any, frames: list[Any]) -> tuple[Tensor, Tensor]:
+        """One video -> patches [t*h*w, C*s*p*p] and its grid [3], from the patches of its frames as images.
 
-        A picture's patch repeats itself s = temporal_patch_size times; a video's holds s different frames in that axis.
+        The patch of an image repeats one frame s = temporal_patch_size times; that of a video holds s consecutive frames.
         """
         step = image_processor.temporal_patch_size
         frames = frames + [frames[-1]] * (-len(frames) % step)
@@ -56,18 +56,18 @@ class Qwen2_5_VL(Family):
 
     def token_inputs(self, input_ids: Tensor) -> Inputs:
         kinds = torch.zeros_like(input_ids, dtype=torch.int32)
-        kinds[input_ids == self.config.image_token_id] = 1
-        kinds[input_ids == self.config.video_token_id] = 2
+        kinds[input_ids == self.placeholder_ids["image"]] = 1
+        kinds[input_ids == self.placeholder_ids["video"]] = 2
         return {"mm_token_type_ids": kinds}
 
     def visual_features(self, model: nn.Module, inputs: Inputs) -> dict[int, Tensor]:
         features = {}
         if inputs.get("pixel_values") is not None:
             out = model.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"], return_dict=True)
-            features[self.config.image_token_id] = torch.cat(tuple(out.pooler_output))
+            features[self.placeholder_ids["image"]] = torch.cat(tuple(out.pooler_output))
         if inputs.get("pixel_values_videos") is not None:
             out = model.model.get_video_features(inputs["pixel_values_videos"], inputs["video_grid_thw"], return_dict=True)
-            features[self.config.video_token_id] = torch.cat(tuple(out.pooler_output))
+            features[self.placeholder_ids["video"]] = torch.cat(tuple(out.pooler_output))
         return features
 
     def positions(self, model: nn.Module, inputs: Inputs, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,7 +83,7 @@ class Qwen2_5_VL(Family):
             second_per_grid_ts=inputs.get("second_per_grid_ts"),
             attention_mask=attention_mask,
         )
-        # get_rope_index counts the delta from the sequence's own length, so padding does not move the next position.
+        # The delta is relative to the sequence's own length, so padding does not change the next position.
         return position_ids, attention_mask.sum(-1) + deltas.view(-1)
 
     def decode_positions(self, position_N: Tensor) -> Tensor:
