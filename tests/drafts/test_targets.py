@@ -124,7 +124,7 @@ def test_each_clip_has_seconds_of_its_own() -> None:
     processor = make_processor(target)
     clips = [{"type": "video", "video": [picture(8, 8)] * 4, **rate} for rate in ({"fps": 1}, {}, {"fps": 4.0})]
     assert processor.prepare(user(*clips, "when?"))["second_per_grid_ts"].tolist() == [2.0, 1.0, 0.5]
-    with pytest.raises(ValueError, match=r"^video: 1 clip\(s\) and 2 value\(s\) of fps; give one for each clip$"):
+    with pytest.raises(ValueError, match=r"^video: 1 video\(s\) and 2 value\(s\) of fps; give one for each video$"):
         processor.encode([(target.family.placeholders["video"], False)], videos=[[picture(8, 8)] * 4], fps=[1.0, 2.0])
 
 
