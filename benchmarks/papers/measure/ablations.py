@@ -46,7 +46,7 @@ class AssumedCosts(CostAware):
         return figures
 
 
-def measure_ablations(lab: Lab) -> None:
+def measure(lab: Lab) -> None:
     """Measures `ablations` for the first target."""
     target = next(iter(lab.settings.targets))
     study, options = lab.settings.ablations, tuned_options(lab, target, "sage")

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+
 import sage
 from benchmarks.papers.figures import Json
 from benchmarks.papers.lab import Lab
@@ -49,7 +51,7 @@ def nodes_on_path(recording: Recording, prompt: str, candidates: int) -> Iterato
                 break
 
 
-def measure_calibration(lab: Lab) -> None:
+def measure(lab: Lab) -> None:
     """Measures `calibration_TARGET` for every target."""
     for target in lab.settings.targets:
         study = lab.settings.calibration
@@ -128,22 +130,11 @@ def _reliability(predicted: Sequence[float], outcomes: Sequence[bool]) -> Json:
 
 def auc(predicted: Sequence[float], outcomes: Sequence[bool]) -> float:
     """Returns the area under the ROC curve, ties counting half; 0.5 if all outcomes are equal."""
-    order = sorted(range(len(predicted)), key=lambda i: predicted[i])
-    ranks = [0.0] * len(order)
-    start = 0
-    while start < len(order):
-        end = start
-        while end < len(order) and predicted[order[end]] == predicted[order[start]]:
-            end += 1
-        for i in order[start:end]:
-            ranks[i] = (start + 1 + end) / 2
-        start = end
-    positive = sum(outcomes)
-    negative = len(outcomes) - positive
-    if not positive or not negative:
+    scores, is_accepted = torch.tensor(predicted, dtype=torch.float64), torch.tensor(outcomes)
+    accepted, rejected = scores[is_accepted][:, None], scores[~is_accepted]
+    if not accepted.numel() or not rejected.numel():
         return 0.5
-    above = sum(rank for rank, outcome in zip(ranks, outcomes, strict=True) if outcome) - positive * (positive + 1) / 2
-    return above / (positive * negative)
+    return float(((accepted > rejected).double() + 0.5 * (accepted == rejected)).mean())
 
 
 def _mean(values: Sequence[Any]) -> float:

@@ -12,7 +12,7 @@ from benchmarks.papers.measure.comparison import compare, visual_figures
 from benchmarks.papers.measure.tuning import tuned_options
 
 
-def measure_compressors(lab: Lab) -> None:
+def measure(lab: Lab) -> None:
     """Measures `compressor`: one identically trained head per mode, interleaved on the same prompts."""
     study = lab.settings.compressor
     target = lab.settings.training.runs[study.runs[0]].target

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import sqrt
+import statistics
 
 from benchmarks.papers.figures import Json
 from benchmarks.papers.lab import Lab
@@ -14,7 +13,7 @@ from sage.trees.sage import confidence_of
 Series = list[list[float]]  # one list per answer
 
 
-def measure_entropy(lab: Lab) -> None:
+def measure(lab: Lab) -> None:
     """Measures `entropy` for every target."""
     study, targets = lab.settings.entropy, list(lab.settings.targets)
     inputs = lab.run_inputs(*(lab.settings.main_runs[target] for target in targets), study=study)
@@ -60,14 +59,7 @@ def _lengths(recording: Recording) -> list[float]:
 def correlation(first: Series, second: Series, lag: int) -> float | None:
     """Returns the Pearson correlation of values `lag` places apart within the same answer; None without variance."""
     pairs = [pair for a, b in zip(first, second, strict=True) for pair in zip(a, b[lag:], strict=False)]
-    return pearson([x for x, _ in pairs], [y for _, y in pairs])
-
-
-def pearson(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """Returns the Pearson correlation; None without variance."""
-    if len(first) < 2:
+    try:
+        return statistics.correlation([x for x, _ in pairs], [y for _, y in pairs])
+    except statistics.StatisticsError:
         return None
-    mean_x, mean_y = sum(first) / len(first), sum(second) / len(second)
-    scale = sqrt(sum((x - mean_x) ** 2 for x in first) * sum((y - mean_y) ** 2 for y in second))
-    covariance = sum((x - mean_x) * (y - mean_y) for x, y in zip(first, second, strict=True))
-    return covariance / scale if scale > 0 else None

@@ -13,7 +13,7 @@ from train.report.run_page import measured_against_estimate
 FIGURES = ("tokens_per_target_pass", "mean_accepted_draft", "speedup", "match", "total", "rounds")
 
 
-def measure_epochs(lab: Lab) -> None:
+def measure(lab: Lab) -> None:
     """Measures `epochs`: the figures of each validation of the runs."""
     names = lab.settings.epochs.runs
     inputs = lab.run_inputs(*names, epochs=lab.settings.epochs)

@@ -14,15 +14,15 @@ from sage.replay.replay import replay
 POLICIES = {**{PUBLISHED.format(name): name for name in ("static", "sage")}, "cost_aware": "cost_aware"}  # with default options
 
 
-def measure_length(lab: Lab) -> None:
+def measure(lab: Lab) -> None:
     """Measures `length` for the first target: answers of forced length, and segments of free-running answers."""
     study, target = lab.settings.length, next(iter(lab.settings.targets))
 
-    def measure() -> Json:
+    def compute() -> Json:
         forced = [_forced(lab, target, length) for length in study.lengths]
         return {"target": target, "forced": forced, "segments": _segments(lab, target)}
 
-    lab.figures("length", "length", lab.run_inputs(lab.settings.main_runs[target], study=study), measure)
+    lab.figures("length", "length", lab.run_inputs(lab.settings.main_runs[target], study=study), compute)
 
 
 def _forced(lab: Lab, target: str, length: int) -> Json:

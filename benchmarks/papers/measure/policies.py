@@ -17,7 +17,7 @@ PUBLISHED = "{} (published)"  # label of a policy with the settings of its paper
 MOST_TOKENS = "sage (most tokens)"
 
 
-def measure_policies(lab: Lab) -> None:
+def measure(lab: Lab) -> None:
     """Measures `tuning_TARGET` and `policies_TARGET` for every target."""
     for target in lab.settings.targets:
         policy_figures(lab, target)
@@ -29,14 +29,14 @@ def policy_figures(lab: Lab, target: str) -> Json:
     variants = policy_variants(lab, target)
     drafts = [lab.settings.main_runs[target], *([assistant] if assistant else [])]
 
-    def measure() -> Json:
+    def compute() -> Json:
         runners = [lab.variant(target, label, policy, options) for label, (policy, options) in variants.items()]
         prompts, as_policies = lab.test_prompts(target, study), [AUTOREGRESSIVE]
         compared = compare(lab, target, runners, prompts, study.repeats, baselines=BASELINES, also_as_policies=as_policies)
         described = {label: {"policy": policy, "options": options} for label, (policy, options) in variants.items()}
         return {"target": target, "variants": described, **compared}
 
-    return lab.figures("policies", f"policies_{target}", lab.run_inputs(*drafts, study=study, variants=variants), measure)
+    return lab.figures("policies", f"policies_{target}", lab.run_inputs(*drafts, study=study, variants=variants), compute)
 
 
 def policy_variants(lab: Lab, target: str) -> dict[str, tuple[str, dict[str, Any]]]:

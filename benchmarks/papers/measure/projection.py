@@ -25,7 +25,7 @@ from sage.replay.replay import replay
 DTYPE = torch.bfloat16
 
 
-def measure_projection(lab: Lab) -> None:
+def measure(lab: Lab) -> None:
     """Measures `costs`, `overhead` and `projection`.
 
     `costs`: passes of a large shape on this machine. `overhead`: share of host overhead, measured, beside those passes, and
@@ -46,11 +46,11 @@ def measure_projection(lab: Lab) -> None:
 def _costs_on_this_machine(lab: Lab) -> Json:
     plan, device = lab.settings.costs, torch.device("cpu")
 
-    def measure() -> Json:
+    def compute() -> Json:
         shape = shape_named(plan.shape)
         return measure_shape_costs(shape, plan.layers, DTYPE, device, plan.nodes, plan.widths, plan.contexts, plan.repeats)
 
-    return lab.figures("projection", "costs", {"costs": asdict(plan)}, measure)
+    return lab.figures("projection", "costs", {"costs": asdict(plan)}, compute)
 
 
 def _roofline(lab: Lab, shape: str) -> Json:

@@ -16,7 +16,7 @@ from sage.drafts import Pruning
 POLICY = "sage"
 
 
-def measure_pruning(lab: Lab) -> None:
+def measure(lab: Lab) -> None:
     """Measures `pruning`: all ratios for the main draft and the smaller model of the first target that has one."""
     study, target = lab.settings.pruning, next(iter(lab.settings.assistant_runs))
     drafts = {"head": lab.settings.main_runs[target], "smaller model": lab.settings.assistant_runs[target]}

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.papers.figures import Json
-from benchmarks.papers.measure.policies import DRAFTING
 from benchmarks.papers.page.markdown import Figures, by_target, times, title_of
 from sage.bench.tables import markdown_table
 
@@ -20,8 +19,18 @@ def headline_table(figures: Figures) -> str:
     if not tables:
         return ""
     columns = [cell for target in tables for cell in (f"{title_of(target)}: captions", "all families", "tokens/pass")]
-    names = dict.fromkeys([*next(iter(tables.values()))["baselines"], *DRAFTING])
-    return markdown_table(["decoder", *columns, "identical"], [_row(name, tables) for name in names])
+    return markdown_table(["decoder", *columns, "identical"], [_row(name, tables) for name in decoders(tables)])
+
+
+def tuned_policies(figures: Mapping[str, Any]) -> list[str]:
+    """Returns the names of the tuned policies, in the order of the figures."""
+    return [label for label, variant in figures["variants"].items() if label == variant["policy"]]
+
+
+def decoders(tables: Mapping[str, Json]) -> list[str]:
+    """Returns the names of all baselines and tuned policies."""
+    parts = [names for figures in tables.values() for names in (figures["baselines"], tuned_policies(figures))]
+    return list(dict.fromkeys(name for names in parts for name in names))
 
 
 def _row(name: str, tables: Mapping[str, Json]) -> list[str]:

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.papers.figures import Json
-from benchmarks.papers.measure.policies import DRAFTING, MOST_TOKENS, PUBLISHED
+from benchmarks.papers.measure.policies import MOST_TOKENS, PUBLISHED
 from benchmarks.papers.page.expectations import Expectation
-from benchmarks.papers.page.headline import CAPTIONS, OURS, part_of
+from benchmarks.papers.page.headline import CAPTIONS, OURS, part_of, tuned_policies
 from benchmarks.papers.page.markdown import (
     Figures,
     by_target,
@@ -68,7 +68,7 @@ def _speed_row(name: str, part: Json) -> list[str]:
 
 
 def _families(figures: Json) -> str:
-    names = [name for name in figures["baselines"] if name != AUTOREGRESSIVE] + _tuned(figures)
+    names = [name for name in figures["baselines"] if name != AUTOREGRESSIVE] + tuned_policies(figures)
     rows = [[f"`{name}`", *(_family_cell(part_of(own, name)) for own in figures["by_family"].values())] for name in names]
     return markdown_table(["speedup (accepted)", *figures["by_family"]], rows)
 
@@ -80,12 +80,8 @@ def _family_cell(part: Json | None) -> str:
     return f"{times(part['speedup'])}{accepted}"
 
 
-def _tuned(figures: Json) -> list[str]:
-    return [name for name in DRAFTING if name in figures["policies"]]
-
-
 def _by_speed(figures: Json) -> list[str]:
-    return sorted(_tuned(figures), key=lambda name: -float(figures["policies"][name]["tokens_per_s"]))
+    return sorted(tuned_policies(figures), key=lambda name: -float(figures["policies"][name]["tokens_per_s"]))
 
 
 def _fastest(figures: Json) -> str:

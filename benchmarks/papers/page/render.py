@@ -53,7 +53,7 @@ def render(files: Mapping[str, Json]) -> str:
     figures = _figures(files)
     shown = _shown(figures)
     table = headline_table(figures)
-    expectations = [one for section in shown for one in section.expectations(figures)]
+    expectations = [one for section in shown for one in section.module.expectations(figures)]
     page = fill(
         "results",
         machines="\n".join(f"{number}. {line}" for line, number in _machines(files).items()),
@@ -78,7 +78,7 @@ def _section(number: int, section: Section, files: Mapping[str, Json]) -> str:
     seconds = sum(files[name]["seconds"] for name in names)
     links = ", ".join(f"[{name}.json]({FIGURES_DIR}/{name}.json)" for name in names)
     source = f"`make results-{section.study}`: {seconds:.0f} s after training{_measured_on(names, files)}. Figures: {links}."
-    return fill(section.study, number=number, source=source, **section.values(figures))
+    return fill(section.study, number=number, source=source, **section.module.values(figures))
 
 
 def _machines(files: Mapping[str, Json]) -> dict[str, int]:

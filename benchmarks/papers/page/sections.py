@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from matplotlib.figure import Figure
 
@@ -25,7 +26,17 @@ from benchmarks.papers.page.plots import policies as policy_plots
 from benchmarks.papers.page.plots import studies as study_plots
 from benchmarks.papers.page.plots import training as training_plots
 
-Draw = Callable[[Figures], Figure]
+
+class SectionModule(Protocol):
+    """What a section's module defines."""
+
+    def values(self, figures: Figures) -> dict[str, str]:
+        """Returns the placeholders of the template, except `number` and `source`."""
+        ...
+
+    def expectations(self, figures: Figures) -> list[Expectation]:
+        """Returns the section's part of the list of expectations."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -34,66 +45,44 @@ class Section:
 
     Attributes:
         study: name on the command line, and of the template.
-        requires: prefixes of figure names; the section is shown if each has at least one file.
-        values: returns the placeholders of the template, except `number` and `source`.
-        expectations: returns the section's part of the list of expectations.
+        module: computes tables and expectations.
         plots: by file name.
+        requires: prefixes of figure names; the section is shown if each has at least one file.
     """
 
     study: str
-    requires: tuple[str, ...]
-    values: Callable[[Figures], dict[str, str]]
-    expectations: Callable[[Figures], list[Expectation]]
-    plots: Mapping[str, Draw] = field(default_factory=dict)
+    module: SectionModule
+    plots: Mapping[str, Callable[[Figures], Figure]] = field(default_factory=dict)
+    requires: tuple[str, ...] = ()
 
     def is_shown(self, figures: Figures) -> bool:
         """Whether all required figures exist."""
-        return all(any(name.startswith(prefix) for name in figures) for prefix in self.requires)
+        return all(any(name.startswith(prefix) for name in figures) for prefix in self._prefixes)
 
     def figure_names(self, figures: Figures) -> list[str]:
         """Returns the names of the section's figures."""
-        return [name for name in figures if name.startswith(self.requires)]
+        return [name for name in figures if name.startswith(self._prefixes)]
+
+    @property
+    def _prefixes(self) -> tuple[str, ...]:
+        return self.requires or (self.study,)
 
 
+POLICY_PLOTS = {
+    "headline.png": policy_plots.draw_headline,
+    "families.png": policy_plots.draw_families,
+    "time.png": policy_plots.draw_time,
+}
+CALIBRATION_PLOTS = {"reliability.png": study_plots.draw_reliability, "calibration.png": study_plots.draw_errors}
 SECTIONS = (
-    Section(
-        "policies",
-        ("policies_",),
-        policies.values,
-        policies.expectations,
-        {
-            "headline.png": policy_plots.draw_headline,
-            "families.png": policy_plots.draw_families,
-            "time.png": policy_plots.draw_time,
-        },
-    ),
-    Section("epochs", ("epochs",), epochs.values, epochs.expectations, {"epochs.png": training_plots.draw_epochs}),
-    Section(
-        "compressor",
-        ("compressor",),
-        compressor.values,
-        compressor.expectations,
-        {"compressor.png": training_plots.draw_compressors},
-    ),
-    Section("pruning", ("pruning",), pruning.values, pruning.expectations, {"pruning.png": training_plots.draw_pruning}),
-    Section("length", ("length",), length.values, length.expectations, {"length.png": study_plots.draw_length}),
-    Section("entropy", ("entropy",), entropy.values, entropy.expectations, {"entropy.png": study_plots.draw_entropy}),
-    Section(
-        "calibration",
-        ("calibration_",),
-        calibration.values,
-        calibration.expectations,
-        {"reliability.png": study_plots.draw_reliability, "calibration.png": study_plots.draw_errors},
-    ),
-    Section(
-        "ablations", ("ablations",), ablations.values, ablations.expectations, {"ablations.png": study_plots.draw_ablations}
-    ),
-    Section(
-        "temperature",
-        ("temperature",),
-        temperature.values,
-        temperature.expectations,
-        {"temperature.png": study_plots.draw_temperature},
-    ),
-    Section("projection", ("overhead", "projection", "costs"), projection.values, projection.expectations),
+    Section("policies", policies, POLICY_PLOTS, ("policies_",)),
+    Section("epochs", epochs, {"epochs.png": training_plots.draw_epochs}),
+    Section("compressor", compressor, {"compressor.png": training_plots.draw_compressors}),
+    Section("pruning", pruning, {"pruning.png": training_plots.draw_pruning}),
+    Section("length", length, {"length.png": study_plots.draw_length}),
+    Section("entropy", entropy, {"entropy.png": study_plots.draw_entropy}),
+    Section("calibration", calibration, CALIBRATION_PLOTS, ("calibration_",)),
+    Section("ablations", ablations, {"ablations.png": study_plots.draw_ablations}),
+    Section("temperature", temperature, {"temperature.png": study_plots.draw_temperature}),
+    Section("projection", projection, requires=("overhead", "projection", "costs")),
 )
