@@ -39,9 +39,9 @@ def line(axes: Axes, x: Sequence[Any], y: Sequence[float], colour: str, label: s
     axes.plot(x, y, **{"color": colour, "label": label, "marker": "o", "markersize": 4.5, "linewidth": 1.6, **options})
 
 
-def policy_line(axes: Axes, x: Sequence[Any], y: Sequence[float], label: str) -> None:
+def policy_line(axes: Axes, x: Sequence[Any], y: Sequence[float], label: str, **options: Any) -> None:
     """Plots a line in the color of the policy that the label starts with."""
-    line(axes, x, y, style.colour(label.split(" ")[0]), label)
+    line(axes, x, y, style.colour(label.split(" ")[0]), label, **options)
 
 
 def bar_labels(axes: Axes, labels: Sequence[str]) -> None:

@@ -63,7 +63,8 @@ def draw_families(figures: Figures) -> Figure:
     for target, axes in panels.items():
         families = tables[target]["by_family"]
         for name in tuned_policies(tables[target]):
-            policy_line(axes, list(families), [family["policies"][name]["speedup"] for family in families.values()], name)
+            speedups = [family["policies"][name]["speedup"] for family in families.values()]
+            policy_line(axes, list(families), speedups, name, linewidth=2.2 if name in (OURS, "sage") else 1.0)
         axes.axhline(1.0, **BASELINE_LINE)
     first = next(iter(panels.values()))
     first.set_ylabel("speedup")

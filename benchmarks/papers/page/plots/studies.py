@@ -54,8 +54,9 @@ def draw_errors(figures: Figures) -> Figure:
         for key, label in {"before": "draft probability", "after": "calibrated"}.items():
             line(axes, [row["depth"] for row in rows], [row[key] for row in rows], PREDICTORS[label], label)
         integer_axis(axes, "depth")
-        axes.set_ylim(bottom=0)
-    next(iter(panels.values())).legend(loc="best", handlelength=1.4)
+    first = next(iter(panels.values()))  # the y axis is shared: its limit is set after all lines are drawn
+    first.set_ylim(bottom=0)
+    first.legend(loc="best", handlelength=1.4)
     return figure
 
 
@@ -123,6 +124,8 @@ def draw_temperature(figures: Figures) -> Figure:
         for name in own[0]["policies"]:
             tokens = [row["policies"][name]["tokens_per_target_pass"] for row in own]
             policy_line(axes, [row["temperature"] for row in own], tokens, name)
-        axes.set(xlabel="temperature", ylim=(0, None))
-    next(iter(panels.values())).legend(loc="lower left", handlelength=1.4)
+        axes.set_xlabel("temperature")
+    first = next(iter(panels.values()))
+    first.set_ylim(bottom=0)
+    first.legend(loc="lower left", handlelength=1.4)
     return figure
