@@ -28,6 +28,7 @@ from checkpoints.run_folder import (
 )
 from checkpoints.store import verify_state
 from sage.drafts.registry import head_kind
+from sage.dtypes import dtype_name
 from sage.manifest import MANIFEST, CorruptFolder, has_manifest
 from sage.targets import is_target_folder
 
@@ -183,7 +184,7 @@ def _size(folder: Path, problems: list[str]) -> dict[str, Any]:
         return {}
     floats = {name: info for name, info in infos.items() if info.dtype is not None and info.dtype.is_floating_point}
     count = sum(_numel(info.shape) for info in floats.values())
-    kinds = sorted({str(info.dtype).removeprefix("torch.") for info in floats.values()})
+    kinds = sorted({dtype_name(info.dtype) for info in floats.values()})
     return {"parameters": f"{count:,}", "dtype": ", ".join(kinds)}
 
 

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from sage import cli
+from sage.dtypes import SHORT_NAMES, torch_dtype
 
 DRAFTED, PLAIN, DIM = "\x1b[32m", "\x1b[0m", "\x1b[2m"
 
@@ -33,7 +34,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prune-method", default="attention", help="attention, uniform or random")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--dtype", default="float32", choices=tuple(SHORT_NAMES))
     parser.add_argument("--explain", action="store_true", help="say for every round why its tree was shaped as it was")
     parser.add_argument("--show-drafted", action="store_true", help="colour what the draft guessed and the target kept")
     return parser.parse_args(argv)
@@ -45,7 +46,6 @@ def main() -> None:
 
 
 def _generate(args: argparse.Namespace) -> None:
-    import torch
     from transformers.utils import logging
 
     import sage
@@ -59,7 +59,7 @@ def _generate(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--draft: missing, and the policy {args.policy!r} needs one; give a draft folder or --policy autoregressive"
         )
-    target = sage.load_target(path, dtype=getattr(torch, args.dtype), device=cli.resolve_device(args.device))
+    target = sage.load_target(path, dtype=torch_dtype(args.dtype), device=cli.resolve_device(args.device))
     draft = sage.load_draft(args.draft, target) if args.draft else None
     generation = start(
         target,

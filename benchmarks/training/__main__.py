@@ -8,9 +8,9 @@ import sys
 import torch
 
 from benchmarks.training import objective, step
-from benchmarks.training.step import DTYPES
 from sage.bench.shapes import SHAPES, layers_that_fit, shape_named
 from sage.cli import run
+from sage.dtypes import torch_dtype
 from train.config.checks import MAX_STAGE, check
 from train.config.hydra_app import compose
 from train.config.schema import Config, ObjectiveConfig, Precision, register
@@ -40,7 +40,7 @@ def _objective(arguments: argparse.Namespace) -> str:
     )
     weights = {f"{term.name}_weight": getattr(arguments, term.name) for term in TERMS}
     config = ObjectiveConfig(**weights, feature_weight=0.0, chunk_tokens=arguments.chunk)
-    dtype = DTYPES[Precision(arguments.dtype)]
+    dtype = torch_dtype(arguments.dtype)
     return objective.measure(sizes, config, arguments.repeats, dtype, pick_device(arguments.device, 0))
 
 
@@ -55,7 +55,7 @@ def _step(arguments: argparse.Namespace, overrides: list[str]) -> str:
             with step.run_of_target(config, ranks) as made:
                 return step.measure(made, arguments.measured, arguments.warmup)
         shape = shape_named(arguments.shape)
-        layers = arguments.layers or layers_that_fit(shape, DTYPES[config.target.dtype], ranks.device)
+        layers = arguments.layers or layers_that_fit(shape, torch_dtype(config.target.dtype), ranks.device)
         with step.run_of_shape(config, ranks, shape, layers, arguments.length) as made:
             return step.measure(made, arguments.measured, arguments.warmup)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from benchmarks.training.measuring import Samples, describe_machine, interleaved
 from sage.bench.tables import text_table
+from sage.dtypes import dtype_name
 from train.config.schema import ObjectiveConfig
 from train.distill.chunked_loss import ChunkedDistillation
 
@@ -113,7 +114,7 @@ def _floor(sizes: Sizes, config: ObjectiveConfig, dtype: torch.dtype) -> list[st
     logits = sizes.tokens * sizes.columns * torch.float32.itemsize
     chunk = min(config.chunk_tokens, sizes.tokens)
     chunk_logits = chunk * sizes.columns * torch.float32.itemsize
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     return [
         f"S = {sizes.tokens}, U = {sizes.columns}, D = {sizes.hidden}, K = {sizes.steps}, {name}",
         f"floor: {products} products of {product / 1e12:.3g} TFLOP; naive keeps float32 logits of {logits / GIB:.2f} GiB each, "

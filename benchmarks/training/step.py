@@ -21,8 +21,9 @@ from checkpoints.store import StateStore
 from sage.bench.shapes import Shape, random_target
 from sage.bench.tables import text_table
 from sage.costs.timing import now_s
+from sage.dtypes import torch_dtype
 from train.config.checks import check_batch
-from train.config.schema import Config, Precision
+from train.config.schema import Config
 from train.distill.build import build_student
 from train.distill.pairs import count_supervised
 from train.distill.student import Student
@@ -38,7 +39,6 @@ from train.state.resume import TrainState
 from train.validation.in_loop import ValidationOutcome
 
 GIB = 2**30
-DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16}
 
 
 @dataclass
@@ -84,7 +84,7 @@ def run_of_shape(config: Config, ranks: Ranks, shape: Shape, num_layers: int, le
     if not 1 <= num_layers <= shape.num_layers:
         raise ValueError(f"--layers {num_layers}: {shape.name} takes 1 to {shape.num_layers}")
     accumulation = check_batch(config, ranks.world_size)
-    target = random_target(shape, num_layers, DTYPES[config.target.dtype], ranks.device, length + 1)
+    target = random_target(shape, num_layers, torch_dtype(config.target.dtype), ranks.device, length + 1)
     feed = RandomFeed(config, target, length, accumulation)
     student = build_student(config, target, None, ranks)
     engine = Engine(student, config, ranks, accumulation)

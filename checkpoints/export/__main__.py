@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sage import cli
+from sage.dtypes import SHORT_NAMES, torch_dtype
 
 if TYPE_CHECKING:
     from checkpoints.export.exporting import Options
-
-DTYPES = ("bfloat16", "float16", "float32")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -47,7 +46,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def _add_export(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--format", help="eagle3 (vLLM and SGLang), speculators (vLLM), or eagle (with --flavour)")
     group.add_argument("--flavour", choices=("vllm", "sglang"), help="the engine, for --format eagle")
-    group.add_argument("--dtype", default="bfloat16", choices=DTYPES)
+    group.add_argument("--dtype", default="bfloat16", choices=tuple(SHORT_NAMES))
     group.add_argument(
         "--target-name", metavar="ID", help="how configs and commands call the target; default: as it was loaded"
     )
@@ -175,14 +174,13 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace) -> Options:
-    import torch
 
     from checkpoints.export import Allowed, Flavour
     from checkpoints.export.exporting import Options
 
     return Options(
         flavour=Flavour(args.flavour) if args.flavour else None,
-        dtype=getattr(torch, args.dtype),
+        dtype=torch_dtype(args.dtype),
         target=args.target,
         target_name=args.target_name,
         embedding=args.embedding,

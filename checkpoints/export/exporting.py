@@ -27,6 +27,7 @@ from checkpoints.export.validator.findings import BadExport, Check
 from checkpoints.export.validator.validator import check_folder
 from checkpoints.export.writing import ABOUT, writing
 from sage.drafts import DraftHead
+from sage.dtypes import dtype_name
 from sage.files import write_text
 
 logger = logging.getLogger(__name__)
@@ -170,7 +171,7 @@ def _about(
         "schema": SCHEMA,
         "format": str(format_),
         "flavour": str(options.flavour) if options.flavour else None,
-        "dtype": str(options.dtype).removeprefix("torch."),
+        "dtype": dtype_name(options.dtype),
         "step": source.step or 0,
         "steps_trained": source.step,
         "draft": config.model_type,
@@ -195,7 +196,7 @@ def _card(out: Path, source: Source, facts: TargetFacts, format_: Format, option
             facts=facts,
             source=source,
             reload=reload,
-            dtype=str(options.dtype).removeprefix("torch."),
+            dtype=dtype_name(options.dtype),
             warnings=options.allowed.warnings,
             licence=options.licence,
             licence_link=options.licence_link,

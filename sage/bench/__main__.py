@@ -27,9 +27,9 @@ from sage.bench.roofline import roofline_costs
 from sage.bench.runners import AUTOREGRESSIVE, HF_ASSISTED, PolicyRunner, Runner, baseline_runner, find_assistant
 from sage.bench.shapes import Shape, layers_that_fit, shape_named
 from sage.cli import resolve_device, run
+from sage.dtypes import torch_dtype
 from sage.progress import progress_callback
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CPU_LAYERS = 2  # a layer of a 7B target takes a CPU about a second per large tree
 
 
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _compare(args: argparse.Namespace, command: str) -> None:
     own = options.contestants(args.policies, args.policy)
     device = resolve_device(args.device)
-    target = sage.load_target(args.target, dtype=DTYPES[args.dtype] if args.dtype else None, device=device)
+    target = sage.load_target(args.target, dtype=torch_dtype(args.dtype) if args.dtype else None, device=device)
     draft = None if args.draft is None else sage.load_draft(args.draft, target)
     runners = _runners(target, draft, own, args)
     prompts = load_prompts(target, args.prompts, args.image, args.prompt, args.num_prompts, args.family)
@@ -75,7 +75,7 @@ def _costs(args: argparse.Namespace) -> None:
     shape, report = shape_named(args.shape), None if args.project is None else _read_json(args.project)
     grid = {name: options.counts(getattr(args, name)) for name in ("nodes", "widths", "contexts")}
     if args.bandwidth is not None:
-        found = roofline_costs(shape, DTYPES[args.dtype], args.bandwidth, **grid)
+        found = roofline_costs(shape, torch_dtype(args.dtype), args.bandwidth, **grid)
     else:
         found = _measured_costs(args, shape, grid)
     print(cost.format_costs(found))
@@ -86,7 +86,7 @@ def _costs(args: argparse.Namespace) -> None:
 
 
 def _measured_costs(args: argparse.Namespace, shape: Shape, grid: dict[str, list[int]]) -> dict[str, Any]:
-    device, dtype, layers = resolve_device(args.device), DTYPES[args.dtype], args.layers
+    device, dtype, layers = resolve_device(args.device), torch_dtype(args.dtype), args.layers
     if layers is None:
         layers = layers_that_fit(shape, dtype, device)
         layers = layers if device.type == "cuda" else min(layers, CPU_LAYERS)

@@ -28,6 +28,7 @@ from sage.bench.tables import text_table
 from sage.costs.measure import draft_level, empty_cache, verify_pass
 from sage.costs.timing import interleaved_s
 from sage.drafts import EagleDraft, EagleSession, new_draft
+from sage.dtypes import dtype_name
 from sage.targets import Target
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ def measure_shape_costs(
         "kind": "costs",
         "shape": asdict(shape),
         "device": str(device),
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
         "layers_measured": num_layers,
         "layers": shape.num_layers,
         "is_extrapolated": num_layers < shape.num_layers,

@@ -12,8 +12,8 @@ import sage
 from sage.bench import costs as cost
 from sage.bench.runners import BASELINES, HF_GENERATE, PROMPT_LOOKUP
 from sage.bench.shapes import SHAPES
+from sage.dtypes import LONG_NAMES
 
-DTYPES = ("fp32", "bf16", "fp16")
 DEFAULT_POLICIES = "chain,static,sage"
 EXAMPLES = """\
 several configurations of one policy side by side, on the captions of a file of prompts:
@@ -128,7 +128,7 @@ def compare_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=3, help="timed runs per prompt; the median counts")
     parser.add_argument("--warmup", type=int, default=1)
-    parser.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's own")
+    parser.add_argument("--dtype", choices=tuple(LONG_NAMES), help="default: the checkpoint's own")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument(
         "--replay", action="store_true", help="also say what every policy would have achieved on the same drafts"
@@ -188,7 +188,7 @@ def costs_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--bandwidth", type=float, metavar="GB/S", help="measure nothing: the least times on a device of this memory bandwidth"
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--dtype", choices=tuple(LONG_NAMES), default="bf16")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--project", metavar="FILE", help="a report.json whose bookkeeping to project to this shape")
     parser.add_argument("--out", metavar="FILE", help="write the tables as JSON")

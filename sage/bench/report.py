@@ -14,6 +14,7 @@ import torch
 
 from sage.bench.measurement import Measurement
 from sage.bench.summary import summarize
+from sage.dtypes import dtype_name
 
 SCHEMA = 1
 PACKAGES = ("sage-draft", "torch", "transformers")
@@ -33,7 +34,7 @@ def build_report(
         "target": display_name(target.name),
         "draft": draft_name,
         "device": str(target.device),
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": dtype_name(target.dtype),
         "prompts": len(measurement.prompts),
         "max_new_tokens": sampling.max_new_tokens,
         "min_new_tokens": sampling.min_new_tokens,

@@ -15,6 +15,7 @@ import torch
 
 from sage.bench.report import SCHEMA, versions
 from sage.bench.shapes import Shape
+from sage.dtypes import dtype_name
 
 
 def roofline_costs(
@@ -49,7 +50,7 @@ def roofline_costs(
         "kind": "costs",
         "shape": asdict(shape),
         "device": f"{bandwidth_gb_s:g} GB/s",
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
         "layers_measured": 0,
         "layers": shape.num_layers,
         "is_extrapolated": True,

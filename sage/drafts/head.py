@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from sage.drafts.compressor.compressor import Compressor, Gate
 from sage.drafts.compressor.operators import Conv, Resampler
-from sage.drafts.compressor.spans import Marks, Shortened
+from sage.drafts.compressor.spans import PairMasks, Shortened
 from sage.drafts.registry import MODEL_TYPE_PREFIX, DraftKind
 from sage.drafts.rope import rope_fields
 from sage.drafts.unroll import Chains
@@ -156,18 +156,18 @@ class DraftHead(PreTrainedModel):
         """
         return self.read(embeds_next, features, rope or self.rope(position_ids, embeds_next.dtype), tree_mask, cache)
 
-    def shorten(self, embeds_next: Tensor, features: Tensor, position_ids: Tensor, marks: Marks) -> Shortened:
+    def shorten(self, embeds_next: Tensor, features: Tensor, position_ids: Tensor, pair_masks: PairMasks) -> Shortened:
         """What the head reads of whole sequences of P pairs: with a compressor, Q rows; else the pairs themselves.
 
         In training mode a compressor draws (what it prunes, what it selects), as `EagleSession` never does.
 
         Args:
             embeds_next, features, position_ids: as in `forward`.
-            marks: of the pairs.
+            pair_masks: of the pairs.
         """
         if self.compressor is None:
             return Shortened(embeds_next, features, position_ids)
-        shortened: Shortened = self.compressor(embeds_next, features, position_ids, marks, is_drawing=self.training)
+        shortened: Shortened = self.compressor(embeds_next, features, position_ids, pair_masks, is_drawing=self.training)
         return shortened
 
     def unroll(

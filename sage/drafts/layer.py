@@ -18,11 +18,11 @@ from sage.drafts.rope import rotate
 from sage.drafts.unroll import Chains
 
 
-class Joined:
+class FusedLinear:
     """Several linear maps of one input as one product: one call of the library instead of several, on the same memory.
 
-    `join` moves the weights into one tensor and leaves views of it behind. Whoever moves them elsewhere (a cast, another
-    device, an optimizer that flattens them) leaves that tensor unused until the next `join`.
+    `fuse` moves the weights into one tensor and leaves views of it behind. Whoever moves them elsewhere (a cast, another
+    device, an optimizer that flattens them) leaves that tensor unused until the next `fuse`.
 
     Args:
         maps: linear maps without bias.
@@ -33,9 +33,9 @@ class Joined:
         self.sizes = [linear.out_features for linear in maps]
         self.weight: Tensor | None = None
 
-    def join(self) -> None:
+    def fuse(self) -> None:
         """Moves the weights together, if they are not."""
-        if self.is_joined:
+        if self.is_fused:
             return
         with torch.inference_mode(False), torch.no_grad():
             self.weight = torch.cat([linear.weight for linear in self.maps])
@@ -43,13 +43,13 @@ class Joined:
                 linear.weight.data = part
 
     @property
-    def is_joined(self) -> bool:
-        """Whether the weights are where `join` put them."""
+    def is_fused(self) -> bool:
+        """Whether the weights are where `fuse` put them."""
         return self.weight is not None and self.maps[0].weight.data_ptr() == self.weight.data_ptr()
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[.., D] -> [.., sum of sizes]."""
-        if self.is_joined and not torch.is_grad_enabled():  # the tensor is nobody's parameter: no gradient goes through it
+        if self.is_fused and not torch.is_grad_enabled():  # the tensor is nobody's parameter: no gradient goes through it
             return nn.functional.linear(hidden, self.weight)
         return torch.cat([linear(hidden) for linear in self.maps], -1)
 
@@ -66,7 +66,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(input_size, config.num_key_value_heads * config.head_dim, bias=False)
         self.v_proj = nn.Linear(input_size, config.num_key_value_heads * config.head_dim, bias=False)
         self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=False)
-        self.qkv = Joined(self.q_proj, self.k_proj, self.v_proj)
+        self.qkv = FusedLinear(self.q_proj, self.k_proj, self.v_proj)
 
     def forward(self, hidden: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | Chains | None) -> Tensor:
         """See `DraftLayer.forward`."""
@@ -98,7 +98,7 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
         self.activation = ACT2FN[config.hidden_act]
-        self.gate_up = Joined(self.gate_proj, self.up_proj)
+        self.gate_up = FusedLinear(self.gate_proj, self.up_proj)
 
     def forward(self, hidden: Tensor) -> Tensor:
         gate, up = self.gate_up(hidden).chunk(2, -1)
@@ -131,9 +131,9 @@ class DraftLayer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-def join_maps(draft: nn.Module) -> None:
+def fuse_linears(draft: nn.Module) -> None:
     """Prepares a draft for decoding: linear maps of one input become one product, on the same memory."""
     for module in draft.modules():
         for part in vars(module).values():
-            if isinstance(part, Joined):
-                part.join()
+            if isinstance(part, FusedLinear):
+                part.fuse()

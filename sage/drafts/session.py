@@ -12,10 +12,10 @@ from torch import Tensor
 
 from sage.attention import causal_mask, tile_mask
 from sage.cache import TreeCache
-from sage.drafts.compressor.spans import Marks, ends_of_turn
+from sage.drafts.compressor.spans import PairMasks, ends_of_turn
 from sage.drafts.eagle import EagleDraft
 from sage.drafts.eagle3 import Eagle3Draft
-from sage.drafts.layer import join_maps
+from sage.drafts.layer import fuse_linears
 from sage.host_tensors import Tokens, TokenStagingBuffer
 from sage.targets import Features, Prompt, Target
 
@@ -95,7 +95,7 @@ class EagleSession(DraftSession):
         config = draft.config
         self.draft, self.target = draft, target
         if not draft.training:
-            join_maps(draft)
+            fuse_linears(draft)
         self.levels, self.token_map = draft.levels, draft.token_map
         self.group = config.num_attention_heads // config.num_key_value_heads
         self.cache = TreeCache(1, config.num_key_value_heads, config.head_dim, capacity, draft.dtype, draft.device)
@@ -133,7 +133,7 @@ class EagleSession(DraftSession):
             embeds, fused, positions = embeds[:, prompt.kept], fused[:, prompt.kept], positions[..., prompt.kept]
         if self.draft.compressor is not None:
             assert prompt.kept is None, "check_draft refuses pruning for a draft with a compressor"
-            short = self.draft.compressor(embeds, fused, positions, self._marks(prompt, root))
+            short = self.draft.compressor(embeds, fused, positions, self._pair_masks(prompt, root))
             embeds, fused, positions = short.embeds_next, short.features, short.position_ids
             more = embeds.shape[1] - prompt.input_ids.shape[1]  # above 0 where tiny pictures get more rows than they had
             self.cache.grow_to(self.capacity + more)
@@ -141,13 +141,13 @@ class EagleSession(DraftSession):
         self._set_origin(prompt.next_position)
         return self._start_tree(hidden)
 
-    def _marks(self, prompt: Prompt, root: Tensor) -> Marks:
+    def _pair_masks(self, prompt: Prompt, root: Tensor) -> PairMasks:
         """Those of the prompt's pairs; the last one's second token is the root, where the answer begins."""
         tokens = torch.cat((prompt.input_ids, root[None]), 1)
         is_answer = torch.zeros_like(tokens, dtype=torch.bool)
         visual = torch.cat((prompt.visual_mask, is_answer[:, :1]), 1)
         is_answer[:, -1] = True
-        return Marks.of(visual, ends_of_turn(tokens, self.target.eos_token_ids), is_answer)
+        return PairMasks.of(visual, ends_of_turn(tokens, self.target.eos_token_ids), is_answer)
 
     @torch.no_grad()
     def expand(self, rows: Tensor, tokens: Tokens) -> Tensor:

@@ -80,8 +80,8 @@ def attend_with_chain(query: Tensor, key: Tensor, value: Tensor, chain_key: Tens
     low = (level - high.to(wide)).to(query.dtype)  # two numbers, so that bf16 holds the score to four digits
     out = nn.functional.scaled_dot_product_attention(
         nn.functional.pad(torch.cat((query, high, low), -1), (0, EXTRA - 2, 1, 0)),
-        _after_a_first(key, marks=2),
-        _after_a_first(value, marks=1),
+        _with_first_row(key, num_ones=2),
+        _with_first_row(value, num_ones=1),
         is_causal=True,
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
@@ -89,9 +89,9 @@ def attend_with_chain(query: Tensor, key: Tensor, value: Tensor, chain_key: Tens
     return out[..., :size] + out[..., size : size + 1] * own
 
 
-def _after_a_first(states: Tensor, marks: int) -> Tensor:
-    """[B, C, T, d] -> [B, C, 1 + T, d + EXTRA]: one more row first, zero but for ones in the first `marks` columns after d."""
+def _with_first_row(states: Tensor, num_ones: int) -> Tensor:
+    """[B, C, T, d] -> [B, C, 1 + T, d + EXTRA]; the added first row is zero except for `num_ones` ones after column d."""
     size = states.shape[-1]
     longer = nn.functional.pad(states, (0, EXTRA, 1, 0))
-    longer[:, :, 0, size : size + marks] = 1
+    longer[:, :, 0, size : size + num_ones] = 1
     return longer

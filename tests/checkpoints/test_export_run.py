@@ -16,6 +16,7 @@ import sage
 from checkpoints.export import TargetFacts, check_folder
 from checkpoints.export.__main__ import main
 from data_prep import DataConfig, prompts
+from sage.dtypes import dtype_name
 from train.config.hydra_app import compose
 from train.config.schema import Config
 from train.run.rank import run_rank
@@ -66,7 +67,7 @@ def test_a_runs_draft_comes_back(run: Path, tmp_path: Path, monkeypatch: pytest.
     trained = sage.load_draft(run / "draft_best", target)
     assert sum(sum(accepted) for _, accepted in answers(target, trained)) > 5
     for dtype in (torch.float32, torch.bfloat16):
-        name = str(dtype).removeprefix("torch.")
+        name = dtype_name(dtype)
         out, back = tmp_path / name, tmp_path / f"{name}_back"
         sage_export(monkeypatch, run, "--format", format_, "--out", out, "--dtype", name)
         assert not check_folder(out, TargetFacts.of_folder(TARGET)).errors

@@ -54,7 +54,7 @@ class World:
 
     def shorten(self, draft: Any, pairs: Pairs | None = None) -> Shortened:
         one = pairs or self.pairs
-        return draft.shorten(one.embeds_next, draft.fuse(one.features), one.position_ids, one.marks)
+        return draft.shorten(one.embeds_next, draft.fuse(one.features), one.position_ids, one.pair_masks)
 
     def pairs_of(self, pieces: list[Any]) -> Pairs:
         return Teacher(self.target, levels=LEVELS)(in_double(example(self.target, pieces)))
@@ -146,7 +146,7 @@ def test_what_stays_has_a_true_position_and_text_stays_as_it_was(world: World, m
     draft = compressed(world, "eagle", mode)
     short, pairs = world.shorten(draft), world.pairs
     assert short.layout is not None
-    visual, source, place = pairs.marks.visual, short.layout.source, short.layout.place
+    visual, source, place = pairs.pair_masks.visual, short.layout.source, short.layout.place
     for number in range(len(visual)):
         text = (~visual[number]).nonzero()[:, 0]
         slots = place[number, text]
@@ -188,7 +188,7 @@ def test_none_changes_nothing(world: World, kind: str, tmp_path: Path) -> None:
     """Bit for bit: the very tensors, weights and config of a draft that knows no compressor."""
     draft, pairs = compressed(world, kind, None), world.pairs
     fused = draft.fuse(pairs.features)
-    short = draft.shorten(pairs.embeds_next, fused, pairs.position_ids, pairs.marks)
+    short = draft.shorten(pairs.embeds_next, fused, pairs.position_ids, pairs.pair_masks)
     assert short.embeds_next is pairs.embeds_next and short.features is fused and short.position_ids is pairs.position_ids
     assert short.weight is None and short.run is None and short.move(pairs.mask) is pairs.mask
     assert "compressor" not in draft.config.to_dict() and not any("compressor" in name for name in draft.state_dict())
@@ -268,7 +268,7 @@ class TestGate:
         alone = Compressor(draft.config)
         alone.mode = Single(mode.operators[best])
         ours, pairs = world.shorten(draft), world.pairs
-        theirs = alone(pairs.embeds_next, draft.fuse(pairs.features), pairs.position_ids, pairs.marks)
+        theirs = alone(pairs.embeds_next, draft.fuse(pairs.features), pairs.position_ids, pairs.pair_masks)
         assert torch.equal(ours.features, theirs.features) and torch.equal(ours.position_ids, theirs.position_ids)
         assert ours.weight is None
 

@@ -16,7 +16,7 @@ import sage
 from sage import cli
 from sage.drafts import Eagle3Draft, ModelDraft, new_session, open_draft
 from sage.drafts.eagle3 import default_levels
-from sage.drafts.layer import join_maps
+from sage.drafts.layer import fuse_linears
 
 
 def test_unroll_equals_step_by_step(tiny_target: sage.Target) -> None:
@@ -259,11 +259,11 @@ class TestJoinedMaps:
         with torch.no_grad():
             separate = draft(embeds, features, positions)
             before = sum(p.numel() for p in draft.parameters())
-            join_maps(draft)
+            fuse_linears(draft)
             torch.testing.assert_close(draft(embeds, features, positions), separate, rtol=1e-12, atol=1e-12)
         layer = draft.layer if kind == "eagle" else draft.midlayer
         attention = layer.self_attn
-        assert attention.qkv.is_joined and sum(p.numel() for p in draft.parameters()) == before
+        assert attention.qkv.is_fused and sum(p.numel() for p in draft.parameters()) == before
         assert attention.k_proj.weight.untyped_storage().data_ptr() == attention.q_proj.weight.untyped_storage().data_ptr()
         draft.save_pretrained(tmp_path)
         for name, value in open_draft(tmp_path, tiny_target, torch.float64).state_dict().items():
@@ -271,13 +271,13 @@ class TestJoinedMaps:
 
     def test_a_cast_or_a_gradient_step_is_never_read_from_stale_memory(self, tiny_target: sage.Target) -> None:
         draft: Any = sage.new_draft(tiny_target, "eagle", seed=0).eval()
-        join_maps(draft)
+        fuse_linears(draft)
         attention = draft.layer.self_attn
         with torch.no_grad():
             attention.q_proj.weight.add_(1.0)  # in place, as optimizers do
             assert torch.equal(attention.qkv.weight[: len(attention.q_proj.weight)], attention.q_proj.weight)
             draft.double()
-            assert not attention.qkv.is_joined
+            assert not attention.qkv.is_fused
             hidden = torch.randn(1, 2, draft.config.hidden_size, dtype=torch.float64)
             assert torch.equal(attention.qkv(hidden), torch.cat([linear(hidden) for linear in attention.qkv.maps], -1))
 
@@ -287,7 +287,7 @@ class TestJoinedMaps:
         draft: Any = random_draft(tiny_target, kind, **options).eval()
         sage.generate(tiny_target, draft, make_inputs(tiny_target), policy="static", max_new_tokens=4)
         layer = draft.layer if kind == "eagle" else draft.midlayer
-        assert layer.self_attn.qkv.is_joined and layer.mlp.gate_up.is_joined
+        assert layer.self_attn.qkv.is_fused and layer.mlp.gate_up.is_fused
         embeds, features = torch.randn(2, 1, 5, draft.config.hidden_size, generator=torch.Generator().manual_seed(0))
         out = draft.train()(embeds, features, tiny_target.family.decode_positions(torch.arange(5)))
         out.square().sum().backward()
@@ -297,6 +297,6 @@ class TestJoinedMaps:
     def test_a_draft_in_training_is_left_alone(self, tiny_target: sage.Target) -> None:
         draft: Any = sage.new_draft(tiny_target, "eagle", seed=0).train()
         new_session(draft, tiny_target, 8)
-        assert not draft.layer.self_attn.qkv.is_joined
+        assert not draft.layer.self_attn.qkv.is_fused
         new_session(draft.eval(), tiny_target, 8)
-        assert draft.layer.self_attn.qkv.is_joined
+        assert draft.layer.self_attn.qkv.is_fused

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from sage.drafts.compressor.compressor import Gate, Weighted
-from sage.drafts.compressor.operators import Conv, Made, Pool, Prune, Resampler, TextOnly, scattered
-from sage.drafts.compressor.spans import Layout, Marks, Rows, Spans
+from sage.drafts.compressor.operators import Conv, OperatorOutput, Pool, Prune, Resampler, TextOnly, scattered
+from sage.drafts.compressor.spans import Layout, PairMasks, Rows, Spans
 from sage.drafts.unroll import Chains
 
 SIZES = SimpleNamespace(num_attention_heads=2, head_dim=3, hidden_size=4, initializer_range=0.5)
@@ -46,7 +46,7 @@ def windows(span: Tensor, ratio: int) -> list[range]:
     return [range(start, min(start + ratio, len(span))) for start in range(0, len(span), ratio)]
 
 
-def assert_rows(made: Made, expected: list[list[tuple[int, Tensor]]]) -> None:
+def assert_rows(made: OperatorOutput, expected: list[list[tuple[int, Tensor]]]) -> None:
     """Valid rows, span by span: (pair whose position it takes, state)."""
     rows = Rows(*made)
     for number, wanted in enumerate(expected):
@@ -169,10 +169,10 @@ def test_marks_of_a_conversation_of_two_turns() -> None:
     tokens = "tvvvttEttaaEtvva"
     visual, ends, answer = (torch.tensor([[letter in kind for letter in tokens]]) for kind in ("v", "E", "a"))
     answer[0, 11] = True  # the answer's own end
-    marks = Marks.of(visual, ends, answer)
-    assert text_of(marks.visual) == ".xx............"
-    assert text_of(marks.text) == "....xx.x.xx...."
-    assert "".join(str(turn) for turn in marks.turn[0].tolist()) == "000000011222333"
+    pair_masks = PairMasks.of(visual, ends, answer)
+    assert text_of(pair_masks.visual) == ".xx............"
+    assert text_of(pair_masks.text) == "....xx.x.xx...."
+    assert "".join(str(turn) for turn in pair_masks.turn[0].tolist()) == "000000011222333"
 
 
 def text_of(mask: Tensor) -> str:

@@ -28,8 +28,8 @@ def test_pairs_of_five_tokens_are_those_of_the_table() -> None:
     assert pairs.features_next.flatten().tolist() == [1, 2, 3]
     assert pairs.position_ids.tolist() == [[0, 1, 2]]
     assert pairs.mask.tolist() == [[False, True, True]]
-    assert pairs.marks.visual.tolist() == [[True, False, False]]
-    assert pairs.marks.turn.tolist() == [[0, 0, 0]] and pairs.marks.text.tolist() == [[False, False, False]]
+    assert pairs.pair_masks.visual.tolist() == [[True, False, False]]
+    assert pairs.pair_masks.turn.tolist() == [[0, 0, 0]] and pairs.pair_masks.text.tolist() == [[False, False, False]]
     assert count_supervised(torch.tensor([[0, 0, 0, 1, 1], [1, 1, 1, 0, 0]])) == 3  # the first two tokens have no pair
 
 

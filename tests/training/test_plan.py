@@ -13,7 +13,7 @@ from support.models import make_qwen
 from support.train_helpers import make_target
 
 import sage
-from sage.drafts.compressor.spans import Marks
+from sage.drafts.compressor.spans import PairMasks
 from train.cli.train import train
 from train.config.checks import check
 from train.config.hydra_app import compose
@@ -154,7 +154,7 @@ def test_draft_activations_are_close_to_the_memory_saved_by_autograd(kind: str, 
     batch, length, visual, hidden = 2, 64, 32, target.hidden_size
     embeds, features = torch.randn(batch, length, hidden), torch.randn(batch, length, hidden)
     token = torch.arange(length + 1).expand(batch, -1)
-    marks = Marks.of((token >= 8) & (token <= 8 + visual), token < 0, token > 50)
+    pair_masks = PairMasks.of((token >= 8) & (token <= 8 + visual), token < 0, token > 50)
     own = {p.untyped_storage().data_ptr() for p in draft.parameters()}
     kept: dict[int, torch.Tensor] = {}
 
@@ -165,7 +165,7 @@ def test_draft_activations_are_close_to_the_memory_saved_by_autograd(kind: str, 
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
         fused = draft.fuse(sage.targets.Features(features, (features,) * len(draft.levels)))
-        short = draft.shorten(embeds, fused, torch.arange(length).expand(3, batch, length), marks)
+        short = draft.shorten(embeds, fused, torch.arange(length).expand(3, batch, length), pair_masks)
         outputs = draft.unroll(short.embeds_next, short.features, short.position_ids, steps, short.weight)
     assert len(outputs) == steps
     held = sum(value.untyped_storage().nbytes() for value in kept.values())
@@ -179,9 +179,9 @@ def test_a_compressor_predicts_its_number_of_rows(mode: str) -> None:
     size = draft.config.hidden_size
     for length in (1, 5, 12):
         token = torch.arange(length + 4)[None]
-        marks = Marks.of((token >= 1) & (token <= 1 + length), token < 0, token == length + 3)
+        pair_masks = PairMasks.of((token >= 1) & (token <= 1 + length), token < 0, token == length + 3)
         pairs = torch.randn(1, length + 3, size)
-        short = draft.shorten(pairs, pairs, torch.arange(length + 3).expand(3, 1, -1), marks)
+        short = draft.shorten(pairs, pairs, torch.arange(length + 3).expand(3, 1, -1), pair_masks)
         rows = short.features.shape[1] - 3
         assert 0 <= rows <= draft.compressor.count(length), length
         assert rows == draft.compressor.count(length) or mode == "select"  # its gate chooses among operators

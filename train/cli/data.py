@@ -178,8 +178,8 @@ def _regenerate(config: DataCommand, rank: int, world_size: int) -> int:
     import sage
     from data_prep.tools import cli
     from data_prep.tools.regenerate import skipped_path
+    from sage.dtypes import torch_dtype
     from train.launch.ranks import pick_device
-    from train.validation.validate import DTYPES
 
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
@@ -187,7 +187,7 @@ def _regenerate(config: DataCommand, rank: int, world_size: int) -> int:
         torch.set_num_threads(config.launch.threads)
     device = pick_device(str(config.launch.device), cluster_env.local_rank())
     options: dict[str, Any] = {"revision": config.target.revision} if config.target.revision is not None else {}
-    target = sage.load_target(config.target.path, dtype=DTYPES[config.target.dtype], device=device, **options)
+    target = sage.load_target(config.target.path, dtype=torch_dtype(config.target.dtype), device=device, **options)
     settings = config.regenerate
     draft = sage.load_draft(settings.draft, target) if settings.draft else None
     out = Path(config.out)

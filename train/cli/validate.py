@@ -205,10 +205,11 @@ def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     from checkpoints.export import load_any
     from data_prep.build import prompts
     from sage.bench import format_table
+    from sage.dtypes import torch_dtype
     from sage.progress import progress_callback
     from train.launch.ranks import pick_device
     from train.validation.prompts import PromptSet
-    from train.validation.validate import DTYPES, ReportInfo, build_policies, validate
+    from train.validation.validate import ReportInfo, build_policies, validate
 
     home, step = config.out or checkpoint.home, (draft_step(checkpoint.draft) or 0) if checkpoint.run else 0
     check_writable(validation_folder(home, step) / REPORT)
@@ -217,7 +218,7 @@ def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     if config.launch.threads is not None:
         torch.set_num_threads(config.launch.threads)
     build_policies(config.decode)
-    dtype = DTYPES[config.decode.dtype or config.target.dtype]
+    dtype = torch_dtype(config.decode.dtype or config.target.dtype)
     device = pick_device(str(config.launch.device), 0)
     options = {"revision": config.target.revision} if config.target.revision is not None else {}
     target = sage.load_target(config.target.path, dtype=dtype, device=device, **options)

@@ -10,12 +10,12 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from sage.dtypes import SHORT_NAMES
 from train.config.overrides import key_of
 from train.config.schema import Precision
 
 CHOICE = "target=by_path"
 CONFIG_FILE = "config.json"
-DTYPES = {"float32": Precision.fp32}  # fp16 is trained in bf16 too, and so is what does not say
 
 
 def with_choice(words: Sequence[str]) -> list[str]:
@@ -42,4 +42,4 @@ def target_dtype(path: str) -> Precision:
         found = said.get("dtype") or said.get("torch_dtype")
     except (OSError, ValueError, AttributeError):  # no such file, or none that can be read: loading it will say why
         return Precision.bf16
-    return DTYPES.get(str(found), Precision.bf16)
+    return Precision.fp32 if SHORT_NAMES.get(str(found)) == Precision.fp32 else Precision.bf16

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage.drafts.compressor.spans import Marks
+from sage.drafts.compressor.spans import PairMasks
 from sage.targets.target import Features
 
 
@@ -38,7 +38,7 @@ class Pairs:
         position_ids: [B, P] or [3, B, P], rope positions of token t.
         features_next: [B, P, D], last target feature of token t + 1, to be predicted.
         mask: BoolTensor [B, P], whether token t + 2 is supervised.
-        marks: visual pairs and turns, for a visual compressor.
+        pair_masks: visual pairs and turns, for a visual compressor.
         inputs: the micro-batch itself, for a draft that embeds its own inputs.
     """
 
@@ -47,7 +47,7 @@ class Pairs:
     position_ids: Tensor
     features_next: Tensor
     mask: Tensor
-    marks: Marks
+    pair_masks: PairMasks
     inputs: dict[str, Any] = field(default_factory=dict)
 
 
@@ -76,7 +76,7 @@ def make_pairs(
         position_ids=position_ids[..., :-2],
         features_next=features.last[:, 1:-1],
         mask=loss_mask[:, 2:].bool(),
-        marks=Marks.of(visual_mask, ends, loss_mask.bool()).first(embeds.shape[1] - 2),
+        pair_masks=PairMasks.of(visual_mask, ends, loss_mask.bool()).first(embeds.shape[1] - 2),
         inputs=inputs or {},
     )
 

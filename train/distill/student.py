@@ -91,7 +91,7 @@ class HeadStudent(Student):
     def predict(self, pairs: Pairs, target_lm_head: Tensor) -> DraftOutput:
         draft, dtype, config = self.draft, self.draft.dtype, self.objective.config
         fused = draft.fuse(with_noise(pairs.features, config.feature_noise)).to(dtype)
-        short = draft.shorten(pairs.embeds_next.to(dtype), fused, pairs.position_ids, pairs.marks)
+        short = draft.shorten(pairs.embeds_next.to(dtype), fused, pairs.position_ids, pairs.pair_masks)
         steps = draft.unroll(short.embeds_next, short.features, short.position_ids, config.steps, short.weight)
         hidden_KSD, is_valid_KS = gather_supervised(steps, short.move(pairs.mask), short.run)
         features = hidden_KSD if self.predicts_features else None

@@ -25,6 +25,7 @@ from checkpoints.store import StateStore, saving
 from data_prep import StepLoader, build_dataset
 from data_prep import prompts as held_out_prompts
 from sage.drafts.options import ImageInputs
+from sage.dtypes import torch_dtype
 from sage.files import write_text
 from train.config.checks import check_batch
 from train.config.schema import Config
@@ -49,7 +50,7 @@ from train.state.same_data import check_same_data, data_content
 from train.validation.decode_ranks import DecodeShard, all_ranks_decode, shard_prompts
 from train.validation.in_loop import InLoopValidation
 from train.validation.prompts import PromptSet
-from train.validation.validate import DTYPES, Validate, build_policies, build_runners
+from train.validation.validate import Validate, build_policies, build_runners
 from train.validation.validate import validate as measure_draft
 
 logger = logging.getLogger(__name__)
@@ -143,7 +144,7 @@ def build_target(config: Config, ranks: Ranks) -> tuple[sage.Target, ShardedTarg
     """Loads the frozen target to this rank's device, complete or sharded over all ranks."""
     chosen = config.target
     options = {"revision": chosen.revision} if chosen.revision is not None else {}
-    load = partial(sage.load_target, chosen.path, dtype=DTYPES[chosen.dtype], device=ranks.device, **options)
+    load = partial(sage.load_target, chosen.path, dtype=torch_dtype(chosen.dtype), device=ranks.device, **options)
     if not config.deepspeed.shard_target:
         return load(), None
     sharded = load_sharded(load, config, ranks)

@@ -35,19 +35,18 @@ from sage.bench.measurement import Measurement
 from sage.bench.replays import all_policies, replays
 from sage.bench.report import PACKAGES, versions
 from sage.bench.runners import HF_ASSISTED, find_assistant
+from sage.dtypes import torch_dtype
 from sage.sampling import Sampling
 from sage.trees import Policy
 from sage.trees import policy as new_policy
 from sage.trees.options import OptionError
-from train.config.schema import DecodeConfig, Precision
+from train.config.schema import DecodeConfig
 from train.report.page import render_page
 from train.report.plots import write_plots
 from train.report.warnings import is_hardly_accepted
 from train.validation.prompts import PromptSet
 
 logger = logging.getLogger(__name__)
-
-DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +198,7 @@ def this_command() -> str:
 @contextmanager
 def _measuring(target: Any, draft: Any, decode: DecodeConfig) -> Iterator[None]:
     """Evaluation mode and `decode.dtype` for both models inside the block; restores them and the random state."""
-    dtype = DTYPES[decode.dtype] if decode.dtype is not None else target.dtype
+    dtype = torch_dtype(decode.dtype) if decode.dtype is not None else target.dtype
     devices = [target.device] if target.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), _cast(target.model, dtype):
         if draft is None:

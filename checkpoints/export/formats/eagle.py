@@ -10,6 +10,7 @@ from torch import Tensor
 from checkpoints.export.facts import TargetFacts
 from checkpoints.export.formats.eagle3 import layer_config
 from checkpoints.export.formats.layout import EAGLE_CLASSES, Flavour
+from sage.dtypes import dtype_name
 
 
 def eagle_config(draft: Any, facts: TargetFacts, dtype: torch.dtype, flavour: Flavour) -> dict[str, Any]:
@@ -18,8 +19,8 @@ def eagle_config(draft: Any, facts: TargetFacts, dtype: torch.dtype, flavour: Fl
         "architectures": [EAGLE_CLASSES[flavour]],
         "model_type": "llama",
         **layer_config(draft, facts),
-        "dtype": str(dtype).removeprefix("torch."),
-        "torch_dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
+        "torch_dtype": dtype_name(dtype),
     }
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from checkpoints.export.facts import TargetFacts
 from checkpoints.export.formats.layout import EAGLE3_CLASS, LEVELS_KEY, default_levels
+from sage.dtypes import dtype_name
 
 
 def eagle3_config(draft: Any, facts: TargetFacts, dtype: torch.dtype) -> dict[str, Any]:
@@ -30,8 +31,8 @@ def eagle3_config(draft: Any, facts: TargetFacts, dtype: torch.dtype) -> dict[st
         "model_type": "llama",
         **layer_config(draft, facts),
         "draft_vocab_size": draft.draft_vocab_size,
-        "dtype": str(dtype).removeprefix("torch."),
-        "torch_dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
+        "torch_dtype": dtype_name(dtype),
     }
     if list(draft.feature_levels) != default_levels(facts.num_layers):
         config[LEVELS_KEY] = list(draft.feature_levels)

@@ -10,6 +10,7 @@ from torch import Tensor
 from checkpoints.export.facts import TargetFacts
 from checkpoints.export.formats.eagle3 import eagle3_tensors, layer_config
 from checkpoints.export.formats.layout import LEVELS_KEY, SPECULATORS_CLASS
+from sage.dtypes import dtype_name
 
 VERSION = "0.9.0"  # of the PyPI package that these configs are checked against
 SPECULATIVE_TOKENS = 3
@@ -20,7 +21,7 @@ def speculators_config(draft: Any, facts: TargetFacts, dtype: torch.dtype) -> di
 
     There is no top-level model_type: a reader takes the folder for a speculator by `speculators_model_type`.
     """
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     return {
         "architectures": [SPECULATORS_CLASS],
         "speculators_model_type": "eagle3",

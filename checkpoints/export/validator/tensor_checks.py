@@ -10,6 +10,7 @@ from torch import Tensor
 from checkpoints.export.folder import PICKLED
 from checkpoints.export.formats.layout import Flavour, Format
 from checkpoints.export.validator.findings import Case, Finding
+from sage.dtypes import dtype_name
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 NAMED = 4  # tensors listed by name before "and N more"
@@ -77,7 +78,7 @@ def _headers(case: Case) -> Iterator[Finding]:
 
 
 def _named(dtype: torch.dtype | None) -> str:
-    return str(dtype).removeprefix("torch.")
+    return dtype_name(dtype)
 
 
 def _values(case: Case) -> Iterator[Finding]:

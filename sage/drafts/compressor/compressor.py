@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from sage.drafts.compressor.operators import Conv, Pool, Prune, Resampler, TextOnly, norm_halves
-from sage.drafts.compressor.spans import Layout, Marks, Rows, Shortened, Spans
+from sage.drafts.compressor.spans import Layout, PairMasks, Rows, Shortened, Spans
 
 KEYS: dict[str, tuple[str, ...]] = {  # what each kind has to be told
     "prune": ("ratio",),
@@ -53,23 +53,23 @@ class Compressor(nn.Module):
         self.mode = _new_mode(config)
 
     def forward(
-        self, embeds_next: Tensor, features: Tensor, position_ids: Tensor, marks: Marks, is_drawing: bool = False
+        self, embeds_next: Tensor, features: Tensor, position_ids: Tensor, pair_masks: PairMasks, is_drawing: bool = False
     ) -> Shortened:
         """The sequences with every span replaced.
 
         Args:
             embeds_next, features: [B, P, D], the pairs.
             position_ids: [B, P] or [3, B, P].
-            marks: of these pairs.
+            pair_masks: of these pairs.
             is_drawing: whether pruning and selecting draw from torch's generator, as in training.
         """
-        spans = Spans.of(marks.visual)
+        spans = Spans.of(pair_masks.visual)
         if not len(spans.row):
             return Shortened(self._untouched(embeds_next), features, position_ids)
         states = torch.cat((spans.take(embeds_next), spans.take(features)), -1)
-        question = torch.cat([spans.question(half, marks) for half in (embeds_next, features)], -1)
+        question = torch.cat([spans.question(half, pair_masks) for half in (embeds_next, features)], -1)
         rows: Rows = self.mode(states, spans, question, is_drawing)
-        layout = Layout(marks.visual, spans, rows)
+        layout = Layout(pair_masks.visual, spans, rows)
         embeds_made, features_made = rows.states.chunk(2, -1)
         return Shortened(
             layout.shorten(embeds_next, embeds_made),

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 from sage.drafts.compressor.spans import Spans
 
-Made = tuple[Tensor, Tensor, Tensor]  # states, at and valid of `Rows`; a plain tuple, in which ZeRO-3 finds tensors to hook
+OperatorOutput = tuple[
+    Tensor, Tensor, Tensor
+]  # states, at and valid of `Rows`; a plain tuple, in which ZeRO-3 finds tensors to hook
 
 
 class Windows:
@@ -72,7 +74,7 @@ class Windowed(nn.Module):
 class Prune(Windowed):
     """Keeps one pair of every window: another one each time while training, always the same one otherwise."""
 
-    def forward(self, states: Tensor, spans: Spans, is_drawing: bool) -> Made:
+    def forward(self, states: Tensor, spans: Spans, is_drawing: bool) -> OperatorOutput:
         """[S, L, C] -> one row per window.
 
         Args:
@@ -89,7 +91,7 @@ class Prune(Windowed):
 class Pool(Windowed):
     """The mean of every window."""
 
-    def forward(self, states: Tensor, spans: Spans, is_drawing: bool) -> Made:
+    def forward(self, states: Tensor, spans: Spans, is_drawing: bool) -> OperatorOutput:
         """[S, L, C] -> one row per window."""
         windows = Windows(states, spans, self.ratio)
         return windows.mean(), windows.middle, windows.valid
@@ -111,7 +113,7 @@ class Conv(Windowed):
         """The mean."""
         self.weight.fill_(1 / self.ratio)
 
-    def forward(self, states: Tensor, spans: Spans, is_drawing: bool) -> Made:
+    def forward(self, states: Tensor, spans: Spans, is_drawing: bool) -> OperatorOutput:
         """[S, L, C] -> one row per window; taps a shorter last window lacks are made up for by the others."""
         windows = Windows(states, spans, self.ratio)
         return windows.mean(self.weight), windows.middle, windows.valid
@@ -150,7 +152,7 @@ class Resampler(nn.Module):
         """Rows that a span of `length` pairs becomes."""
         return min(len(self.queries), length)
 
-    def forward(self, states: Tensor, spans: Spans, is_drawing: bool) -> Made:
+    def forward(self, states: Tensor, spans: Spans, is_drawing: bool) -> OperatorOutput:
         """[S, L, C] -> min(Q, length) rows per span."""
         number = torch.arange(len(self.queries), device=states.device)
         parts = spans.length.clamp(max=len(number))[:, None]
@@ -177,7 +179,7 @@ class TextOnly(nn.Module):
         """Rows that a span of `length` pairs becomes."""
         return 0
 
-    def forward(self, states: Tensor, spans: Spans, is_drawing: bool) -> Made:
+    def forward(self, states: Tensor, spans: Spans, is_drawing: bool) -> OperatorOutput:
         """[S, L, C] -> no rows."""
         none = spans.inside[:, :0]
         return states[:, :0], none.long(), none

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 
 @dataclass
-class Marks:
+class PairMasks:
     """What the pairs of a batch are.
 
     Attributes:
@@ -40,8 +40,8 @@ class Marks:
     turn: Tensor
 
     @staticmethod
-    def of(visual_BT: Tensor, ends_BT: Tensor, answer_BT: Tensor) -> Marks:
-        """Marks of the P = T - 1 pairs of whole sequences.
+    def of(visual_BT: Tensor, ends_BT: Tensor, answer_BT: Tensor) -> PairMasks:
+        """PairMasks of the P = T - 1 pairs of whole sequences.
 
         Args:
             visual_BT: BoolTensor, visual tokens.
@@ -53,15 +53,15 @@ class Marks:
         turn_BT = (after_end | (answer_BT & ~after_answer)).long().cumsum(1)
         is_same_turn = turn_BT[:, 1:] == turn_BT[:, :-1]
         predicts_answer = nn.functional.pad(answer_BT, (-2, 1))
-        return Marks(
+        return PairMasks(
             visual=visual_BT[:, :-1] & visual_BT[:, 1:] & ~predicts_answer,
             text=~visual_BT[:, :-1] & ~visual_BT[:, 1:] & is_same_turn,
             turn=turn_BT[:, :-1],
         )
 
-    def first(self, count: int) -> Marks:
+    def first(self, count: int) -> PairMasks:
         """Those of each sequence's first `count` pairs."""
-        return Marks(self.visual[:, :count], self.text[:, :count], self.turn[:, :count])
+        return PairMasks(self.visual[:, :count], self.text[:, :count], self.turn[:, :count])
 
 
 def ends_of_turn(input_ids: Tensor, end_ids: list[int]) -> Tensor:
@@ -134,9 +134,9 @@ class Spans:
         index_SL = (self.start[:, None] + torch.arange(self.inside.shape[1], device=self.row.device)).clamp(max=last)
         return states_BPC[self.row[:, None], index_SL].masked_fill(~self.inside[..., None], 0)
 
-    def question(self, states_BPC: Tensor, marks: Marks) -> Tensor:
+    def question(self, states_BPC: Tensor, pair_masks: PairMasks) -> Tensor:
         """[S, C], the mean state of the text of the turn each span is in; zeros where there is none."""
-        asked_SP = marks.text[self.row] & (marks.turn[self.row] == marks.turn[self.row, self.start][:, None])
+        asked_SP = pair_masks.text[self.row] & (pair_masks.turn[self.row] == pair_masks.turn[self.row, self.start][:, None])
         per_row_B = torch.bincount(self.row, minlength=len(states_BPC))
         rank_S = torch.arange(len(self.row), device=self.row.device) - (per_row_B.cumsum(0) - per_row_B)[self.row]
         asked_BMP = states_BPC.new_zeros(len(states_BPC), int(per_row_B.max()), states_BPC.shape[1])
