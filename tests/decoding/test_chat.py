@@ -1,4 +1,4 @@
-"""Several turns: the same text as asking everything at once, without reading the shared prefix again."""
+"""Conversations: the same text as one prompt with all turns, without prefilling the common prefix again."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def in_double(target: sage.Target) -> sage.Target:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-@pytest.mark.parametrize("second_picture", [False, True])
-def test_turns_equal_asking_from_scratch(ready: sage.Target, kind: str, second_picture: bool) -> None:
+@pytest.mark.parametrize("has_second_image", [False, True])
+def test_turns_equal_a_new_request(ready: sage.Target, kind: str, has_second_image: bool) -> None:
     target = in_double(ready)
     options = {"feature_levels": [1, 2, 3]} if kind == "eagle3" else {}
     draft = random_draft(target, kind, seed=0, **options)
     chat = sage.Chat(target, draft, policy="static", max_new_tokens=LENGTH)
     chat.ask("one", images=[picture(16, 8)])
     messages = [*chat.messages]
-    images = [picture(9, 9, 3)] if second_picture else []
+    images = [picture(9, 9, 3)] if has_second_image else []
     generation = chat.start("two", images)
     known = generation.request.cache.length
     for _ in generation.rounds():
@@ -58,9 +58,9 @@ def test_turns_equal_asking_from_scratch(ready: sage.Target, kind: str, second_p
     messages += [chat.messages[-2]]
     fresh = sage.generate(target, draft, target.prepare(messages), policy="static", max_new_tokens=LENGTH)
     assert torch.equal(second.tokens, fresh.tokens)
-    assert second.stats.accepted == fresh.stats.accepted  # the draft too reads the same
+    assert second.stats.accepted == fresh.stats.accepted  # the draft reads the same context
     assert known > 0
-    if not second_picture:
+    if not has_second_image:
         assert known > int(generation.request.prompt.visual_mask.sum())
     third = chat.ask("three")
     again = sage.generate(target, draft, target.prepare(chat.messages[:-1]), policy="static", max_new_tokens=LENGTH)
@@ -86,7 +86,7 @@ def test_pruning_keeps_the_same_visual_tokens_in_a_later_turn(ready: sage.Target
     assert kept[0]
 
 
-def test_past_ends_where_conversations_part(tiny_qwen: sage.Target) -> None:
+def test_prefix_ends_at_the_first_difference(tiny_qwen: sage.Target) -> None:
     ids = torch.randint(2, 60, (1, 9))
     generation = start(tiny_qwen, None, {"input_ids": ids}, policy="autoregressive", max_new_tokens=4, keep_prefix=True)
     for _ in generation.rounds():
@@ -100,7 +100,7 @@ def test_past_ends_where_conversations_part(tiny_qwen: sage.Target) -> None:
     assert read[0].last.shape[1] == 5
 
 
-def test_vision_tower_runs_once_for_pictures_already_seen(ready: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vision_tower_runs_once_per_image(ready: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
     target = in_double(ready)
     chat = sage.Chat(target, None, policy="autoregressive", max_new_tokens=3)
     chat.ask("one", images=[picture(16, 8)])
@@ -108,7 +108,7 @@ def test_vision_tower_runs_once_for_pictures_already_seen(ready: sage.Target, mo
     chat.ask("two")
 
 
-def test_a_failed_turn_leaves_the_conversation_alone(ready: sage.Target) -> None:
+def test_failed_turn_leaves_the_conversation_unchanged(ready: sage.Target) -> None:
     chat = sage.Chat(in_double(ready), None, policy="autoregressive", max_new_tokens=3, system="be brief")
     chat.ask("one")
     before = [*chat.messages]
@@ -119,13 +119,13 @@ def test_a_failed_turn_leaves_the_conversation_alone(ready: sage.Target) -> None
 
 
 class Breaks(LogitsProcessor):
-    """Fails in the middle of an answer."""
+    """Fails during an answer."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         raise ValueError("in the middle")
 
 
-def test_a_turn_that_was_not_finished_was_never_asked(ready: sage.Target) -> None:
+def test_unfinished_turn_leaves_the_conversation_unchanged(ready: sage.Target) -> None:
     target = in_double(ready)
     chat = sage.Chat(target, None, policy="autoregressive", max_new_tokens=3)
     chat.ask("one", images=[picture(16, 8)])
@@ -146,7 +146,7 @@ def test_a_turn_that_was_not_finished_was_never_asked(ready: sage.Target) -> Non
         chat.finish(abandoned)
 
 
-def test_nothing_shared_is_nothing_kept(tiny_qwen: sage.Target) -> None:
+def test_prefix_without_common_tokens_is_empty(tiny_qwen: sage.Target) -> None:
     prompt = tiny_qwen.embed({"input_ids": torch.tensor([[5, 6]])})
     cache = tiny_qwen.new_cache(8)
     features = tiny_qwen.prefill(prompt, cache)

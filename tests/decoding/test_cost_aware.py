@@ -1,4 +1,4 @@
-"""`cost_aware`: its calibrator against a slow twin and a known law, its tree against one worked out by hand."""
+"""`cost_aware`: its calibrator against a slow reference and a known distribution, its tree against one worked out by hand."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def flat_costs(node: float = 0.1, level: float = 0.5, base: float = 1.0) -> Cost
     return Costs(verify=verify, draft=Curve([1, 64], [level, level]), context=0)
 
 
-def laws(count: int, ranks: int, seed: int) -> Tensor:
+def random_probs(count: int, ranks: int, seed: int) -> Tensor:
     """[count, ranks] descending probabilities of made-up drafts, sharp and flat ones."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(count, 50, generator=generator) * (1 + 4 * torch.rand(count, 1, generator=generator))
@@ -57,7 +57,7 @@ def greedy_labels(probs: Tensor, seed: int) -> Tensor:
 
 class TestCalibrator:
     def test_starts_at_the_drafts_own_probabilities(self) -> None:
-        probs = laws(20, 4, 0)
+        probs = random_probs(20, 4, 0)
         assert torch.allclose(Calibrator()(probs, torch.ones(20)), probs.double(), atol=2e-5)
         row = probs[3].tolist()
         assert Calibrator().leading(row, 1, 0.0) == pytest.approx(row, abs=2e-5)
@@ -68,7 +68,7 @@ class TestCalibrator:
         state = calibrator.state()
         state["weights"] = (0.3 * torch.randn(6, generator=generator, dtype=torch.float64) + torch.eye(6)[0]).tolist()
         calibrator.load_state(state)
-        probs, depths = laws(50, ranks, 2), torch.arange(50) % 9 + 1
+        probs, depths = random_probs(50, ranks, 2), torch.arange(50) % 9 + 1
         for row, depth, wanted in zip(probs, depths, calibrator(probs, depths), strict=True):
             room, kept = 1.0, []
             for chance in wanted.tolist():  # siblings are exclusive
@@ -79,10 +79,10 @@ class TestCalibrator:
     def test_stops_at_the_first_that_is_too_unlikely(self) -> None:
         assert Calibrator().leading([0.6, 0.2, 0.15, 0.05], 1, 0.18) == pytest.approx([0.6, 0.2])
 
-    def test_learns_a_greedy_targets_law(self) -> None:
+    def test_learns_the_acceptance_of_a_greedy_target(self) -> None:
         calibrator, before, after = Calibrator(), Reliability(), Reliability()
         for step in range(60):
-            probs, depths = laws(40, 4, step), torch.full((40,), 1)
+            probs, depths = random_probs(40, 4, step), torch.full((40,), 1)
             labels = greedy_labels(probs, 1000 + step)
             predicted = calibrator.learn(probs, depths, labels, torch.ones(40))
             if step >= 20:
@@ -94,7 +94,7 @@ class TestCalibrator:
         """The negative control: learning from labels of the wrong candidates must show in the error against the true ones."""
         calibrator, after, before = Calibrator(), Reliability(), Reliability()
         for step in range(60):
-            probs, depths = laws(40, 4, step), torch.full((40,), 1)
+            probs, depths = random_probs(40, 4, step), torch.full((40,), 1)
             truth = greedy_labels(probs, 1000 + step)
             after.add(depths, calibrator(probs, depths), truth)
             before.add(depths, probs, truth)
@@ -103,7 +103,7 @@ class TestCalibrator:
 
     def test_one_newton_step_is_that_of_a_naive_loop(self) -> None:
         calibrator = Calibrator(prior=3.0, memory=0.9)
-        probs, depths, weights = laws(7, 3, 5), torch.arange(7) + 1, torch.rand(7)
+        probs, depths, weights = random_probs(7, 3, 5), torch.arange(7) + 1, torch.rand(7)
         labels = greedy_labels(probs, 6)
         hessian, gradient = 3.0 * torch.eye(6, dtype=torch.float64), torch.zeros(6, dtype=torch.float64)
         for i in range(7):

@@ -1,4 +1,4 @@
-"""Losslessness of the whole loop on random tiny models of both families, with pictures."""
+"""Losslessness of the decoding loop on tiny random models of both families, with images."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def hugging_face(target: sage.Target, inputs: dict[str, torch.Tensor], length: i
 
 @pytest.fixture
 def with_oracle(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Replaces the draft at work by an OracleSession, so that every kind of round occurs."""
+    """Replaces the draft session by an OracleSession, so that every kind of round occurs."""
 
     def install(answer: list[int], seed: int = 0) -> None:
         monkeypatch.setattr(
@@ -48,8 +48,8 @@ def small(name: str) -> Policy:
 
 
 @pytest.mark.slow
-def test_a_real_draft_gives_hugging_faces_text_under_every_policy(tiny_target: sage.Target) -> None:
-    """Here the draft knows nothing; deep paths and seeds are in test_sage_losslessness.py."""
+def test_random_draft_gives_the_text_of_hugging_face_under_every_policy(tiny_target: sage.Target) -> None:
+    """Here the draft is random; deep paths and seeds are in test_losslessness.py."""
     inputs = in_float64(tiny_target, make_inputs(tiny_target))
     draft = random_draft(tiny_target, seed=0)
     expected = hugging_face(tiny_target, inputs)
@@ -59,7 +59,7 @@ def test_a_real_draft_gives_hugging_faces_text_under_every_policy(tiny_target: s
         assert sum(out.stats.accepted) == int(out.drafted.sum())
 
 
-# Grouped or plain heads (4 query heads), tied or not; trees verified whole, pruned after drafting, and pruned by price.
+# Grouped or plain heads (4 query heads), tied or not; complete trees, trees pruned after drafting, and pruned by cost.
 AUDITED = list(itertools.product((make_qwen, make_llava), ((2, False), (4, True)), ("static", "eagle2", "sage", "cost_aware")))
 
 
@@ -88,7 +88,7 @@ def test_cache_equals_a_fresh_prefill_after_every_round(
     assert max(run.stats.accepted) > 1
 
 
-def test_negative_control_a_cache_that_keeps_the_wrong_rows_is_noticed(
+def test_negative_control_cache_that_keeps_the_wrong_rows(
     tiny_qwen: sage.Target, with_oracle: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = in_float64(tiny_qwen, make_inputs(tiny_qwen))
@@ -99,15 +99,15 @@ def test_negative_control_a_cache_that_keeps_the_wrong_rows_is_noticed(
     assert out.tokens.tolist() != expected
 
 
-def test_draft_after_commit_equals_a_draft_that_read_everything_at_once(tiny_target: sage.Target) -> None:
-    """The head's own cache, re-synchronised round by round, against one prefill over prompt and answer."""
+def test_draft_after_commits_equals_one_prefill(tiny_target: sage.Target) -> None:
+    """The head's cache, extended round by round, against one prefill over prompt and answer."""
     inputs = in_float64(tiny_target, make_inputs(tiny_target))
     draft = random_draft(tiny_target, seed=1)
     run = generation.start(tiny_target, draft, inputs, policy="static", max_new_tokens=LENGTH)
     for _ in run.rounds():
         pass
     session = run.request.session
-    read = len(run.tokens) - 1  # the last round is not re-synchronised
+    read = len(run.tokens) - 1  # the draft has not read the last round
     tokens = torch.tensor([run.tokens[:read]])
     ids = torch.cat((inputs["input_ids"], tokens), 1)
     again = {**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids), **tiny_target.family.token_inputs(ids)}
@@ -189,7 +189,7 @@ def test_eos_cuts_inside_an_accepted_path(
 
 @pytest.mark.parametrize("eos_at", [None, 0, 5])
 @pytest.mark.parametrize("length", [1, 2, 3, 7, LENGTH])
-def test_drafted_marks_the_tokens_that_each_round_says_were_drafted(
+def test_drafted_marks_the_drafted_tokens_of_each_round(
     length: int, eos_at: int | None, tiny_llava: sage.Target, with_oracle: Callable[..., None]
 ) -> None:
     inputs = make_inputs(tiny_llava)
@@ -206,19 +206,19 @@ def test_drafted_marks_the_tokens_that_each_round_says_were_drafted(
 
 
 class Dictated(LogitsProcessor):
-    """Makes the target say `answer`, whatever it thinks."""
+    """Makes the target generate `answer`."""
 
     def __init__(self, start: int, answer: list[int]) -> None:
         self.start, self.answer = start, answer
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        said = torch.full_like(scores, -1e9)
-        said[:, self.answer[input_ids.shape[1] - self.start]] = 0
-        return said
+        forced = torch.full_like(scores, -1e9)
+        forced[:, self.answer[input_ids.shape[1] - self.start]] = 0
+        return forced
 
 
 class Bytes:
-    """A tokenizer whose tokens are bytes of characters of one to four; cut anywhere it writes replacement characters."""
+    """A tokenizer with one byte per token; decodes incomplete characters of up to four bytes as replacement characters."""
 
     table = "a☕é😀 b".encode()
 
@@ -227,14 +227,14 @@ class Bytes:
 
 
 @pytest.mark.parametrize("length", range(1, 2 * len(Bytes.table) + 2))
-def test_a_stream_is_the_whole_text_in_whole_characters(length: int, with_oracle: Callable[..., None]) -> None:
+def test_stream_yields_the_complete_text_in_complete_characters(length: int, with_oracle: Callable[..., None]) -> None:
     target = make_qwen()
     target.processor, target.eos_token_ids = SimpleNamespace(tokenizer=Bytes()), []
     answer = list(range(2 * len(Bytes.table) + 1))
     with_oracle(answer)
     inputs, draft = make_inputs(target), sage.new_draft(target)
-    told = LogitsProcessorList([Dictated(inputs["input_ids"].shape[1], answer)])
-    options = {"policy": "chain", "max_new_tokens": length, "logits_processor": told}
+    dictated = LogitsProcessorList([Dictated(inputs["input_ids"].shape[1], answer)])
+    options = {"policy": "chain", "max_new_tokens": length, "logits_processor": dictated}
     expected = Bytes().decode(answer[:length])
     assert sage.generate(target, draft, inputs, **options).text == expected
     pieces = list(sage.stream(target, draft, inputs, **options))
@@ -273,7 +273,7 @@ def test_a_chain_is_drafted_without_a_mask(
     assert any(masks) is has_masks
 
 
-def test_counts_agree_with_each_other(tiny_qwen: sage.Target, with_oracle: Callable[..., None]) -> None:
+def test_counts_are_consistent(tiny_qwen: sage.Target, with_oracle: Callable[..., None]) -> None:
     inputs = make_inputs(tiny_qwen)
     with_oracle(hugging_face(tiny_qwen, inputs))
     stats = sage.generate(tiny_qwen, sage.new_draft(tiny_qwen), inputs, policy="sage", max_new_tokens=LENGTH).stats
@@ -286,7 +286,7 @@ def test_counts_agree_with_each_other(tiny_qwen: sage.Target, with_oracle: Calla
     assert stats.decode_s < stats.total_s
 
 
-def test_text_only_and_two_pictures(tiny_qwen: sage.Target) -> None:
+def test_text_only_and_two_images(tiny_qwen: sage.Target) -> None:
     one = make_inputs(tiny_qwen)
     text = {"input_ids": torch.randint(2, 60, (1, 9))}
     two_ids = torch.cat((one["input_ids"], one["input_ids"]), 1)
@@ -322,7 +322,7 @@ def test_padding_changes_nothing(side: str, tiny_target: sage.Target) -> None:
 
 
 def test_requests_do_not_leak_into_each_other(tiny_qwen: sage.Target) -> None:
-    """Rope deltas are model state in Hugging Face; ours are per request, so interleaving two requests changes nothing."""
+    """Rope deltas are model state in Hugging Face and request state here, so requests can be interleaved."""
     first, second = make_inputs(tiny_qwen, 0), make_inputs(tiny_qwen, 1, length=7)
     alone = [sage.generate(tiny_qwen, None, i, policy="autoregressive", max_new_tokens=9).tokens for i in (first, second)]
     runs = [generation.start(tiny_qwen, None, i, policy="autoregressive", max_new_tokens=9) for i in (first, second)]
@@ -332,13 +332,13 @@ def test_requests_do_not_leak_into_each_other(tiny_qwen: sage.Target) -> None:
         assert run.tokens == tokens.tolist()
 
 
-class TestMistakes:
+class TestRefusals:
     def test_policy_without_a_draft(self, tiny_qwen: sage.Target) -> None:
         with refused("draft", "chain"):
             sage.generate(tiny_qwen, None, make_inputs(tiny_qwen), policy="chain")
 
     @pytest.mark.parametrize("length", [0, -3])
-    def test_no_tokens_asked_for(self, length: int, tiny_qwen: sage.Target) -> None:
+    def test_max_new_tokens_below_one(self, length: int, tiny_qwen: sage.Target) -> None:
         with refused("max_new_tokens", str(length)):
             sage.generate(tiny_qwen, None, make_inputs(tiny_qwen), policy="autoregressive", max_new_tokens=length)
 
@@ -346,12 +346,12 @@ class TestMistakes:
         with refused("max_new_tokens", "600", "512", "496"):
             sage.generate(tiny_qwen, None, make_inputs(tiny_qwen), policy="autoregressive", max_new_tokens=600)
 
-    def test_a_batch(self, tiny_qwen: sage.Target) -> None:
+    def test_batch_size_two(self, tiny_qwen: sage.Target) -> None:
         inputs = {"input_ids": torch.randint(2, 60, (2, 5))}
         with refused("inputs", "2"):
             sage.generate(tiny_qwen, None, inputs, policy="autoregressive")
 
-    def test_a_draft_of_another_target(self, tiny_qwen: sage.Target, tiny_llava: sage.Target) -> None:
+    def test_draft_of_another_target(self, tiny_qwen: sage.Target, tiny_llava: sage.Target) -> None:
         with refused("llava_onevision", "qwen2_5_vl"):
             sage.generate(tiny_qwen, sage.new_draft(tiny_llava), make_inputs(tiny_qwen))
 
@@ -369,7 +369,7 @@ class TestMistakes:
     def test_nan_deep_in_the_draft_names_its_pass(
         self, policy: str, tiny_qwen: sage.Target, with_oracle: Callable[..., None]
     ) -> None:
-        """Only the passes below the first level give NaN, as an overflow in float16 would."""
+        """Only passes below the first level give NaN, as overflow in float16 can."""
         inputs = make_inputs(tiny_qwen)
         with_oracle(hugging_face(tiny_qwen, inputs))
         run = generation.start(tiny_qwen, sage.new_draft(tiny_qwen), inputs, make_policy(policy, {}), max_new_tokens=LENGTH)
@@ -379,7 +379,7 @@ class TestMistakes:
         with refused("draft", "level", "NaN"):
             list(run.rounds())
 
-    def test_nan_weights_stop_with_a_message(self, tiny_qwen: sage.Target) -> None:
+    def test_nan_in_the_target_names_its_pass(self, tiny_qwen: sage.Target) -> None:
         tiny_qwen.model.lm_head.weight.data[3] = float("nan")
         with refused("prefill of 16 tokens", "NaN"):
             sage.generate(tiny_qwen, None, make_inputs(tiny_qwen), policy="autoregressive")

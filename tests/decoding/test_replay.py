@@ -1,4 +1,4 @@
-"""Replay: a policy on its own recording is itself, and on a wide one what it would have been at those very places."""
+"""Replay: a policy on its own recording has its own figures, on a wide one those of a decode from the same positions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MAKERS = {"qwen2_5_vl": make_qwen, "llava_onevision": make_llava}
 
 @pytest.fixture(params=MAKERS)
 def ready(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[sage.Target, Any, dict[str, torch.Tensor]]:
-    """A target whose draft is an oracle that errs on purpose, so that every kind of round occurs."""
+    """A target with a scripted draft that errs on purpose, so that every kind of round occurs."""
     target = MAKERS[request.param]()
     inputs = make_inputs(target)
     alone = sage.generate(target, None, inputs, policy="autoregressive", max_new_tokens=LENGTH).tokens.tolist()
@@ -52,7 +52,7 @@ def policy(name: str) -> Policy:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_a_policy_on_its_own_recording_is_itself(ready: Any, temperature: float) -> None:
+def test_policy_on_its_own_recording_has_its_own_figures(ready: Any, temperature: float) -> None:
     target, draft, inputs = ready
     options = {"max_new_tokens": LENGTH, "temperature": temperature, "seed": 3}
     for name in SMALL:
@@ -68,7 +68,7 @@ def test_a_policy_on_its_own_recording_is_itself(ready: Any, temperature: float)
 
 
 def real_chain(ready: Any, recording: Recording, depth: int) -> list[int]:
-    """What a chain really accepts at the recorded rounds' starts: the draft asked anew, level by level."""
+    """Accepted tokens of a chain drafted anew, level by level, from the position of every recorded round."""
     target, _, _ = ready
     accepted = []
     for recorded in recording.rounds:
@@ -88,7 +88,7 @@ def real_chain(ready: Any, recording: Recording, depth: int) -> list[int]:
     return accepted
 
 
-def test_chain_on_a_wide_recording_is_a_real_chain_at_the_same_places(ready: Any) -> None:
+def test_chain_on_a_wide_recording_equals_a_drafted_chain(ready: Any) -> None:
     recording = record(*ready, max_new_tokens=LENGTH)
     found = replay([recording], sage.policy("chain", depth=4))
     assert found.summary()["coverage"] == 1
@@ -98,16 +98,16 @@ def test_chain_on_a_wide_recording_is_a_real_chain_at_the_same_places(ready: Any
 
 
 def toy_recording() -> Recording:
-    """The answer 1 2 3 4; the draft was asked below the root and below 2, and knows the next token both times."""
+    """The answer 1 2 3 4; the root and token 2 are expanded, and the candidates contain the next token both times."""
 
-    def said(*tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def candidates(*tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.tensor([0.8, 0.2]), torch.tensor(tokens)
 
-    return Recording(5, 10, 50, [1, 2, 3, 4], [RecordedRound(1, {(): said(2, 9), (2,): said(3, 9)})])
+    return Recording(5, 10, 50, [1, 2, 3, 4], [RecordedRound(1, {(): candidates(2, 9), (2,): candidates(3, 9)})])
 
 
-def test_what_was_not_recorded_is_counted_and_never_accepted() -> None:
-    """A chain of three asks below the root, 2 and 2 3; the last was not recorded, and 4 is not guessed."""
+def test_uncovered_nodes_are_counted_and_never_accepted() -> None:
+    """A chain of three expands the root, 2 and 2 3; the last is not covered, so 4 is not proposed."""
     [one] = replay([toy_recording()], sage.policy("chain", depth=3)).rounds
     assert (one.accepted, one.emitted, one.depth) == (2, 3, 3)
     assert (one.expanded, one.uncovered, one.is_truncated) == (3, 1, True)
@@ -122,7 +122,7 @@ def test_times_follow_from_the_tables_by_hand() -> None:
     assert found.summary()["tokens_per_s"] == pytest.approx(3 / found.seconds)
 
 
-def test_a_policy_that_learns_gets_labels_along_the_answer_and_leaves_the_tables_alone(ready: Any) -> None:
+def test_learning_policy_gets_labels_along_the_answer_and_a_copy_of_the_tables(ready: Any) -> None:
     recording = record(*ready, max_new_tokens=LENGTH)
     learner = sage.policy("cost_aware")
     before = COSTS.state()
@@ -134,7 +134,7 @@ def test_a_policy_that_learns_gets_labels_along_the_answer_and_leaves_the_tables
     assert learner.learner.calibrator.weights.tolist() != learner.learner.calibrator.identity.tolist()
 
 
-def test_a_policy_that_plans_by_costs_needs_them() -> None:
+def test_cost_aware_policy_without_costs_is_refused() -> None:
     with refused("replay", "cost_aware"):
         replay([toy_recording()], sage.policy("cost_aware"))
 

@@ -1,4 +1,4 @@
-"""Choices: greedy, keyed draws, Hugging Face's processors on each node's own prefix, and where answers end."""
+"""Sampling: greedy, seeded draws, logits processors on the prefix of each node, and stopping rules."""
 
 from __future__ import annotations
 
@@ -62,22 +62,22 @@ def test_draws_follow_p() -> None:
     torch.testing.assert_close(torch.tensor(draws).bincount(minlength=4) / 4_000, p, atol=0.035, rtol=0)
 
 
-def test_labels_are_verdicts_or_probabilities() -> None:
+def test_labels_are_matches_or_target_probabilities() -> None:
     tree = tree_of([(1,)])
     tree.note_candidates(torch.tensor([0]), torch.tensor([[0.5, 0.2]]), torch.tensor([[1, 2]]))
     logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 0.0]])
     greedy = sampler()
-    judge = Verifier(greedy).verify(logits, tree, needs_labels=True).labels
+    greedy_labels = Verifier(greedy).verify(logits, tree, needs_labels=True).labels
     sampled = sampler(temperature=1.0)
-    weigh = Verifier(sampled).verify(logits, tree, needs_labels=True).labels
-    sampled(logits + torch.randn(2, 3), tree)  # a verdict that is asked for later is the same
-    assert judge(2) == [[1.0, 0.0]] and judge(1) == [[1.0]], "of the one node that the draft was asked about"
-    torch.testing.assert_close(torch.tensor(weigh(2)), logits.softmax(-1)[:1, 1:])
-    assert weigh(1) == [row[:1] for row in weigh(2)]
+    sampled_labels = Verifier(sampled).verify(logits, tree, needs_labels=True).labels
+    sampled(logits + torch.randn(2, 3), tree)  # labels stay valid in later rounds
+    assert greedy_labels(2) == [[1.0, 0.0]] and greedy_labels(1) == [[1.0]], "of the only expanded node"
+    torch.testing.assert_close(torch.tensor(sampled_labels(2)), logits.softmax(-1)[:1, 1:])
+    assert sampled_labels(1) == [row[:1] for row in sampled_labels(2)]
 
 
 class PrefixPenalty(LogitsProcessor):
-    """Forbids the sum of the prefix, modulo the vocabulary: any wrong prefix shows."""
+    """Forbids the token that is the sum of the prefix modulo the vocabulary, so that a wrong prefix changes the result."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         scores[torch.arange(len(scores)), input_ids.sum(1) % scores.shape[1]] = -torch.inf
@@ -85,7 +85,7 @@ class PrefixPenalty(LogitsProcessor):
 
 
 def test_processors_see_each_nodes_own_prefix() -> None:
-    """Against a slow twin that walks every path."""
+    """Against a slow reference that walks every path."""
     tree = tree_of([(1,), (2,), (1, 3), (2, 2), (1, 3, 0)])
     logits = torch.randn(6, 11)
     ours = sampler(logits_processor=LogitsProcessorList([PrefixPenalty()]))
@@ -117,7 +117,9 @@ def test_greedy_with_processors_equals_hugging_face(
 ) -> None:
     inputs = in_float64(tiny_target, make_inputs(tiny_target))
     answer = tiny_target.model.generate(**inputs, max_new_tokens=LENGTH, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-    tiny_target.eos_token_ids = tiny_target.model.generation_config.eos_token_id = [int(answer[4])]  # an EOS that would come
+    tiny_target.eos_token_ids = tiny_target.model.generation_config.eos_token_id = [
+        int(answer[4])
+    ]  # an EOS that the answer contains
     ids = tiny_target.model.generate(**inputs, max_new_tokens=LENGTH, do_sample=False, **theirs)
     expected = ids[0, inputs["input_ids"].shape[1] :].tolist()
     draft = sage.new_draft(tiny_target, seed=0)
@@ -139,7 +141,8 @@ def test_one_seed_one_text_with_every_filter(tiny_target: sage.Target, monkeypat
         assert torch.equal(out.tokens, alone.tokens), policy
 
 
-def test_bad_words_are_never_said_and_stop_strings_end_the_answer() -> None:
+@pytest.mark.slow
+def test_bad_words_are_never_generated_and_stop_strings_end_the_answer() -> None:
     target = make_qwen()
     target = sage.Target(target.model, make_processor(target))
     inputs = make_inputs(target)
@@ -183,21 +186,21 @@ def test_unknown_option_is_named(tiny_qwen: sage.Target) -> None:
         sage.generate(tiny_qwen, None, make_inputs(tiny_qwen), policy="autoregressive", temprature=1.0)
 
 
-def test_words_need_a_tokenizer(tiny_qwen: sage.Target) -> None:
+def test_bad_words_and_stop_strings_need_a_tokenizer(tiny_qwen: sage.Target) -> None:
     for options in ({"bad_words": ["a"]}, {"stop": ["a"]}):
         with refused(*options, "tokenizer"):
             sage.generate(tiny_qwen, None, make_inputs(tiny_qwen), policy="autoregressive", **options)
 
 
 class Letters:
-    """A tokenizer whose tokens are letters."""
+    """A tokenizer with one letter per token."""
 
     def decode(self, tokens: Sequence[int], **options: Any) -> str:
         return "".join(chr(ord("a") + token) for token in tokens)
 
 
 def one_by_one(tokens: Sequence[int], most: int, eos: Collection[int], stop: Sequence[str]) -> tuple[list[int], bool]:
-    """The answer, and whether it is over."""
+    """The answer, and whether it has ended."""
     kept: list[int] = []
     for token in tokens[:most]:
         kept.append(token)
@@ -212,7 +215,7 @@ def one_by_one(tokens: Sequence[int], most: int, eos: Collection[int], stop: Seq
     eos=st.frozensets(st.integers(0, 5), max_size=2),
     stop=st.lists(st.text("abcdef", min_size=1, max_size=3), max_size=2),
 )
-def test_an_answer_ends_where_it_ends_token_by_token(
+def test_stop_criterion_equals_checking_token_by_token(
     rounds: list[list[int]], most: int, eos: frozenset[int], stop: list[str]
 ) -> None:
     answer = StopCriterion(Sampling(max_new_tokens=most, stop=stop), eos, Letters())
@@ -227,7 +230,8 @@ def test_an_answer_ends_where_it_ends_token_by_token(
             return
 
 
-def test_one_text_or_processor_is_as_good_as_a_list_of_one() -> None:
+@pytest.mark.slow
+def test_single_string_or_processor_equals_a_list_of_one() -> None:
     target = make_qwen()
     target = sage.Target(target.model, make_processor(target))
     inputs = make_inputs(target)
@@ -236,20 +240,20 @@ def test_one_text_or_processor_is_as_good_as_a_list_of_one() -> None:
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             return -scores
 
-    def say(**options: Any) -> list[int]:
+    def generated(**options: Any) -> list[int]:
         return sage.generate(target, None, inputs, policy="autoregressive", max_new_tokens=60, **options).tokens.tolist()
 
-    free = say()
+    free = generated()
     text = target.processor.tokenizer.decode
     word = next(
         text(free[i : i + 2]) for i in range(3, len(free)) if text(free[i : i + 2]).isprintable() and text(free[i : i + 2])
     )
     for name, value in {"stop": word, "bad_words": word, "logits_processor": Flipped()}.items():
-        assert say(**{name: value}) == say(**{name: [value]})
-        assert say(**{name: None}) == free
-    assert say(stop=word) != free and say(logits_processor=Flipped()) != free
+        assert generated(**{name: value}) == generated(**{name: [value]})
+        assert generated(**{name: None}) == free
+    assert generated(stop=word) != free and generated(logits_processor=Flipped()) != free
 
 
-def test_nan_is_an_error_not_a_token() -> None:
+def test_nan_logits_are_refused() -> None:
     with refused("prefill of 2 tokens", "NaN"):
         sampler()(torch.tensor([[0.0, float("nan")]]), tree_of([]))

@@ -1,4 +1,4 @@
-"""Clocks: a round's timings are those laps, whenever they are asked for."""
+"""Timers and host tensors."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from sage.costs import timing
 from sage.host_tensors import CPU, TokenStagingBuffer, double_tensor, long_tensor
 
 
-def test_a_rounds_timings_can_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_round_times_can_be_resolved_later(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 1.0, 3.0, 3.5, 3.75, 6.75, 7.0, 11.0])
     monkeypatch.setattr(timing.time, "perf_counter", lambda: next(now))
     clock = timing.Clock(CPU)
     clock.lap("commit")  # the round before
-    clock.start_round()  # two seconds later: somebody took a while over the last one
+    clock.start_round()  # two seconds later, spent by the caller
     clock.lap("policy")
     clock.lap("draft_steps", 3)
     clock.lap("verify", 8)
@@ -27,7 +27,7 @@ def test_a_rounds_timings_can_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("values", [[], [7], [3, -1, 2**40]])
-def test_numbers_become_tensors(values: list[int]) -> None:
+def test_host_tensors_equal_torch_tensor(values: list[int]) -> None:
     assert torch.equal(long_tensor(values, CPU), torch.tensor(values, dtype=torch.long))
     assert torch.equal(double_tensor([0.5 * value for value in values]), 0.5 * torch.tensor(values, dtype=torch.float64))
 
@@ -40,7 +40,7 @@ def test_staging_buffer_holds_the_tokens_of_the_last_call() -> None:
     assert buffer.stage(tensor) is tensor
 
 
-def test_what_is_skipped_is_booked_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skipped_time_counts_for_no_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 1.0, 51.0, 53.0])
     monkeypatch.setattr(timing.time, "perf_counter", lambda: next(now))
     clock = timing.Clock(CPU)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import in_float64, make_inputs, make_llava, make_qwen
 from support.slow_trees import SlowTree
-from support.toy_helpers import probability, target_law
+from support.toy_helpers import probability, target_probs
 
 import sage
 from sage.sampling import Sampling, TargetSampler
@@ -133,18 +133,18 @@ def test_one_seed_chooses_the_same_whatever_else_is_in_the_tree(tree: SlowTree, 
 
 @few
 @given(random_trees(vocabulary=4, most_levels=3, most_per_level=2))
-def test_any_tree_keeps_the_targets_law(tree: SlowTree) -> None:
-    """All draws of one round below any tree, and fresh draws for what it leaves open: the target's own law to 1e-12."""
+def test_any_tree_keeps_the_targets_distribution(tree: SlowTree) -> None:
+    """All draws of one round below any tree, then fresh draws: the target's own distribution to 1e-12."""
     contexts: list[Context] = token_paths(tree)
-    law: dict[Context, float] = {}
-    weights = [target_law(context).tolist() for context in contexts]
+    found: dict[Context, float] = {}
+    weights = [target_probs(context).tolist() for context in contexts]
     for draws in itertools.product(range(4), repeat=len(tree)):
         _, emitted = accept(tree, draws)
         key = tuple(emitted)
-        law[key] = law.get(key, 0.0) + math.prod(weights[node][draw] for node, draw in enumerate(draws))
-    assert abs(sum(law.values()) - 1) < 1e-12
+        found[key] = found.get(key, 0.0) + math.prod(weights[node][draw] for node, draw in enumerate(draws))
+    assert abs(sum(found.values()) - 1) < 1e-12
     root = contexts[0]
-    for emitted, weight in law.items():
+    for emitted, weight in found.items():
         assert abs(weight - probability((*root, *emitted)) / probability(root)) < 1e-12
 
 

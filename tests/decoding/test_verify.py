@@ -1,4 +1,4 @@
-"""Acceptance: by hand, and as a law of probability, enumerated in float64."""
+"""Acceptance: examples by hand, and the output distribution, enumerated in float64."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from sage.verify import accept
 VOCABULARY, DEPTH = 4, 3
 
 
-def law(seed: int = 0) -> dict[tuple[int, ...], torch.Tensor]:
+def random_target(seed: int = 0) -> dict[tuple[int, ...], torch.Tensor]:
     """A random target: p(next | path) in float64 for every path up to DEPTH."""
     generator = torch.Generator().manual_seed(seed)
     paths = [path for n in range(DEPTH + 1) for path in itertools.product(range(VOCABULARY), repeat=n)]
     return {path: torch.rand(VOCABULARY, generator=generator, dtype=torch.float64).softmax(0) for path in paths}
 
 
-def first_tokens_law(tree: Tree, target: dict[tuple[int, ...], torch.Tensor], pick: object) -> dict[tuple[int, ...], float]:
-    """The exact law of one round's emitted tokens when every node draws independently from the target's p."""
+def first_tokens_distribution(
+    tree: Tree, target: dict[tuple[int, ...], torch.Tensor], pick: object
+) -> dict[tuple[int, ...], float]:
+    """Exact distribution of one round's tokens if every node draws independently from the target's p."""
     paths: list[tuple[int, ...]] = [()]
     for parent, token in zip(tree.parents.tolist()[1:], tree.tokens.tolist()[1:], strict=True):
         paths.append((*paths[parent], token))
@@ -48,7 +50,7 @@ TREES = [
 
 
 def deviation(found: dict[tuple[int, ...], float], target: dict[tuple[int, ...], torch.Tensor]) -> float:
-    """Largest distance of the emitted sequences' law from the target's, each sequence being a stopped path."""
+    """Largest difference between the probability of an emitted sequence and the target's."""
     worst = abs(sum(found.values()) - 1)
     for emitted, probability in found.items():
         expected = 1.0
@@ -59,20 +61,20 @@ def deviation(found: dict[tuple[int, ...], float], target: dict[tuple[int, ...],
 
 
 @pytest.mark.parametrize("paths", TREES, ids=len)
-def test_output_law_is_the_targets_for_any_tree(paths: list[tuple[int, ...]]) -> None:
-    """A round stops at a time that depends on the tokens alone, so each emitted sequence must carry the target's mass."""
-    target = law()
-    assert deviation(first_tokens_law(tree_of(paths), target, accept), target) < 1e-12
+def test_output_distribution_is_the_targets_for_any_tree(paths: list[tuple[int, ...]]) -> None:
+    """The end of a round depends on the tokens only, so each emitted sequence must have the target's probability."""
+    target = random_target()
+    assert deviation(first_tokens_distribution(tree_of(paths), target, accept), target) < 1e-12
 
 
-def test_negative_control_a_biased_rule_is_caught() -> None:
-    """Descending into the only child whatever was drawn is the kind of rule the test above must reject."""
+def test_negative_control_biased_rule() -> None:
+    """A rule that descends into the only child whatever the draw is must fail the test above."""
 
     def eager(tree: Tree, choices: Sequence[int]) -> tuple[list[int], list[int]]:
         return [0, 1], [int(tree.tokens[1]), choices[1]]
 
-    target = law()
-    assert deviation(first_tokens_law(tree_of([(0,)]), target, eager), target) > 0.05
+    target = random_target()
+    assert deviation(first_tokens_distribution(tree_of([(0,)]), target, eager), target) > 0.05
 
 
 def test_accept_by_hand() -> None:

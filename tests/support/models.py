@@ -16,7 +16,7 @@ import sage
 from sage.drafts import DraftSession
 from sage.host_tensors import Tokens
 
-VOCABULARY = 330  # room for 64 ids of our own and every byte
+VOCABULARY = 330  # 64 ids for the tests and one per byte
 IMAGE_TOKEN, VIDEO_TOKEN, EOS = 60, 61, 1
 
 
@@ -98,10 +98,10 @@ def _target(model: Any) -> sage.Target:
 
 
 def make_inputs(target: sage.Target, seed: int = 0, length: int = 12) -> dict[str, torch.Tensor]:
-    """One prompt with one picture in the middle, as tensors."""
+    """One prompt with an image in the middle, as tensors."""
     generator = torch.Generator().manual_seed(seed)
 
-    def words(count: int) -> torch.Tensor:
+    def text_ids(count: int) -> torch.Tensor:
         return torch.randint(2, 60, (count,), generator=generator)
 
     if target.family.model_type == "qwen2_5_vl":
@@ -118,18 +118,18 @@ def make_inputs(target: sage.Target, seed: int = 0, length: int = 12) -> dict[st
         }
         visual = 4 + 2 * 3
     half = length // 2
-    ids = torch.cat((words(half), torch.full((visual,), IMAGE_TOKEN), words(length - half)))[None]
+    ids = torch.cat((text_ids(half), torch.full((visual,), IMAGE_TOKEN), text_ids(length - half)))[None]
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **target.family.token_inputs(ids), **pixels}
 
 
 def in_float64(target: sage.Target, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Turns target and inputs to float64, where sums in another order still agree to 1e-12."""
+    """Converts target and inputs to float64, where sums in a different order agree to 1e-12."""
     target.model.double()
     return {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()}
 
 
 def random_draft(target: sage.Target, kind: str = "eagle", seed: int = 0, **options: Any) -> Any:
-    """A draft whose every weight matters; a fresh one starts with silent blocks, which would hide what they read."""
+    """A draft with random weights in all layers; the blocks of a new draft have zero output, which would hide their inputs."""
     draft = sage.new_draft(target, kind, seed=seed, **options)
     generator = torch.Generator().manual_seed(seed)
     for parameter in draft.parameters():
@@ -138,10 +138,9 @@ def random_draft(target: sage.Target, kind: str = "eagle", seed: int = 0, **opti
 
 
 class OracleSession(DraftSession):
-    """A stand-in draft that knows the answer and errs on purpose, so that deep paths, forks and misses all occur.
+    """A scripted draft session that knows the answer and errs on purpose, so that deep paths, branches and misses occur.
 
-    At depth d of a path that follows the answer, the true token has the rank given by a seeded draw; a path that has left
-    the answer gets arbitrary candidates.
+    On a path that follows the answer, the next token has a rank drawn with the seed; on other paths the candidates are random.
     """
 
     context = 0

@@ -1,7 +1,7 @@
-"""A toy world for exact proofs: a target and a draft that are tables of next-token laws by context.
+"""Table models for exact proofs: a target and a draft that are tables of next-token probabilities by context.
 
-They run through the real loop, the real policies and the real acceptance. Draws of the target are looked up, so that a test can
-enumerate them; none is sampled.
+They run with the real decoder, policies and acceptance. The target's draws are looked up instead of sampled, so that a test can
+enumerate them.
 
 Shapes: N tree nodes, V vocabulary.
 """
@@ -29,8 +29,8 @@ from sage.trees import Policy, Tree
 from sage.verify import Verifier
 
 Context = tuple[int, ...]
-Law = dict[Context, float]
-NextLaw = Callable[[Context], torch.Tensor]
+Distribution = dict[Context, float]
+NextTokenProbs = Callable[[Context], torch.Tensor]
 VOCABULARY, EOS = 4, 3
 PROMPT = [2]
 UNDECIDED = -1
@@ -38,7 +38,7 @@ PLAIN = Sampling(temperature=1.0)
 
 
 def make_policy(name: str, options: dict[str, Any]) -> Policy:
-    """A configured policy; one that needs costs gets a machine on which drafting pays."""
+    """A configured policy; one that needs costs gets tables for which drafting pays off."""
     policy = sage.policy(name, **options)
     if policy.needs_costs:
         policy.costs = Costs(Curve([1, 64], [1.0, 1.1]), Curve([1, 64], [0.01, 0.02]), context=0)
@@ -46,27 +46,27 @@ def make_policy(name: str, options: dict[str, Any]) -> Policy:
 
 
 @functools.cache
-def target_law(context: Context) -> torch.Tensor:
+def target_probs(context: Context) -> torch.Tensor:
     """p(next | context), float64 [V]."""
     generator = torch.Generator().manual_seed(sum((token + 2) * 31**i for i, token in enumerate(context)) + len(context))
     return torch.randn(VOCABULARY, generator=generator, dtype=torch.float64).mul(1.5).softmax(0)
 
 
 @functools.cache
-def draft_law(context: Context) -> torch.Tensor:
-    """q(next | context), the target's law seen through noise."""
+def draft_probs(context: Context) -> torch.Tensor:
+    """q(next | context), the target's probabilities with noise."""
     generator = torch.Generator().manual_seed(7 + sum((token + 2) * 37**i for i, token in enumerate(context)))
     noise = torch.randn(VOCABULARY, generator=generator, dtype=torch.float64)
-    return (target_law(context).log() + 0.7 * noise).softmax(0)
+    return (target_probs(context).log() + 0.7 * noise).softmax(0)
 
 
 class TableSession(DraftSession):
-    """A draft that is a table."""
+    """A draft session that reads a table."""
 
     context = 0  # of rows for the prompt; this draft keeps none
 
-    def __init__(self, law: NextLaw, context: Context = ()) -> None:
-        self.law, self.context = law, context
+    def __init__(self, probs: NextTokenProbs, context: Context = ()) -> None:
+        self.probs, self.context = probs, context
 
     def prefill(self, prompt: object, features: object, root: torch.Tensor) -> torch.Tensor:
         self.context = tuple(root.tolist())
@@ -74,7 +74,7 @@ class TableSession(DraftSession):
 
     def expand(self, rows: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         self.paths = [(*self.paths[row], token) for row, token in zip(rows.tolist(), map(int, tokens), strict=True)]
-        return torch.stack([self.law(path) for path in self.paths]).log()
+        return torch.stack([self.probs(path) for path in self.paths]).log()
 
     def commit(self, features: object, tokens: Tokens) -> torch.Tensor:
         self.context += tuple(map(int, tokens))
@@ -82,11 +82,11 @@ class TableSession(DraftSession):
 
     def start(self) -> torch.Tensor:
         self.paths = [self.context]
-        return self.law(self.context)[None].log()
+        return self.probs(self.context)[None].log()
 
 
 class TableCache:
-    """A cache that holds token ids."""
+    """A cache of token ids."""
 
     def __init__(self) -> None:
         self.rows: list[int] = []
@@ -100,7 +100,7 @@ class TableCache:
 
 
 class TableTarget:
-    """A target that is a table. A feature is the number of a context; `asked` names the contexts of the last lm_head."""
+    """A target that reads a table. Features are indices of contexts; `evaluated` holds the contexts of the last `lm_head`."""
 
     def __init__(self) -> None:
         self.contexts: list[Context] = []
@@ -122,28 +122,28 @@ class TableTarget:
         return self._features(contexts)
 
     def lm_head(self, features: torch.Tensor) -> torch.Tensor:
-        self.asked = [self.contexts[int(index)] for index in features[:, 0]]
-        return torch.stack([target_law(context) for context in self.asked]).log()
+        self.evaluated = [self.contexts[int(index)] for index in features[:, 0]]
+        return torch.stack([target_probs(context) for context in self.evaluated]).log()
 
 
-class Draws(TargetSampler):
-    """A sampler whose draws are fixed by context, UNDECIDED where none is; `laws` holds the laws it would have drawn from."""
+class FixedDraws(TargetSampler):
+    """A sampler with draws fixed by context, UNDECIDED for others; `probs` collects the probabilities of all contexts."""
 
     def __init__(self, target: TableTarget, fixed: dict[Context, int], sampling: Sampling) -> None:
         super().__init__(sampling, torch.tensor(PROMPT), eos=[EOS])
         self.target, self.fixed = target, fixed
-        self.laws: dict[Context, torch.Tensor] = {}
+        self.probs: dict[Context, torch.Tensor] = {}
 
     def __call__(self, logits: torch.Tensor, tree: Tree) -> torch.Tensor:
         super().__call__(logits, tree)
         contexts = [(*self.history[:-1], *tree.tokens[seen].tolist())[len(PROMPT) :] for seen in tree.ancestors]
-        assert contexts == self.target.asked
-        self.laws |= dict(zip(contexts, self._log_p.exp(), strict=True))
+        assert contexts == self.target.evaluated
+        self.probs |= dict(zip(contexts, self._log_p.exp(), strict=True))
         return torch.tensor([self.fixed.get(context, UNDECIDED) for context in contexts])
 
 
 class SteadyClock:
-    """A clock by which every pass takes the same time, so that policies that plan by time plan the same in every run."""
+    """A clock with constant times, which makes cost-aware policies deterministic."""
 
     def lap(self, phase: str, count: int = 0) -> None:
         pass
@@ -158,40 +158,40 @@ class SteadyClock:
 def toy_request(
     policy: Policy, fixed: dict[Context, int], max_new_tokens: int, eos: list[int], sampling: Sampling = PLAIN
 ) -> Request:
-    """A request in the toy world: a prompt of one token, drafted for if the policy drafts."""
+    """A request to the table models with a prompt of one token."""
     ids = torch.tensor([PROMPT])
     prompt = Prompt(
         ids, ids[..., None].double(), ids, torch.tensor([len(PROMPT)]), torch.ones_like(ids), torch.zeros_like(ids) > 0
     )
     target: Any = TableTarget()
     cache: Any = TableCache()
-    session = TableSession(draft_law) if policy.num_candidates else None
+    session = TableSession(draft_probs) if policy.num_candidates else None
     sampling = replace(sampling, max_new_tokens=max_new_tokens)
-    verifier, clock = Verifier(Draws(target, fixed, sampling)), SteadyClock()
+    verifier, clock = Verifier(FixedDraws(target, fixed, sampling)), SteadyClock()
     return Request(target, session, policy, verifier, StopCriterion(sampling, eos), prompt, cache, clock)  # type: ignore[arg-type]
 
 
-def probability(tokens: Context, law: NextLaw = target_law) -> float:
-    """p(tokens) = product of p(token | those before it), float64."""
-    return float(torch.stack([law(tokens[:i])[token] for i, token in enumerate(tokens)]).prod())
+def probability(tokens: Context, probs: NextTokenProbs = target_probs) -> float:
+    """p(tokens) = product of p(token | preceding tokens), float64."""
+    return float(torch.stack([probs(tokens[:i])[token] for i, token in enumerate(tokens)]).prod())
 
 
-def sequences(length: int, eos: int | None = None, law: NextLaw = target_law) -> Law:
-    """The target's own law of the answer: everything of `length` tokens, or shorter with EOS at its end."""
-    found: Law = {}
+def sequences(length: int, eos: int | None = None, probs: NextTokenProbs = target_probs) -> Distribution:
+    """The target's distribution of answers: sequences of `length` tokens, or shorter ones that end with EOS."""
+    found: Distribution = {}
     for tokens in itertools.product(range(VOCABULARY), repeat=length):
         end = tokens.index(eos) + 1 if eos in tokens else length
-        found[tokens[:end]] = probability(tokens[:end], law)
+        found[tokens[:end]] = probability(tokens[:end], probs)
     return found
 
 
-def distance(found: Law, expected: Law) -> float:
-    """Largest difference of two laws."""
+def distance(found: Distribution, expected: Distribution) -> float:
+    """Largest difference between two distributions."""
     return max(abs(found.get(key, 0.0) - expected.get(key, 0.0)) for key in found.keys() | expected.keys())
 
 
 def toy_tree(policy: Policy, root: Context = (0,), levels: int = 3) -> tuple[Tree, list[Context]]:
-    """One real `draft_tree` below `root`, and the context of each node."""
+    """Result of `draft_tree` below `root`, and the context of each node."""
     request = toy_request(policy, {}, levels + 1, [])
     request.root = root[-1]
     if request.session:
