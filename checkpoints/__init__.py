@@ -1,1 +1,1 @@
-"""The hand-off between training and whoever comes after: run states that survive a crash, and exports for serving engines."""
+"""What a run leaves behind: run folders, checkpoints that survive a crash, and exports for serving engines."""

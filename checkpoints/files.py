@@ -1,7 +1,9 @@
-"""Writing so that a crash leaves the old or the new, never a part.
+"""Atomic replacement of folders: after a crash the old folder or the new one is in place, never a mixture.
 
-.NAME.part      being written, or on its way out; whatever a crash leaves of it goes with the next save
-.NAME.old       being replaced; goes back to its place if a crash left nothing there
+    .NAME.part      being written or being removed; a leftover of a crash is deleted before the next save
+    .NAME.old       being replaced; restored if a crash left nothing in its place
+
+Atomic writes of single files are in sage.files.
 """
 
 from __future__ import annotations
@@ -19,89 +21,85 @@ logger = logging.getLogger(__name__)
 LEFTOVER = re.compile(r"\.(.+)\.(part|old)")
 
 
-def replace_folder(part: Path, final: Path) -> None:
-    """Puts a finished folder in the place of an older one.
+def part_path(final: Path) -> Path:
+    """Returns `.NAME.part`, the temporary name of a folder while it is written."""
+    return final.with_name(f".{final.name}.part")
 
-    Where the file system can exchange two names at once, a reader finds the one or the other at any time. Elsewhere a crash
-    between two renames leaves the older one beside its place, where `settle` finds it.
+
+def old_path(final: Path) -> Path:
+    """Returns `.NAME.old`, the temporary name of a folder while it is replaced."""
+    return final.with_name(f".{final.name}.old")
+
+
+def replace_folder(part: Path, final: Path) -> None:
+    """Moves a finished folder to its final name, replacing an existing folder.
+
+    Where the file system can exchange two names atomically, `final` exists at any time. Elsewhere a crash between two renames
+    leaves the existing folder under `old_path(final)`; `restore_interrupted` moves it back.
     """
-    settle(final)
-    share(part)
+    restore_interrupted(final)
+    copy_permissions(part)
     fsync_tree(part)
     if final.exists() and exchange(part, final):
         fsync(final.parent)
         shutil.rmtree(part)
         return
     if final.exists():
-        sync_rename(final, old_of(final))
-    sync_rename(part, final)
-    shutil.rmtree(old_of(final), ignore_errors=True)
+        _rename(final, old_path(final))
+    _rename(part, final)
+    shutil.rmtree(old_path(final), ignore_errors=True)
 
 
-def exchange(one: Path, other: Path) -> bool:
-    """Swaps two names in one operation; False where system or file system cannot."""
+def exchange(first: Path, second: Path) -> bool:
+    """Exchanges two names atomically; returns False if the system or the file system does not support it."""
     try:
-        swap = ctypes.CDLL(None).renameat2
+        renameat2 = ctypes.CDLL(None).renameat2
     except (AttributeError, OSError):
         return False
-    here = ctypes.c_int(-100)  # AT_FDCWD: relative paths count from the working directory
-    first, second = (ctypes.c_char_p(os.fsencode(path)) for path in (one, other))
-    return bool(swap(here, first, here, second, ctypes.c_uint(2)) == 0)  # RENAME_EXCHANGE
+    cwd = ctypes.c_int(-100)  # AT_FDCWD: relative paths are resolved from the working directory
+    names = [ctypes.c_char_p(os.fsencode(path)) for path in (first, second)]
+    return bool(renameat2(cwd, names[0], cwd, names[1], ctypes.c_uint(2)) == 0)  # RENAME_EXCHANGE
 
 
-def settle(final: Path) -> None:
-    """Undoes what a crash in the middle of `replace_folder` left: the older folder goes back if there is no newer one."""
-    old = old_of(final)
+def restore_interrupted(final: Path) -> None:
+    """Restores the previous folder if a crash interrupted `replace_folder` and left nothing under `final`."""
+    old = old_path(final)
     if old.exists() and not final.exists():
-        logger.warning("%s: a replacement was interrupted; the older folder is back in its place", final)
-        sync_rename(old, final)
+        logger.warning("%s: a replacement was interrupted; the previous folder is restored", final)
+        _rename(old, final)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def tidy(folder: Path) -> None:
-    """Clears away what a crash left directly in `folder`: parts are removed, interrupted replacements are settled.
+def remove_leftovers(folder: Path) -> None:
+    """Removes partial files and folders of a crash directly in `folder` and restores interrupted replacements.
 
-    Only the process that writes there may call it.
+    Only the process that writes to `folder` may call it.
     """
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         found = LEFTOVER.fullmatch(path.name)
         if found and found.group(2) == "old":
-            settle(folder / found.group(1))
+            restore_interrupted(folder / found.group(1))
         elif found and path.is_dir():
             shutil.rmtree(path)
         elif found:
             path.unlink()
 
 
-def part_of(final: Path) -> Path:
-    """`.NAME.part`, where something is written before it is whole."""
-    return final.with_name(f".{final.name}.part")
+def remove_folder(folder: Path) -> None:
+    """Removes a folder; a crash does not leave a partial folder under its name."""
+    part = part_path(folder)
+    os.replace(folder, part)
+    shutil.rmtree(part)
 
 
-def old_of(final: Path) -> Path:
-    """`.NAME.old`, where a folder waits while it is replaced."""
-    return final.with_name(f".{final.name}.old")
-
-
-def sync_rename(part: Path, final: Path) -> None:
-    """Renames and makes the new name durable."""
-    os.replace(part, final)
-    fsync(final.parent)
-
-
-def share(folder: Path) -> None:
-    """Gives the files in a folder the permissions of the folder.
-
-    safetensors writes for the owner alone, and who serves a draft is often somebody else.
-    """
+def copy_permissions(folder: Path) -> None:
+    """Gives the files in a folder the folder's permissions: safetensors creates files that only their owner can read."""
     mode = folder.stat().st_mode & 0o666
     for path in folder.rglob("*"):
         if path.is_file() and path.stat().st_mode & 0o777 != mode:
             path.chmod(mode)
 
 
-def remove_folder(folder: Path) -> None:
-    """Removes a folder in such a way that a crash does not leave half of it under its name."""
-    part = part_of(folder)
-    os.replace(folder, part)
-    shutil.rmtree(part)
+def _rename(source: Path, final: Path) -> None:
+    os.replace(source, final)
+    fsync(final.parent)

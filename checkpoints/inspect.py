@@ -1,96 +1,144 @@
-"""What a folder is, for a person: run, saved state, draft, export, foreign draft or target, and whether it is whole."""
+"""Describes a folder: run, training state, draft, export, third-party draft or target; verifies what it can verify."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from checkpoints.description import UNKNOWN, Description
-from checkpoints.export.expressible import COMPRESSOR, told_compressor
-from checkpoints.export.facts import read_json
-from checkpoints.export.folder import CONFIG, Weights
-from checkpoints.export.formats.layout import Head
+from checkpoints import run_folder
+from checkpoints.export.compatibility import COMPRESSOR, format_compressor
+from checkpoints.export.export_folder import EXPORT_INFO, verify_export
+from checkpoints.export.formats.layout import EngineConfig
 from checkpoints.export.source import find_source
 from checkpoints.export.validator.validator import check_folder
-from checkpoints.export.writing import ABOUT, find_damage, settle
-from checkpoints.run_folder import (
-    BEST_DRAFT,
-    DRAFT,
-    PROVENANCE,
-    STATE,
-    STEP_NAME,
-    is_run,
-    list_steps,
-    run_of,
-    state_folder,
-    step_name,
-)
+from checkpoints.export.weight_files import CONFIG, Weights
+from checkpoints.files import restore_interrupted
+from checkpoints.run_folder import BEST_DRAFT, DRAFT, is_run, list_steps, run_of, state_folder, step_name
 from checkpoints.store import verify_state
+from sage.bench.tables import text_table
 from sage.drafts.registry import head_kind
 from sage.dtypes import dtype_name
+from sage.files import read_json
 from sage.manifest import MANIFEST, CorruptFolder, has_manifest
 from sage.targets import is_target_folder
 
+UNKNOWN = "unknown"
+FIGURES = {"tokens_per_target_pass": "tokens/pass", "mean_accepted_draft": "accepted", "speedup": "speedup"}
 
-def describe(folder: Path) -> Description:
-    """Looks at a folder without changing it (a replacement that a crash interrupted is settled first).
+
+@dataclass
+class Description:
+    """The description of a folder.
+
+    Attributes:
+        kind: a name in `KINDS`, or `UNKNOWN`.
+        facts: label -> value, in printing order; empty values are not printed.
+        problems: what is corrupt or missing.
+        table: figures of the validation, by policy.
+    """
+
+    folder: Path
+    kind: str
+    facts: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    table: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether no problem was found."""
+        return not self.problems
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain values for JSON."""
+        return {**asdict(self), "folder": str(self.folder), "is_intact": self.is_intact}
+
+    def text(self) -> str:
+        """Returns a few lines for a terminal."""
+        state = "" if self.kind == UNKNOWN else ", intact" if self.is_intact else ", CORRUPT"
+        rows = [(label, _format(value)) for label, value in self.facts.items() if value not in (None, "", [], {})]
+        parts = [f"{self.folder}: {self.kind}{state}", text_table(None, rows, "<", indent=2)]
+        parts += [f"  problem: {problem}" for problem in self.problems]
+        return "\n".join(part for part in [*parts, self._policy_table()] if part)
+
+    def _policy_table(self) -> str:
+        if not self.table:
+            return ""
+        rows = [
+            [
+                name,
+                *(f"{figures[key]:.2f}" if key in figures else "-" for key in FIGURES),
+                f"{figures.get('match', '?')}/{figures.get('total', '?')}",
+            ]
+            for name, figures in self.table.items()
+        ]
+        return text_table(["validation", *FIGURES.values(), "identical"], rows, indent=2, ruled=False)
+
+
+def _format(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def inspect_folder(folder: Path) -> Description:
+    """Describes a folder without changing it (except that an interrupted replacement is restored first).
 
     Raises:
         ValueError: no such folder.
     """
-    settle(folder)
+    restore_interrupted(folder)
     if not folder.is_dir():
         raise ValueError(f"--inspect {folder}: {'a file; give its folder' if folder.exists() else 'no such folder'}")
-    kind, look = _kind(folder)
+    kind, describe = _find_kind(folder)
     found = Description(folder, kind)
     try:
-        look(found)
+        describe(found)
     except ValueError as error:
         found.problems.append(str(error))
     return found
 
 
-def _kind(folder: Path) -> tuple[str, Look]:
-    return next(((kind, look) for kind, is_kind, look in KINDS_OF_FOLDERS if is_kind(folder)), (UNKNOWN, _unknown))
+def _find_kind(folder: Path) -> tuple[str, Describe]:
+    return next(((kind, describe) for kind, is_kind, describe in KINDS if is_kind(folder)), (UNKNOWN, _describe_unknown))
 
 
-def _unknown(found: Description) -> None:
-    """What is in it helps to see where to look instead."""
-    inner = {path.name: _kind(path)[0] for path in sorted(found.folder.iterdir()) if path.is_dir()}
-    found.problems.append("neither a run, a state, a draft, an export nor a target")
+def _describe_unknown(found: Description) -> None:
+    """Lists the subfolders of known kinds."""
+    inner = {path.name: _find_kind(path)[0] for path in sorted(found.folder.iterdir()) if path.is_dir()}
+    found.problems.append("neither a run, a training state, a draft, an export nor a target")
     found.facts = {name: kind for name, kind in inner.items() if kind != UNKNOWN}
 
 
 def _is_state(folder: Path) -> bool:
-    return STEP_NAME.fullmatch(folder.name) is not None and folder.parent.name == STATE
+    return run_folder.STEP_NAME.fullmatch(folder.name) is not None and folder.parent.name == run_folder.STATE
 
 
-def _is_ours(folder: Path) -> bool:
-    return (folder / CONFIG).is_file() and head_kind(_peek(folder).get("model_type")) is not None
+def _is_own_draft(folder: Path) -> bool:
+    return (folder / CONFIG).is_file() and head_kind(_read_config_or_empty(folder).get("model_type")) is not None
 
 
-def _is_foreign(folder: Path) -> bool:
-    return (folder / CONFIG).is_file() and Head(_peek(folder)).format is not None
+def _is_third_party_draft(folder: Path) -> bool:
+    return (folder / CONFIG).is_file() and EngineConfig(_read_config_or_empty(folder)).format is not None
 
 
 def _is_export(folder: Path) -> bool:
-    return has_manifest(folder) or (folder / ABOUT).is_file()
+    return has_manifest(folder) or (folder / EXPORT_INFO).is_file()
 
 
-def _peek(folder: Path) -> dict[str, Any]:
+def _read_config_or_empty(folder: Path) -> dict[str, Any]:
     try:
         return read_json(folder / CONFIG)
     except ValueError:
         return {}
 
 
-def _run(found: Description) -> None:
+def _describe_run(found: Description) -> None:
     folder = found.folder
     drafts = [name for name in (BEST_DRAFT, DRAFT) if (folder / name / CONFIG).is_file()]
-    known = _provenance(found, folder)
+    known = _read_provenance(found, folder)
     steps = list_steps(state_folder(folder))
-    found.facts = {"started": known.get("started"), "target": _target_line(known.get("target") or {})}
+    found.facts = {"started": known.get("started"), "target": _describe_fingerprint(known.get("target") or {})}
     found.facts |= {"drafts": drafts or "none yet", "saved at steps": steps, "data fingerprint": known.get("data_fingerprint")}
     for step in steps:
         try:
@@ -99,7 +147,7 @@ def _run(found: Description) -> None:
             found.problems.append(str(error))
     for name in drafts:
         inner = Description(folder / name, "draft")
-        _ours(inner)
+        _describe_draft(inner)
         found.problems += inner.problems
         found.facts[name] = f"{inner.facts.get('architecture')}, {inner.facts.get('parameters')} parameters"
     if drafts:
@@ -108,132 +156,125 @@ def _run(found: Description) -> None:
         found.table = (source.report or {}).get("policies", {})
 
 
-def _provenance(found: Description, run: Path) -> dict[str, Any]:
-    """What a run's provenance.json says; nothing, and a problem, where it is missing or damaged."""
+def _read_provenance(found: Description, run: Path) -> dict[str, Any]:
+    """Reads provenance.json; if it is missing or corrupt, adds a problem and returns an empty dictionary."""
     try:
-        return read_json(run / PROVENANCE)
+        return read_json(run / run_folder.PROVENANCE)
     except ValueError as error:
         found.problems.append(str(error))
         return {}
 
 
-def _state(found: Description) -> None:
+def _describe_state(found: Description) -> None:
     run = found.folder.parent.parent
     if is_run(run):
-        known = _provenance(found, run)
-        found.facts = {"target": _target_line(known.get("target") or {}), "data fingerprint": known.get("data_fingerprint")}
+        known = _read_provenance(found, run)
+        fingerprint = known.get("data_fingerprint")
+        found.facts = {"target": _describe_fingerprint(known.get("target") or {}), "data fingerprint": fingerprint}
     manifest = verify_state(found.folder)
-    sizes = [facts["bytes"] for facts in manifest["files"].values()]
+    sizes = [listed["bytes"] for listed in manifest["files"].values()]
     found.facts |= {"steps trained": manifest["step"], "files": f"{len(sizes)}, {sum(sizes) / 2**20:.1f} MiB"}
 
 
-def _ours(found: Description) -> None:
+def _describe_draft(found: Description) -> None:
     folder = found.folder
     config = read_json(folder / CONFIG)
-    target = config.get("target") or {}
-    found.facts = {"target": _target_line(target), "loaded from": config.get("target_path")}
-    found.facts |= {"architecture": config.get("model_type"), **_size(folder, found.problems)}
+    found.facts = {"target": _describe_fingerprint(config.get("target") or {}), "loaded from": config.get("target_path")}
+    found.facts |= {"architecture": config.get("model_type"), **_describe_weights(folder, found.problems)}
     if config.get("feature_levels"):
-        whole = config.get("draft_vocab_size") == config.get("vocab_size")
+        is_full = config.get("draft_vocab_size") == config.get("vocab_size")
         found.facts["feature levels"] = config["feature_levels"]
-        found.facts["draft vocabulary"] = f"{config.get('draft_vocab_size')}{' (whole)' if whole else ''}"
+        found.facts["draft vocabulary"] = f"{config.get('draft_vocab_size')}{' (full)' if is_full else ''}"
     if config.get(COMPRESSOR):
-        found.facts["compressor"] = told_compressor(config[COMPRESSOR])
-    if (folder / ABOUT).is_file():
-        _add_about(found, folder)
+        found.facts["compressor"] = format_compressor(config[COMPRESSOR])
+    if (folder / EXPORT_INFO).is_file():
+        _add_export_info(found, folder)
     elif run_of(folder):
         source = find_source(folder)
         found.facts |= {"steps trained": source.step, "data fingerprint": source.provenance.get("data_fingerprint")}
         found.table = (source.report or {}).get("policies", {})
     if has_manifest(folder):
-        _find_damage(found)
+        _verify(found)
 
 
-def _export(found: Description) -> None:
+def _describe_export(found: Description) -> None:
     folder = found.folder
-    _find_damage(found)
+    _verify(found)
     if found.problems:
         return
-    if (folder / ABOUT).is_file():
-        _add_about(found, folder)
+    if (folder / EXPORT_INFO).is_file():
+        _add_export_info(found, folder)
     check = check_folder(folder)
     found.problems += [str(finding) for finding in check.errors]
     found.facts = {"format": f"{check.format}{f' for {check.flavour}' if check.flavour else ''}", **found.facts}
-    found.facts |= _size(folder, found.problems)
+    found.facts |= _describe_weights(folder, found.problems)
 
 
-def _foreign(found: Description) -> None:
+def _describe_third_party(found: Description) -> None:
     check = check_folder(found.folder)
     found.problems += [str(finding) for finding in check.errors]
     config = read_json(found.folder / CONFIG)
-    found.facts = {"format": str(check.format), "architecture": config.get("architectures"), **_size(found.folder, [])}
-    found.facts["vocabulary"] = config.get("vocab_size")
+    found.facts = {"format": str(check.format), "architecture": config.get("architectures")}
+    found.facts |= {**_describe_weights(found.folder, []), "vocabulary": config.get("vocab_size")}
 
 
-def _target(found: Description) -> None:
+def _describe_target(found: Description) -> None:
     config = read_json(found.folder / CONFIG)
-    found.facts = {"architecture": config.get("architectures"), **_size(found.folder, found.problems)}
+    found.facts = {"architecture": config.get("architectures"), **_describe_weights(found.folder, found.problems)}
 
 
-def _size(folder: Path, problems: list[str]) -> dict[str, Any]:
-    """Parameters and dtype from the weights' headers; what cannot be read becomes a problem."""
+def _describe_weights(folder: Path, problems: list[str]) -> dict[str, Any]:
+    """Number of parameters and dtypes, from the headers of the weights; adds a problem if they cannot be read."""
     try:
         infos = Weights(folder).infos
     except ValueError as error:
         problems.append(str(error))
         return {}
     floats = {name: info for name, info in infos.items() if info.dtype is not None and info.dtype.is_floating_point}
-    count = sum(_numel(info.shape) for info in floats.values())
-    kinds = sorted({dtype_name(info.dtype) for info in floats.values()})
-    return {"parameters": f"{count:,}", "dtype": ", ".join(kinds)}
+    num_parameters = sum(math.prod(info.shape) for info in floats.values())
+    dtypes = sorted({dtype_name(info.dtype) for info in floats.values()})
+    return {"parameters": f"{num_parameters:,}", "dtype": ", ".join(dtypes)}
 
 
-def _numel(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
-
-
-def _add_about(found: Description, folder: Path) -> None:
-    about = read_json(folder / ABOUT)
+def _add_export_info(found: Description, folder: Path) -> None:
+    info = read_json(folder / EXPORT_INFO)
     found.facts |= {
-        "target": _target_line(about.get("target") or {}),
-        "architecture": about.get("draft"),
-        "imported from": about.get("imported_from"),
-        "steps trained": about.get("steps_trained"),
-        "data fingerprint": about.get("data_fingerprint"),
-        "warnings": about.get("warnings"),
+        "target": _describe_fingerprint(info.get("target") or {}),
+        "architecture": info.get("draft"),
+        "imported from": info.get("imported_from"),
+        "steps trained": info.get("steps_trained"),
+        "data fingerprint": info.get("data_fingerprint"),
+        "warnings": info.get("warnings"),
     }
-    found.table = (about.get("validation") or {}).get("policies", {})
+    found.table = (info.get("validation") or {}).get("policies", {})
 
 
-def _find_damage(found: Description) -> None:
+def _verify(found: Description) -> None:
     if not has_manifest(found.folder):
-        found.problems.append(f"{MANIFEST}: missing, nothing vouches for the files")
+        found.problems.append(f"{found.folder / MANIFEST}: missing; the files cannot be verified")
         return
     try:
-        find_damage(found.folder)
+        verify_export(found.folder)
     except ValueError as error:
         found.problems.append(str(error))
 
 
-def _target_line(target: dict[str, Any]) -> str:
+def _describe_fingerprint(target: dict[str, Any]) -> str:
     if not target:
         return "unknown"
     name = f"{target['name']}: " if target.get("name") else ""
-    sizes = {"num_layers": "layers", "hidden_size": "wide", "vocab_size": "tokens"}
+    sizes = {"num_layers": "layers", "hidden_size": "hidden", "vocab_size": "tokens"}
     return f"{name}{target.get('model_type')}, " + ", ".join(
-        f"{target[key]} {what}" for key, what in sizes.items() if key in target
+        f"{target[key]} {label}" for key, label in sizes.items() if key in target
     )
 
 
-Look = Callable[[Description], None]
-KINDS_OF_FOLDERS: tuple[tuple[str, Callable[[Path], bool], Look], ...] = (
-    ("run", is_run, _run),
-    ("saved state of a run", _is_state, _state),
-    ("draft (ours, for sage.load_draft)", _is_ours, _ours),
-    ("export", _is_export, _export),
-    ("foreign draft", _is_foreign, _foreign),
-    ("target (a whole vision-language model)", is_target_folder, _target),
+Describe = Callable[[Description], None]
+KINDS: tuple[tuple[str, Callable[[Path], bool], Describe], ...] = (
+    ("run", is_run, _describe_run),
+    ("training state of a run", _is_state, _describe_state),
+    ("draft", _is_own_draft, _describe_draft),
+    ("export", _is_export, _describe_export),
+    ("third-party draft", _is_third_party_draft, _describe_third_party),
+    ("target", is_target_folder, _describe_target),
 )

@@ -1,13 +1,13 @@
-"""Run states on disk: whole or not there, verified when read, the oldest ones let go.
+"""Checkpoints of a run, to resume from: written atomically, verified when read, the oldest ones removed.
 
     state/
-      step_00000100/          everything `resume` needs
-        manifest.json         {"step": 100, "files": {NAME: {"bytes": n, "sha256": hex}}}
+      step_00000100/          everything needed to resume
+        manifest.json         size and hash of every file (sage.manifest)
         ...
-      latest                  the name of the newest whole state
-      best                    the name of the state of the best draft, if one was saved at that step
+      latest                  name of the newest complete state
+      best                    name of the state of the best draft, if one was saved at that step
 
-Owns: names, hashes, retention, how a failed write is told. Does not own: atomic writing (checkpoints.files), what is inside a
+Owns: names, retention, errors of a failed write. Does not own: atomic writing (sage.files, checkpoints.files), the content of a
 state (train.state.resume).
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from checkpoints.files import part_of, remove_folder, replace_folder, tidy
+from checkpoints.files import part_path, remove_folder, remove_leftovers, replace_folder
 from checkpoints.run_folder import list_steps, step_name
 from sage.cli import EXIT_CRASH
 from sage.files import write_text
@@ -34,33 +34,33 @@ LATEST, BEST = "latest", "best"
 
 
 class SaveFailed(RuntimeError):
-    """A state could not be written; the message says where, why, what is still there and how to go on."""
+    """A write failed. The message names the place, the cause, what is still saved and the remedy."""
 
     exit_code = EXIT_CRASH
 
 
 @contextmanager
 def saving(path: Path, then: str = "go on with run.resume=true") -> Iterator[None]:
-    """Within the block a write to `path`, or below it, that fails is told in one line.
+    """Reports a failed write to `path`, or below it, in one line.
 
     Args:
-        then: what to do once there is room.
+        then: what to do once there is space.
 
     Raises:
-        SaveFailed: in place of the error of system or library.
+        SaveFailed: instead of the error of the system or of safetensors.
     """
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise SaveFailed(f"{path}: could not be saved ({error}); make room or repair that folder, then {then}") from error
+        raise SaveFailed(f"{path}: could not be saved ({error}); free space or repair that folder, then {then}") from error
 
 
 class StateStore:
     """The states of one run. One process (rank 0) begins, commits and prunes; any process may read.
 
     Args:
-        folder: `runs/NAME/state`; made when first needed.
-        keep_last: how many of the newest states are kept.
+        folder: `runs/NAME/state`; created when needed.
+        keep_last: number of newest states that are kept.
         keep_every: states of steps that are a multiple of this are kept as well; 0: none.
     """
 
@@ -69,30 +69,30 @@ class StateStore:
         self.keep_last, self.keep_every = keep_last, keep_every
 
     def begin(self, step: int) -> Path:
-        """An empty folder to write the state of `step` into; what a crash left behind is cleared away first.
+        """Creates an empty folder for the state of `step`; removes leftovers of a crash first.
 
         Raises:
-            OSError: the folder cannot be written to.
+            OSError: the folder is not writable.
         """
-        tidy(self.folder)
+        remove_leftovers(self.folder)
         part = self.part(step)
         part.mkdir(parents=True)
         return part
 
     def part(self, step: int) -> Path:
-        """Where a state is written before it is whole."""
-        return part_of(self.folder / step_name(step))
+        """Returns the temporary folder of a state that is being written."""
+        return part_path(self.folder / step_name(step))
 
     def commit(self, step: int, best_step: int | None = None) -> Path:
-        """Seals what was written since `begin(step)`: manifest, fsync, rename, `latest`, `best`, retention.
+        """Completes what was written since `begin(step)`: manifest, fsync, rename, `latest`, `best`, retention.
 
-        States of later steps go: the run was resumed from before them because they are damaged.
+        States of later steps are removed: they are corrupt, since the run was resumed from an earlier one.
 
         Args:
-            best_step: where the best draft so far was found; a state of that step is kept.
+            best_step: step of the best draft so far; a state of that step is kept.
 
         Raises:
-            OSError: the disk is full or not writable; earlier states are untouched.
+            OSError: the disk is full or not writable; earlier states are unchanged.
         """
         part, final = self.part(step), self.folder / step_name(step)
         write_manifest(part, step)
@@ -105,23 +105,23 @@ class StateStore:
         return final
 
     def abandon(self, step: int, cause: str) -> SaveFailed:
-        """Removes a half-written state, so that a full disk has room again; -> the error to raise, in a person's words."""
+        """Removes a partial state, which frees space on a full disk; returns the error to raise."""
         shutil.rmtree(self.part(step), ignore_errors=True)
         steps = self.steps()
-        left = f"step {steps[-1]} is saved; then go on with run.resume=true" if steps else "nothing was saved before"
-        return SaveFailed(f"{self.folder}: step {step} could not be saved ({cause}); make room or repair that folder. {left}")
+        left = f"step {steps[-1]} is saved; then go on with run.resume=true" if steps else "no earlier step is saved"
+        return SaveFailed(f"{self.folder}: step {step} could not be saved ({cause}); free space or repair that folder. {left}")
 
     def steps(self) -> list[int]:
-        """Steps of the complete states, oldest first; not verified."""
+        """Returns the steps of the complete states in ascending order, without verifying them."""
         return list_steps(self.folder)
 
     def newest(self) -> Path | None:
-        """The newest state that is whole; None where there is none yet.
+        """Returns the newest state that agrees with its manifest; None if no state was saved.
 
-        A damaged state is named in a warning and the one before it is used.
+        A corrupt state is reported in a warning, and the previous one is used.
 
         Raises:
-            CorruptFolder: there are states and every one of them is damaged.
+            CorruptFolder: all states are corrupt.
         """
         problems = []
         for step in reversed(self.steps()):
@@ -130,29 +130,29 @@ class StateStore:
                 verify_state(folder)
             except CorruptFolder as error:
                 problems.append(str(error))
-                logger.warning("%s; going back to the state before it", error)
+                logger.warning("%s; using the previous state", error)
             else:
                 return folder
         if problems:
-            raise CorruptFolder(f"{problems[0]}; no other state is whole; start again with another run.dir")
+            raise CorruptFolder(f"{problems[0]}; all other states are corrupt too; start again with another run.dir")
         return None
 
     def _prune(self, step: int, best_step: int | None) -> None:
-        earlier = [known for known in self.steps() if known <= step]
+        earlier = [saved for saved in self.steps() if saved <= step]
         kept = {best_step, *earlier[-self.keep_last :]}
-        for known in self.steps():
-            is_due = self.keep_every > 0 and known % self.keep_every == 0
-            if known > step or (known not in kept and not is_due):
-                remove_folder(self.folder / step_name(known))
+        for saved in self.steps():
+            is_due = self.keep_every > 0 and saved % self.keep_every == 0
+            if saved > step or (saved not in kept and not is_due):
+                remove_folder(self.folder / step_name(saved))
 
 
 def verify_state(folder: Path) -> dict[str, Any]:
-    """Compares a state with its manifest and its folder's name; returns the manifest.
+    """Compares a state with its manifest and with the step in its folder's name; returns the manifest.
 
     Raises:
         CorruptFolder: names the file that differs.
     """
     manifest = verify_manifest(folder)
-    if folder.name != step_name(manifest["step"]):  # the step is in no file's hash
+    if folder.name != step_name(manifest["step"]):  # no file's hash depends on the step
         raise CorruptFolder(f"{folder / MANIFEST}: corrupt: step {manifest['step']} in the folder {folder.name}")
     return manifest

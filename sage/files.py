@@ -1,4 +1,4 @@
-"""Atomic writes: a reader sees the old file or the new one, never a part of it.
+"""Atomic writes, and JSON files. A reader sees the old file or the new one, never a part of it.
 
 The content is written to `.NAME.PID.part` beside its place, flushed to disk and renamed. Imports the standard library only.
 """
@@ -52,6 +52,23 @@ def write_json(path: Path, content: Any) -> None:
         ValueError: `content` holds NaN or infinity.
     """
     write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON object from a file.
+
+    Raises:
+        ValueError: names the file and the reason.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: missing or unreadable ({error.strerror or error})") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: contains a {type(content).__name__}, not a JSON object")
+    return content
 
 
 def fsync_tree(folder: Path) -> None:

@@ -1,7 +1,7 @@
-"""Drafts for the engines people serve with: written, checked, described, and read back in.
+"""Drafts for serving engines: exported, checked, described, and imported.
 
-`export` writes a trained draft in one of three formats, `check_folder` examines any draft's folder, `convert` turns an EAGLE-3
-draft made elsewhere into one of ours. The command is `sage-export`. Names are loaded on first use, so that its --help is fast.
+`export` writes a trained draft in one of three formats, `check_folder` checks the folder of any draft, `convert` imports a
+third-party EAGLE-3 draft. The command is `sage-export`. Names are loaded on first use, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -10,32 +10,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from checkpoints.export.converting import convert, load_any
-    from checkpoints.export.exporting import Exported, Options, export
-    from checkpoints.export.expressible import Allowed
-    from checkpoints.export.facts import TargetFacts
+    from checkpoints.export.exporter import ExportOptions, ExportResult, export
     from checkpoints.export.formats.layout import Flavour, Format
-    from checkpoints.export.importing import Reading, read_eagle3
-    from checkpoints.export.validator.findings import BadExport, Check, Finding
+    from checkpoints.export.importer import ImportOptions, convert, load_any, read_eagle3
+    from checkpoints.export.target_facts import TargetFacts
+    from checkpoints.export.validator.findings import CheckResult, Finding, InvalidExport
     from checkpoints.export.validator.validator import check_folder
 
-_HOME = {
-    "Allowed": "expressible",
-    "BadExport": "validator.findings",
-    "Check": "validator.findings",
-    "Exported": "exporting",
-    "Finding": "validator.findings",
-    "Flavour": "formats.layout",
-    "Format": "formats.layout",
-    "Options": "exporting",
-    "Reading": "importing",
-    "TargetFacts": "facts",
-    "check_folder": "validator.validator",
-    "convert": "converting",
-    "export": "exporting",
-    "load_any": "converting",
-    "read_eagle3": "importing",
+_MODULES = {
+    "exporter": ("ExportOptions", "ExportResult", "export"),
+    "formats.layout": ("Flavour", "Format"),
+    "importer": ("ImportOptions", "convert", "load_any", "read_eagle3"),
+    "target_facts": ("TargetFacts",),
+    "validator.findings": ("CheckResult", "Finding", "InvalidExport"),
+    "validator.validator": ("check_folder",),
 }
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
@@ -45,15 +35,14 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "Allowed",
-    "BadExport",
-    "Check",
-    "Exported",
+    "CheckResult",
+    "ExportOptions",
+    "ExportResult",
     "Finding",
     "Flavour",
     "Format",
-    "Options",
-    "Reading",
+    "ImportOptions",
+    "InvalidExport",
     "TargetFacts",
     "check_folder",
     "convert",

@@ -1,9 +1,9 @@
-"""sage-export: a trained draft for vLLM or SGLang, checked before anyone serves it.
+"""sage-export: exports a trained draft for vLLM or SGLang and checks it before it is served.
 
 sage-export RUN_OR_DRAFT --format eagle3 --out DIR        write an export (also: speculators, eagle --flavour vllm|sglang)
-sage-export --check DIR [--target DIR]                    examine anybody's draft: what is wrong, what an engine would do
-sage-export --inspect DIR                                 what a folder is, and whether it is whole
-sage-export --import DIR --target DIR --out DIR           an EAGLE-3 draft made elsewhere, for our decoder
+sage-export --check DIR [--target DIR]                    list the errors of a draft and their effect in an engine
+sage-export --inspect DIR                                 describe a folder and verify its checksums
+sage-export --import DIR --target DIR --out DIR           convert a third-party EAGLE-3 draft for our decoder
 """
 
 from __future__ import annotations
@@ -19,36 +19,44 @@ from sage import cli
 from sage.dtypes import SHORT_NAMES, torch_dtype
 
 if TYPE_CHECKING:
-    from checkpoints.export.exporting import Options
+    from checkpoints.export.exporter import ExportOptions
+    from checkpoints.export.validator.findings import CheckResult
+
+EXPORT_ONLY = (
+    *("format", "flavour", "draft", "target_name", "license", "license_link", "push_to_hub"),
+    *("allow_unserved", "allow_uncompressed"),
+)
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command's options."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         prog="sage-export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("source", nargs="?", help="a run's folder or a draft's")
+    parser.add_argument("source", nargs="?", help="folder of a run or of a draft")
     mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--check", metavar="DIR", help="examine a draft's folder, ours or anybody's")
-    mode.add_argument("--inspect", metavar="DIR", help="say what a folder is")
-    mode.add_argument("--import", metavar="DIR", dest="foreign", help="turn a foreign EAGLE-3 draft into one of ours")
-    parser.add_argument("--out", metavar="DIR", help="the folder to write")
-    parser.add_argument("--overwrite", action="store_true", help="replace what sage-export wrote to --out before")
+    mode.add_argument("--check", metavar="DIR", help="check the folder of a draft, of this project or third-party")
+    mode.add_argument("--inspect", metavar="DIR", help="describe a folder and verify its checksums")
+    mode.add_argument("--import", metavar="DIR", dest="foreign", help="convert a third-party EAGLE-3 draft")
+    parser.add_argument("--out", metavar="DIR", help="folder to write")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing export in --out")
     parser.add_argument(
-        "--target", metavar="DIR", help="the target's folder or hub id; default: where the draft remembers it from"
+        "--target", metavar="DIR", help="folder or hub id of the target; default: the one the draft was trained with"
     )
     _add_export(parser.add_argument_group("export"))
     _add_import(parser.add_argument_group("import"))
-    parser.add_argument("--json", action="store_true", help="for --check and --inspect: JSON instead of text")
+    parser.add_argument("--json", action="store_true", help="with --check or --inspect: print JSON instead of text")
     return parser.parse_args(argv)
 
 
 def _add_export(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--format", help="eagle3 (vLLM and SGLang), speculators (vLLM), or eagle (with --flavour)")
     group.add_argument("--flavour", choices=("vllm", "sglang"), help="the engine, for --format eagle")
-    group.add_argument("--dtype", default="bfloat16", choices=tuple(SHORT_NAMES))
     group.add_argument(
-        "--target-name", metavar="ID", help="how configs and commands call the target; default: as it was loaded"
+        "--dtype", default="bfloat16", choices=tuple(SHORT_NAMES), help="dtype of the weights (default: %(default)s)"
+    )
+    group.add_argument(
+        "--target-name", metavar="ID", help="name of the target in configs and serve commands; default: as it was loaded"
     )
     group.add_argument("--draft", choices=("draft", "draft_best"), help="which draft of a run; default: the best one")
     group.add_argument(
@@ -56,34 +64,38 @@ def _add_export(group: argparse._ArgumentGroup) -> None:
         action=argparse.BooleanOptionalAction,
         help="write the target's token embedding too; default: only for speculators",
     )
-    group.add_argument("--allow-unserved", action="store_true", help="export although no engine serves the target's family")
+    group.add_argument(
+        "--allow-unserved", action="store_true", help="export although no engine serves drafts for the target's family"
+    )
     group.add_argument("--allow-uncompressed", action="store_true", help="export a draft without its visual compressor")
-    group.add_argument("--license", help="SPDX name for the card; default: said to be not stated")
-    group.add_argument("--license-link", metavar="URL")
+    group.add_argument("--license", help="SPDX identifier for the model card; default: not stated")
+    group.add_argument("--license-link", metavar="URL", help="URL of the license text")
     group.add_argument("--push-to-hub", metavar="OWNER/NAME", help="upload the finished export")
-    group.add_argument("--private", action="store_true", help="with --push-to-hub: a private repository")
+    group.add_argument("--private", action="store_true", help="with --push-to-hub: create a private repository")
 
 
 def _add_import(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--levels", metavar="A,B,C", help="the k of hidden_states[k] it was trained on, where its config is unclear"
+        "--levels", metavar="A,B,C", help="feature levels (k of hidden_states[k]), if the draft's config is ambiguous"
     )
-    group.add_argument("--image-inputs", choices=("embed", "token"), help="what it saw at picture positions; default: embed")
     group.add_argument(
-        "--use-target-rope", action="store_true", help="read its positions as the target's, whatever its config says"
+        "--image-inputs", choices=("embed", "token"), help="draft inputs at image positions in training; default: embed"
+    )
+    group.add_argument(
+        "--use-target-rope", action="store_true", help="use the target's rope even if the draft's config specifies another"
     )
 
 
 def main() -> None:
-    """Console entry."""
+    """Console entry point."""
     sys.exit(cli.run(lambda: _run(parse_args())))
 
 
 def _run(args: argparse.Namespace) -> int:
-    _check_modes(args)
+    _check_args(args)
     if args.inspect:
         return _inspect(args)
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # transformers touches DeepSpeed where it is installed; it would look around
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # transformers imports DeepSpeed if installed, which would probe for devices
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -92,93 +104,81 @@ def _run(args: argparse.Namespace) -> int:
     return _import(args) if args.foreign else _export(args)
 
 
-def _check_modes(args: argparse.Namespace) -> None:
-    """A setting that has no effect is a mistake."""
-    asked = args.check or args.inspect or args.foreign
-    if args.source and asked:
-        raise ValueError(f"{args.source}: --check, --inspect and --import name their folder themselves; give one folder only")
-    if not args.source and not asked:
-        raise ValueError("give a run's or a draft's folder with --format and --out, or --check, --inspect or --import DIR")
+def _check_args(args: argparse.Namespace) -> None:
+    """Refuses contradictory options and options without effect."""
+    mode = args.check or args.inspect or args.foreign
+    if args.source and mode:
+        raise ValueError(f"{args.source}: --check, --inspect and --import already give a folder; give one folder only")
+    if not args.source and not mode:
+        raise ValueError("give the folder of a run or draft with --format and --out, or --check, --inspect or --import DIR")
     if not (args.check or args.inspect) and not args.out:
         raise ValueError("--out: missing; give the folder to write")
     if args.json and not (args.check or args.inspect):
-        raise ValueError("--json: only --check and --inspect answer in JSON")
+        raise ValueError("--json: has no effect without --check or --inspect")
     if (args.levels or args.image_inputs or args.use_target_rope) and not args.foreign:
-        raise ValueError("--levels, --image-inputs and --use-target-rope say how to read a foreign draft: they need --import")
+        raise ValueError("--levels, --image-inputs and --use-target-rope: have no effect without --import")
     if args.private and not args.push_to_hub:
         raise ValueError("--private: has no effect without --push-to-hub")
-    exporting = (
-        "format",
-        "flavour",
-        "draft",
-        "target_name",
-        "license",
-        "license_link",
-        "push_to_hub",
-        "allow_unserved",
-        "allow_uncompressed",
-    )
-    given = [name for name in exporting if getattr(args, name)]
-    if asked and given:
-        raise ValueError(f"--{given[0].replace('_', '-')}: is for exporting, not for --check, --inspect or --import")
+    given = [name for name in EXPORT_ONLY if getattr(args, name)]
+    if mode and given:
+        raise ValueError(f"--{given[0].replace('_', '-')}: has no effect with --check, --inspect or --import")
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from checkpoints.inspect import describe
+    from checkpoints.inspect import inspect_folder
 
-    found = describe(Path(args.inspect))
-    print(json.dumps(found.to_dict(), indent=2) if args.json else found.text())
-    return 0 if found.is_whole else cli.EXIT_USER
+    description = inspect_folder(Path(args.inspect))
+    print(json.dumps(description.to_dict(), indent=2) if args.json else description.text())
+    return cli.EXIT_DONE if description.is_intact else cli.EXIT_USER
 
 
 def _check(args: argparse.Namespace) -> int:
     from checkpoints.export import TargetFacts, check_folder
-    from checkpoints.export.writing import settle
+    from checkpoints.files import restore_interrupted
 
     folder = Path(args.check)
-    settle(folder)
-    check = check_folder(folder, TargetFacts.of_folder(args.target) if args.target else None)
-    if args.json:
-        lists = {"errors": check.errors, "warnings": check.warnings}
-        content = {"format": check.format, "flavour": check.flavour, "notes": check.notes}
-        print(json.dumps({**content, **{key: [vars(f) for f in found] for key, found in lists.items()}}, indent=2))
-        return cli.EXIT_USER if check.errors else 0
-    for kind, found in (("error", check.errors), ("warning", check.warnings)):
-        for finding in found:
-            print(f"{kind}: {finding}")
-    for note in check.notes:
-        print(f"note: {note}")
-    what = f"{check.format or 'unknown format'}{f' for {check.flavour}' if check.flavour else ''}"
-    verdict = f"{len(check.errors)} errors: do not serve this" if check.errors else "whole, and what its engines expect"
-    print(f"{folder}: {what}; {verdict}")
-    return cli.EXIT_USER if check.errors else 0
+    restore_interrupted(folder)
+    result = check_folder(folder, TargetFacts.of_folder(args.target) if args.target else None)
+    print(_result_as_json(result) if args.json else _result_as_text(result))
+    return cli.EXIT_USER if result.errors else cli.EXIT_DONE
+
+
+def _result_as_json(result: CheckResult) -> str:
+    findings = {"errors": result.errors, "warnings": result.warnings}
+    content = {"format": result.format, "flavour": result.flavour, "notes": result.notes}
+    return json.dumps({**content, **{key: [vars(f) for f in found] for key, found in findings.items()}}, indent=2)
+
+
+def _result_as_text(result: CheckResult) -> str:
+    lines = [f"error: {finding}" for finding in result.errors]
+    lines += [f"warning: {finding}" for finding in result.warnings]
+    lines += [f"note: {note}" for note in result.notes]
+    format_ = f"{result.format or 'unknown format'}{f' for {result.flavour}' if result.flavour else ''}"
+    verdict = f"{len(result.errors)} errors: do not serve this" if result.errors else "valid"
+    return "\n".join([*lines, f"{result.folder}: {format_}; {verdict}"])
 
 
 def _export(args: argparse.Namespace) -> int:
-    from checkpoints.export import export
-    from checkpoints.export.formats.layout import Format
+    from checkpoints.export import Format, export
+    from checkpoints.export.export_folder import push_to_hub
 
     if not args.format:
         raise ValueError(f"--format: missing; choose one of {', '.join(Format)}")
-    done = export(args.source, args.out, args.format, _options(args))
-    print(f"draft: {done.source.draft}{f', {done.source.step} steps' if done.source.step is not None else ''}")
-    for warning in [*done.warnings, *map(str, done.check.warnings)]:
+    result = export(args.source, args.out, args.format, _options(args))
+    print(f"draft: {result.source.draft}{f', {result.source.step} steps' if result.source.step is not None else ''}")
+    for warning in [*result.warnings, *map(str, result.check.warnings)]:
         print(f"warning: {warning}")
-    moved = f"rounding to {args.dtype} moves outputs by up to {done.reload.largest:.3g}"
-    print(f"{done.folder}: checked, reloaded bit for bit; {moved}")
+    rounding = f"rounding to {args.dtype} changes outputs by up to {result.rounding.max_abs_difference:.3g}"
+    print(f"{result.folder}: valid, bit-identical after reloading; {rounding}")
     if args.push_to_hub:
-        from checkpoints.export.hub import push
-
-        print(push(done.folder, args.push_to_hub, args.private))
-    return 0
+        print(push_to_hub(result.folder, args.push_to_hub, args.private))
+    return cli.EXIT_DONE
 
 
-def _options(args: argparse.Namespace) -> Options:
+def _options(args: argparse.Namespace) -> ExportOptions:
+    from checkpoints.export import ExportOptions, Flavour
 
-    from checkpoints.export import Allowed, Flavour
-    from checkpoints.export.exporting import Options
-
-    return Options(
+    return ExportOptions(
         flavour=Flavour(args.flavour) if args.flavour else None,
         dtype=torch_dtype(args.dtype),
         target=args.target,
@@ -187,14 +187,15 @@ def _options(args: argparse.Namespace) -> Options:
         overwrite=args.overwrite,
         name=args.push_to_hub,
         draft=args.draft,
-        licence=args.license,
-        licence_link=args.license_link,
-        allowed=Allowed(unserved=args.allow_unserved, uncompressed=args.allow_uncompressed),
+        license=args.license,
+        license_link=args.license_link,
+        allow_unserved=args.allow_unserved,
+        allow_uncompressed=args.allow_uncompressed,
     )
 
 
 def _import(args: argparse.Namespace) -> int:
-    from checkpoints.export import Reading, convert
+    from checkpoints.export import ImportOptions, convert
 
     if not args.target:
         raise ValueError("--target: missing; a draft is imported for one target: give its folder or hub id")
@@ -203,11 +204,11 @@ def _import(args: argparse.Namespace) -> int:
         try:
             levels = tuple(int(part) for part in args.levels.split(","))
         except ValueError as error:
-            raise ValueError(f"--levels {args.levels}: give three whole numbers like 2,14,25") from error
-    reading = Reading(levels=levels, image_inputs=args.image_inputs, use_target_rope=args.use_target_rope)
-    out = convert(args.foreign, args.target, args.out, reading, args.overwrite)
+            raise ValueError(f"--levels {args.levels}: give three integers like 2,14,25") from error
+    options = ImportOptions(levels=levels, image_inputs=args.image_inputs, use_target_rope=args.use_target_rope)
+    out = convert(args.foreign, args.target, args.out, options, args.overwrite)
     print(f"{out}: imported; measure it with sage-validate draft={out} target.path={args.target}")
-    return 0
+    return cli.EXIT_DONE
 
 
 if __name__ == "__main__":

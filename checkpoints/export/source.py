@@ -1,4 +1,4 @@
-"""What is being exported: a draft's folder, and what the run around it knows (training, validation, data)."""
+"""The draft to export: its folder, and the recipe, provenance and validation of the run that contains it."""
 
 from __future__ import annotations
 
@@ -6,28 +6,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from checkpoints.export.facts import read_json
-from checkpoints.export.folder import CONFIG
+from checkpoints.export.weight_files import CONFIG
 from checkpoints.run_folder import BEST_DRAFT, DRAFT, PROVENANCE, draft_report, draft_step, is_run, read_config, run_of
 from checkpoints.run_folder import CONFIG as RUN_CONFIG
 from sage.drafts import DraftHead
 from sage.drafts.registry import head_kind
+from sage.files import read_json
 from sage.manifest import refuse_corrupt_draft
 from sage.model_files import load_weights
 from sage.targets import is_target_folder
 
+REPORT_SETTINGS = ("step", "target", "device", "dtype", "prompts", "max_new_tokens", "temperature", "seed")
+
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class DraftSource:
     """A draft and its origin.
 
     Attributes:
         draft: folder of the trained draft.
-        run: the run it lies in, if any.
-        step: optimizer steps behind it; None where nobody knows.
+        run: the run that contains it, if any.
+        step: optimizer steps it was trained for; None if unknown.
         recipe: the run's config.yaml.
         provenance: the run's provenance.json.
-        report: the validation report that belongs to this draft.
+        report: the validation report of this draft.
     """
 
     draft: Path
@@ -38,25 +40,25 @@ class Source:
     report: dict[str, Any] | None = None
 
 
-def find_source(path: Path, name: str | None = None) -> Source:
-    """A run or a draft's own folder.
+def find_source(path: Path, name: str | None = None) -> DraftSource:
+    """Finds the draft in the folder of a run or of a draft.
 
     Args:
-        path: what the user gave.
-        name: which draft of a run; None = the best one if the run kept one.
+        path: the folder given by the user.
+        name: which draft of a run; None = `draft_best`, or `draft` if there is no best one.
 
     Raises:
-        ValueError: no draft there; says what is.
+        ValueError: the folder contains no draft.
     """
     if not path.is_dir():
-        raise ValueError(f"{path}: no such folder; give a run's folder or a draft's")
+        raise ValueError(f"{path}: no such folder; give the folder of a run or of a draft")
     if not is_run(path):
         if not (path / CONFIG).is_file():
             raise ValueError(f"{path}: neither a run ({RUN_CONFIG}) nor a draft ({CONFIG})")
         if name:
-            raise ValueError(f"--draft {name}: {path} belongs to no run to choose from: it is a draft's own folder")
+            raise ValueError(f"--draft {name}: {path} is the folder of a draft, not of a run; drop --draft")
         run = run_of(path)
-        return _of_run(path, run) if run else Source(draft=path)
+        return _of_run(path, run) if run else DraftSource(draft=path)
     names = [name] if name else [BEST_DRAFT, DRAFT]
     for candidate in names:
         if (path / candidate / CONFIG).is_file():
@@ -64,8 +66,8 @@ def find_source(path: Path, name: str | None = None) -> Source:
     raise ValueError(f"{path}: the run has no {' or '.join(names)} yet; train further, or give another --draft")
 
 
-def _of_run(draft: Path, run: Path) -> Source:
-    return Source(
+def _of_run(draft: Path, run: Path) -> DraftSource:
+    return DraftSource(
         draft=draft,
         run=run,
         step=draft_step(draft),
@@ -75,34 +77,31 @@ def _of_run(draft: Path, run: Path) -> Source:
     )
 
 
-SETTINGS = ("step", "target", "device", "dtype", "prompts", "max_new_tokens", "temperature", "seed")
-
-
-def headline(report: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The part of a report that travels with a draft: its settings and each policy's single figures."""
+def summarize_report(report: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Returns the settings of a validation report and the scalar figures of each policy."""
     if report is None:
         return None
     policies = {
-        name: {key: value for key, value in part.items() if isinstance(value, (int, float))}
-        for name, part in report.get("policies", {}).items()
+        name: {key: value for key, value in figures.items() if isinstance(value, (int, float))}
+        for name, figures in report.get("policies", {}).items()
     }
-    return {**{key: report[key] for key in SETTINGS if key in report}, "policies": policies}
+    return {**{key: report[key] for key in REPORT_SETTINGS if key in report}, "policies": policies}
 
 
 def load_trained(folder: Path) -> DraftHead:
-    """One of our drafts, whole, without its target; on the CPU, in the dtype it was saved in.
+    """Loads a draft of this package without its target, on the CPU and in the dtype it was saved in.
 
     Raises:
-        ValueError: another kind of folder, a damaged one, or weights that do not fit its config.
+        ValueError: not a draft head of this package, corrupt, or weights that do not fit its config.
     """
     refuse_corrupt_draft(folder)
     if is_target_folder(folder):
-        raise ValueError(f"{folder}: a whole model, not a draft head; engines serve it as it is, as a draft model")
+        raise ValueError(f"{folder}: a complete model, not a draft head; engines load it directly as a draft model")
     stored = read_json(folder / CONFIG)
     kind = head_kind(stored.get("model_type"))
     if kind is None or not stored.get("target"):
         raise ValueError(
-            f"{folder}: model_type {stored.get('model_type')!r} is not a draft of ours; --import reads foreign ones"
+            f"{folder}: model_type {stored.get('model_type')!r} is not a draft of this package; --import reads EAGLE-3 drafts"
         )
     head: DraftHead = load_weights(kind.draft_class(), folder, "draft", dtype="auto")
     return head.eval()

@@ -1,4 +1,4 @@
-"""An export is there whole or not at all, wherever it is cut off; and a flipped byte anywhere in it is found and named."""
+"""An export is complete or absent, wherever writing is interrupted; a flipped byte in any of its files is found."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from support.messages import refused
 
 from checkpoints import files
 from checkpoints.export import check_folder
-from checkpoints.export.exporting import find_facts
+from checkpoints.export.export_folder import new_export, verify_export
+from checkpoints.export.exporter import find_facts
 from checkpoints.export.source import load_trained
-from checkpoints.export.writing import find_damage, settle, writing
+from checkpoints.files import restore_interrupted
 from sage.manifest import CorruptFolder
 
 NAMES = ("config.json", "model.safetensors", "sage_export.json", "README.md")
 
 
 class Crash(BaseException):
-    """The process dies here: nothing after this point runs, no clean-up either."""
+    """Simulates the death of the process: no clean-up runs."""
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +40,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def failing(at: int, how: str) -> Iterator[list[str]]:
-    """The `at`-th operation on the disk fails: `before` it, in the `middle` (a file half written, a rename done but unseen),
-    or with an `error` of the system. Yields the operations so far."""
+    """Makes the `at`-th disk operation fail: `before` it, in the `middle` (a partial file, or after a completed rename), or
+    with a system `error`. Yields the operations so far."""
     done: list[str] = []
 
     def wrapped(name: str, operation: Callable[..., Any], halve: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -68,7 +69,7 @@ def failing(at: int, how: str) -> Iterator[list[str]]:
         patch.setattr(os, "fsync", wrapped("fsync", os.fsync, None))
         patch.setattr(Path, "mkdir", wrapped("mkdir", Path.mkdir, None))
         patch.setattr(Path, "write_text", wrapped("write_text", Path.write_text, half_text))
-        patch.setattr("checkpoints.export.exporting.save_file", wrapped("save_file", save_file, half_tensors))
+        patch.setattr("checkpoints.export.exporter.save_file", wrapped("save_file", save_file, half_tensors))
         patch.setattr(shutil, "rmtree", wrapped("rmtree", shutil.rmtree, None))
         yield done
 
@@ -77,39 +78,39 @@ def weights(folder: Path) -> bytes:
     return (folder / "model.safetensors").read_bytes()
 
 
-def whole(folder: Path) -> bytes:
-    """The weights of an export that nothing is wrong with."""
+def intact(folder: Path) -> bytes:
+    """Returns the weights of an export without findings."""
     check = check_folder(folder)
     assert not check.findings
-    find_damage(folder)
+    verify_export(folder)
     return weights(folder)
 
 
 @pytest.fixture
 def quick(home: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an export reads and computes before and between its writes is the same every time: do it once."""
+    """Caches what an export reads and computes, which is the same for every interruption."""
     done = export_draft(home / "draft", tmp_path_factory.mktemp("once") / "out")
     trained = load_trained(home / "draft")
     facts = find_facts(trained.config, None)
-    monkeypatch.setattr("checkpoints.export.exporting.load_trained", lambda _: trained)
-    monkeypatch.setattr("checkpoints.export.exporting.find_facts", lambda *_: facts)
-    monkeypatch.setattr("checkpoints.export.exporting.compare_reload", lambda *_: done.reload)
+    monkeypatch.setattr("checkpoints.export.exporter.load_trained", lambda _: trained)
+    monkeypatch.setattr("checkpoints.export.exporter.find_facts", lambda *_: facts)
+    monkeypatch.setattr("checkpoints.export.exporter.check_reload", lambda *_: done.rounding)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "can_exchange"), [("before", True), ("middle", True), ("error", True), ("before", False), ("middle", False)]
 )
-def test_cut_off_anywhere_while_replacing(
+def test_interrupted_replacement(
     home: Path, tmp_path: Path, how: str, can_exchange: bool, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The old export or the new one, never neither, never a mixture; each attempt starts among the leftovers of the last
-    accident, and the first that ends leaves no trace of any."""
-    if not can_exchange:  # a file system that cannot swap two names
+    """The old export or the new one is in place, never a mixture. Each attempt starts with the leftovers of the previous one;
+    the first attempt that completes leaves no leftovers."""
+    if not can_exchange:  # a file system that cannot exchange two names
         monkeypatch.setattr(files, "exchange", lambda *_: False)
     out, kept = tmp_path / "place" / "out", tmp_path / "kept"
-    old = whole(export_draft(home / "draft", kept, dtype=torch.float32).folder)
-    new = whole(export_draft(home / "draft", tmp_path / "new").folder)
+    old = intact(export_draft(home / "draft", kept, dtype=torch.float32).folder)
+    new = intact(export_draft(home / "draft", tmp_path / "new").folder)
     shutil.copytree(kept, out)
     survivors: list[bytes] = []
     for at in range(1, 200):
@@ -117,63 +118,63 @@ def test_cut_off_anywhere_while_replacing(
             export_draft(home / "draft", out, overwrite=True)
         if len(done) < at:
             break
-        if how == "error":  # here the process lives on and cleans up after itself
+        if how == "error":  # the process continues and cleans up
             assert [path.name for path in out.parent.iterdir()] == ["out"], done[-1]
-        settle(out)
-        survivors.append(whole(out))
+        restore_interrupted(out)
+        survivors.append(intact(out))
         assert survivors[-1] in (old, new), done[-1]
         shutil.rmtree(out)
         shutil.copytree(kept, out)
     assert {"replace", "exchange", "fsync", "mkdir", "write_text", "save_file", "rmtree"} <= set(done)
-    assert (survivors[0], survivors[-1], whole(out)) == (old, new, new)
+    assert (survivors[0], survivors[-1], intact(out)) == (old, new, new)
     assert [path.name for path in out.parent.iterdir()] == ["out"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["before", "middle"])
-def test_cut_off_anywhere_the_first_time(home: Path, tmp_path: Path, how: str, quick: None) -> None:
+def test_interrupted_first_export(home: Path, tmp_path: Path, how: str, quick: None) -> None:
     out = tmp_path / "deep" / "out"
     for at in range(1, 200):
         with failing(at, how) as done, suppress(Crash):
             export_draft(home / "draft", out)
         if len(done) < at:
             break
-        settle(out)
+        restore_interrupted(out)
         if out.exists():
-            whole(out)
+            intact(out)
             shutil.rmtree(out)
     assert at > 20
-    assert whole(out)
+    assert intact(out)
     assert [path.name for path in out.parent.iterdir()] == ["out"]
 
 
-class TestSettling:
+class TestRestore:
     def folders(self, tmp_path: Path, *names: str) -> Path:
         for name in names:
             (tmp_path / name).mkdir()
             (tmp_path / name / "x").write_text(name)
         return tmp_path / "out"
 
-    def test_the_older_one_comes_back_if_there_is_no_newer(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_the_previous_folder_is_restored(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         out = self.folders(tmp_path, ".out.old")
-        settle(out)
+        restore_interrupted(out)
         assert (out / "x").read_text() == ".out.old"
         assert "interrupted" in caplog.text
 
-    def test_the_newer_one_stays(self, tmp_path: Path) -> None:
+    def test_the_new_folder_is_kept(self, tmp_path: Path) -> None:
         out = self.folders(tmp_path, ".out.old", "out")
-        settle(out)
+        restore_interrupted(out)
         assert (out / "x").read_text() == "out"
         assert not (tmp_path / ".out.old").exists()
 
-    def test_a_failed_block_leaves_nothing(self, tmp_path: Path) -> None:
-        with pytest.raises(RuntimeError), writing(tmp_path / "out", 0) as part:
+    def test_a_failed_block_leaves_no_files(self, tmp_path: Path) -> None:
+        with pytest.raises(RuntimeError), new_export(tmp_path / "out", 0) as part:
             (part / "x").write_text("half")
             raise RuntimeError
         assert list(tmp_path.iterdir()) == []
 
 
-class TestDamage:
+class TestCorruption:
     @pytest.fixture
     def out(self, home: Path, tmp_path: Path) -> Path:
         return export_draft(home / "draft", tmp_path / "out").folder
@@ -186,34 +187,34 @@ class TestDamage:
         return content
 
     @pytest.mark.slow
-    def test_a_flipped_byte_anywhere_is_found_and_named(self, out: Path) -> None:
-        """Every byte of the manifest, and bytes all over the other files."""
+    def test_every_flipped_byte_is_found(self, out: Path) -> None:
+        """Every byte of the manifest, and a sample of the bytes of the other files."""
         for name in (*NAMES, "manifest.json"):
             size = (out / name).stat().st_size
             for position in range(0, size, 1 if name == "manifest.json" else size // 30):
                 content = self.flip(out / name, position)
                 with pytest.raises(CorruptFolder) as caught:
-                    find_damage(out)
+                    verify_export(out)
                 assert f"{name}: corrupt" in str(caught.value), position
                 (out / name).write_bytes(content)
-        find_damage(out)
+        verify_export(out)
 
     @pytest.mark.parametrize("name", NAMES)
-    def test_the_check_says_which_file(self, out: Path, name: str) -> None:
+    def test_the_check_names_the_file(self, out: Path, name: str) -> None:
         self.flip(out / name, 30)
         assert f"{name}: corrupt" in str(check_folder(out).errors[0])
         (out / name).unlink()
         assert f"{name}: missing" in str(check_folder(out).errors[0])
 
-    def test_a_manifest_cannot_lead_out_of_its_folder(self, out: Path) -> None:
+    def test_paths_outside_the_folder_are_refused(self, out: Path) -> None:
         manifest = json.loads((out / "manifest.json").read_text())
         manifest["files"]["../../../etc/passwd"] = {"bytes": 1, "sha256": "0"}
         (out / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
         with refused("manifest.json", "'../../../etc/passwd'", error=CorruptFolder):
-            find_damage(out)
+            verify_export(out)
 
     @pytest.mark.parametrize("content", ["", "[]", "{}", '{"files": 3, "step": 0}', '{"files": {"a": 1}, "step": 0}'])
-    def test_what_is_no_manifest(self, out: Path, content: str) -> None:
+    def test_invalid_manifests(self, out: Path, content: str) -> None:
         (out / "manifest.json").write_text(content)
         with refused("manifest.json", error=CorruptFolder):
-            find_damage(out)
+            verify_export(out)

@@ -12,7 +12,7 @@ from support.messages import refused
 
 from checkpoints import run_folder
 from checkpoints.export.source import find_source
-from checkpoints.inspect import describe
+from checkpoints.inspect import inspect_folder
 from checkpoints.run_folder import score
 
 
@@ -58,10 +58,10 @@ def test_step_and_report_of_the_best_draft_are_those_of_its_manifest(run: Path) 
     source = find_source(run)
     assert (source.draft.name, source.step) == ("draft_best", 200)
     assert source.report is not None and source.report["policies"]["chain"]["speedup"] == 1.9
-    found = describe(run / "draft_best")
+    found = inspect_folder(run / "draft_best")
     assert found.facts["steps trained"] == 200 and found.table["sage"]["tokens_per_target_pass"] == 2.25
     assert find_source(run, "draft").step == 300
-    assert describe(run).facts["steps trained"] == 300
+    assert inspect_folder(run).facts["steps trained"] == 300
 
 
 def test_a_draft_without_manifest_has_no_step(run: Path) -> None:

@@ -1,4 +1,4 @@
-"""States are whole or not there, and damage is found when read."""
+"""States are complete or absent, and corruption is found when they are read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.messages import refused
+from support.messages import check_message, refused
 
 from checkpoints.files import replace_folder
 from checkpoints.store import StateStore, verify_state
@@ -31,11 +31,11 @@ def save(store: StateStore, step: int, content: str = "weights") -> Path:
     return store.commit(step)
 
 
-FACTS = {"bytes": 1, "sha256": "0"}
+LISTED = {"bytes": 1, "sha256": "0"}
 
 
 def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Changes a manifest and writes it as the store would."""
+    """Changes a manifest and writes it in the store's format."""
     manifest = json.loads((folder / "manifest.json").read_text())
     change(manifest)
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
@@ -53,8 +53,8 @@ def test_a_committed_state_is_listed_hashed_and_named_latest(tmp_path: Path) -> 
     assert store.newest() == folder
 
 
-def test_the_files_of_a_sealed_folder_are_as_open_as_the_folder(tmp_path: Path) -> None:
-    """safetensors writes for its owner alone; a draft is served by somebody else."""
+def test_files_get_the_permissions_of_their_folder(tmp_path: Path) -> None:
+    """safetensors creates files that only their owner can read."""
     part = StateStore(tmp_path / "state").begin(1)
     (part / "deep").mkdir()
     for path in (part / "a.bin", part / "deep" / "b.bin"):
@@ -83,8 +83,8 @@ def test_the_last_the_best_and_every_nth_state_are_kept(tmp_path: Path) -> None:
     assert (tmp_path / "latest").read_text() == "step_00000013\n"
 
 
-def test_a_damaged_future_goes_with_the_next_save(tmp_path: Path) -> None:
-    """Else the state that was just saved could be the one that is let go."""
+def test_later_corrupt_states_are_removed_by_the_next_save(tmp_path: Path) -> None:
+    """Otherwise retention could remove the state that was just saved."""
     store = StateStore(tmp_path, keep_last=1)
     save(store, 3)
     (save(store, 9) / "a.bin").write_text("?")
@@ -92,7 +92,7 @@ def test_a_damaged_future_goes_with_the_next_save(tmp_path: Path) -> None:
     assert store.steps() == [4]
 
 
-def test_what_was_not_committed_does_not_exist(tmp_path: Path) -> None:
+def test_uncommitted_states_are_ignored(tmp_path: Path) -> None:
     store = StateStore(tmp_path)
     assert store.newest() is None
     good = save(store, 1)
@@ -116,8 +116,8 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
         (lambda folder: (folder / "manifest.json").write_text("{"), ("manifest.json",)),
         (lambda folder: (folder / "manifest.json").unlink(), ("manifest.json", "missing")),
         (lambda folder: (folder / "manifest.json").write_text('{"step": 2, "files": {"a.bin": 7}}'), ("manifest.json",)),
-        (lambda folder: edit(folder, lambda manifest: manifest["files"].update({"../../x": FACTS})), ("../../x",)),
-        (lambda folder: edit(folder, lambda manifest: manifest["files"].update({"/etc/x": FACTS})), ("/etc/x",)),
+        (lambda folder: edit(folder, lambda manifest: manifest["files"].update({"../../x": LISTED})), ("../../x",)),
+        (lambda folder: edit(folder, lambda manifest: manifest["files"].update({"/etc/x": LISTED})), ("/etc/x",)),
         (lambda folder: edit(folder, lambda manifest: manifest.update(step=3)), ("step 3", "step_00000002")),
     ],
 )
@@ -148,15 +148,15 @@ def test_every_flipped_byte_is_found_and_the_file_named(tmp_path: Path) -> None:
     store = StateStore(tmp_path)
     folder = save(store, 3)
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        whole = path.read_bytes()
-        for position in range(len(whole)):
-            flipped = bytearray(whole)
+        original = path.read_bytes()
+        for position in range(len(original)):
+            flipped = bytearray(original)
             flipped[position] ^= 1
             path.write_bytes(flipped)
             with pytest.raises(CorruptFolder) as caught:
                 verify_state(folder)
             assert path.name in str(caught.value), (path.name, position)
-        path.write_bytes(whole)
+        path.write_bytes(original)
     verify_state(folder)
 
 
@@ -168,7 +168,7 @@ def memory_folder() -> Iterator[Path]:
 
 
 @pytest.mark.slow
-def test_a_fault_at_any_write_leaves_a_whole_state(memory_folder: Path) -> None:
+def test_a_fault_at_any_write_leaves_a_complete_state(memory_folder: Path) -> None:
     """Before, in the middle and after each file, at each flush and each rename: killed, or the disk full (store_faults.py)."""
     script = [sys.executable, ROOT / "tests/support/store_faults.py", memory_folder]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -178,20 +178,20 @@ def test_a_fault_at_any_write_leaves_a_whole_state(memory_folder: Path) -> None:
     assert len(counts) == 7 and all(int(count) > 40 for count in counts.values()), counts
 
 
-def test_a_save_that_fails_is_told_in_one_line(tmp_path: Path) -> None:
+def test_a_failed_save_is_reported_in_one_line(tmp_path: Path) -> None:
     store = StateStore(tmp_path)
     store.begin(1)
     failed = store.abandon(1, "No space left on device")
-    assert "step 1 could not be saved (No space left on device); make room" in str(failed)
-    assert str(failed).endswith("nothing was saved before")
+    check_message(str(failed), "step 1", "No space left on device")
     save(store, 1)
     store.begin(2)
     failed = store.abandon(2, "No space left on device")
-    assert str(failed).endswith("step 1 is saved; then go on with run.resume=true") and failed.exit_code == 1
+    check_message(str(failed), "step 2", "step 1 is saved", "run.resume=true")
+    assert failed.exit_code == 1
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-def test_replacing_text_and_folders_leaves_no_parts(tmp_path: Path) -> None:
+def test_replaced_files_and_folders_leave_no_temporary_ones(tmp_path: Path) -> None:
     write_text(tmp_path / "x.json", "1")
     write_text(tmp_path / "x.json", "2")
     for content in ("old", "new"):

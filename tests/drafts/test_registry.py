@@ -18,7 +18,7 @@ from support.train_helpers import environment
 
 import sage
 from checkpoints.export.source import load_trained
-from checkpoints.inspect import describe
+from checkpoints.inspect import inspect_folder
 from sage.drafts import EagleConfig, EagleDraft
 from sage.drafts.options import EagleOptions
 from sage.drafts.registry import KINDS, DraftKind, StudentKind
@@ -97,7 +97,7 @@ def test_a_row_is_created_saved_loaded_and_decoded(row: DraftKind, tmp_path: Pat
     plain = sage.generate(target, None, inputs, policy="autoregressive", max_new_tokens=8)
     assert torch.equal(sage.generate(target, loaded, inputs, max_new_tokens=8).tokens, plain.tokens)
     assert isinstance(load_trained(tmp_path), ScaledDraft)
-    assert describe(tmp_path).facts["architecture"] == "sage_scaled"
+    assert inspect_folder(tmp_path).facts["architecture"] == "sage_scaled"
 
 
 @pytest.mark.slow

@@ -1,14 +1,14 @@
-"""Our exports held against the real `speculators` package: `make interop` builds the environment and runs this.
+"""Tests our exports against the PyPI package `speculators`: `make interop` builds the environment and runs this script.
 
-For each target: fresh drafts with the whole and with a reduced vocabulary, exported as `speculators` and as `eagle3`, and
+For each target, new drafts with the full and with a reduced vocabulary are exported as `speculators` and as `eagle3`:
 
-1. the package's own classes accept the config;
-2. its model misses exactly the two tensors that belong to the verifier, and finds nothing unexpected;
+1. the package's classes accept the config;
+2. its model misses exactly the two tensors of the verifier and finds none unexpected;
 3. its converter turns our `eagle3` export into our `speculators` export, bit for bit;
-4. its forward pass gives our logits on a fixed batch. Both compute in float32 with the export's bf16 weights; they differ in
-   the attention kernel (eager against sdpa), so in the order of sums over at most a few thousand terms: 1e-4 of the largest
-   logit is allowed, measured are about 1e-6;
-5. the checks can fail: without lm_head, and with a tensor too many, the package must complain, and so must our validator.
+4. its forward pass yields our logits on a fixed batch. Both compute in float32 with the export's bf16 weights; they differ in
+   the attention kernel (eager or sdpa), hence in the order of sums over at most a few thousand terms: 1e-4 of the largest
+   logit is allowed, observed are about 1e-6;
+5. negative control: without lm_head, and with one tensor too many, the package and our validator must report an error.
 
     python tests/interop/check_speculators.py [--targets DIR DIR] [--shape-7b]
 """
@@ -35,7 +35,7 @@ from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig
 from transformers.utils import logging as transformers_logging
 
 import sage
-from checkpoints.export import Allowed, Options, TargetFacts, check_folder, export, read_eagle3
+from checkpoints.export import ExportOptions, TargetFacts, check_folder, export, read_eagle3
 from sage.drafts import Eagle3Config, Eagle3Draft
 from sage.drafts.eagle3 import default_levels
 
@@ -47,7 +47,7 @@ TOKENS, SEED = 12, 0
 
 
 def main() -> int:
-    """Runs every check; 0 if all hold."""
+    """Runs every check; returns 0 if all pass."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = [POCKET / "pocket_qwen2_5_vl", POCKET / "pocket_llava_onevision"]
     parser.add_argument("--targets", nargs="*", type=Path, default=default, help="target folders; default: both pocket targets")
@@ -63,43 +63,43 @@ def main() -> int:
         for share in (None, 3):
             ids = None if share is None else torch.arange(0, target.vocab_size, share)
             draft = noisy(sage.new_draft(target, "eagle3", seed=1, vocabulary=ids, feature_levels=levels_of(target)))
-            what = "whole" if share is None else f"{len(ids)} of {target.vocab_size}"
+            what = "full" if share is None else f"{len(ids)} of {target.vocab_size}"
             run_case(f"{folder.name}, vocabulary {what}", draft, folder)
         run_case(f"{folder.name}, norm_before_residual", with_normed_residual(draft), folder)
     if args.shape_7b:
         with shape_of_7b() as (draft, folder):
             run_case("shape of Qwen2.5-VL-7B, vocabulary 32000 of 152064", draft, folder)
-    print("interop: all checks hold")
+    print("interop: all checks pass")
     return 0
 
 
 def levels_of(target: sage.Target) -> list[int]:
-    """The engines' default, or for a target too shallow for it the nearest thing."""
+    """Returns the engines' default levels, or three valid ones for a target with too few layers."""
     count = target.num_layers
     return default_levels(count) if count >= 7 else [1, count // 2, count - 1]
 
 
 def run_case(name: str, draft: Eagle3Draft, target: Path) -> None:
-    """All checks for one draft."""
+    """Runs all checks for one draft."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         draft.save_pretrained(folder / "draft")
         formats = ("speculators",) if draft.config.norm_before_residual else ("speculators", "eagle3")
         for format_ in formats:
-            export(folder / "draft", folder / format_, format_, Options(target=str(target), allowed=Allowed(unserved=True)))
+            export(folder / "draft", folder / format_, format_, ExportOptions(target=str(target), allow_unserved=True))
         model = load_by_package(folder / "speculators", set())
         load_by_package(without(folder / "speculators", folder / "slim", "embed_tokens.weight"), {"embed_tokens.weight"})
         if "eagle3" in formats:
             compare_conversion(folder, target)
         gap = compare_logits(model, read_eagle3(folder / "speculators", TargetFacts.of_folder(target)))
-        refuse_damage(folder)
+        refuse_invalid(folder)
     spent = time.monotonic() - start
     print(f"{name}: config, tensors, conversion, logits (largest relative difference {gap:.1e}); {spent:.0f} s", flush=True)
 
 
 def noisy(draft: Eagle3Draft) -> Eagle3Draft:
-    """Every tensor different from its start, the norms too."""
+    """Adds noise to every tensor, so that none keeps its initial values."""
     generator = torch.Generator().manual_seed(SEED)
     with torch.no_grad():
         for weight in draft.parameters():
@@ -108,7 +108,7 @@ def noisy(draft: Eagle3Draft) -> Eagle3Draft:
 
 
 def with_normed_residual(draft: Eagle3Draft) -> Eagle3Draft:
-    """The same weights as speculators' own trainer would mean them by default; `eagle3` cannot say that."""
+    """Sets norm_before_residual, the default of speculators' trainer; `eagle3` cannot express it."""
     draft.config.norm_before_residual = draft.midlayer.norm_before_residual = True
     return draft
 
@@ -162,7 +162,7 @@ def compare_logits(model: Eagle3DraftModel, draft: Eagle3Draft) -> float:
     return gap
 
 
-def refuse_damage(folder: Path) -> None:
+def refuse_invalid(folder: Path) -> None:
     """Check 5."""
     lost = without(folder / "speculators", folder / "lost", "lm_head.weight")
     more = without(folder / "speculators", folder / "more", "", {"layers.0.self_attn.q_norm.weight": torch.ones(4)})
@@ -176,7 +176,7 @@ def refuse_damage(folder: Path) -> None:
 
 
 def without(source: Path, out: Path, name: str, extra: dict[str, torch.Tensor] | None = None) -> Path:
-    """A copy of an export without one tensor, or with some more; unsealed."""
+    """Copies an export without one tensor or with additional ones, and without its manifest."""
     out.mkdir()
     tensors = {key: value for key, value in load_file(source / "model.safetensors").items() if key != name}
     save_file({**tensors, **(extra or {})}, out / "model.safetensors")
@@ -186,7 +186,7 @@ def without(source: Path, out: Path, name: str, extra: dict[str, torch.Tensor] |
 
 @contextmanager
 def shape_of_7b() -> Iterator[tuple[Eagle3Draft, Path]]:
-    """A random draft for Qwen2.5-VL-7B, and a folder with that target's config and a random embedding."""
+    """Yields a random draft for Qwen2.5-VL-7B, and a folder with that target's config and a random embedding."""
     config = Qwen2_5_VLConfig(text_config=SHAPE_7B, architectures=["Qwen2_5_VLForConditionalGeneration"])
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -216,7 +216,7 @@ SHAPE_7B: dict[str, Any] = {
 
 
 def config_for_7b(facts: TargetFacts) -> Eagle3Config:
-    """Our config at that shape, as sage.new_draft would derive it."""
+    """Returns our config at that shape, as `sage.new_draft` derives it."""
     sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
     return Eagle3Config(
         **{key: SHAPE_7B[key] for key in sizes},
@@ -233,7 +233,7 @@ def config_for_7b(facts: TargetFacts) -> Eagle3Config:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """New tensors have `dtype` inside, which keeps a draft of 7B's shape small."""
+    """Sets the default dtype within the block, which halves the memory of a draft of the 7B shape."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -243,7 +243,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def expect(found: object, wanted: object, what: str) -> None:
-    """Raises AssertionError, saying both, unless they are equal."""
+    """Raises AssertionError with both values unless they are equal."""
     if found != wanted:
         raise AssertionError(f"{what}: found {found}, expected {wanted}")
 

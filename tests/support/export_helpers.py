@@ -1,4 +1,4 @@
-"""Tiny drafts of both families on disk, and the run folders they would lie in."""
+"""Saves tiny targets and drafts of both families, and run folders that contain them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from support.models import make_llava, make_qwen
 
 import sage
-from checkpoints.export import Allowed, Options, export
-from checkpoints.export.exporting import Exported
+from checkpoints.export import ExportOptions, ExportResult, export
 from checkpoints.export.formats.layout import Flavour
 from checkpoints.store import StateStore
 from sage.drafts import DraftHead
@@ -23,7 +22,7 @@ TARGETS = {"qwen2_5_vl": make_qwen, "llava_onevision": make_llava}
 
 
 def save_target(folder: Path, family: str = "qwen2_5_vl", seed: int = 0) -> sage.Target:
-    """A tiny target saved like any other, and in memory under the name of its folder."""
+    """Saves a tiny target and returns it under the name of its folder."""
     target = TARGETS[family](seed=seed)
     target.model.save_pretrained(folder)
     target.name = str(folder)
@@ -31,7 +30,7 @@ def save_target(folder: Path, family: str = "qwen2_5_vl", seed: int = 0) -> sage
 
 
 def make_draft(target: sage.Target, kind: str = "eagle3", vocabulary: torch.Tensor | None = None, **config: Any) -> DraftHead:
-    """A draft that has moved away from its start, so that no tensor is all zero, one or equal to the target's."""
+    """Returns a draft with noise added to its weights, so that no tensor is constant or equal to the target's."""
     extra = {"feature_levels": LEVELS} if kind == "eagle3" else {"input_norm": False}
     draft = sage.new_draft(target, kind, seed=1, vocabulary=vocabulary, **{**extra, **config})
     generator = torch.Generator().manual_seed(2)
@@ -42,28 +41,28 @@ def make_draft(target: sage.Target, kind: str = "eagle3", vocabulary: torch.Tens
 
 
 def save_draft(folder: Path, target: sage.Target, kind: str = "eagle3", **config: Any) -> Path:
-    """One of our drafts in a folder."""
+    """Saves a draft and returns its folder."""
     make_draft(target, kind, **config).save_pretrained(folder)
     return folder
 
 
-def export_draft(folder: Path, out: Path, format_: str = "eagle3", **options: Any) -> Exported:
-    """An export with everything allowed that a tiny target needs."""
-    given = {"allowed": Allowed(unserved=True), **options}
+def export_draft(folder: Path, out: Path, format_: str = "eagle3", **options: Any) -> ExportResult:
+    """Exports a draft with the options that a tiny target needs."""
+    given = {"allow_unserved": True, **options}
     if format_ == "eagle":
         given.setdefault("flavour", Flavour.vllm)
-    return export(folder, out, format_, Options(**given))
+    return export(folder, out, format_, ExportOptions(**given))
 
 
 def edit_json(path: Path, change: Any) -> None:
-    """Lets `change` alter a JSON file's content."""
+    """Applies `change` to the content of a JSON file."""
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def policy_figures(tokens_per_target_pass: float) -> dict[str, Any]:
-    """A policy's part of report.json."""
+    """Returns the figures of a policy in report.json."""
     return {
         "mean_accepted_draft": tokens_per_target_pass - 1,
         "tokens_per_target_pass": tokens_per_target_pass,
@@ -78,7 +77,11 @@ def policy_figures(tokens_per_target_pass: float) -> dict[str, Any]:
 
 
 def save_run(folder: Path, target: sage.Target, scores: dict[int, float], **draft: Any) -> Path:
-    """A run as training leaves it: validated at some steps, the best draft kept, one state saved."""
+    """Saves a run folder with validations at some steps, the best draft and one state.
+
+    Args:
+        scores: step -> tokens per target pass of the policy `sage`.
+    """
     steps = {"draft": max(scores, default=1), "draft_best": max(scores, key=scores.__getitem__, default=1)}
     for name, step in steps.items():
         write_manifest(save_draft(folder / name, target, **draft), step)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints import files as module
-from checkpoints.files import replace_folder, settle, tidy
+from checkpoints.files import remove_leftovers, replace_folder, restore_interrupted
 from checkpoints.store import StateStore
 from sage.manifest import verify_manifest, write_manifest
 
@@ -114,7 +114,7 @@ def save(folder: Path, step: int, label: str) -> None:
 
 
 def make_draft(home: Path, label: str) -> None:
-    part = module.part_of(home / "draft")
+    part = module.part_path(home / "draft")
     if part.exists():
         shutil.rmtree(part)
     fill(part, label)
@@ -133,7 +133,7 @@ def prepare_states(home: Path) -> None:
 def check_states(home: Path) -> None:
     """The newest whole state is one that was saved, and the next save leaves nothing but whole states."""
     store = StateStore(home, keep_last=2)
-    tidy(home)
+    remove_leftovers(home)
     newest = store.newest()
     assert newest is not None
     assert content(newest) in {"step_00000025": ("at25",), "step_00000020": ("at20", "again")}[newest.name], newest
@@ -144,8 +144,8 @@ def check_states(home: Path) -> None:
 
 
 def check_draft(home: Path) -> None:
-    if module.old_of(home / "draft").exists():
-        settle(home / "draft")
+    if module.old_path(home / "draft").exists():
+        restore_interrupted(home / "draft")
     assert content(home / "draft") in ("old", "new")
     make_draft(home, "newest")
     assert content(home / "draft") == "newest" and [path.name for path in home.iterdir()] == ["draft"]

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from support.train_helpers import command, make_target, train_quickly, train_until_signal
 
 import sage
-from checkpoints.export.converting import load_any
+from checkpoints.export.importer import load_any
 from checkpoints.export.source import load_trained
-from checkpoints.inspect import describe
+from checkpoints.inspect import inspect_folder
 from sage.manifest import write_manifest
 from train.config.hydra_app import compose
 from train.config.schema import Config
@@ -294,7 +295,7 @@ def test_a_damaged_state_falls_back_and_a_strangers_is_refused(
     logging.getLogger("checkpoints").propagate = True
     with caplog.at_level(logging.WARNING):
         assert train_quickly(configure(target, run, cache, "run.resume=true")) == 0
-    assert "exp_avg.safetensors has 7 bytes" in caplog.text and "going back to the state before it" in caplog.text
+    assert "exp_avg.safetensors: corrupt: 7 bytes" in caplog.text
     assert [line["step"] for line in metrics(run)] == [1, 2]  # step 2 was taken again, and is there once
     moments = load_file(newest / "exp_avg.safetensors")
     save_file({"other": next(iter(moments.values()))}, newest / "exp_avg.safetensors", metadata={"step": "2"})
@@ -327,18 +328,18 @@ def test_training_goes_on_from_a_saved_draft(targets: dict[str, Path], cache: Pa
 def test_a_flipped_byte_in_a_draft_is_found_by_all_who_read_it(targets: dict[str, Path], cache: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert train_quickly(configure(targets["qwen2_5_vl"], run, cache, "train.max_steps=1")) == 0
-    assert describe(run / "draft").is_whole
+    assert inspect_folder(run / "draft").is_intact
     path = run / "draft" / "model.safetensors"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    damaged = "draft: model.safetensors is damaged"
-    assert damaged in describe(run / "draft").problems[0]
-    with pytest.raises(ValueError, match=damaged):
+    named = f"{path}: corrupt"
+    assert named in inspect_folder(run / "draft").problems[0]
+    with pytest.raises(ValueError, match=re.escape(named)):
         load_any(run / "draft", sage.load_target(targets["qwen2_5_vl"]))
-    with pytest.raises(ValueError, match=damaged):
+    with pytest.raises(ValueError, match=re.escape(named)):
         load_trained(run / "draft")
-    with pytest.raises(ValueError, match=damaged):
+    with pytest.raises(ValueError, match=re.escape(named)):
         train_quickly(configure(targets["qwen2_5_vl"], tmp_path / "other", cache, f"draft.path={run / 'draft'}"))
     assert not (tmp_path / "other" / "state").exists()
 

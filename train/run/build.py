@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from transformers.utils.logging import disable_progress_bar
 
 import sage
-from checkpoints.files import tidy
+from checkpoints.files import remove_leftovers
 from checkpoints.run_folder import CONFIG as RUN_CONFIG
 from checkpoints.run_folder import state_folder
 from checkpoints.store import StateStore, saving
@@ -202,7 +202,7 @@ def open_run_folder(config: Config, ranks: Ranks, target: sage.Target, data_fing
     text = OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
     resolved = OmegaConf.to_container(OmegaConf.create(text))
     with saving(folder, then="start again"):
-        tidy(folder)
+        remove_leftovers(folder)
         write_text(folder / RUN_CONFIG, text)
         write_provenance(folder, ranks, target, data_fingerprint, state.step)
     assert isinstance(resolved, dict)

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoints.files import tidy
+from checkpoints.files import remove_leftovers
 from checkpoints.run_folder import step_name
 from checkpoints.store import StateStore
 from checkpoints.tensors import read_tensors, write_tensors
@@ -107,7 +107,7 @@ def load_state(store: StateStore, engine: Engine, ranks: Ranks) -> TrainState:
         ValueError: every state is damaged, or it was saved from another draft.
     """
     if ranks.is_main:
-        tidy(store.folder)
+        remove_leftovers(store.folder)
     folder = ranks.broadcast(store.newest() if ranks.is_main else None)
     if folder is None:
         logger.info("run.resume: nothing saved yet in %s, starting from the beginning", store.folder)

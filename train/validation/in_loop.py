@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 import sage
-from checkpoints.files import part_of as part_folder
-from checkpoints.files import replace_folder
+from checkpoints.files import part_path, replace_folder
 from checkpoints.run_folder import BEST_DRAFT, DRAFT, METRICS, read_metrics
 from checkpoints.run_folder import score as score_of
 from checkpoints.store import saving
@@ -103,7 +102,7 @@ class InLoopValidation:
         folder = self._run_dir / DRAFT
         weights = self.engine.draft_state()
         if self.ranks.is_main:
-            part = part_folder(folder)
+            part = part_path(folder)
             with saving(folder):
                 shutil.rmtree(part, ignore_errors=True)
                 self.engine.student.save(part, weights)
@@ -152,9 +151,9 @@ class InLoopValidation:
         if self.ranks.is_main:
             best = folder.with_name(BEST_DRAFT)
             with saving(best):
-                shutil.rmtree(part_folder(best), ignore_errors=True)
-                shutil.copytree(folder, part_folder(best))
-                replace_folder(part_folder(best), best)
+                shutil.rmtree(part_path(best), ignore_errors=True)
+                shutil.copytree(folder, part_path(best))
+                replace_folder(part_path(best), best)
 
     def _write_run_page(self) -> None:
         """Draws the curves of the run once a step is logged."""

@@ -1,1 +1,1 @@
-"""One module per export format, and the layout of names and tensors that they share."""
+"""Export formats, one module each, and the config fields and tensors that they share (layout)."""

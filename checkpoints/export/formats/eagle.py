@@ -1,4 +1,4 @@
-"""The `eagle` format (EAGLE-1/2), one flavour per engine: vLLM's fc has no bias, SGLang's has one and gets zeros."""
+"""The `eagle` format (EAGLE-1/2) in one flavour per engine: vLLM's fc has no bias, SGLang's has one (written as zeros)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoints.export.facts import TargetFacts
 from checkpoints.export.formats.eagle3 import layer_config
 from checkpoints.export.formats.layout import EAGLE_CLASSES, Flavour
+from checkpoints.export.target_facts import TargetFacts
 from sage.dtypes import dtype_name
 
 
 def eagle_config(draft: Any, facts: TargetFacts, dtype: torch.dtype, flavour: Flavour) -> dict[str, Any]:
-    """config.json of the `eagle` format in an engine's flavour; arguments as in `eagle3_config`."""
+    """Returns config.json of the `eagle` format for an engine; see `eagle3_config` for the arguments."""
     return {
         "architectures": [EAGLE_CLASSES[flavour]],
         "model_type": "llama",
@@ -25,7 +25,7 @@ def eagle_config(draft: Any, facts: TargetFacts, dtype: torch.dtype, flavour: Fl
 
 
 def eagle_tensors(state: dict[str, Tensor], dtype: torch.dtype, flavour: Flavour) -> dict[str, Tensor]:
-    """A trained draft's tensors under the names of the engine."""
+    """Returns a trained draft's tensors under the engine's names."""
     tensors = {_renamed(name): tensor.to(dtype) for name, tensor in state.items()}
     if flavour == Flavour.sglang:
         tensors["fc.bias"] = torch.zeros(len(tensors["fc.weight"]), dtype=dtype)
@@ -33,7 +33,7 @@ def eagle_tensors(state: dict[str, Tensor], dtype: torch.dtype, flavour: Flavour
 
 
 def from_eagle_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of `eagle_tensors`, without embedding and bias."""
+    """Inverts `eagle_tensors`, without embedding and bias."""
     kept = {name: tensor for name, tensor in tensors.items() if name not in ("fc.bias", "embed_tokens.weight")}
     return {name.replace("layers.0.", "layer.", 1): tensor for name, tensor in kept.items()}
 

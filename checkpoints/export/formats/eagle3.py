@@ -1,7 +1,7 @@
-"""The `eagle3` format: one folder that vLLM and SGLang both load.
+"""The `eagle3` format: one folder that both vLLM and SGLang load.
 
-Feature levels: the default of both engines is left out of the config. Any other choice is written twice, since vLLM reads
-`eagle_aux_hidden_state_layer_ids` as it is and SGLang reads it inside `eagle_config` and adds one. Levels 1, 4, 7:
+Feature levels: the default of both engines is not written. Other levels are written twice: vLLM uses
+`eagle_aux_hidden_state_layer_ids` unchanged, SGLang reads the one in `eagle_config` and adds one. Levels 1, 4, 7:
 
     eagle_aux_hidden_state_layer_ids: [1, 4, 7]    eagle_config.eagle_aux_hidden_state_layer_ids: [0, 3, 6]
 """
@@ -13,18 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoints.export.facts import TargetFacts
 from checkpoints.export.formats.layout import EAGLE3_CLASS, LEVELS_KEY, default_levels
+from checkpoints.export.target_facts import TargetFacts
 from sage.dtypes import dtype_name
 
 
 def eagle3_config(draft: Any, facts: TargetFacts, dtype: torch.dtype) -> dict[str, Any]:
-    """config.json of the `eagle3` format.
+    """Returns config.json of the `eagle3` format.
 
     Args:
         draft: the `Eagle3Config` of the trained draft.
-        facts: of its target.
-        dtype: of the exported weights.
+        facts: facts about its target.
+        dtype: dtype of the exported weights.
     """
     config = {
         "architectures": [EAGLE3_CLASS],
@@ -41,7 +41,7 @@ def eagle3_config(draft: Any, facts: TargetFacts, dtype: torch.dtype) -> dict[st
 
 
 def layer_config(draft: Any, facts: TargetFacts) -> dict[str, Any]:
-    """The Llama layer that every format describes: sizes from the draft, rope and context from the target."""
+    """Returns the config of the Llama layer of every format: sizes of the draft, rope and context length of the target."""
     config = {
         "hidden_size": draft.hidden_size,
         "intermediate_size": draft.intermediate_size,
@@ -66,7 +66,7 @@ def layer_config(draft: Any, facts: TargetFacts) -> dict[str, Any]:
 
 
 def eagle3_tensors(state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """A trained draft's tensors under the format's names, which are its own; without maps where there is nothing to map."""
-    is_whole = len(state["d2t"]) == len(state["t2d"])
-    kept = {name: tensor for name, tensor in state.items() if not (is_whole and name in ("d2t", "t2d"))}
+    """Returns a trained draft's tensors, whose names are those of the format; without maps for a full draft vocabulary."""
+    is_full = len(state["d2t"]) == len(state["t2d"])
+    kept = {name: tensor for name, tensor in state.items() if not (is_full and name in ("d2t", "t2d"))}
     return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in kept.items()}

@@ -1,7 +1,7 @@
-"""The tensors and config fields that serving engines expect of a draft, and the one reading of all their dialects.
+"""Config fields and tensors that serving engines expect of a draft, in all formats.
 
-A `Head` is a draft's config as an engine would read it, whichever format it is written in. The tables name every tensor with
-its shape and with what an engine does when it is missing.
+`EngineConfig` gives access to a config.json as an engine reads it, in any format. The tensor specs list every tensor with its
+shape and the effect in an engine if it is missing.
 
 Shapes: H hidden, I intermediate, V target vocabulary, U draft vocabulary, A = 3 feature levels.
 """
@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from sage.drafts.registry import MODEL_TYPE_PREFIX
+
 FEATURE_LEVELS = 3
-DEFAULT_THETA = 10000.0  # what LlamaConfig assumes when a config does not say
+DEFAULT_THETA = 10000.0  # LlamaConfig's default
 LEVELS_KEY = "eagle_aux_hidden_state_layer_ids"
 
 
 class Format(StrEnum):
-    """The formats that can be written and checked."""
+    """Export formats."""
 
     eagle3 = "eagle3"
     speculators = "speculators"
@@ -27,7 +29,7 @@ class Format(StrEnum):
 
 
 class Flavour(StrEnum):
-    """The engines whose `eagle` differ."""
+    """Engines, whose `eagle` formats differ."""
 
     vllm = "vllm"
     sglang = "sglang"
@@ -36,31 +38,31 @@ class Flavour(StrEnum):
 EAGLE_CLASSES = {Flavour.vllm: "EagleLlamaForCausalLM", Flavour.sglang: "LlamaForCausalLMEagle"}
 EAGLE3_CLASS = "LlamaForCausalLMEagle3"
 SPECULATORS_CLASS = "Eagle3DraftModel"
-EAGLE3_ELSEWHERE = ("Eagle3LlamaForCausalLM", "LlamaForCausalLM")  # AngelSlim's and SafeAILab's
+EAGLE3_FOREIGN_CLASSES = ("Eagle3LlamaForCausalLM", "LlamaForCausalLM")  # AngelSlim's and SafeAILab's
 
 
 @dataclass(frozen=True)
-class Tensor:
-    """What a table says of one tensor: shape, kind of dtype (`float`, `int64`, `bool`), and what its absence does."""
+class TensorSpec:
+    """Expected shape and kind of dtype (`float`, `int64`, `bool`) of a tensor, and the effect in an engine if it is missing."""
 
     shape: tuple[int, ...]
     kind: str = "float"
     is_optional: bool = False
-    missing: str = "neither engine notices: the weight keeps whatever memory held, acceptance falls to 1.00"
+    effect_if_missing: str = "no engine reports it: the weight is left uninitialized, acceptance falls to 1.00"
 
 
-Table = dict[str, Tensor]
+TensorSpecs = dict[str, TensorSpec]
 
 
-ROPE_ELSEWHERE = ("rope_theta", "mrope_section", "type")  # keys of rope_parameters that are not parameters of a scaled rope
+NOT_SCALING = ("rope_theta", "mrope_section", "type")  # keys of rope_parameters that are not parameters of a scaled rope
 
 
-class Rope(NamedTuple):
-    """Rope of a draft's config.
+class RopeConfig(NamedTuple):
+    """The rope in a draft's config.
 
     Attributes:
         theta: base of the frequencies; NaN if the config has no number there.
-        section: frequencies per axis of M-RoPE; None = one axis.
+        section: number of frequencies per axis of M-RoPE; None = one axis.
         scaled: `rope_type` and parameters of a scaled rope; None = unscaled.
     """
 
@@ -69,33 +71,33 @@ class Rope(NamedTuple):
     scaled: dict[str, Any] | None
 
 
-class Head:
-    """A draft's config with its dialect taken away.
+class EngineConfig:
+    """A draft's config.json as an engine reads it, independent of the format.
 
     Args:
-        config: config.json as it is.
+        raw: the content of config.json.
 
     Attributes:
-        format, flavour: by its class names; None where nobody would load it as a draft.
+        format, flavour: recognized by the class names; None if no engine would load it as a draft.
     """
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self.config = config
-        nested = config.get("transformer_layer_config")
-        self.layer: Mapping[str, Any] = nested if isinstance(nested, Mapping) else config
-        self.prefix = "transformer_layer_config." if self.layer is not config else ""
-        self.format, self.flavour = _recognise(self)
+    def __init__(self, raw: Mapping[str, Any]) -> None:
+        self.raw = raw
+        nested = raw.get("transformer_layer_config")
+        self.layer: Mapping[str, Any] = nested if isinstance(nested, Mapping) else raw
+        self.prefix = "transformer_layer_config." if self.layer is not raw else ""
+        self.format, self.flavour = _recognize(self)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A field of the decoder layer, wherever the format keeps it."""
-        return self.layer.get(key, self.config.get(key, default))
+        """Returns a field of the decoder layer, from the nested config or from the top level."""
+        return self.layer.get(key, self.raw.get(key, default))
 
-    def name(self, key: str) -> str:
-        """Where that field stands, for messages."""
-        return f"{self.prefix}{key}" if key in self.layer or key not in self.config else key
+    def key_path(self, key: str) -> str:
+        """Returns the dotted key of a field of the decoder layer, for messages."""
+        return f"{self.prefix}{key}" if key in self.layer or key not in self.raw else key
 
     def size(self, key: str) -> int | None:
-        """A positive whole number, or None where the field is missing or something else."""
+        """Returns a positive integer; None if the field is missing or anything else."""
         value = self.get(key)
         return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
@@ -106,128 +108,138 @@ class Head:
 
     @property
     def classes(self) -> list[str]:
-        """Its class names; empty where they are no list of names."""
-        names = self.config.get("architectures")
+        """The names in `architectures`; empty if that is not a list of names."""
+        names = self.raw.get("architectures")
         return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
     @property
-    def rope(self) -> Rope:
-        """From `rope_parameters`, or from `rope_theta` with `rope_scaling`."""
-        written, scaling = _mapping(self.get("rope_parameters")), _mapping(self.get("rope_scaling"))
-        theta = written.get("rope_theta", self.get("rope_theta", DEFAULT_THETA))
-        section = _listed(written.get("mrope_section") or scaling.get("mrope_section"))
-        rope_type = str(written.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default")
-        scaled = {key: value for key, value in (written or scaling).items() if key not in ROPE_ELSEWHERE}
+    def rope(self) -> RopeConfig:
+        """The rope in `rope_parameters`, or in `rope_theta` and `rope_scaling`."""
+        parameters, scaling = _as_mapping(self.get("rope_parameters")), _as_mapping(self.get("rope_scaling"))
+        theta = parameters.get("rope_theta", self.get("rope_theta", DEFAULT_THETA))
+        section = _as_list(parameters.get("mrope_section") or scaling.get("mrope_section"))
+        rope_type = str(parameters.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default")
+        scaled = {key: value for key, value in (parameters or scaling).items() if key not in NOT_SCALING}
         is_number = isinstance(theta, (int, float)) and not isinstance(theta, bool)
-        return Rope(
+        return RopeConfig(
             theta=float(theta) if is_number else float("nan"),
             section=section,
             scaled=None if rope_type in ("default", "mrope") else scaled | {"rope_type": rope_type},
         )
 
     @property
-    def levels_vllm(self) -> list[Any] | None:
-        """k of the hidden_states[k] that vLLM feeds it; None = the engine's default."""
-        return _listed(self.config.get(LEVELS_KEY))
+    def vllm_levels(self) -> list[Any] | None:
+        """Indices k of the hidden_states[k] that vLLM feeds to the draft; None = the engine's default."""
+        return _as_list(self.raw.get(LEVELS_KEY))
 
     @property
-    def levels_sglang(self) -> list[Any] | None:
-        """k of the hidden_states[k] that SGLang feeds it: it adds one to what is written; None = the engine's default."""
-        value = _listed(_mapping(self.config.get("eagle_config")).get(LEVELS_KEY))
+    def sglang_levels(self) -> list[Any] | None:
+        """Indices k of the hidden_states[k] that SGLang feeds to the draft: the written ones plus one; None = its default."""
+        value = _as_list(_as_mapping(self.raw.get("eagle_config")).get(LEVELS_KEY))
         return [k + 1 if isinstance(k, int) else k for k in value] if value else None
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def _as_mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _listed(value: Any) -> list[Any] | None:
-    """A list as it is, nothing as None, and what should have been a list as a list of it."""
+def _as_list(value: Any) -> list[Any] | None:
+    """A list unchanged, an empty value as None, any other value as a list of one."""
     if not value:
         return None
     return list(value) if isinstance(value, list) else [value]
 
 
-def is_ours(config: Mapping[str, Any]) -> bool:
-    """Whether it is the config of a draft as `sage` saves it, which no engine knows."""
-    return str(config.get("model_type")).startswith("sage_")
+def is_sage_draft(raw: Mapping[str, Any]) -> bool:
+    """Returns whether it is the config.json of a draft of this package, which no engine loads."""
+    return str(raw.get("model_type")).startswith(MODEL_TYPE_PREFIX)
 
 
-def _recognise(head: Head) -> tuple[Format | None, Flavour | None]:
-    names = head.classes
-    if is_ours(head.config):
+def _recognize(config: EngineConfig) -> tuple[Format | None, Flavour | None]:
+    names = config.classes
+    if is_sage_draft(config.raw):
         return None, None
-    if "speculators_model_type" in head.config or SPECULATORS_CLASS in names:
+    if "speculators_model_type" in config.raw or SPECULATORS_CLASS in names:
         return Format.speculators, None
     for flavour, name in EAGLE_CLASSES.items():
         if name in names:
             return Format.eagle, flavour
-    is_eagle3 = "draft_vocab_size" in head.config or any("Eagle3" in name for name in names)
+    is_eagle3 = "draft_vocab_size" in config.raw or any("Eagle3" in name for name in names)
     return (Format.eagle3 if is_eagle3 else None), None
 
 
-def eagle3_table(head: Head) -> Table | None:
-    """The tensors of an EAGLE-3 draft under the names its format uses; None if sizes are missing from the config."""
-    hidden, inner, vocab = (head.size(key) for key in ("hidden_size", "intermediate_size", "vocab_size"))
-    heads, kv_heads, dim = head.size("num_attention_heads"), head.size("num_key_value_heads"), head.head_dim
+NO_LM_HEAD = "engines use the target's lm_head or a random one: acceptance 1.00, no error"
+NO_D2T = "engines take draft ids for target ids and propose the wrong tokens: acceptance 1.00, no error"
+NO_T2D = "speculators cannot train or verify the draft"
+NO_BIAS = "SGLang's fc has a bias and keeps a random one: acceptance falls to 1.00"
+
+
+def eagle3_tensor_specs(config: EngineConfig) -> TensorSpecs | None:
+    """Returns the tensors of an EAGLE-3 draft under the names of its format; None if the config lacks sizes."""
+    hidden, inner, vocab = (config.size(key) for key in ("hidden_size", "intermediate_size", "vocab_size"))
+    heads, kv_heads, dim = config.size("num_attention_heads"), config.size("num_key_value_heads"), config.head_dim
     if not (hidden and inner and vocab and heads and kv_heads and dim):
         return None
-    draft_vocab = head.size("draft_vocab_size") or vocab
-    layer = "layers.0" if head.format == Format.speculators else "midlayer"
+    draft_vocab = config.size("draft_vocab_size") or vocab
+    layer = "layers.0" if config.format == Format.speculators else "midlayer"
     norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
-    table = {f"{layer}.{name}.weight": Tensor((hidden,)) for name in norms}
-    table |= _layer_table(layer, hidden, inner, heads * dim, kv_heads * dim, attention_input=2 * hidden)
-    table |= {
-        "fc.weight": Tensor((hidden, FEATURE_LEVELS * hidden)),
-        "norm.weight": Tensor((hidden,)),
-        "lm_head.weight": Tensor((draft_vocab, hidden), missing=NO_LM_HEAD),
-        "embed_tokens.weight": Tensor((vocab, hidden), is_optional=True),
+    specs = {f"{layer}.{name}.weight": TensorSpec((hidden,)) for name in norms}
+    specs |= _layer_specs(layer, hidden, inner, heads * dim, kv_heads * dim, attention_input=2 * hidden)
+    specs |= {
+        "fc.weight": TensorSpec((hidden, FEATURE_LEVELS * hidden)),
+        "norm.weight": TensorSpec((hidden,)),
+        "lm_head.weight": TensorSpec((draft_vocab, hidden), effect_if_missing=NO_LM_HEAD),
+        "embed_tokens.weight": TensorSpec((vocab, hidden), is_optional=True),
     }
-    return table | _maps(head.format, vocab, draft_vocab)
+    return specs | _vocabulary_map_specs(config.format, vocab, draft_vocab)
 
 
-NO_LM_HEAD = "the engine serves it with the target's head or a random one: acceptance 1.00, no error"
-NO_D2T = "draft ids are taken for target ids: it proposes the wrong words, acceptance 1.00, no error"
-
-
-def _maps(format_: Format | None, vocab: int, draft_vocab: int) -> Table:
-    is_whole = vocab == draft_vocab
-    needs_t2d = format_ == Format.speculators and not is_whole
+def _vocabulary_map_specs(format_: Format | None, vocab: int, draft_vocab: int) -> TensorSpecs:
+    is_full = vocab == draft_vocab
+    needs_t2d = format_ == Format.speculators and not is_full
     return {
-        "d2t": Tensor((draft_vocab,), "int64", is_optional=is_whole, missing=NO_D2T),
-        "t2d": Tensor((vocab,), "bool", is_optional=not needs_t2d, missing="speculators cannot train it on or verify it"),
+        "d2t": TensorSpec((draft_vocab,), "int64", is_optional=is_full, effect_if_missing=NO_D2T),
+        "t2d": TensorSpec((vocab,), "bool", is_optional=not needs_t2d, effect_if_missing=NO_T2D),
     }
 
 
-def eagle_table(head: Head) -> Table | None:
-    """The tensors of an EAGLE-1/2 draft for the flavour it is written in; None if sizes are missing from the config."""
-    hidden, inner, vocab = (head.size(key) for key in ("hidden_size", "intermediate_size", "vocab_size"))
-    heads, kv_heads, dim = head.size("num_attention_heads"), head.size("num_key_value_heads"), head.head_dim
+def eagle_tensor_specs(config: EngineConfig) -> TensorSpecs | None:
+    """Returns the tensors of an EAGLE-1/2 draft in the flavour of its config; None if the config lacks sizes."""
+    hidden, inner, vocab = (config.size(key) for key in ("hidden_size", "intermediate_size", "vocab_size"))
+    heads, kv_heads, dim = config.size("num_attention_heads"), config.size("num_key_value_heads"), config.head_dim
     if not (hidden and inner and vocab and heads and kv_heads and dim):
         return None
-    table = _layer_table("layers.0", hidden, inner, heads * dim, kv_heads * dim, attention_input=hidden)
-    table |= {
-        "fc.weight": Tensor((hidden, 2 * hidden)),
-        "layers.0.post_attention_layernorm.weight": Tensor((hidden,)),
-        "embed_tokens.weight": Tensor((vocab, hidden), is_optional=True),
+    specs = _layer_specs("layers.0", hidden, inner, heads * dim, kv_heads * dim, attention_input=hidden)
+    specs |= {
+        "fc.weight": TensorSpec((hidden, 2 * hidden)),
+        "layers.0.post_attention_layernorm.weight": TensorSpec((hidden,)),
+        "embed_tokens.weight": TensorSpec((vocab, hidden), is_optional=True),
     }
-    if head.flavour == Flavour.sglang:
-        table["fc.bias"] = Tensor((hidden,), missing="SGLang's fc has a bias and keeps a random one: acceptance falls to 1.00")
-    return table
+    if config.flavour == Flavour.sglang:
+        specs["fc.bias"] = TensorSpec((hidden,), effect_if_missing=NO_BIAS)
+    return specs
 
 
-def _layer_table(layer: str, hidden: int, inner: int, queries: int, keys: int, attention_input: int) -> Table:
+def _layer_specs(layer: str, hidden: int, inner: int, queries: int, keys: int, attention_input: int) -> TensorSpecs:
     return {
-        f"{layer}.self_attn.q_proj.weight": Tensor((queries, attention_input)),
-        f"{layer}.self_attn.k_proj.weight": Tensor((keys, attention_input)),
-        f"{layer}.self_attn.v_proj.weight": Tensor((keys, attention_input)),
-        f"{layer}.self_attn.o_proj.weight": Tensor((hidden, queries)),
-        f"{layer}.mlp.gate_proj.weight": Tensor((inner, hidden)),
-        f"{layer}.mlp.up_proj.weight": Tensor((inner, hidden)),
-        f"{layer}.mlp.down_proj.weight": Tensor((hidden, inner)),
+        f"{layer}.self_attn.q_proj.weight": TensorSpec((queries, attention_input)),
+        f"{layer}.self_attn.k_proj.weight": TensorSpec((keys, attention_input)),
+        f"{layer}.self_attn.v_proj.weight": TensorSpec((keys, attention_input)),
+        f"{layer}.self_attn.o_proj.weight": TensorSpec((hidden, queries)),
+        f"{layer}.mlp.gate_proj.weight": TensorSpec((inner, hidden)),
+        f"{layer}.mlp.up_proj.weight": TensorSpec((inner, hidden)),
+        f"{layer}.mlp.down_proj.weight": TensorSpec((hidden, inner)),
     }
 
 
 def default_levels(num_layers: int) -> list[int]:
-    """The k of hidden_states[k] that both engines use when a config names none."""
+    """Returns the indices k of hidden_states[k] that both engines use by default."""
     return [2, num_layers // 2, num_layers - 3]
+
+
+def are_valid_levels(levels: list[Any], num_layers: int) -> bool:
+    """Returns whether engines can capture these levels: three increasing indices of 0..num_layers - 1."""
+    if len(levels) != FEATURE_LEVELS or not all(isinstance(level, int) for level in levels):
+        return False
+    is_increasing = all(later > earlier for earlier, later in zip(levels, levels[1:], strict=False))
+    return is_increasing and levels[0] >= 0 and levels[-1] < num_layers

@@ -1,4 +1,4 @@
-"""The `speculators` format, which vLLM serves: the tensors of `eagle3` under `layers.0`, and a config that explains itself."""
+"""The `speculators` format, served by vLLM: the tensors of `eagle3` under `layers.0` and a self-contained config."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoints.export.facts import TargetFacts
 from checkpoints.export.formats.eagle3 import eagle3_tensors, layer_config
 from checkpoints.export.formats.layout import LEVELS_KEY, SPECULATORS_CLASS
+from checkpoints.export.target_facts import TargetFacts
 from sage.dtypes import dtype_name
 
-VERSION = "0.9.0"  # of the PyPI package that these configs are checked against
+VERSION = "0.9.0"  # of the PyPI package that the configs are tested against
 SPECULATIVE_TOKENS = 3
 
 
 def speculators_config(draft: Any, facts: TargetFacts, dtype: torch.dtype) -> dict[str, Any]:
-    """config.json of the `speculators` format; arguments as in `eagle3_config`.
+    """Returns config.json of the `speculators` format; see `eagle3_config` for the arguments.
 
-    There is no top-level model_type: a reader takes the folder for a speculator by `speculators_model_type`.
+    It has no top-level model_type: readers recognize a speculator by `speculators_model_type`.
     """
     name = dtype_name(dtype)
     return {
@@ -54,13 +54,13 @@ def speculators_config(draft: Any, facts: TargetFacts, dtype: torch.dtype) -> di
 
 
 def speculators_tensors(state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """A trained draft's tensors under the format's names."""
+    """Returns a trained draft's tensors under the format's names."""
     tensors = eagle3_tensors(state, dtype)
     return {_renamed(name, "midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
 
 
 def eagle3_name(name: str) -> str:
-    """A tensor's name in the `eagle3` format."""
+    """Returns a tensor's name in the `eagle3` format."""
     return _renamed(name, "layers.0.", "midlayer.")
 
 

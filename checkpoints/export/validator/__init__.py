@@ -1,1 +1,1 @@
-"""Checks an exported folder: its configuration, its tensors, and whether they fit the target."""
+"""Checks of a draft's config and tensors against what serving engines expect."""

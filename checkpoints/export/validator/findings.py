@@ -1,4 +1,4 @@
-"""What a check has found: where, what, and what an engine would do with it."""
+"""Findings of a check: the place, the value, and its effect in an engine."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from checkpoints.export.facts import TargetFacts
-from checkpoints.export.folder import TensorInfo, Weights
-from checkpoints.export.formats.layout import Flavour, Format, Head, Table
+from checkpoints.export.formats.layout import EngineConfig, Flavour, Format, TensorSpecs
+from checkpoints.export.target_facts import TargetFacts
+from checkpoints.export.weight_files import TensorInfo, Weights
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong.
+    """One error or warning.
 
     Attributes:
         where: the tensor, config field or file.
-        found: what is there.
-        effect: what an engine would do with it.
-        is_warning: it works, but somebody should know.
+        found: the value.
+        effect: its effect in an engine.
+        is_warning: the draft can be served.
     """
 
     where: str
@@ -31,17 +31,17 @@ class Finding:
         return f"{self.where}: {self.found}; {self.effect}"
 
 
-class BadExport(ValueError):
-    """A folder that an engine would refuse or, worse, serve wrongly; the message names the first finding."""
+class InvalidExport(ValueError):
+    """An engine would refuse the folder or serve it wrongly; the message lists the errors."""
 
 
 @dataclass
-class Case:
-    """A folder under examination: its config, its tensors' headers, and the target it is for, if known."""
+class CheckInput:
+    """The folder to check: its config, tensors, expected tensors, and facts about its target, if known."""
 
-    head: Head
+    config: EngineConfig
     weights: Weights
-    table: Table | None
+    specs: TensorSpecs | None
     facts: TargetFacts | None
 
     @property
@@ -51,12 +51,12 @@ class Case:
 
 
 @dataclass
-class Check:
-    """The outcome of a check.
+class CheckResult:
+    """The result of a check.
 
     Attributes:
-        format, flavour: what the folder is; None where its config could not be read.
-        notes: what could not be checked, and why.
+        format, flavour: recognized by the config; None if it could not be read.
+        notes: checks that were skipped, and why.
     """
 
     folder: Path
@@ -67,15 +67,15 @@ class Check:
 
     @property
     def errors(self) -> list[Finding]:
-        """The findings that are no mere warnings."""
+        """The findings that are not warnings."""
         return [finding for finding in self.findings if not finding.is_warning]
 
     @property
     def warnings(self) -> list[Finding]:
-        """The others."""
+        """The findings that are warnings."""
         return [finding for finding in self.findings if finding.is_warning]
 
-    def raise_if_bad(self) -> None:
-        """Raises BadExport with all errors, the first one first, if there are any."""
+    def raise_if_invalid(self) -> None:
+        """Raises InvalidExport with all errors, if there are any."""
         if self.errors:
-            raise BadExport(f"{self.folder}: {'; also '.join(str(finding) for finding in self.errors)}")
+            raise InvalidExport(f"{self.folder}: {'; also '.join(str(finding) for finding in self.errors)}")

@@ -1,4 +1,7 @@
-"""What is asked of a draft's tensors: the right names, shapes and dtypes, finite values, and maps that are maps."""
+"""Checks of a draft's tensors: names, shapes, dtypes, finite values, and consistent vocabulary maps.
+
+Shapes: U draft vocabulary, V target vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -7,138 +10,131 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from checkpoints.export.folder import PICKLED
 from checkpoints.export.formats.layout import Flavour, Format
-from checkpoints.export.validator.findings import Case, Finding
+from checkpoints.export.validator.findings import CheckInput, Finding
+from checkpoints.export.weight_files import PICKLED
 from sage.dtypes import dtype_name
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-NAMED = 4  # tensors listed by name before "and N more"
+MAX_LISTED = 4  # tensors listed by name before "and N more"
 
 
-def check_tensors(case: Case) -> Iterator[Finding]:
-    """All findings about a draft's tensors. Without sizes in the config there is no table to hold them against."""
-    if case.table is None:
+def check_tensors(given: CheckInput) -> Iterator[Finding]:
+    """Yields all findings about a draft's tensors; none if the config lacks the sizes to compare with."""
+    if given.specs is None:
         return
-    yield from _missing(case)
-    yield from _unexpected(case)
-    yield from _headers(case)
-    yield from _values(case)
-    if case.head.format != Format.eagle:
-        yield from _maps(case)
-    if case.weights.is_pickled:
-        yield Finding(
-            PICKLED,
-            "weights in a pickle",
-            "engines open it, and a pickle can run code: convert to safetensors",
-            True,
-        )
+    yield from _missing(given)
+    yield from _unexpected(given)
+    yield from _shapes_and_dtypes(given)
+    yield from _values(given)
+    if given.config.format != Format.eagle:
+        yield from _vocabulary_maps(given)
+    if given.weights.is_pickled:
+        effect = "engines open it, but a pickle can run code: convert it to safetensors"
+        yield Finding(PICKLED, "weights in a pickle", effect, is_warning=True)
 
 
-def _missing(case: Case) -> Iterator[Finding]:
-    assert case.table is not None
-    for name, expected in case.table.items():
-        if not expected.is_optional and name not in case.infos:
-            yield Finding(name, "missing", expected.missing)
+def _missing(given: CheckInput) -> Iterator[Finding]:
+    assert given.specs is not None
+    for name, spec in given.specs.items():
+        if not spec.is_optional and name not in given.infos:
+            yield Finding(name, "missing", spec.effect_if_missing)
 
 
-def _unexpected(case: Case) -> Iterator[Finding]:
-    assert case.table is not None
-    extra = sorted(set(case.infos) - set(case.table))
-    effect = "vLLM stops at an unknown name, SGLang skips it silently"
-    if case.head.format == Format.eagle:
-        effect = "the engine skips it silently: what was trained is not what is served"
-    prefixed = [name for name in extra if name.removeprefix("model.") in case.table]
+def _unexpected(given: CheckInput) -> Iterator[Finding]:
+    assert given.specs is not None
+    extra = sorted(set(given.infos) - set(given.specs))
+    effect = "vLLM stops at an unknown name, SGLang skips it without a message"
+    if given.config.format == Format.eagle:
+        effect = "the engine skips it without a message: it serves something else than was trained"
+    prefixed = [name for name in extra if name.removeprefix("model.") in given.specs]
     if prefixed:
         yield Finding(prefixed[0], f"{len(prefixed)} tensors have the prefix 'model.'", effect)
-    for name in [name for name in extra if name not in prefixed][:NAMED]:
+    others = [name for name in extra if name not in prefixed]
+    for name in others[:MAX_LISTED]:
         yield Finding(name, "unexpected tensor", effect)
-    if len(extra) - len(prefixed) > NAMED:
-        yield Finding(case.head.format or "", f"{len(extra) - len(prefixed) - NAMED} more unexpected tensors", effect)
+    if len(others) > MAX_LISTED:
+        yield Finding(given.config.format or "", f"{len(others) - MAX_LISTED} more unexpected tensors", effect)
 
 
-def _headers(case: Case) -> Iterator[Finding]:
-    assert case.table is not None
+def _shapes_and_dtypes(given: CheckInput) -> Iterator[Finding]:
+    assert given.specs is not None
     kinds = {"int64": (torch.int64,), "bool": (torch.bool,), "float": FLOATS}
-    for name, expected in case.table.items():
-        info = case.infos.get(name)
+    for name, spec in given.specs.items():
+        info = given.infos.get(name)
         if info is None:
             continue
-        if info.shape != expected.shape:
-            found = f"shape {list(info.shape)}, expected {list(expected.shape)}"
+        if info.shape != spec.shape:
+            found = f"shape {list(info.shape)}, expected {list(spec.shape)}"
             yield Finding(name, found, "the engine stops, or loads a slice of it")
-        if info.dtype not in kinds[expected.kind]:
-            yield Finding(name, f"dtype {_named(info.dtype)}, expected {expected.kind}", "the engine casts it or stops")
-    floats = {_named(info.dtype) for info in case.infos.values() if info.dtype in FLOATS}
+        if info.dtype not in kinds[spec.kind]:
+            yield Finding(name, f"dtype {dtype_name(info.dtype)}, expected {spec.kind}", "the engine casts it or stops")
+    floats = {dtype_name(info.dtype) for info in given.infos.values() if info.dtype in FLOATS}
     if len(floats) > 1:
-        yield Finding("dtype", f"mixed: {', '.join(sorted(floats))}", "engines cast all of it to one", is_warning=True)
-    written = case.head.config.get("dtype", case.head.config.get("torch_dtype"))
+        yield Finding("dtype", f"mixed: {', '.join(sorted(floats))}", "engines cast all tensors to one", is_warning=True)
+    written = given.config.raw.get("dtype", given.config.raw.get("torch_dtype"))
     if len(floats) == 1 and written not in (None, *floats):
         yield Finding("dtype", f"{written!r} in config.json, {floats.pop()} in the file", "engines cast it", is_warning=True)
 
 
-def _named(dtype: torch.dtype | None) -> str:
-    return dtype_name(dtype)
-
-
-def _values(case: Case) -> Iterator[Finding]:
-    """Finite, and not all zero: a ZeRO-3 save without gathering, or weights that were never loaded, look like that."""
-    assert case.table is not None
-    for name, expected in case.table.items():
-        info = case.infos.get(name)
-        if expected.kind != "float" or info is None or info.dtype not in FLOATS:
+def _values(given: CheckInput) -> Iterator[Finding]:
+    """Non-finite and all-zero tensors; a ZeRO-3 save without gathering, or weights that were never loaded, are all zero."""
+    assert given.specs is not None
+    for name, spec in given.specs.items():
+        info = given.infos.get(name)
+        if spec.kind != "float" or info is None or info.dtype not in FLOATS:
             continue
-        tensor = case.weights[name]
-        bad = int((~torch.isfinite(tensor)).sum())
-        if bad:
-            yield Finding(name, f"{bad} values are not finite", "every logit becomes NaN: acceptance 1.00 or an error")
+        tensor = given.weights[name]
+        num_bad = int((~torch.isfinite(tensor)).sum())
+        if num_bad:
+            yield Finding(name, f"{num_bad} values are not finite", "all logits become NaN: acceptance 1.00 or an error")
         elif tensor.numel() and not bool(tensor.any()) and name != "fc.bias":
-            yield Finding(name, "all zero", "nothing was saved here (ZeRO-3 without gathering?): acceptance 1.00")
-        elif name == "fc.bias" and case.head.flavour == Flavour.sglang and bool(tensor.any()):
+            yield Finding(name, "all zero", "the weight was not saved (ZeRO-3 without gathering?): acceptance 1.00")
+        elif name == "fc.bias" and given.config.flavour == Flavour.sglang and bool(tensor.any()):
             yield Finding(name, "not zero", "drafts trained here have no bias", is_warning=True)
 
 
-def _maps(case: Case) -> Iterator[Finding]:
-    """d2t is an offset map, increasing and inside the vocabulary; t2d marks exactly the ids it reaches."""
-    assert case.table is not None
+def _vocabulary_maps(given: CheckInput) -> Iterator[Finding]:
+    assert given.specs is not None
     usable = {
-        name: case.weights[name]
+        name: given.weights[name]
         for name in ("d2t", "t2d")
-        if name in case.infos and case.infos[name].shape == case.table[name].shape and case.infos[name].dtype
+        if name in given.infos and given.infos[name].shape == given.specs[name].shape and given.infos[name].dtype
     }
     if "d2t" not in usable or usable["d2t"].dtype != torch.int64:
         return
-    if problem := find_bad_maps(usable["d2t"], usable.get("t2d"), case.table["t2d"].shape[0]):
+    if problem := check_vocabulary_maps(usable["d2t"], usable.get("t2d"), given.specs["t2d"].shape[0]):
         yield problem
 
 
-def find_bad_maps(d2t: Tensor, t2d: Tensor | None, vocab: int) -> Finding | None:
-    """What is wrong with a draft's vocabulary maps, if anything.
+def check_vocabulary_maps(d2t: Tensor, t2d: Tensor | None, vocab: int) -> Finding | None:
+    """Checks that d2t holds unique offsets into the target vocabulary, and that t2d marks exactly the ids in d2t's range.
 
     Args:
-        d2t: LongTensor [U], offsets.
-        t2d: BoolTensor [V], or None where it was left out.
+        d2t: LongTensor [U], target id = draft id + d2t[draft id].
+        t2d: BoolTensor [V], or None if there is none.
         vocab: V.
     """
     ids = torch.arange(len(d2t)) + d2t
     is_mask = t2d is not None and t2d.dtype == torch.bool
-    if problem := _bad_map(d2t, ids, vocab, t2d if is_mask else None):
+    if problem := _check_d2t(d2t, ids, vocab, t2d if is_mask else None):
         return Finding("d2t", *problem)
     if t2d is not None and is_mask and not _agree(ids, t2d):
-        found = f"marks {int(t2d.sum())} ids, d2t reaches {len(ids)}, {int(t2d[ids].sum())} of them marked"
-        return Finding("t2d", found, "training and checking look at other words than the draft says")
+        found = f"marks {int(t2d.sum())} ids, d2t maps to {len(ids)}, {int(t2d[ids].sum())} of them marked"
+        return Finding("t2d", found, "training and verification use other tokens than the draft vocabulary")
     return None
 
 
-def _bad_map(d2t: Tensor, ids: Tensor, vocab: int, t2d: Tensor | None) -> tuple[str, str] | None:
-    wrong = "the draft's words turn into others: acceptance 1.00, no error"
+def _check_d2t(d2t: Tensor, ids: Tensor, vocab: int, t2d: Tensor | None) -> tuple[str, str] | None:
+    effect = "draft tokens are mapped to the wrong target tokens: acceptance 1.00, no error"
     is_absolute = len(d2t) > 1 and bool((d2t[1:] > d2t[:-1]).all()) and int(d2t[0]) >= 0 and int(d2t[-1]) < vocab
     if is_absolute and (int(ids[-1]) >= vocab or (t2d is not None and _agree(d2t, t2d))):
-        return "holds absolute target ids, not offsets (target id = draft id + d2t[draft id])", wrong
+        return "holds absolute target ids, not offsets (target id = draft id + d2t[draft id])", effect
     if int(ids.min()) < 0 or int(ids.max()) >= vocab:
-        return f"reaches ids {int(ids.min())} to {int(ids.max())}, the vocabulary is 0 to {vocab - 1}", wrong
-    if len(ids.unique()) < len(ids):
-        return f"sends {len(ids) - len(ids.unique())} draft ids to words that others already mean", wrong
+        return f"maps to ids {int(ids.min())} to {int(ids.max())}, the vocabulary is 0 to {vocab - 1}", effect
+    num_duplicates = len(ids) - len(ids.unique())
+    if num_duplicates:
+        return f"maps {num_duplicates} draft ids to target ids that are already taken", effect
     return None
 
 

@@ -1,90 +1,97 @@
-"""The check that every export passes before it is put in its place, and that any folder can be given to alone."""
+"""Checks the folder of a draft. Every export passes this check before it is moved to its final name."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from checkpoints.export.facts import TargetFacts, read_json
-from checkpoints.export.folder import CONFIG, Weights, read_config
-from checkpoints.export.formats.layout import EAGLE_CLASSES, Format, Head, eagle3_table, eagle_table, is_ours
+from checkpoints.export.export_folder import EXPORT_INFO, verify_export
+from checkpoints.export.formats.layout import (
+    EAGLE3_CLASS,
+    EAGLE_CLASSES,
+    SPECULATORS_CLASS,
+    EngineConfig,
+    Format,
+    eagle3_tensor_specs,
+    eagle_tensor_specs,
+    is_sage_draft,
+)
+from checkpoints.export.target_facts import TargetFacts
 from checkpoints.export.validator.config_checks import check_config
-from checkpoints.export.validator.findings import Case, Check, Finding
+from checkpoints.export.validator.findings import CheckInput, CheckResult, Finding
 from checkpoints.export.validator.tensor_checks import check_tensors
-from checkpoints.export.writing import ABOUT, find_damage
+from checkpoints.export.weight_files import CONFIG, Weights, read_config
 from checkpoints.run_folder import CONFIG as RUN_CONFIG
 from checkpoints.run_folder import is_run
-from sage.manifest import CorruptFolder, has_manifest
+from sage.files import read_json
+from sage.manifest import MANIFEST, CorruptFolder, has_manifest
 
-UNREADABLE = "no engine can load it"
+NOT_LOADABLE = "no engine can load it"
+NOT_EXPORTED = "no engine loads it; export it first (sage-export DIR --format ...)"
 
 
-def check_folder(folder: Path, facts: TargetFacts | None = None) -> Check:
-    """Examines an export, ours or anybody's.
+def check_folder(folder: Path, facts: TargetFacts | None = None) -> CheckResult:
+    """Checks a draft in an engine's format, of this project or third-party.
 
     Args:
-        folder: with config.json and weights.
-        facts: of the target it is to serve; None = what an export of ours says about itself.
+        folder: contains config.json and weights.
+        facts: facts about its target; None = those in sage_export.json, if there are any.
 
     Returns:
-        everything found; nothing is raised for what is wrong with the folder's content.
+        all findings; wrong content of the folder raises no error.
 
     Raises:
         ValueError: no such folder.
     """
-    check = Check(folder)
+    result = CheckResult(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder")
     if is_run(folder) and not (folder / CONFIG).is_file():
-        effect = "no engine knows it: export its draft first (sage-export DIR --format ...)"
-        check.findings.append(Finding(RUN_CONFIG, "a run's folder", effect))
-        return check
+        result.findings.append(Finding(RUN_CONFIG, "the folder of a run", NOT_EXPORTED))
+        return result
     try:
         if has_manifest(folder):
-            find_damage(folder)
-        config = read_config(folder)
+            verify_export(folder)
+        raw = read_config(folder)
     except CorruptFolder as error:
-        check.findings.append(Finding("manifest", str(error), "an engine would load the damaged file"))
-        return check
+        result.findings.append(Finding(MANIFEST, str(error), "an engine would load the corrupt file"))
+        return result
     except ValueError as error:
-        check.findings.append(Finding(CONFIG, str(error), UNREADABLE))
-        return check
+        result.findings.append(Finding(CONFIG, str(error), NOT_LOADABLE))
+        return result
     try:
-        facts = facts or _own_facts(folder)
+        facts = facts or _read_facts(folder)
     except ValueError as error:
-        check.findings.append(Finding(ABOUT, str(error), "nothing can be held against its target"))
-        return check
-    return _check_content(check, config, facts)
+        result.findings.append(Finding(EXPORT_INFO, str(error), "the draft cannot be compared with its target"))
+        return result
+    return _check_content(result, EngineConfig(raw), facts)
 
 
-def _check_content(check: Check, config: dict[str, object], facts: TargetFacts | None) -> Check:
-    head = Head(config)
-    check.format, check.flavour = head.format, head.flavour
-    if is_ours(config):
-        found = f"{config['model_type']!r}, a draft as sage saves it"
-        check.findings.append(
-            Finding("model_type", found, "no engine knows it: export it first (sage-export DIR --format ...)")
-        )
-        return check
-    if head.format is None:
-        known = ", ".join(["LlamaForCausalLMEagle3", "Eagle3DraftModel", *EAGLE_CLASSES.values()])
-        found = f"{config.get('architectures')}, model_type {config.get('model_type')!r}; known drafts: {known}"
-        check.findings.append(Finding("architectures", found, UNREADABLE + " as a draft"))
-        return check
+def _check_content(result: CheckResult, config: EngineConfig, facts: TargetFacts | None) -> CheckResult:
+    result.format, result.flavour = config.format, config.flavour
+    if is_sage_draft(config.raw):
+        found = f"{config.raw['model_type']!r}, a draft in this package's own format"
+        result.findings.append(Finding("model_type", found, NOT_EXPORTED))
+        return result
+    if config.format is None:
+        known = ", ".join([EAGLE3_CLASS, SPECULATORS_CLASS, *EAGLE_CLASSES.values()])
+        found = f"{config.raw.get('architectures')}, model_type {config.raw.get('model_type')!r}; known drafts: {known}"
+        result.findings.append(Finding("architectures", found, f"{NOT_LOADABLE} as a draft"))
+        return result
     try:
-        weights = Weights(check.folder)
+        weights = Weights(result.folder)
     except ValueError as error:
-        check.findings.append(Finding("weights", str(error), UNREADABLE))
-        return check
-    table = eagle_table(head) if head.format == Format.eagle else eagle3_table(head)
-    case = Case(head, weights, table, facts)
-    check.findings += [*check_config(case), *check_tensors(case)]
+        result.findings.append(Finding("weights", str(error), NOT_LOADABLE))
+        return result
+    specs = eagle_tensor_specs(config) if config.format == Format.eagle else eagle3_tensor_specs(config)
+    given = CheckInput(config, weights, specs, facts)
+    result.findings += [*check_config(given), *check_tensors(given)]
     if facts is None:
-        check.notes.append("vocabulary, context, rope and layers were not held against the target's: give --target DIR")
-    return check
+        result.notes.append("vocabulary, context length, rope and layers were not compared with the target: give --target DIR")
+    return result
 
 
-def _own_facts(folder: Path) -> TargetFacts | None:
-    """The target's facts as an export of ours carries them."""
-    if not (folder / ABOUT).is_file():
+def _read_facts(folder: Path) -> TargetFacts | None:
+    """Reads the target's facts from sage_export.json, if the folder has one."""
+    if not (folder / EXPORT_INFO).is_file():
         return None
-    return TargetFacts.from_dict(read_json(folder / ABOUT).get("target"))
+    return TargetFacts.from_dict(read_json(folder / EXPORT_INFO).get("target"))

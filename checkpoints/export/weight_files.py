@@ -1,6 +1,6 @@
-"""A draft's folder from anywhere, read with suspicion: no pickles of strangers, no paths out of the folder, no remote code.
+"""Reads config.json and the weights of an untrusted folder: no pickled code, no paths outside the folder, no remote code.
 
-Owns: finding and opening weight files. Does not own: what the tensors should be (validator).
+Owns: finding and opening weight files. Does not own: the expected tensors (checkpoints.export.formats).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from checkpoints.export.facts import read_json
+from sage.files import read_json
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 PICKLED = "pytorch_model.bin"
 
-DTYPES = {
+SAFETENSORS_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -35,7 +35,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a file's header says of a tensor; `dtype` is None where torch has no such type."""
+    """Header of a stored tensor; `dtype` is None if torch has no such type."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None
@@ -43,21 +43,21 @@ class TensorInfo:
 
 
 class Weights:
-    """The tensors of a folder: their headers at once, their content one at a time.
+    """The tensors of a folder: headers are read at once, contents one at a time.
 
     Args:
-        folder: with model.safetensors, an index of shards, or pytorch_model.bin (opened with `weights_only`).
+        folder: contains model.safetensors, an index of shards, or pytorch_model.bin (opened with `weights_only`).
 
     Raises:
-        ValueError: no weights there, or a file that cannot be read; names the file.
+        ValueError: no weights, or a file that cannot be read; names the file.
     """
 
     def __init__(self, folder: Path) -> None:
         self._pickled: dict[str, Tensor] = {}
         self.infos: dict[str, TensorInfo] = {}
         self.is_pickled = False
-        for file in _files(folder):
-            self.infos |= self._pickle(file) if file.name == PICKLED else _headers(file)
+        for file in _find_files(folder):
+            self.infos |= self._read_pickle(file) if file.name == PICKLED else _read_headers(file)
             self.is_pickled |= file.name == PICKLED
 
     def __getitem__(self, name: str) -> Tensor:
@@ -67,62 +67,64 @@ class Weights:
             return file.get_tensor(name)
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors, one in memory at a time."""
+        """Iterates over names and tensors, with one tensor in memory at a time."""
         return ((name, self[name]) for name in sorted(self.infos))
 
-    def _pickle(self, file: Path) -> dict[str, TensorInfo]:
+    def _read_pickle(self, file: Path) -> dict[str, TensorInfo]:
         try:
             content = torch.load(file, map_location="cpu", weights_only=True)
         except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise ValueError(
-                f"{file}: not a plain file of tensors ({reason}); it is not opened any other way, since a pickle can run "
-                f"code: ask for safetensors"
+                f"{file}: not a file of tensors only ({reason}); other pickles can run code and are not opened: use safetensors"
             ) from error
         if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
-            raise ValueError(f"{file}: holds more than tensors by name; ask for safetensors")
+            raise ValueError(f"{file}: contains more than named tensors; use safetensors")
         self._pickled = content
         return {name: TensorInfo(tuple(value.shape), value.dtype, file) for name, value in content.items()}
 
 
-def _files(folder: Path) -> list[Path]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """Reads the folder's config.json.
+
+    Raises:
+        ValueError: no such folder, or no JSON object in that file.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder")
+    return read_json(folder / CONFIG)
+
+
+def _find_files(folder: Path) -> list[Path]:
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if (folder / INDEX).is_file():
-        return _shards(folder)
+        return _find_shards(folder)
     if (folder / PICKLED).is_file():
         return [folder / PICKLED]
-    raise ValueError(f"{folder}: no weights there; expected {WEIGHTS}, {INDEX} or {PICKLED}")
+    raise ValueError(f"{folder}: no weights; expected {WEIGHTS}, {INDEX} or {PICKLED}")
 
 
-def _shards(folder: Path) -> list[Path]:
+def _find_shards(folder: Path) -> list[Path]:
     listed = read_json(folder / INDEX).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise ValueError(f"{folder / INDEX}: has no weight_map")
     names = sorted({str(name) for name in listed.values()})
     for name in names:
         if PurePosixPath(name).name != name or "\\" in name:
-            raise ValueError(f"{folder / INDEX}: names the file {name!r}, which leads out of the folder")
+            raise ValueError(f"{folder / INDEX}: lists {name!r}, a path outside the folder")
         if not (folder / name).is_file():
-            raise ValueError(f"{folder / name}: missing, but {INDEX} lists it")
+            raise ValueError(f"{folder / name}: missing, but listed in {INDEX}")
     return [folder / name for name in names]
 
 
-def _headers(file: Path) -> dict[str, TensorInfo]:
+def _read_headers(file: Path) -> dict[str, TensorInfo]:
     try:
         with safe_open(file, "pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            return {name: TensorInfo(tuple(s.get_shape()), DTYPES.get(s.get_dtype()), file) for name, s in slices.items()}
+            return {
+                name: TensorInfo(tuple(s.get_shape()), SAFETENSORS_DTYPES.get(s.get_dtype()), file)
+                for name, s in slices.items()
+            }
     except (SafetensorError, OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"{file}: damaged or not a safetensors file ({error})") from error
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The folder's config.json.
-
-    Raises:
-        ValueError: no such folder or no config there.
-    """
-    if not folder.is_dir():
-        raise ValueError(f"{folder}: no such folder")
-    return read_json(folder / CONFIG)
+        raise ValueError(f"{file}: corrupt or not a safetensors file ({error})") from error

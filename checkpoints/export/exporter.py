@@ -1,0 +1,229 @@
+"""Exports a trained draft to a folder that serving engines load: check compatibility, write, validate, reload, describe."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from checkpoints.export.compatibility import COMPRESSOR, check_compatible
+from checkpoints.export.export_folder import EXPORT_INFO, new_export
+from checkpoints.export.formats.eagle import eagle_config, eagle_tensors
+from checkpoints.export.formats.eagle3 import eagle3_config, eagle3_tensors
+from checkpoints.export.formats.layout import Flavour, Format
+from checkpoints.export.formats.speculators import speculators_config, speculators_tensors
+from checkpoints.export.model_card import ModelCard, render_card
+from checkpoints.export.reload_check import RoundingError, check_reload
+from checkpoints.export.source import DraftSource, find_source, load_trained, summarize_report
+from checkpoints.export.target_facts import EMBEDDING, TargetFacts, read_target_embedding
+from checkpoints.export.validator.findings import CheckResult, InvalidExport
+from checkpoints.export.validator.validator import check_folder
+from checkpoints.export.weight_files import CONFIG, WEIGHTS
+from sage.drafts import DraftHead
+from sage.dtypes import dtype_name
+from sage.files import write_json, write_text
+
+logger = logging.getLogger(__name__)
+
+CARD = "README.md"
+SCHEMA = 1
+
+
+@dataclass(kw_only=True)
+class ExportOptions:
+    """Options of an export.
+
+    Attributes:
+        flavour: the engine, for the format `eagle`.
+        dtype: dtype of the weights.
+        target: the target's folder or hub id; None = the one in the draft's config.json.
+        target_name: the target's name in configs and commands; None = as it was loaded.
+        embedding: write the target's embedding too; None = only for `speculators`.
+        overwrite: replace an existing export.
+        name: the export's name in the card's commands; None = its folder.
+        draft: which draft of a run (`draft`, `draft_best`); None = the best.
+        license, license_link: for the model card; None = not stated.
+        allow_unserved: export although no engine serves the target's family.
+        allow_uncompressed: export without the draft's visual compressor.
+    """
+
+    flavour: Flavour | None = None
+    dtype: torch.dtype = torch.bfloat16
+    target: str | None = None
+    target_name: str | None = None
+    embedding: bool | None = None
+    overwrite: bool = False
+    name: str | None = None
+    draft: str | None = None
+    license: str | None = None
+    license_link: str | None = None
+    allow_unserved: bool = False
+    allow_uncompressed: bool = False
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """A finished export: its folder and origin, the validator's findings, the rounding error, and warnings."""
+
+    folder: Path
+    source: DraftSource
+    check: CheckResult
+    rounding: RoundingError
+    warnings: list[str]
+
+
+def export(path: Path | str, out: Path | str, format_: Format | str, options: ExportOptions | None = None) -> ExportResult:
+    """Exports a draft of this package to a format that engines serve.
+
+    Args:
+        path: folder of a run or of a draft.
+        out: the folder to write, atomically.
+        format_: one of `Format`.
+
+    Raises:
+        ValueError: the format cannot express the draft, `out` exists, or the target is unknown.
+        InvalidExport: the written export would not compute what the draft computes; `out` is unchanged.
+    """
+    out, format_, options = Path(out), _parse_format(format_), options or ExportOptions()
+    source = find_source(Path(path), options.draft)
+    trained = load_trained(source.draft)
+    facts = find_facts(trained.config, options.target)
+    warnings = check_compatible(
+        trained.config,
+        facts,
+        format_,
+        options.flavour,
+        allow_unserved=options.allow_unserved,
+        allow_uncompressed=options.allow_uncompressed,
+    )
+    tensors = _tensors(trained, format_, options)
+    if _has_embedding(format_, options):
+        tensors[EMBEDDING] = read_target_embedding(facts).to(options.dtype)
+    if options.target_name:
+        facts = replace(facts, name=options.target_name)
+    with new_export(out, source.step or 0, options.overwrite) as part:
+        save_file(tensors, part / WEIGHTS, metadata={"format": "pt"})
+        write_json(part / CONFIG, _config(trained.config, facts, format_, options))
+        check, rounding = _verify(part, out, trained, facts)
+        info = _export_info(trained, source, facts, format_, options)
+        card = _card(out, source, facts, format_, options, rounding, warnings)
+        write_json(part / EXPORT_INFO, info | _measurements(source, rounding, warnings))
+        write_text(part / CARD, card)
+    return ExportResult(out, source, check, rounding, warnings)
+
+
+def find_facts(config: Any, target: str | None) -> TargetFacts:
+    """Reads the facts from `target`, else from the folder the draft was trained with, else from the draft's config.
+
+    Raises:
+        ValueError: `target` is given and cannot be read.
+    """
+    if target is not None:
+        return TargetFacts.of_folder(target)
+    trained_with = config.target_path
+    if trained_with and (Path(trained_with) / CONFIG).is_file():
+        return TargetFacts.of_folder(trained_with)
+    logger.info("the target %s is not available; its facts are read from the draft's config.json", trained_with)
+    return TargetFacts.of_draft(config)
+
+
+def _verify(part: Path, out: Path, trained: DraftHead, facts: TargetFacts) -> tuple[CheckResult, RoundingError]:
+    """Runs the validator and the reload check on the written files; errors name the final folder."""
+    try:
+        check = check_folder(part, facts)
+        check.raise_if_invalid()
+        return check, check_reload(part, trained, facts)
+    except InvalidExport as error:
+        raise InvalidExport(str(error).replace(str(part), str(out))) from error
+
+
+def _parse_format(name: Format | str) -> Format:
+    try:
+        return Format(name)
+    except ValueError as error:
+        raise ValueError(f"--format {name}: unknown; choose one of {', '.join(Format)}") from error
+
+
+def _tensors(trained: DraftHead, format_: Format, options: ExportOptions) -> dict[str, Tensor]:
+    state = {name: tensor.detach().cpu() for name, tensor in trained.state_dict().items() if not _is_omitted(name)}
+    if format_ == Format.eagle:
+        assert options.flavour is not None
+        tensors = eagle_tensors(state, options.dtype, options.flavour)
+    else:
+        tensors = {Format.eagle3: eagle3_tensors, Format.speculators: speculators_tensors}[format_](state, options.dtype)
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+
+
+def _is_omitted(name: str) -> bool:
+    return name.startswith(f"{COMPRESSOR}.")  # allowed by the user, see check_compatible
+
+
+def _config(draft: Any, facts: TargetFacts, format_: Format, options: ExportOptions) -> dict[str, Any]:
+    if format_ == Format.eagle:
+        assert options.flavour is not None
+        return eagle_config(draft, facts, options.dtype, options.flavour)
+    return {Format.eagle3: eagle3_config, Format.speculators: speculators_config}[format_](draft, facts, options.dtype)
+
+
+def _has_embedding(format_: Format, options: ExportOptions) -> bool:
+    return format_ == Format.speculators if options.embedding is None else options.embedding
+
+
+def _export_info(
+    trained: DraftHead, source: DraftSource, facts: TargetFacts, format_: Format, options: ExportOptions
+) -> dict[str, Any]:
+    """The facts in sage_export.json for which the engines' config.json has no field."""
+    config = trained.config
+    return {
+        "schema": SCHEMA,
+        "format": str(format_),
+        "flavour": str(options.flavour) if options.flavour else None,
+        "dtype": dtype_name(options.dtype),
+        "step": source.step or 0,
+        "steps_trained": source.step,
+        "draft": config.model_type,
+        "parameters": sum(weight.numel() for name, weight in trained.named_parameters() if not _is_omitted(name)),
+        "image_inputs": config.image_inputs,
+        "feature_levels": list(getattr(config, "feature_levels", [])),
+        "target": facts.to_dict(),
+        "data_fingerprint": source.provenance.get("data_fingerprint"),
+        "git": source.provenance.get("git"),
+    }
+
+
+def _measurements(source: DraftSource, rounding: RoundingError, warnings: list[str]) -> dict[str, Any]:
+    return {
+        "rounding": {"largest_difference": rounding.max_abs_difference, "same_choice": rounding.agreement},
+        "warnings": warnings,
+        "validation": summarize_report(source.report),
+    }
+
+
+def _card(
+    out: Path,
+    source: DraftSource,
+    facts: TargetFacts,
+    format_: Format,
+    options: ExportOptions,
+    rounding: RoundingError,
+    warnings: list[str],
+) -> str:
+    return render_card(
+        ModelCard(
+            name=options.name or str(out),
+            format=format_,
+            flavour=options.flavour,
+            facts=facts,
+            source=source,
+            rounding=rounding,
+            dtype=dtype_name(options.dtype),
+            warnings=warnings,
+            license=options.license,
+            license_link=options.license_link,
+        )
+    )

@@ -1,0 +1,221 @@
+"""README.md of an export: summary, measurements, serve commands, training recipe, license.
+
+Figures that were not measured and a license that was not given are reported as missing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from checkpoints.export.compatibility import SERVED_FAMILIES
+from checkpoints.export.formats.layout import Flavour, Format
+from checkpoints.export.formats.speculators import SPECULATIVE_TOKENS
+from checkpoints.export.reload_check import RoundingError
+from checkpoints.export.source import DraftSource
+from checkpoints.export.target_facts import TargetFacts
+from sage.bench.tables import markdown_table
+
+RECIPE_KEYS = ("seed", "data.num_examples", "data.max_length", "launch.gpus", "launch.ranks")
+RECIPE_GROUPS = ("draft", "objective", "optim", "train", "deepspeed")
+POLICY_COLUMNS = ("policy", "tokens per target pass", "mean accepted draft", "tokens/s", "speedup", "end to end", "identical")
+SGLANG_TOPK, SGLANG_NODES = 4, 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCard:
+    """The content of a model card.
+
+    Attributes:
+        name: the export's name in commands: its folder, or the hub id it is uploaded to.
+        dtype: dtype of the exported weights.
+        warnings: what differs from training, as complete sentences.
+        license, license_link: as given by the user; None = not stated.
+    """
+
+    name: str
+    format: Format
+    flavour: Flavour | None
+    facts: TargetFacts
+    source: DraftSource
+    rounding: RoundingError
+    dtype: str
+    warnings: Sequence[str] = ()
+    license: str | None = None
+    license_link: str | None = None
+
+
+def render_card(card: ModelCard) -> str:
+    """Renders the card as Markdown, with the hub's metadata at the top."""
+    sections = (_front_matter, _summary, _warnings, _measurements, _serving, _checks, _recipe, _license)
+    parts = [section(card) for section in sections]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def serve_commands(format_: Format, flavour: Flavour | None, facts: TargetFacts, draft: str) -> dict[str, str]:
+    """Returns the command line for each engine; empty if no engine serves the target's family.
+
+    Args:
+        draft: folder or hub id of the export, as written in the command.
+    """
+    if facts.model_type not in SERVED_FAMILIES:
+        return {}
+    target = facts.name or "TARGET"
+    if format_ == Format.speculators:
+        return {"vLLM": f"vllm serve {draft}"}
+    method = "eagle3" if format_ == Format.eagle3 else "eagle"
+    commands = {"vLLM": _vllm_command(target, draft, method), "SGLang": _sglang_command(target, draft, method)}
+    if format_ == Format.eagle:
+        name = "vLLM" if flavour == Flavour.vllm else "SGLang"
+        return {name: commands[name]}
+    return commands
+
+
+def _vllm_command(target: str, draft: str, method: str) -> str:
+    options = {"method": method, "model": draft, "num_speculative_tokens": SPECULATIVE_TOKENS}
+    return f"vllm serve {target} \\\n  --speculative-config '{json.dumps(options)}'"
+
+
+def _sglang_command(target: str, draft: str, method: str) -> str:
+    return (
+        f"python -m sglang.launch_server --model-path {target} \\\n"
+        f"  --speculative-algorithm {method.upper()} --speculative-draft-model-path {draft} \\\n"
+        f"  --speculative-num-steps {SPECULATIVE_TOKENS} --speculative-eagle-topk {SGLANG_TOPK} "
+        f"--speculative-num-draft-tokens {SGLANG_NODES}"
+    )
+
+
+def _front_matter(card: ModelCard) -> str:
+    """The hub's metadata; JSON values are valid YAML without quoting rules."""
+    fields: dict[str, Any] = {"license": card.license or "other"}
+    if card.license is None:
+        fields["license_name"] = "not-stated"
+    if card.license_link:
+        fields["license_link"] = card.license_link
+    if _is_hub_id(card.facts.name):
+        fields |= {"base_model": card.facts.name, "base_model_relation": "adapter"}
+    fields |= {"pipeline_tag": "image-text-to-text", "tags": ["speculative-decoding", str(card.format), "sage-draft"]}
+    return "\n".join(["---", *(f"{key}: {json.dumps(value)}" for key, value in fields.items()), "---"])
+
+
+def _is_hub_id(name: str | None) -> bool:
+    return (
+        bool(name) and str(name).count("/") == 1 and not str(name).startswith((".", "/", "~")) and not Path(str(name)).exists()
+    )
+
+
+def _summary(card: ModelCard) -> str:
+    facts, kind = card.facts, f"`{card.format}`" + (f" ({card.flavour})" if card.flavour else "")
+    steps = f"trained for {card.source.step} steps" if card.source.step is not None else "number of training steps unknown"
+    return (
+        f"# {Path(card.name).name}\n\n"
+        f"A draft head for speculative decoding with **{facts.name or facts.model_type}** ({facts.architecture}: "
+        f"{facts.num_layers} layers, hidden size {facts.hidden_size}, vocabulary {facts.vocab_size}), {steps}, in the format "
+        f"{kind}, {card.dtype}. Speculative decoding is lossless: the draft changes the target's speed, not its output."
+    )
+
+
+def _warnings(card: ModelCard) -> str:
+    if not card.warnings:
+        return ""
+    return "\n".join(["## Limitations", "", *(f"* {warning}" for warning in card.warnings)])
+
+
+def _measurements(card: ModelCard) -> str:
+    report = card.source.report
+    if report is None:
+        return "## Measurements\n\nNothing was measured: there is no validation/report.json for this draft."
+    table = markdown_table(POLICY_COLUMNS, [_policy_row(name, figures) for name, figures in report["policies"].items()])
+    note = (
+        f"Measured with this project's lossless decoder, not with a serving engine: {report['prompts']} prompts, up to "
+        f"{report['max_new_tokens']} tokens, temperature {report['temperature']:g}, {report['dtype']} on {report['device']}, "
+        f"target {report['target']}, seed {report['seed']}. Speedups are relative to the fastest autoregressive decoder of the "
+        f"same run; *identical* counts outputs that equal the target's own."
+    )
+    return f"## Measurements\n\n{table}\n\n{note}"
+
+
+def _policy_row(name: str, figures: dict[str, Any]) -> list[str]:
+    return [
+        f"`{name}`",
+        f"{figures['tokens_per_target_pass']:.2f}",
+        f"{figures['mean_accepted_draft']:.2f}",
+        f"{figures['tokens_per_s']:.1f}",
+        f"{figures['speedup']:.2f}x",
+        f"{figures['speedup_end_to_end']:.2f}x",
+        f"{figures['match']}/{figures['total']}",
+    ]
+
+
+def _serving(card: ModelCard) -> str:
+    commands = serve_commands(card.format, card.flavour, card.facts, card.name)
+    parts = [f"{engine}:\n\n```\n{command}\n```" for engine, command in commands.items()]
+    if not commands:
+        parts = [f"No engine serves drafts for {card.facts.model_type}."]
+    if card.format != Format.eagle:
+        target = card.facts.name or "TARGET"
+        parts.append(
+            f"This project's decoder, which also separates a bad draft from a misconfigured engine:\n\n```\n"
+            f"sage-export --import {card.name} --target {target} --out draft\n"
+            f"sage-validate draft=draft target.path={target}\n```"
+        )
+    return "## Serving\n\n" + "\n\n".join(parts)
+
+
+def _checks(card: ModelCard) -> str:
+    is_eagle = card.format == Format.eagle
+    difference = "largest difference of a feature" if is_eagle else "largest difference of a logit"
+    agreement = "cosine similarity of the features" if is_eagle else "positions with the same top-1 token"
+    return (
+        f"## Checks\n\n`sage-export --check` reports no errors, and the reloaded files compute, bit for bit, what the trained "
+        f"draft computes in {card.dtype}. Rounding error in {card.dtype} on a fixed batch: {difference} "
+        f"{card.rounding.max_abs_difference:.3g}, {agreement} {card.rounding.agreement:.1%}. The hashes are in `manifest.json`."
+    )
+
+
+def _recipe(card: ModelCard) -> str:
+    source = card.source
+    if not source.recipe:
+        return "## Training\n\nThe run that trained this draft is not available."
+    settings = [pair for key in (*RECIPE_KEYS, *RECIPE_GROUPS) for pair in _flatten(_lookup(source.recipe, key), key)]
+    lines = [f"* `{key}`: {value}" for key, value in settings]
+    known = source.provenance
+    origin = [f"* data: {', '.join(_data_sources(source.recipe))} (fingerprint `{known.get('data_fingerprint', 'unknown')}`)"]
+    if commit := (known.get("git") or {}).get("commit"):
+        origin.append(f"* code: {commit}{' with uncommitted changes' if known['git'].get('is_dirty') else ''}")
+    versions = ", ".join(f"{name} {value}" for name, value in (known.get("versions") or {}).items() if value)
+    origin += [f"* versions: {versions}"] if versions else []
+    method = "Online distillation: features and logits of the frozen target are computed in the training step."
+    return "\n".join(["## Training", "", method, "", *origin, *lines])
+
+
+def _data_sources(recipe: dict[str, Any]) -> list[str]:
+    data = recipe.get("data") or {}
+    return [str(name) for name in (data.get("sources") or {})] or [str(data.get("name", "not stated"))]
+
+
+def _lookup(recipe: dict[str, Any], key: str) -> Any:
+    """The value of a dotted key, or None."""
+    tree: Any = recipe
+    for name in key.split("."):
+        tree = tree.get(name) if isinstance(tree, dict) else None
+    return tree
+
+
+def _flatten(tree: Any, prefix: str) -> list[tuple[str, Any]]:
+    """Dotted keys and values that are set, except for folders of the training machine."""
+    if isinstance(tree, dict):
+        return [pair for key, part in tree.items() for pair in _flatten(part, f"{prefix}.{key}")]
+    return [] if tree in (None, "", []) or prefix.endswith((".path", ".dir")) else [(prefix, tree)]
+
+
+def _license(card: ModelCard) -> str:
+    name = f"{card.license}" if card.license else "not stated"
+    link = f" ({card.license_link})" if card.license_link else ""
+    return (
+        f"## License\n\n{name[0].upper()}{name[1:]}{link}. The weights were distilled from "
+        f"{card.facts.name or card.facts.model_type}; its license, and that of the data, may apply to them."
+    )

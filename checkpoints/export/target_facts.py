@@ -1,0 +1,160 @@
+"""Facts about a target that a draft and an engine depend on, and the target's token embedding.
+
+Read from the target's folder, or from the draft's own config.json where the target is not available. Loads no model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from checkpoints.export.weight_files import Weights
+
+ARCHITECTURES = {
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "llava_onevision": "LlavaOnevisionForConditionalGeneration",
+}
+EMBEDDING = "embed_tokens.weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetFacts:
+    """The fields of a target's config that a draft's config depends on.
+
+    Attributes:
+        mrope_section: number of frequencies per axis (temporal, height, width); None = one axis.
+        scaled_rope: `rope_type` and parameters of a scaled rope; None = unscaled.
+        name: folder or hub id the facts were read from, used in serve commands.
+    """
+
+    model_type: str
+    architecture: str
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+    max_position_embeddings: int
+    rope_theta: float
+    mrope_section: list[int] | None = None
+    scaled_rope: dict[str, Any] | None = None
+    name: str | None = None
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """The same fields as `sage.Target.fingerprint`."""
+        return {key: getattr(self, key) for key in ("model_type", "hidden_size", "vocab_size", "num_layers")}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain values for JSON."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(stored: Any) -> TargetFacts:
+        """Creates the facts from the output of `to_dict`.
+
+        Raises:
+            ValueError: a field is missing, unknown, or of the wrong type.
+        """
+        types = {field.name: str(field.type) for field in fields(TargetFacts)}
+        needed = types.keys() - {"mrope_section", "scaled_rope", "name"}
+        if not isinstance(stored, dict) or not needed <= stored.keys() or not stored.keys() <= types.keys():
+            raise ValueError(f"target facts: need {', '.join(sorted(needed))}, found {stored}")
+        for name in needed:
+            expected: Any = {"int": int, "float": (int, float)}.get(types[name], str)
+            if not isinstance(stored[name], expected):
+                raise ValueError(f"target facts: {name} is {stored[name]!r}, expected {types[name]}")
+        return TargetFacts(**stored)
+
+    @staticmethod
+    def of_draft(config: Any) -> TargetFacts:
+        """Reads the facts from the config of a draft, whose sizes and rope were derived from the target."""
+        made_for = config.target
+        return TargetFacts(
+            **made_for,
+            architecture=ARCHITECTURES.get(made_for["model_type"], made_for["model_type"]),
+            max_position_embeddings=config.max_position_embeddings,
+            rope_theta=float(config.rope_theta),
+            mrope_section=config.mrope_section,
+            scaled_rope=config.scaled_rope,
+            name=config.target_path,
+        )
+
+    @staticmethod
+    def of_folder(path_or_id: str | Path) -> TargetFacts:
+        """Reads a target's config.json; no weights are read.
+
+        Raises:
+            ValueError: no readable config, or an unknown model family.
+        """
+        from transformers import AutoConfig
+
+        name = str(path_or_id)
+        if not Path(name).is_dir() and (name.count("/") != 1 or name.startswith((".", "/", "~"))):
+            raise ValueError(f"--target {name}: no such folder; give a target's folder or a hub id like owner/name")
+        try:
+            config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(f"--target {name}: cannot read its config.json ({reason}); give a target's folder") from error
+        if config.model_type not in ARCHITECTURES:
+            known = ", ".join(ARCHITECTURES)
+            raise ValueError(f"--target {name}: model_type {config.model_type!r} is not supported; supported: {known}")
+        return TargetFacts.of_config(config, name)
+
+    @staticmethod
+    def of_config(config: Any, name: str | None) -> TargetFacts:
+        """Reads the facts from `model.config` of a loaded target of a supported family.
+
+        Raises:
+            ValueError: the target has a rope that no draft head supports.
+        """
+        from sage.drafts.rope import rope_fields
+
+        text = config.get_text_config()
+        rope = rope_fields(text)
+        return TargetFacts(
+            model_type=config.model_type,
+            architecture=(config.architectures or [ARCHITECTURES[config.model_type]])[0],
+            hidden_size=text.hidden_size,
+            vocab_size=text.vocab_size,
+            num_layers=text.num_hidden_layers,
+            max_position_embeddings=text.max_position_embeddings,
+            rope_theta=float(rope["rope_theta"]),
+            mrope_section=rope["mrope_section"],
+            scaled_rope=rope["scaled_rope"],
+            name=name,
+        )
+
+
+def read_target_embedding(facts: TargetFacts) -> Tensor:
+    """Reads the token embedding [V, D] from the target's folder or from the hub's cache, without any download.
+
+    Raises:
+        ValueError: the target's files are not available, or do not contain exactly one such tensor.
+    """
+    folder = _local_folder(facts.name or "")
+    weights = Weights(folder)
+    shape = (facts.vocab_size, facts.hidden_size)
+    names = [name for name, info in weights.infos.items() if name.endswith(EMBEDDING) and info.shape == shape]
+    if len(names) != 1:
+        raise ValueError(
+            f"embedding: {folder} has {len(names)} tensors named *{EMBEDDING} of shape {list(shape)}, expected one; "
+            f"give --target DIR, or --no-embedding"
+        )
+    return weights[names[0]]
+
+
+def _local_folder(name: str) -> Path:
+    if name and Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"embedding: the target {name or '(unknown)'} is neither a local folder nor in the hub's cache; give --target DIR, "
+            f"or --no-embedding (engines take the embedding from the target)"
+        ) from error
