@@ -15,7 +15,7 @@ from sage.bench.tables import markdown_table
 MAX_MEASURED, MAX_PROJECTED = 0.05, 0.01  # share of decoding time
 SMALL_SHAPE = "qwen2_5_vl_7b"
 HOST_OVERHEAD = "host overhead"
-SHARE_COLUMNS = ["policy", "target", "draft", "accept", "commit", "policy", "other", f"**{HOST_OVERHEAD}**", "host per round"]
+SHARE_COLUMNS = ["decoder", "target", "draft", "accept", "commit", "policy", "other", f"**{HOST_OVERHEAD}**", "host per round"]
 
 
 def values(figures: Figures) -> dict[str, str]:
