@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import pickle
 import subprocess
 import sys
 import time
@@ -127,6 +128,12 @@ def test_policies_to_run_are_the_composed_ones_unless_said_otherwise() -> None:
     assert compose("config", ["decode/policy=[sage,chain]"], Config).decode.policies == ["sage", "chain"]
     config = compose("config", ["decode.policies=[static]", "decode.options.sage.max_depth=12"], Config)
     assert config.decode.policies == ["static"] and config.decode.options["sage"]["max_depth"] == 12
+
+
+@pytest.mark.parametrize("kind", DRAFT_KINDS)
+def test_config_can_be_passed_to_other_processes(kind: str) -> None:
+    config = compose("config", ["data=pocket", f"draft={kind}"], Config)
+    assert pickle.loads(pickle.dumps(config)) == config
 
 
 def test_precision_follows_the_target() -> None:

@@ -11,7 +11,7 @@ from functools import cache
 
 from omegaconf import MISSING
 
-from sage.drafts.registry import DraftKind
+from sage.drafts.registry import KINDS, DraftKind
 
 
 class CompressorKind(StrEnum):
@@ -76,9 +76,21 @@ class DraftConfig:
 def draft_schema(kind: DraftKind) -> type[DraftConfig]:
     """The schema of `draft=NAME`: the keys of every draft and the options of its kind."""
     return make_dataclass(
-        f"{kind.name.capitalize()}DraftConfig",
+        _schema_name(kind),
         [("kind", str, kind.name)],
         bases=(kind.options, DraftConfig),
         namespace={"__module__": __name__, "__doc__": kind.options.__doc__},
         kw_only=True,
     )
+
+
+def _schema_name(kind: DraftKind) -> str:
+    return f"{kind.name.capitalize()}DraftConfig"
+
+
+def __getattr__(name: str) -> type[DraftConfig]:
+    """Returns a generated schema by its name; pickle needs it to pass a config to other ranks."""
+    for kind in KINDS.values():
+        if _schema_name(kind) == name:
+            return draft_schema(kind)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
