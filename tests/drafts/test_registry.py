@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -77,6 +78,13 @@ def test_a_row_is_a_choice_of_the_configuration(row: DraftKind) -> None:
     draft: Any = config.draft
     assert (draft.kind, draft.scale, draft.input_norm, config.run.name) == ("scaled", 0.5, True, "pocket_qwen2_5_vl-scaled")
     assert unknown_key("draft.scale", Config).endswith("draft=scaled")
+
+
+@pytest.mark.parametrize("arguments", [ARGUMENTS, *([f"draft={kind}"] for kind in KINDS)], ids=lambda words: words[-1])
+def test_a_configuration_can_be_sent_to_another_process(row: DraftKind, arguments: list[str]) -> None:
+    config = compose("config", arguments, Config)
+    again = pickle.loads(pickle.dumps(config))
+    assert again == config and type(again.draft) is type(config.draft)
 
 
 def test_a_row_is_trained_as_its_kind_of_student(row: DraftKind) -> None:
