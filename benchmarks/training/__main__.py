@@ -13,7 +13,8 @@ from sage.cli import run
 from sage.dtypes import torch_dtype
 from train.config.checks import MAX_STAGE, check
 from train.config.hydra_app import compose
-from train.config.schema import Config, ObjectiveConfig, Precision, register
+from train.config.schema import Config, ObjectiveConfig, Precision
+from train.config.store import register
 from train.distill.chunked_loss import TERMS
 from train.launch.ranks import pick_device, process_group
 

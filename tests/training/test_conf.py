@@ -31,8 +31,8 @@ from train.config.schema import (
     Precision,
     Schedule,
     ValidateConfig,
-    config_dir,
 )
+from train.config.store import config_dir
 from train.distill.chunked_loss import weighted_terms
 from train.engine.engine import deepspeed_config, make_optimizer
 from train.engine.lr_schedule import learning_rate

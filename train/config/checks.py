@@ -1,27 +1,24 @@
-"""Every check that spans more than one field, in one place; nothing here needs torch, a model or the data.
+"""Cross-field checks of the configuration; they need neither torch nor a model nor the data.
 
-`check(config)` runs before anything is loaded or written. What only a loaded part can know (whether a draft fits its
-target, whether a policy takes an option) is checked where that part is built, still before the first file is written.
+`check(config)` runs before anything is loaded or written. Properties of loaded objects (does the draft fit the target?) are
+checked where these are built, still before the first file is written. Does not own: the checks of the run folder
+(train.config.run_checks).
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from omegaconf import OmegaConf
-
-from checkpoints.run_folder import CONFIG as RUN_CONFIG
-from checkpoints.run_folder import is_run
 from data_prep.config import validate as check_data_fields
 from data_prep.splits import Split
 from sage.drafts.options import Eagle3Options, ModelOptions, TrainedPart
 from sage.drafts.registry import KINDS
 from sage.trees.names import AUTOREGRESSIVE
 from train.config.draft import CompressorKind
+from train.config.run_checks import check_run_folder, check_same_run
 from train.config.schema import (
     Baseline,
     Config,
@@ -32,32 +29,26 @@ from train.config.schema import (
     Precision,
     Schedule,
     ValidateOn,
-    subschemas,
 )
+from train.config.store import subschemas
 
 MAX_STAGE = 3
-# What a saved draft brings along: sizes that may not be chosen again.
+# Sizes of a saved draft, which may not be changed.
 SIZES = (
     *("intermediate_size", "num_attention_heads", "num_key_value_heads"),
     *("feature_levels", "draft_vocab_size", "num_layers"),
 )
-# A resumed run goes on exactly; with one of these changed it would be another run. Prefixes of dotted keys.
-BINDING = (
-    *("seed", "target.path", "target.revision", "target.dtype", "draft.", "data.", "score."),
-    *("train.global_batch_size", "train.precision", "train.length_window"),
-)
-FREE = ("data.num_workers", "data.bad_list")  # not data.cache: where lengths are known, batches are others
 
 
 def check(config: Config) -> None:
     """Refuses a configuration that cannot be run.
 
     Raises:
-        ConfigError: the first mistake found: dotted key, value, what is allowed, the remedy.
-        ValueError: likewise, from the data's own checks.
+        ConfigError: the first mistake: dotted key, value, allowed values, remedy.
+        ValueError: likewise, from the checks of the data group.
     """
     if not config.launch.plan:  # a plan writes nothing and opens no data
-        check_run_folder(config)
+        check_run_folder(config.run)
         check_same_run(config)
     check_path("target.path", config.target.path)
     if config.draft.path is not None:
@@ -74,57 +65,15 @@ def check(config: Config) -> None:
     _at_least("seed", config.seed, 0)
 
 
-def check_run_folder(config: Config) -> None:
-    """An existing run is continued on purpose or not touched."""
-    if not config.run.dir.strip():
-        _refuse("run.dir", config.run.dir, "a folder", "give run.dir=DIR")
-    folder = Path(config.run.dir)
-    if folder.exists() and not folder.is_dir():
-        _refuse("run.dir", folder, "a folder", "that is a file; give another path")
-    if is_run(folder) and not config.run.resume:
-        remedy = "give run.resume=true to go on with it, or another run.dir"
-        raise ConfigError(f"run.dir={folder}: already holds a run; {remedy}")
-    if folder.is_dir() and any(folder.iterdir()) and not is_run(folder):
-        raise ConfigError(f"run.dir={folder}: is not empty and holds no run; give a new or an empty folder")
-    parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not os.access(parent, os.W_OK):
-        raise ConfigError(f"run.dir={folder}: {parent} cannot be written to; give a folder you may write to")
-
-
-def check_same_run(config: Config) -> None:
-    """A run that is resumed must be the run that was started, as far as its result depends on it."""
-    path = Path(config.run.dir) / RUN_CONFIG
-    if not path.exists():
-        return
-    try:
-        saved = flat(OmegaConf.to_container(OmegaConf.load(path)))
-    except Exception as error:  # PyYAML has a dozen error classes of its own
-        raise ConfigError(f"{path}: cannot be read ({' '.join(str(error).split())}); give another run.dir") from error
-    now = flat(OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(OmegaConf.structured(config)))))
-    for key in sorted(saved.keys() | now.keys()):
-        if key.startswith(BINDING) and not key.startswith(FREE) and saved.get(key) != now.get(key):
-            raise ConfigError(
-                f"{key}={now.get(key)}: the run in {config.run.dir} was started with {saved.get(key)}; "
-                f"resume with that, or start another run.dir"
-            )
-
-
-def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings -> dotted keys."""
-    if not isinstance(tree, dict) or not tree:
-        return {prefix.rstrip("."): tree}
-    return {key: value for name, part in tree.items() for key, value in flat(part, f"{prefix}{name}.").items()}
-
-
 def check_path(key: str, path: str) -> None:
-    """A path that can only be local must exist; `owner/name` may be a hub id."""
+    """Refuses a local path that does not exist; `owner/name` may be a hub id."""
     is_local = path.startswith((".", "/", "~")) or path.count("/") != 1
     if is_local and not Path(path).expanduser().is_dir():
         raise ConfigError(f"{key}={path}: no such folder; give a local folder or a hub id like Qwen/Qwen2.5-VL-7B-Instruct")
 
 
 def check_decode(decode: DecodeConfig) -> None:
-    """What both commands need to know about decoding before a model is loaded."""
+    """Checks the `decode` group of sage-train and sage-validate."""
     names = [str(name) for name in decode.policies]
     for name in (*names, *decode.options):
         if name not in PolicyName.__members__:
@@ -135,13 +84,13 @@ def check_decode(decode: DecodeConfig) -> None:
     if not names or len(set(names)) < len(names):
         _refuse("decode.policies", names, "one or more different names", "list each policy once")
     _at_least("decode.num_prompts", decode.num_prompts, 1)
-    _at_least("decode.max_new_tokens", decode.max_new_tokens, 2)  # the prefill yields the first one
+    _at_least("decode.max_new_tokens", decode.max_new_tokens, 2)  # the prefill yields the first token
     _at_least("decode.repeats", decode.repeats, 1)
     _at_least("decode.warmup", decode.warmup, 0)
     _at_least("decode.top_k", decode.top_k, 0)
     _at_least("decode.temperature", decode.temperature, 0)
     if not 0 < decode.top_p <= 1:
-        _refuse("decode.top_p", decode.top_p, "above 0, at most 1", "1.0 keeps the whole distribution")
+        _refuse("decode.top_p", decode.top_p, "above 0, at most 1", "1.0 keeps the complete distribution")
     if decode.assistant is not None:
         if Baseline.hf_assisted not in decode.baselines:
             raise ConfigError(f"decode.assistant={decode.assistant}: has no effect; add hf_assisted to decode.baselines")
@@ -159,7 +108,7 @@ def _check_draft(config: Config) -> None:
         _refuse("draft.num_key_value_heads", kv_heads, f"a divisor of draft.num_attention_heads={heads}", "change one")
     for name in SIZES:
         if config.draft.path is not None and getattr(config.draft, name, None) is not None:
-            _refuse(f"draft.{name}", getattr(config.draft, name), "null with draft.path", "a saved draft brings its own")
+            _refuse(f"draft.{name}", getattr(config.draft, name), "null with draft.path", "a saved draft has its own")
     _check_compressor(config)
     if isinstance(config.draft, Eagle3Options):
         _check_eagle3(config.draft)
@@ -172,10 +121,10 @@ def _check_draft(config: Config) -> None:
 def _check_compressor(config: Config) -> None:
     chosen = config.draft.compressor
     if isinstance(config.draft, ModelOptions) and chosen.kind is not CompressorKind.none:
-        remedy = "a smaller model reads every visual token; drop it, or choose draft=eagle or draft=eagle3"
+        remedy = "a smaller model reads every visual token; remove it, or choose draft=eagle or draft=eagle3"
         _refuse("draft/compressor", chosen.kind, "none with draft=model", remedy)
     if type(chosen) is not subschemas()[("draft/compressor", str(chosen.kind))]:
-        raise ConfigError(f"draft.compressor.kind={chosen.kind}: brings other numbers; choose draft/compressor={chosen.kind}")
+        raise ConfigError(f"draft.compressor.kind={chosen.kind}: has other keys; give draft/compressor={chosen.kind}")
     for name in ("ratio", "conv_ratio", "queries"):
         _at_least(f"draft.compressor.{name}", getattr(chosen, name, None), 1)
     temperature = getattr(chosen, "temperature", 1.0)
@@ -203,7 +152,7 @@ def _check_data(config: Config) -> None:
         if source.path and source.path.startswith((".", "/", "~")) and not Path(source.path).expanduser().exists():
             raise ConfigError(f"data.path={source.path}: no such file or folder; data source {label} reads it")
         if source.media_root and not Path(source.media_root).expanduser().is_dir():
-            raise ConfigError(f"data.media_root={source.media_root}: no such folder; relative picture paths start there")
+            raise ConfigError(f"data.media_root={source.media_root}: no such folder; relative media paths start there")
 
 
 def _check_train(config: Config) -> None:
@@ -222,10 +171,10 @@ def _check_train(config: Config) -> None:
 
 
 def check_batch(config: Config, world_size: int) -> int:
-    """Micro-batches per rank and optimizer step, for a known number of ranks.
+    """Returns the number of micro-batches per rank and optimizer step.
 
     Raises:
-        ConfigError: the global batch does not split evenly.
+        ConfigError: the global batch is not divisible by the micro-batches of all ranks.
     """
     per_pass = config.train.micro_batch_size * world_size
     if config.train.global_batch_size % per_pass:
@@ -286,10 +235,10 @@ def _check_score(config: Config) -> None:
 
 
 def check_deepspeed(config: Config, world_size: int) -> None:
-    """What is spread over the ranks, for a known number of ranks.
+    """Checks the `deepspeed` group for a number of ranks.
 
     Raises:
-        ConfigError: a stage or a switch that cannot be, or not together with this draft, validation or number of ranks.
+        ConfigError: a stage or an option that is not supported, or not with this draft, validation or number of ranks.
     """
     deepspeed = config.deepspeed
     if not 0 <= deepspeed.stage <= MAX_STAGE:
@@ -299,29 +248,27 @@ def check_deepspeed(config: Config, world_size: int) -> None:
     _at_least("deepspeed.bucket_elements", deepspeed.bucket_elements, 1)
     derived = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"}
     if deepspeed.shard_target and config.decode.dtype not in (None, config.target.dtype):
-        _refuse("decode.dtype", config.decode.dtype, "null with deepspeed.shard_target=true", "parts of weights are not cast")
+        _refuse("decode.dtype", config.decode.dtype, "null with deepspeed.shard_target=true", "sharded weights cannot be cast")
     if deepspeed.shard_target and config.train.validate_on is ValidateOn.all:
         _refuse("train.validate_on", "all", "auto or main with deepspeed.shard_target=true", "every pass takes all ranks")
     for key in derived & set(deepspeed.extra):
         raise ConfigError(f"deepspeed.extra.{key}: derived from train.* and optim.*, so it may not be given here")
     if isinstance(config.draft, ModelOptions):
-        _check_spread_model(config, config.draft, world_size)
+        _check_sharded_model(config, config.draft, world_size)
 
 
-def _check_spread_model(config: Config, draft: ModelOptions, world_size: int) -> None:
-    """A model reads pictures with a vision tower of its own: not at all on a rank whose micro-batch has none."""
+def _check_sharded_model(config: Config, draft: ModelOptions, world_size: int) -> None:
+    """A draft model runs its own vision tower, but not on a rank whose micro-batch has no image."""
     stage = config.deepspeed.stage
     if config.deepspeed.shard_target and config.draft.path is None:
-        remedy = "layers are copied from a whole target; give draft.path=DIR, a smaller model's folder"
+        remedy = "layers are copied from an unsharded target; give draft.path=DIR, a smaller model's folder"
         _refuse("deepspeed.shard_target", "true", "false with draft=model and draft.num_layers", remedy)
-    waiting = "a rank without pictures would leave the others waiting"
+    reason = "a rank without images would block the others"
     if world_size > 1 and stage and draft.train_part is TrainedPart.all:
-        remedy = f"{waiting}; choose deepspeed=zero0 or draft.train_part=text"
+        remedy = f"{reason}; choose deepspeed=zero0 or draft.train_part=text"
         _refuse("deepspeed.stage", stage, f"0 with draft=model draft.train_part=all on {world_size} ranks", remedy)
     if world_size > 1 and stage == MAX_STAGE:
-        _refuse(
-            "deepspeed.stage", stage, f"0 to 2 with draft=model on {world_size} ranks", f"{waiting}; choose deepspeed=zero2"
-        )
+        _refuse("deepspeed.stage", stage, f"0 to 2 with draft=model on {world_size} ranks", f"{reason}; choose deepspeed=zero2")
 
 
 def _check_launch(config: Config) -> None:

@@ -15,7 +15,7 @@ from sage.drafts.registry import KINDS, DraftKind
 
 
 class CompressorKind(StrEnum):
-    """What stands for a picture in what a draft head reads (see `sage.drafts.compressor.compressor`)."""
+    """The visual compressor of a draft head's input (see `sage.drafts.compressor.compressor`)."""
 
     none = "none"
     prune = "prune"
@@ -30,35 +30,35 @@ class CompressorKind(StrEnum):
 
 @dataclass(kw_only=True)
 class CompressorConfig:
-    """What every visual compressor has; numbers are in `conf/draft/compressor/`."""
+    """Keys of every visual compressor; their values are in `conf/draft/compressor/`."""
 
     kind: CompressorKind = CompressorKind.none
 
 
 @dataclass(kw_only=True)
 class RatioConfig(CompressorConfig):
-    """prune, pool, conv, weighted: `ratio` visual pairs become one row."""
+    """Keys of prune, pool, conv and weighted: `ratio` visual pairs become one row."""
 
     ratio: int = MISSING
 
 
 @dataclass(kw_only=True)
 class ResamplerConfig(CompressorConfig):
-    """A picture becomes so many rows."""
+    """An image becomes `queries` rows."""
 
     queries: int = MISSING
 
 
 @dataclass(kw_only=True)
 class ConcatConfig(RatioConfig, ResamplerConfig):
-    """Several operators side by side: `ratio` is that of pool (and prune), `conv_ratio` that of conv."""
+    """Several operators, concatenated: `ratio` is for pool (and prune), `conv_ratio` for conv."""
 
     conv_ratio: int = MISSING
 
 
 @dataclass(kw_only=True)
 class SelectConfig(ConcatConfig):
-    """One of several operators per picture; a higher `temperature` blurs what the gate learns from its draws."""
+    """One of several operators per image, drawn by a Gumbel-softmax gate of this `temperature`."""
 
     temperature: float = MISSING
 
@@ -74,7 +74,7 @@ class DraftConfig:
 
 @cache
 def draft_schema(kind: DraftKind) -> type[DraftConfig]:
-    """The schema of `draft=NAME`: the keys of every draft and the options of its kind."""
+    """Returns the schema of `draft=NAME`: the keys of every draft and the options of its kind."""
     return make_dataclass(
         _schema_name(kind),
         [("kind", str, kind.name)],

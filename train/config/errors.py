@@ -1,4 +1,4 @@
-"""Hydra's and OmegaConf's complaints in our words: one line with the dotted key, the value, what is allowed, the remedy."""
+"""Errors of Hydra and OmegaConf as one line: dotted key, value, allowed values, remedy."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import errors as oc
 
 from sage.trees.names import POLICIES
-from train.config.schema import POLICY_GROUP, ConfigError, config_dir, subschemas
+from train.config.schema import ConfigError
+from train.config.store import POLICY_GROUP, config_dir, subschemas
 
 MAX_LISTED = 30
-PLUGINS = {  # choices that Hydra has only where a package is installed
+PLUGINS = {  # choices that need a package
     "hydra/sweeper/optuna": "hydra-optuna-sweeper",
     "hydra/launcher/submitit_slurm": "hydra-submitit-launcher",
     "hydra/launcher/submitit_local": "hydra-submitit-launcher",
@@ -26,18 +27,18 @@ PLUGINS = {  # choices that Hydra has only where a package is installed
 
 
 def is_config_mistake(error: BaseException) -> bool:
-    """Whether the user's configuration is at fault, as far as Hydra, OmegaConf or our own checks can tell."""
+    """Whether an error was raised by Hydra, OmegaConf or the checks of the configuration."""
     return isinstance(error, (ConfigError, HydraException, oc.OmegaConfBaseException))
 
 
 def explain(error: BaseException, schema: type) -> str:
-    """One line for a mistake `is_config_mistake` recognises."""
+    """Returns one line for an error of `is_config_mistake`."""
     if isinstance(error, ConfigError):
         return str(error)
     if isinstance(error, MissingConfigException):
         return _missing_choice(error)
     if isinstance(error, OverrideParseException):
-        return f"{error.override}: cannot be read as an override; write key=value, lists as key=[a,b], no spaces around ="
+        return f"{error.override}: is not an override; write key=value, lists as key=[a,b], no spaces around ="
     cause = _omegaconf_cause(error)
     if cause is not None:
         return _explain_omegaconf(cause, str(error), schema)
@@ -96,7 +97,7 @@ def _explain_hydra(text: str) -> str:
 
 
 def unknown_key(key: str, schema: type) -> str:
-    """The line for a key the schema does not have, or that belongs to another choice of its group."""
+    """Returns the message for a key that the schema does not have, or that belongs to another choice of its group."""
     parent, _, name = key.rpartition(".")
     known = sorted(set(keys(schema)))
     if key in known:
@@ -104,7 +105,7 @@ def unknown_key(key: str, schema: type) -> str:
         kinds = [kind for (where, kind), part in subschemas().items() if where == group and name in _field_names(part)]
         return f"{key}: not a key of the chosen {group}; it belongs to {group}={'|'.join(kinds)}"
     if _kind(schema, parent.split(".")) == dict[str, Any]:
-        return f"{key}: not set by any choice, so it has to be added: +{key}=VALUE"
+        return f"{key}: not set by any choice, so it has to be added as +{key}=VALUE"
     siblings = [other for other in known if other.rpartition(".")[0] == parent]
     allowed = siblings or sorted({other.split(".")[0] for other in known})
     return f"{key}: unknown key{_did_you_mean(key, known, '')}; allowed: {', '.join(allowed[:MAX_LISTED])}"
@@ -115,10 +116,10 @@ def _field_names(schema: type) -> set[str]:
 
 
 def refuse_unknown(composed: Any, schema: type, prefix: str = "", root: type | None = None) -> None:
-    """Refuses keys that were forced in with `+`; OmegaConf itself would carry them along silently.
+    """Refuses keys added with `+` that the schema does not have; OmegaConf accepts them silently.
 
     Raises:
-        ConfigError: the first key the schema does not have.
+        ConfigError: names the first one.
     """
     hints = typing.get_type_hints(schema)
     for name in composed:
@@ -131,7 +132,7 @@ def refuse_unknown(composed: Any, schema: type, prefix: str = "", root: type | N
 
 
 def keys(schema: type, prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a schema, the fields of a group's sub-schemas included."""
+    """Yields every dotted key of a schema, including those of all choices of its groups."""
     hints = typing.get_type_hints(schema)
     for field in dataclasses.fields(schema):
         name, kind = prefix + field.name, hints[field.name]
@@ -148,33 +149,42 @@ def _variants(name: str, kind: Any) -> list[type]:
 
 
 def _describe(schema: type, key: str) -> str:
-    """What a key takes, in words."""
-    kind = _kind(schema, key.split("."))
-    return "a value" if kind is None else _words(kind)
+    """Describes the type of a key."""
+    kind = _kind(schema, re.findall(r"[^.\[\]]+", key))
+    return "any value" if kind is None else _type_name(kind)
 
 
-def _kind(schema: type, path: list[str]) -> Any:
-    hints = typing.get_type_hints(schema)
-    name = re.sub(r"\[.*", "", path[0])
-    if name not in hints:
-        return None
-    if len(path) == 1:
-        return hints[name]
-    found = (_kind(part, path[1:]) for part in _variants(name, hints[name]))
-    return next((kind for kind in found if kind is not None), None)
-
-
-def _words(kind: Any) -> str:
+def _kind(kind: Any, path: list[str]) -> Any:
+    """Returns the type annotation at a path of keys and list indices; None if there is none."""
+    if not path:
+        return kind
     if isinstance(kind, types.UnionType):
-        return " or ".join(_words(part) for part in typing.get_args(kind))
+        kind = next(part for part in typing.get_args(kind) if part is not type(None))
     if typing.get_origin(kind) is list:
-        return f"a list [{_words(typing.get_args(kind)[0])}, ...]"
+        return _kind(typing.get_args(kind)[0], path[1:])
+    if typing.get_origin(kind) is dict:
+        return _kind(typing.get_args(kind)[1], path[1:])
+    if not dataclasses.is_dataclass(kind):
+        return None
+    hint = typing.get_type_hints(kind).get(path[0])
+    choices: list[Any] = [*_variants(path[0], hint)] or [hint]
+    found = (_kind(part, path[1:]) for part in choices)
+    return next((part for part in found if part is not None), None)
+
+
+def _type_name(kind: Any) -> str:
+    if isinstance(kind, types.UnionType):
+        return " or ".join(_type_name(part) for part in typing.get_args(kind))
+    if typing.get_origin(kind) is list:
+        return f"list of {_type_name(typing.get_args(kind)[0])}, as [a,b]"
+    if typing.get_origin(kind) is dict:
+        return "mapping, as {key: value}"
     if isinstance(kind, type) and issubclass(kind, Enum):
         return "one of " + ", ".join(kind.__members__)
     if dataclasses.is_dataclass(kind):
-        return "a group of keys: " + ", ".join(field.name for field in dataclasses.fields(kind))
-    names: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
-    return names.get(kind, "a mapping")
+        return "group with the keys " + ", ".join(field.name for field in dataclasses.fields(kind))
+    names: dict[Any, str] = {bool: "bool (true or false)", type(None): "null"}
+    return names.get(kind, getattr(kind, "__name__", str(kind)))
 
 
 def _did_you_mean(word: str, known: list[str], prefix: str) -> str:

@@ -24,7 +24,8 @@ from omegaconf import DictConfig, OmegaConf
 from sage.cli import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_USER, pop_debug_flag
 from train.config import sweep
 from train.config.errors import explain, is_config_mistake, refuse_unknown
-from train.config.schema import ConfigError, config_dir, register
+from train.config.schema import ConfigError
+from train.config.store import config_dir, register
 from train.config.sweep import SweepScore
 from train.config.target_path import target_dtype, target_name, with_choice
 

@@ -1,36 +1,23 @@
-"""The typed configuration of a run: what Hydra composes is checked against these dataclasses and becomes one of them.
+"""The typed configuration of a run. Hydra composes it, and OmegaConf converts it to these dataclasses.
 
-Owns: names, types, defaults that are the same for every choice of a group. Numbers that differ between choices live in
-`conf/`. Cross-field checks are in `train.config.checks`; below the command line nobody sees a DictConfig.
+Owns: names, types, and defaults that are the same for every choice of a group. Does not own: numbers that differ between
+choices (`conf/`), cross-field checks (train.config.checks), the draft group (train.config.draft).
 """
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
-from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING
 
 from data_prep.config import DataConfig
-from sage.drafts.registry import KINDS
-from sage.trees.names import POLICIES
-from train.config.draft import (
-    CompressorConfig,
-    ConcatConfig,
-    DraftConfig,
-    RatioConfig,
-    ResamplerConfig,
-    SelectConfig,
-    draft_schema,
-)
+from train.config.draft import DraftConfig
 
 
 class ConfigError(ValueError):
-    """A user's mistake in the configuration: one line that names key, value, what is allowed and the remedy."""
+    """A user's mistake in the configuration: one line with key, value, allowed values and remedy."""
 
 
 class Device(StrEnum):
@@ -66,7 +53,7 @@ class WandbMode(StrEnum):
 
 
 class ValidateOn(StrEnum):
-    """Who decodes during training: rank 0, every rank its share of the prompts, or (`auto`) every rank where each has a GPU."""
+    """Ranks that decode during training: rank 0, all ranks with a part of the prompts, or `auto`: all if each has a GPU."""
 
     auto = "auto"
     main = "main"
@@ -74,7 +61,7 @@ class ValidateOn(StrEnum):
 
 
 class ScoreMetric(StrEnum):
-    """Which figure of a validation report is the score."""
+    """The figure of a validation report that is the score."""
 
     tokens_per_target_pass = "tokens_per_target_pass"
     speedup = "speedup"
@@ -84,7 +71,7 @@ PolicyName = StrEnum("PolicyName", {name: name for name in POLICIES})  # type: i
 
 
 class Baseline(StrEnum):
-    """What a Hugging Face user would run instead; measured beside the policies."""
+    """Decoding methods of Hugging Face, measured beside the policies."""
 
     hf_generate = "hf_generate"
     hf_static_cache = "hf_static_cache"
@@ -94,7 +81,7 @@ class Baseline(StrEnum):
 
 @dataclass(kw_only=True)
 class RunConfig:
-    """The run folder. `dir` holds everything the run writes; with `resume` an interrupted run goes on where it stopped."""
+    """The run folder. `dir` holds all files of the run; `resume` continues an interrupted run from its newest state."""
 
     name: str = MISSING
     dir: str = MISSING
@@ -103,11 +90,14 @@ class RunConfig:
 
 @dataclass(kw_only=True)
 class LaunchConfig:
-    """Ranks on this machine. `gpus` and `ranks` are the same number; inside torchrun, deepspeed or srun both may stay unset.
+    """Ranks on this machine.
 
-    `timeout_s` bounds how long a rank waits for another; rank 0 validates alone meanwhile, so it is generous.
-    With `plan` nothing is trained: what the run would need is printed, on GPUs of `gpu_memory_gb` (10^9 bytes) that sustain
-    `gpu_tflops`.
+    Attributes:
+        gpus: number of ranks; `ranks` is an alias. Both stay unset inside torchrun, deepspeed or srun.
+        timeout_s: time limit of a collective operation; has to exceed a validation by rank 0 alone.
+        threads: CPU threads per rank.
+        plan: prints memory and time of the run instead of training, for GPUs with `gpu_memory_gb` (10^9 bytes) and
+            `gpu_tflops`.
     """
 
     gpus: int | None = None
@@ -132,10 +122,12 @@ class TargetConfig:
 
 @dataclass(kw_only=True)
 class DeepspeedConfig:
-    """The part of DeepSpeed's configuration a run chooses; batch sizes, precision and clipping are derived.
+    """DeepSpeed's configuration; batch sizes, precision and clipping are derived from other groups.
 
-    `stage` shards the draft's training; `shard_target` shards the frozen target over the ranks (see `sharded_teacher`).
-    `extra` goes into DeepSpeed's own dictionary as it is, for switches this schema does not name.
+    Attributes:
+        stage: ZeRO stage of the draft.
+        shard_target: shards the frozen target over the ranks (see `train.engine.sharded_teacher`).
+        extra: further keys of DeepSpeed's configuration, passed unchanged.
     """
 
     stage: int = MISSING
@@ -169,7 +161,7 @@ class ObjectiveConfig:
 
 @dataclass(kw_only=True)
 class OptimConfig:
-    """AdamW. `grad_clip` 0 = none; `min_lr_ratio` is where the cosine ends, as a share of `lr`."""
+    """AdamW. `grad_clip` 0 disables clipping; `min_lr_ratio` is the final learning rate of the cosine divided by `lr`."""
 
     lr: float = MISSING
     beta1: float = 0.9
@@ -184,15 +176,18 @@ class OptimConfig:
 
 @dataclass(kw_only=True)
 class TrainConfig:
-    """Length and rhythm of a run, in optimizer steps. With both `epochs` and `max_steps` the shorter one ends it.
+    """Length and schedule of a run, in optimizer steps.
 
-    `patience` validations in a row without a better score end it early (0: never). The steps of `profile` = [first, last] are
-    traced.
-
-    Beside the `keep_last` newest states those of steps that are a multiple of `keep_every` stay (0: none), and that of the
-    best draft.
-    Within `length_window` optimizer steps examples are sorted by length, so that little of a batch is padding and ranks do not
-    wait for one another; the order of the steps is shuffled again, and 1 leaves every step the examples it was drawn with.
+    Attributes:
+        epochs, max_steps: the run ends at the first one reached.
+        save_every: 0: only at the end.
+        keep_last: number of newest states kept, beside the state of the best draft.
+        keep_every: states of steps that are a multiple of this are kept as well; 0: none.
+        length_window: optimizer steps within which examples are sorted by length, to reduce padding and waiting between
+            ranks; the steps are shuffled afterwards. 1: no sorting.
+        patience: number of validations in a row without a better score that ends the run; 0: never.
+        profile: [first, last] step to trace.
+        log_interval_s: of the progress line where stderr is not a terminal.
     """
 
     epochs: int | None = None
@@ -214,10 +209,13 @@ class TrainConfig:
 
 @dataclass(kw_only=True)
 class DecodeConfig:
-    """How a draft is measured. `options` holds what differs from a policy's own defaults, by policy name.
+    """How a draft is measured.
 
-    `assistant` is the smaller model of the baseline `hf_assisted`; a smaller model as the draft is its own. `replay` also
-    reports what every other policy would have achieved on the same drafts.
+    Attributes:
+        options: policy name -> options that differ from the policy's defaults.
+        dtype: of both models; null: as trained.
+        assistant: the smaller model of the baseline `hf_assisted`; not needed if the draft is a smaller model.
+        replay: also reports the results of every policy on the recorded drafts.
     """
 
     policies: list[PolicyName] = MISSING
@@ -238,9 +236,10 @@ class DecodeConfig:
 
 @dataclass(kw_only=True)
 class ScoreConfig:
-    """What a draft is judged by: which one is kept as `draft_best/`, when to stop early, what a sweep maximises.
+    """The score of a draft: selects `draft_best/`, stops early, and is maximized by a sweep.
 
-    `policy` unset means `sage` where it is measured, else the first policy that drafts.
+    Attributes:
+        policy: null: `sage` if measured, else the first policy that drafts.
     """
 
     policy: PolicyName | None = None
@@ -249,7 +248,7 @@ class ScoreConfig:
 
 @dataclass(kw_only=True)
 class TrackingConfig:
-    """Where metrics go beside `metrics.jsonl`, which is always written."""
+    """The sink of metrics beside `metrics.jsonl`, which is always written."""
 
     kind: TrackingKind = TrackingKind.jsonl
 
@@ -265,7 +264,7 @@ class WandbConfig(TrackingConfig):
 
 @dataclass(kw_only=True)
 class Config:
-    """Everything `sage-train` needs."""
+    """The configuration of `sage-train`."""
 
     seed: int = 0
     debug: bool = False
@@ -285,17 +284,18 @@ class Config:
 
 @dataclass(kw_only=True)
 class DraftChoice:
-    """Which saved draft: the name of one in the run's folder (`draft`, `draft_best`), or any folder."""
+    """A saved draft: its name in the run folder (`draft`, `draft_best`), or any folder."""
 
     path: str = "draft"
 
 
 @dataclass(kw_only=True)
 class ValidateConfig:
-    """What `sage-validate` measures. For a run folder, whatever the command line leaves unsaid comes from its config.yaml.
+    """The configuration of `sage-validate`. For a run, keys not given on the command line come from its config.yaml.
 
-    `checkpoint` is a run folder or a draft's own folder. `out` takes the place of the run folder that
-    `validation/step_########/` is written to.
+    Attributes:
+        checkpoint: a run folder or the folder of a draft.
+        out: `validation/step_########/` is written below it; default: the checkpoint.
     """
 
     checkpoint: str | None = None
@@ -306,49 +306,3 @@ class ValidateConfig:
     data: DataConfig = field(default_factory=lambda: DataConfig(sources={}))
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
-
-
-_SUBSCHEMAS: dict[tuple[str, str], type] = {
-    ("draft/compressor", "none"): CompressorConfig,
-    ("draft/compressor", "prune"): RatioConfig,
-    ("draft/compressor", "pool"): RatioConfig,
-    ("draft/compressor", "conv"): RatioConfig,
-    ("draft/compressor", "resampler"): ResamplerConfig,
-    ("draft/compressor", "text_only"): CompressorConfig,
-    ("draft/compressor", "weighted"): RatioConfig,
-    ("draft/compressor", "concat"): ConcatConfig,
-    ("draft/compressor", "select"): SelectConfig,
-    ("tracking", "jsonl"): TrackingConfig,
-    ("tracking", "tensorboard"): TrackingConfig,
-    ("tracking", "wandb"): WandbConfig,
-}
-
-
-POLICY_GROUP = "decode/policy"
-
-
-def subschemas() -> dict[tuple[str, str], type]:
-    """(group, choice) -> schema, for groups whose choices have different keys."""
-    return {("draft", name): draft_schema(kind) for name, kind in KINDS.items()} | _SUBSCHEMAS
-
-
-def register() -> None:
-    """Puts the schemas where `defaults` lists find them: the roots, the kinds of draft, and one per choice under `schema/`."""
-    store = ConfigStore.instance()
-    store.store(name="train_schema", node=Config)
-    store.store(name="validate_schema", node=ValidateConfig)
-    for name, kind in KINDS.items():  # a kind is a choice without a YAML file
-        store.store(group="draft", name=name, node=draft_schema(kind))
-    for (group, choice), schema in _SUBSCHEMAS.items():
-        store.store(group=f"schema/{group}", name=choice, node=schema)
-    for name in POLICIES:  # with the defaults of its class; options are added without `+`
-        options = OmegaConf.create({}, flags={"struct": False})
-        store.store(group=POLICY_GROUP, name=name, package="decode.options", node={name: options})
-
-
-def config_dir() -> Path:
-    """The folder of YAML files: `train/_conf` of an installed package, `conf/` of a checkout."""
-    spec = importlib.util.find_spec("train._conf")
-    if spec is not None and spec.submodule_search_locations:
-        return Path(list(spec.submodule_search_locations)[0])
-    return Path(__file__).resolve().parents[2] / "conf"

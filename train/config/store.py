@@ -1,0 +1,57 @@
+"""The schemas and YAML files as Hydra finds them."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+from sage.drafts.registry import KINDS
+from sage.trees.names import POLICIES
+from train.config.draft import CompressorConfig, ConcatConfig, RatioConfig, ResamplerConfig, SelectConfig, draft_schema
+from train.config.schema import Config, TrackingConfig, ValidateConfig, WandbConfig
+
+POLICY_GROUP = "decode/policy"
+_SUBSCHEMAS: dict[tuple[str, str], type] = {
+    ("draft/compressor", "none"): CompressorConfig,
+    ("draft/compressor", "prune"): RatioConfig,
+    ("draft/compressor", "pool"): RatioConfig,
+    ("draft/compressor", "conv"): RatioConfig,
+    ("draft/compressor", "resampler"): ResamplerConfig,
+    ("draft/compressor", "text_only"): CompressorConfig,
+    ("draft/compressor", "weighted"): RatioConfig,
+    ("draft/compressor", "concat"): ConcatConfig,
+    ("draft/compressor", "select"): SelectConfig,
+    ("tracking", "jsonl"): TrackingConfig,
+    ("tracking", "tensorboard"): TrackingConfig,
+    ("tracking", "wandb"): WandbConfig,
+}
+
+
+def subschemas() -> dict[tuple[str, str], type]:
+    """Returns (group, choice) -> schema, for groups whose choices have different keys."""
+    return {("draft", name): draft_schema(kind) for name, kind in KINDS.items()} | _SUBSCHEMAS
+
+
+def register() -> None:
+    """Registers the schemas for `defaults` lists: the roots, kinds of draft, one per choice under `schema/`, policies."""
+    store = ConfigStore.instance()
+    store.store(name="train_schema", node=Config)
+    store.store(name="validate_schema", node=ValidateConfig)
+    for name, kind in KINDS.items():  # a kind is a choice without a YAML file
+        store.store(group="draft", name=name, node=draft_schema(kind))
+    for (group, choice), schema in _SUBSCHEMAS.items():
+        store.store(group=f"schema/{group}", name=choice, node=schema)
+    for name in POLICIES:  # with the defaults of its class; options are added without `+`
+        options = OmegaConf.create({}, flags={"struct": False})
+        store.store(group=POLICY_GROUP, name=name, package="decode.options", node={name: options})
+
+
+def config_dir() -> Path:
+    """Returns the folder of the YAML files: `train/_conf` of an installed package, `conf/` of a checkout."""
+    spec = importlib.util.find_spec("train._conf")
+    if spec is not None and spec.submodule_search_locations:
+        return Path(list(spec.submodule_search_locations)[0])
+    return Path(__file__).resolve().parents[2] / "conf"
