@@ -1,4 +1,4 @@
-"""One of two processes that srun seems to have started: runs a list of jobs, one after the other, and notes what it saw.
+"""One of two processes with srun's variables: runs a list of jobs one after another and writes its observations.
 
     python two_ranks.py JOBS.json NOTES.json
 
@@ -35,7 +35,7 @@ def main(jobs: Path, notes: Path) -> None:
     seen: dict[str, Any] = {"ranks": detect_launcher(), "rank": int(os.environ["RANK"]), "targets": {}}
     for job in json.loads(jobs.read_text()):
         os.environ["MASTER_PORT"] = str(job["port"])
-        look_at_targets(seen["targets"], job["name"])
+        record_targets(seen["targets"], job["name"])
         config: Config = compose("config", job["arguments"], Config)
         if job["stop"]:
             with process_group("cpu", LIMIT_S) as ranks:
@@ -45,33 +45,33 @@ def main(jobs: Path, notes: Path) -> None:
     notes.write_text(json.dumps(seen))
 
 
-def look_at_targets(seen: dict[str, Any], name: str, load: Any = train.run.build.load_sharded) -> None:
-    """Measures a sharded target as soon as it is loaded, and against a whole one; rank 0 sees a picture, rank 1 none."""
+def record_targets(seen: dict[str, Any], name: str, load: Any = train.run.build.load_sharded) -> None:
+    """Compares a sharded target with a complete one as soon as it is loaded; rank 0 reads an image, rank 1 text alone."""
 
-    def looking(load_target: Any, config: Config, ranks: Any) -> ShardedTarget:
+    def load_and_record(load_target: Any, config: Config, ranks: Any) -> ShardedTarget:
         shards: ShardedTarget = load(load_target, config, ranks)
-        target, whole = shards.target, sage.load_target(config.target.path, dtype=torch.float32)
-        picture = [{"type": "image", "image": picture_file(Path(config.run.dir).parent)}] if ranks.is_main else []
+        target, complete = shards.target, sage.load_target(config.target.path, dtype=torch.float32)
+        image = [{"type": "image", "image": image_file(Path(config.run.dir).parent)}] if ranks.is_main else []
         words = {"type": "text", "text": "what is this? " * (1 + ranks.rank)}
-        inputs = whole.prepare([{"role": "user", "content": [*picture, words]}])
-        ours, theirs = (one.features(one.embed(inputs)).last for one in (target, whole))
+        inputs = complete.prepare([{"role": "user", "content": [*image, words]}])
+        ours, theirs = (one.features(one.embed(inputs)).last for one in (target, complete))
         layers: Any = list(target.text_model.layers.parameters())
         seen[name] = {
             "is_equal": torch.equal(ours, theirs),
             "own": sum(p.ds_tensor.numel() for p in layers),
             "live": sum(p.numel() for p in layers),
-            "all": sum(p.numel() for p in whole.text_model.layers.parameters()),
+            "all": sum(p.numel() for p in complete.text_model.layers.parameters()),
             "is_tied": target.lm_head.weight is target.embed_tokens.weight,
         }
         return shards
 
-    train.run.build.load_sharded = looking
+    train.run.build.load_sharded = load_and_record
 
 
-def picture_file(folder: Path) -> str:
+def image_file(folder: Path) -> str:
     from PIL import Image
 
-    path = folder / "picture.png"
+    path = folder / "image.png"
     if not path.exists():
         Image.new("RGB", (112, 112), (200, 30, 30)).save(path)
     return str(path)

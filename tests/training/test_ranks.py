@@ -1,6 +1,6 @@
-"""Two ranks against one: every ZeRO stage with a whole and a sharded target, and runs that change their number of ranks.
+"""Two ranks against one: every ZeRO stage with a complete and a sharded target, and runs with a changed number of ranks.
 
-All jobs run in the same two processes, which are started as srun would start them (see two_ranks.py).
+All jobs run in the same two processes, started with srun's variables (see two_ranks.py).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def run_two_ranks(home: Path, target: Path) -> None:
     jobs = [
         job(home, target, f"{kind}_{stage}", f"deepspeed=zero{stage}", f"deepspeed.shard_target={kind == 'sharded'}")
         for stage in STAGES
-        for kind in ("whole", "sharded")
+        for kind in ("complete", "sharded")
     ]
     jobs[-1]["is_validated"] = True
     jobs.append(job(home, target, "from_two", "deepspeed=zero3", *LENGTH) | {"stop": 2})
@@ -73,18 +73,18 @@ def run_two_ranks(home: Path, target: Path) -> None:
     errors = [home / f"errors_{rank}.txt" for rank in range(2)]
     processes = [start_rank(home, rank, errors[rank]) for rank in range(2)]
     while any(process.poll() is None for process in processes) and not any(process.poll() for process in processes):
-        time.sleep(0.1)  # each gives up by itself in the end
+        time.sleep(0.1)  # each has a time limit of its own
     for process in processes:
-        process.kill()  # what is left where one has failed
+        process.kill()  # the other one after a failure
     assert [process.wait() for process in processes] == [0, 0], "\n\n".join(file.read_text() for file in errors)
 
 
 def start_rank(home: Path, rank: int, errors: Path) -> subprocess.Popen[bytes]:
-    with errors.open("w") as told:
+    with errors.open("w") as stderr:
         return subprocess.Popen(
             [sys.executable, ROOT / "tests/support/two_ranks.py", home / "jobs.json", home / f"notes_{rank}.json"],
             env={**environment(), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", **slurm(rank)},
-            stderr=told,
+            stderr=stderr,
         )
 
 
@@ -94,7 +94,7 @@ def job(home: Path, target: Path, name: str, *overrides: str) -> dict[str, Any]:
 
 
 def free_port() -> int:
-    """One that no connection is given before its job begins."""
+    """A free port outside the range of ephemeral ports."""
     for port in ports:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("localhost", port))
@@ -124,7 +124,7 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 def assert_same_run(one: Path, other: Path) -> None:
     """Sums run in another order, so features agree to about 1e-6 (see test_train_run for what that does to a step of Adam); a
-    wrong factor would move every weight by whole steps of 1e-3."""
+    wrong factor would move every weight by entire steps of 1e-3."""
     left, right = weights(one), weights(other)
     assert left.keys() == right.keys()
     for name in left:
@@ -136,23 +136,23 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("kind", ["whole", "sharded"])
+@pytest.mark.parametrize("kind", ["complete", "sharded"])
 def test_two_ranks_give_the_weights_of_one(home: Path, kind: str, stage: int) -> None:
     """Same global batch, 1 rank x 2 x 2 against 2 ranks x 1 x 2."""
     assert_same_run(home / "one_2", home / f"{kind}_{stage}")
 
 
-def test_a_sharded_target_gives_the_very_run_of_a_whole_one(home: Path) -> None:
+def test_a_sharded_target_gives_the_same_run_bit_for_bit(home: Path) -> None:
     for stage in STAGES:
-        whole, sharded = weights(home / f"whole_{stage}"), weights(home / f"sharded_{stage}")
-        assert all(torch.equal(whole[name], sharded[name]) for name in whole)
+        complete, sharded = weights(home / f"complete_{stage}"), weights(home / f"sharded_{stage}")
+        assert all(torch.equal(complete[name], sharded[name]) for name in complete)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_holds_its_part_of_a_sharded_target(home: Path, rank: int) -> None:
-    """Norms and biases (below 1%) are whole; right after a pass no layer is still gathered."""
+    """Norms and biases (below 1%) are complete; after a pass no layer stays gathered."""
     notes = json.loads((home / f"notes_{rank}.json").read_text())
-    assert (notes["ranks"], notes["rank"]) == (2, rank)  # joined as srun's
+    assert (notes["ranks"], notes["rank"]) == (2, rank)  # from srun's variables
     assert set(notes["targets"]) == {"sharded_0", "sharded_1", "sharded_2", "sharded_3", "to_two"}
     for seen in notes["targets"].values():
         assert seen["is_equal"]  # rank 0 ran a picture, rank 1 text alone
@@ -168,12 +168,12 @@ def test_rank_0_decodes_with_a_sharded_target(home: Path) -> None:
 
 
 @pytest.mark.parametrize("run", ["from_two", "to_two"])
-def test_a_run_goes_on_with_another_number_of_ranks(home: Path, run: str) -> None:
+def test_a_run_resumes_with_another_number_of_ranks(home: Path, run: str) -> None:
     """2 ranks under ZeRO-3, then 1 under ZeRO-1; 1 without ZeRO, then 2 under ZeRO-2 with a sharded target."""
     assert_same_run(home / "one_4", home / run)
 
 
-def test_negative_control_a_run_that_forgot_its_moments_is_another_run(home: Path) -> None:
+def test_negative_control_a_run_without_its_moments_is_another_run(home: Path) -> None:
     for kind in ("exp_avg", "exp_avg_sq"):
         saved = load_file(home / "from_two" / "state" / "step_00000004" / f"{kind}.safetensors")
         assert any(bool(value.any()) for value in saved.values())
@@ -186,11 +186,11 @@ def test_a_draft_saved_under_zero_3_loads_without_deepspeed(home: Path) -> None:
         "import sys; sys.modules['deepspeed'] = None\n"
         "import torch, sage\n"
         f"target = sage.load_target({str(home / 'target_qwen2_5_vl')!r}, dtype=torch.float32)\n"
-        f"draft = sage.load_draft({str(home / 'whole_3' / 'draft')!r}, target)\n"
+        f"draft = sage.load_draft({str(home / 'complete_3' / 'draft')!r}, target)\n"
         "print(sum(p.double().abs().sum().item() for p in draft.parameters()))"
     )
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    expected = sum(value.double().abs().sum().item() for value in weights(home / "whole_3").values())
+    expected = sum(value.double().abs().sum().item() for value in weights(home / "complete_3").values())
     assert float(done.stdout) == pytest.approx(expected, rel=1e-12)
     assert os.environ.get("RANK") is None

@@ -1,4 +1,4 @@
-"""A run goes on over the data it was started with, and with the words its draft has learnt to say."""
+"""A resumed run continues with the data it was started with, and with the draft vocabulary of its draft."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.messages import refused
 from support.train_helpers import command, make_target, single_process, train_quickly
 
 from sage.manifest import write_manifest
@@ -54,16 +55,16 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_changed_data_is_refused_by_name_and_data_put_back_goes_on(home: Path) -> None:
+def test_changed_data_is_refused_by_name_and_restored_data_accepted(home: Path) -> None:
     grown = (home / "rows.jsonl").read_text()
-    with pytest.raises(ConfigError, match=r"data.path=.*rows.jsonl: the content of data source \w+ has changed since"):
+    with refused("data.path=", "rows.jsonl", error=ConfigError):
         train_quickly(configure(home, "run.resume=true", "train.max_steps=3"))
     assert not (home / "run" / "state" / "step_00000003").exists()
     (home / "rows.jsonl").write_text("".join(line + "\n" for line in grown.splitlines()[:40]))
     assert train_quickly(configure(home, "run.resume=true", "train.max_steps=3")) == 0
 
 
-def test_a_state_that_remembers_no_data_goes_on_with_the_words_it_knows(home: Path) -> None:
+def test_a_state_without_data_fingerprint_keeps_its_draft_vocabulary(home: Path) -> None:
     from train.run.build import building
 
     state = home / "run" / "state" / "step_00000002"

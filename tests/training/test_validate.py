@@ -14,11 +14,11 @@ from checkpoints.run_folder import validation_folder
 from checkpoints.store import SaveFailed
 from data_prep.conversation import Conversation
 from sage.drafts.model import ModelDraft
-from train.config.schema import Baseline, DecodeConfig, PolicyName, Precision
+from train.config.schema import Baseline, DecodeConfig, Precision
 from train.validation.prompts import PromptSet, prepare_prompt
 from train.validation.validate import ReportInfo, this_command, validate, write
 
-# What docs promise for report.json; further keys are allowed.
+# The documented keys of report.json; further keys are allowed.
 REPORT_KEYS = {"schema", "target", "draft", "device", "dtype", "prompts", "max_new_tokens", "temperature", "seed"}
 POLICY_KEYS = {
     "mean_accepted_draft": float,
@@ -35,7 +35,7 @@ POLICY_KEYS = {
 
 def decode(**changes):
     settings = {
-        "policies": [PolicyName.autoregressive, PolicyName.sage],
+        "policies": ["autoregressive", "sage"],
         "baselines": [Baseline.hf_generate],
         "num_prompts": 2,
         "max_new_tokens": 6,
@@ -53,7 +53,7 @@ def models():
     return target, sage.new_draft(target, "eagle", seed=0)
 
 
-def test_the_report_has_the_promised_schema_and_stands_beside_page_and_plots(models, tmp_path):
+def test_the_report_has_the_documented_schema_and_lies_beside_page_and_plots(models, tmp_path):
     target, draft = models
     report = measure_draft(decode(), target, draft, 100, tmp_path, [make_inputs(target, seed) for seed in range(3)])
     folder = tmp_path / "validation" / "step_00000100"
@@ -70,7 +70,7 @@ def test_the_report_has_the_promised_schema_and_stands_beside_page_and_plots(mod
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
 
 
-def test_later_turns_are_prompts_after_the_targets_own_answers(tmp_path):
+def test_later_turns_follow_the_targets_own_answers(tmp_path):
     target = sage.load_target(save_target(tmp_path / "target"))
     ask = {"role": "user", "content": [{"type": "text", "text": "Hi?"}]}
     talks = [Conversation(name, [ask], meta={"follow_ups": ["And?", "So?"]}) for name in "ab"]
@@ -79,7 +79,7 @@ def test_later_turns_are_prompts_after_the_targets_own_answers(tmp_path):
     assert report["prompts"] == report["policies"]["sage"]["match"] == 4  # a's three turns and b's first
 
 
-def test_weights_mode_and_random_state_are_left_alone(models, tmp_path):
+def test_weights_mode_and_random_state_are_restored(models, tmp_path):
     target, draft = models
     draft.train()
     held = {name: weight.data_ptr() for name, weight in draft.named_parameters()}
@@ -93,7 +93,7 @@ def test_weights_mode_and_random_state_are_left_alone(models, tmp_path):
     assert report["dtype"] == "bfloat16" and target.dtype == draft.dtype == torch.float32
 
 
-def test_weights_come_back_after_a_failure(models, tmp_path, monkeypatch):
+def test_weights_are_restored_after_a_failure(models, tmp_path, monkeypatch):
     target, draft = models
     monkeypatch.setattr("train.validation.validate.measure", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -104,15 +104,15 @@ def test_weights_come_back_after_a_failure(models, tmp_path, monkeypatch):
 
 def test_options_reach_the_policy_and_the_report(models, tmp_path):
     target, draft = models
-    config = decode(policies=[PolicyName.chain], options={"chain": {"depth": 1}, "sage": {}}, baselines=[])
+    config = decode(policies=["chain"], options={"chain": {"depth": 1}, "sage": {}}, baselines=[])
     report = measure_draft(config, target, draft, 1, tmp_path, [make_inputs(target)])
     assert max(entry["depth"] for entry in report["policies"]["chain"]["example"]["rounds_log"]) == 1
     assert report["options"] == {"chain": {"depth": 1}}
 
 
-def test_replay_says_what_every_policy_would_have_achieved(models, tmp_path):
+def test_replay_reports_every_policy(models, tmp_path):
     target, draft = models
-    config = decode(policies=[PolicyName.chain], baselines=[], replay=True, options={"chain": {"depth": 1}})
+    config = decode(policies=["chain"], baselines=[], replay=True, options={"chain": {"depth": 1}})
     report = measure_draft(config, target, draft, 1, tmp_path, [make_inputs(target)])
     assert set(report["replay"]["policies"]) == set(sage.POLICIES) - {"autoregressive"}
     assert report["replay"]["policies"]["chain"]["depth"] <= 1
@@ -120,27 +120,24 @@ def test_replay_says_what_every_policy_would_have_achieved(models, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "parts"),
     [
-        ({"options": {"sage": {"colour": 1}}}, "decode.options.sage.colour: unknown"),
-        ({"policies": ["sage"], "options": {"chain": {"depth": "x"}}}, "decode.options.chain.depth: 'x' is not"),
-        (
-            {"options": {"sage": {"window": 0}}},
-            "decode.options.sage.window: 0 is not allowed",
-        ),
-        ({"policies": ["oracle"]}, "policy: 'oracle' is unknown; choose one of autoregressive"),
-        ({"baselines": ["vllm"]}, "'vllm' is not a baseline"),
-        ({"baselines": [Baseline.hf_assisted]}, "hf_assisted drafts with a smaller model"),
+        ({"options": {"sage": {"colour": 1}}}, ["decode.options.sage.colour"]),
+        ({"policies": ["sage"], "options": {"chain": {"depth": "x"}}}, ["decode.options.chain.depth", "'x'"]),
+        ({"options": {"sage": {"window": 0}}}, ["decode.options.sage.window", "0"]),
+        ({"policies": ["oracle"]}, ["'oracle'", "autoregressive"]),
+        ({"baselines": ["vllm"]}, ["'vllm'"]),
+        ({"baselines": [Baseline.hf_assisted]}, ["hf_assisted"]),
     ],
 )
-def test_mistakes_are_named_before_anything_is_written(models, tmp_path, changes, message):
-    with pytest.raises(ValueError, match=message):
+def test_mistakes_are_named_before_anything_is_written(models, tmp_path, changes, parts):
+    with refused(*parts):
         measure_draft(decode(**changes), *models, 1, tmp_path, [make_inputs(models[0])])
     assert not any(tmp_path.iterdir())
 
 
 def test_a_drafting_policy_needs_a_draft(models, tmp_path):
-    with pytest.raises(ValueError, match="decode.policies: sage need a draft"):
+    with refused("decode.policies: sage"):
         measure_draft(decode(), models[0], None, 1, tmp_path, [make_inputs(models[0])])
     report = measure_draft(decode(policies=["autoregressive"]), models[0], None, 1, tmp_path, [make_inputs(models[0])])
     assert report["policies"]["autoregressive"]["speedup"] > 0
@@ -150,20 +147,20 @@ def test_a_smaller_target_serves_as_the_draft(tmp_path):
     target = make_qwen()
     config = decode(dtype=Precision.bf16, baselines=[Baseline.hf_assisted])
     report = measure_draft(config, target, ModelDraft(make_qwen(seed=0), target), 1, tmp_path, [make_inputs(target)])
-    assert "hf_assisted" in report["baselines"]  # the draft is its assistant too
+    assert "hf_assisted" in report["baselines"]  # the draft is also the assistant
     part = report["policies"]["sage"]
-    assert part["mean_accepted_draft"] > 0 and part["total"] == 1  # the very same model guesses right
+    assert part["mean_accepted_draft"] > 0 and part["total"] == 1  # the same model as the target
 
 
-def test_conversations_are_asked_without_their_answer(tmp_path):
+def test_prompts_of_conversations_leave_out_the_answer(tmp_path):
     target = sage.load_target(save_target(tmp_path / "target"))
     user = {"role": "user", "content": [{"type": "text", "text": "Hello?"}]}
     answer = {"role": "assistant", "content": [{"type": "text", "text": "A long answer."}]}
-    whole = prepare_prompt(target, Conversation(id="c7", messages=[user, answer], family="chat"), 0)
+    complete = prepare_prompt(target, Conversation(id="c7", messages=[user, answer], family="chat"), 0)
     asked = prepare_prompt(target, [user], 1)
-    assert torch.equal(whole.inputs["input_ids"], asked.inputs["input_ids"])
-    assert (whole.name, whole.family, asked.name, asked.family) == ("c7", "chat", "prompt-1", "")
-    with pytest.raises(ValueError, match="validation prompt c8: prompt: empty"):
+    assert torch.equal(complete.inputs["input_ids"], asked.inputs["input_ids"])
+    assert (complete.name, complete.family, asked.name, asked.family) == ("c7", "chat", "prompt-1", "")
+    with refused("validation prompt c8"):
         prepare_prompt(target, Conversation(id="c8", messages=[{"role": "user", "content": []}]), 0)
 
 
@@ -188,5 +185,5 @@ def test_the_command_can_be_pasted(monkeypatch, argv, shown):
 
 def test_a_report_that_cannot_be_written_names_the_folder(tmp_path):
     (tmp_path / "file").write_text("")
-    with refused("file/step", "Not a directory", "measure again", error=SaveFailed):
+    with refused("file/step", "Not a directory", error=SaveFailed):
         write({}, tmp_path / "file" / "step")

@@ -28,7 +28,9 @@ def train(config: Config) -> int:
     if config.launch.plan:
         from train.plan.search import plan
         from train.plan.text import render
+        from train.validation.validate import build_policies
 
+        build_policies(config.decode)
         print(render(plan(config)))
         return EXIT_DONE
     from train.launch.launcher import launch

@@ -16,7 +16,7 @@ from data_prep.config import validate as check_data_fields
 from data_prep.splits import Split
 from sage.drafts.options import Eagle3Options, ModelOptions, TrainedPart
 from sage.drafts.registry import KINDS
-from sage.trees.names import AUTOREGRESSIVE
+from sage.trees.names import AUTOREGRESSIVE, POLICIES
 from train.config.draft import CompressorKind
 from train.config.run_checks import check_run_folder, check_same_run
 from train.config.schema import (
@@ -25,7 +25,6 @@ from train.config.schema import (
     ConfigError,
     DecodeConfig,
     Offload,
-    PolicyName,
     Precision,
     Schedule,
     ValidateOn,
@@ -76,8 +75,8 @@ def check_decode(decode: DecodeConfig) -> None:
     """Checks the `decode` group of sage-train and sage-validate."""
     names = [str(name) for name in decode.policies]
     for name in (*names, *decode.options):
-        if name not in PolicyName.__members__:
-            _refuse("decode.policies", name, ", ".join(PolicyName.__members__), "drop or rename it")
+        if name not in POLICIES:
+            _refuse("decode.policies", name, ", ".join(POLICIES), "remove or rename it")
     for name, options in decode.options.items():
         if not isinstance(options, dict):
             _refuse(f"decode.options.{name}", options, "options by name", f"for example decode.options.{name}={{}}")

@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from data_prep.config import DataConfig
+from sage.trees.names import POLICIES
 from train.config.draft import DraftConfig
 
 
@@ -212,6 +213,7 @@ class DecodeConfig:
     """How a draft is measured.
 
     Attributes:
+        policies: names of `sage.POLICIES`.
         options: policy name -> options that differ from the policy's defaults.
         dtype: of both models; null: as trained.
         assistant: the smaller model of the baseline `hf_assisted`; not needed if the draft is a smaller model.
