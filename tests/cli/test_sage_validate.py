@@ -96,7 +96,7 @@ def test_run_and_draft_folders_are_distinguished(run):
         (["checkpoint={run}", "launch.plan=true"], ["launch.plan=true"]),
         (["checkpoint={run}", "decode.num_prompts=0"], ["decode.num_prompts=0", "1 or more"]),
         (["checkpoint={run}", "target.path=/no/such"], ["target.path=/no/such"]),
-        (["checkpoint={run}", "decode.policies=[sage,oracle]"], ["decode.policies=oracle", "autoregressive, chain"]),
+        (["checkpoint={run}", "decode.policies=[sage,oracle]"], ["decode.policies", "oracle", "autoregressive, chain"]),
         (["checkpoint={run}", "decode.polices=[sage]"], ["decode.polices", "decode.policies"]),
     ],
 )
