@@ -69,7 +69,7 @@ def list_steps(folder: Path) -> list[int]:
 # -- readers -----------------------------------------------------------------------------------------------------------
 
 
-def read_config(run: Path) -> dict[str, Any]:
+def read_run_config(run: Path) -> dict[str, Any]:
     """Reads config.yaml as nested plain values.
 
     Raises:

@@ -1,4 +1,4 @@
-"""sage-generate: an answer about your own picture, drafted and verified, streamed as it is accepted."""
+"""sage-generate: answers a prompt about images or videos with speculative decoding; text is printed as it is accepted."""
 
 from __future__ import annotations
 
@@ -9,39 +9,57 @@ from typing import Any
 from sage import cli
 from sage.dtypes import SHORT_NAMES, torch_dtype
 
-DRAFTED, PLAIN, DIM = "\x1b[32m", "\x1b[0m", "\x1b[2m"
+GREEN, RESET, DIM = "\x1b[32m", "\x1b[0m", "\x1b[2m"
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command's options."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(prog="sage-generate", description=__doc__)
-    parser.add_argument("--target", help="target folder or hub id; default: the one the draft was trained for")
-    parser.add_argument("--draft", help="draft folder, for example runs/demo/draft; not needed for autoregressive")
-    parser.add_argument("--image", action="append", default=[], help="a picture (path or URL); repeat for several")
-    parser.add_argument("--video", action="append", default=[], help="a folder of frames or a video file; repeat for several")
-    parser.add_argument("--prompt", required=True, help="what to ask")
-    parser.add_argument("--policy", default="sage", help="tree policy, see sage.POLICIES")
-    parser.add_argument("--max-new-tokens", type=int, default=256)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 = greedy")
-    parser.add_argument("--top-k", type=int, default=0)
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--min-p", type=float, default=0.0)
-    parser.add_argument("--repetition-penalty", type=float, default=1.0)
-    parser.add_argument("--min-new-tokens", type=int, default=0)
-    parser.add_argument("--stop", action="append", default=[], help="a text that ends the answer; repeat for several")
-    parser.add_argument("--bad-words", action="append", default=[], help="a text never to emit; repeat for several")
-    parser.add_argument("--prune", type=float, default=0.0, help="share of the visual tokens the draft does not read")
-    parser.add_argument("--prune-method", default="attention", help="attention, uniform or random")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cpu", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--dtype", default="float32", choices=tuple(SHORT_NAMES))
-    parser.add_argument("--explain", action="store_true", help="say for every round why its tree was shaped as it was")
-    parser.add_argument("--show-drafted", action="store_true", help="colour what the draft guessed and the target kept")
+    parser.add_argument("--target", help="folder or hub id of the target; default: the one the draft was trained for")
+    parser.add_argument(
+        "--draft", help="folder of the draft, for example runs/demo/draft; not needed for --policy autoregressive"
+    )
+    parser.add_argument("--image", action="append", default=[], help="path or URL of an image; can be repeated")
+    parser.add_argument("--video", action="append", default=[], help="video file or folder of frames; can be repeated")
+    parser.add_argument("--prompt", required=True, help="text of the prompt")
+    parser.add_argument("--policy", default="sage", help="tree policy, a name in sage.POLICIES (default: %(default)s)")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=256, help="maximum number of generated tokens (default: %(default)s)"
+    )
+    parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature; 0 = greedy decoding (default)")
+    parser.add_argument("--top-k", type=int, default=0, help="sample from the k most likely tokens; 0 = all (default)")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, help="nucleus sampling: total probability of the tokens to sample from"
+    )
+    parser.add_argument(
+        "--min-p", type=float, default=0.0, help="minimum probability, relative to that of the most likely token"
+    )
+    parser.add_argument(
+        "--repetition-penalty", type=float, default=1.0, help="penalty of tokens that occurred before; 1 = none (default)"
+    )
+    parser.add_argument("--min-new-tokens", type=int, default=0, help="minimum number of generated tokens")
+    parser.add_argument("--stop", action="append", default=[], help="stop string; can be repeated")
+    parser.add_argument("--bad-words", action="append", default=[], help="text that is never generated; can be repeated")
+    parser.add_argument(
+        "--prune", type=float, default=0.0, help="fraction of the visual tokens that are removed from the draft's input"
+    )
+    parser.add_argument(
+        "--prune-method",
+        default="attention",
+        help="how visual tokens are selected: attention, uniform or random (default: %(default)s)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling noise (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
+    parser.add_argument(
+        "--dtype", default="float32", choices=tuple(SHORT_NAMES), help="dtype of target and draft (default: %(default)s)"
+    )
+    parser.add_argument("--explain", action="store_true", help="print the tree and the policy's decision of every round")
+    parser.add_argument("--show-drafted", action="store_true", help="print accepted draft tokens in green")
     return parser.parse_args(argv)
 
 
 def main() -> None:
-    """Console entry."""
+    """Console entry point."""
     sys.exit(cli.run(lambda: _generate(parse_args())))
 
 
@@ -70,7 +88,7 @@ def _generate(args: argparse.Namespace) -> None:
         pruning=sage.Pruning(args.prune, args.prune_method, args.seed),
     )
     for piece in pieces(generation):
-        text = f"{DRAFTED}{piece.text}{PLAIN}" if args.show_drafted and piece.is_drafted else piece.text
+        text = f"{GREEN}{piece.text}{RESET}" if args.show_drafted and piece.is_drafted else piece.text
         print(text, end="", flush=True)
     print()
     if args.explain:
@@ -80,7 +98,7 @@ def _generate(args: argparse.Namespace) -> None:
 
 def _content(args: argparse.Namespace) -> list[dict[str, Any]]:
     if not args.prompt.strip():
-        raise ValueError("--prompt: empty; say what the target should do, for example 'Describe the image.'")
+        raise ValueError("--prompt: empty; give a text, for example 'Describe the image.'")
     media = [{"type": kind, kind: source} for kind in ("image", "video") for source in getattr(args, kind)]
     return [*media, {"type": "text", "text": args.prompt}]
 
@@ -91,10 +109,10 @@ def _target_path(args: argparse.Namespace) -> str:
     if args.target:
         return args.target
     if not args.draft:
-        raise ValueError("--target: missing; give a target folder or hub id, or a --draft that remembers its target")
+        raise ValueError("--target: missing; give a target folder or hub id, or a --draft whose config.json names its target")
     path = read_config(args.draft).get("target_path")
     if not path:
-        raise ValueError(f"--draft: {args.draft}: it does not say its target; give --target as well")
+        raise ValueError(f"--draft: {args.draft}: its config.json names no target; give --target as well")
     return str(path)
 
 
@@ -102,11 +120,11 @@ def _explain(policy: Any, stats: Any) -> None:
     for number, entry in enumerate(stats.rounds_log, start=1):
         tree = f"{entry['nodes']:2} nodes {entry['depth']:2} deep, {entry['accepted']} accepted"
         line = f"round {number:3}: {tree}  {policy.explain(entry)}".rstrip()
-        print(f"{DIM}{line}{PLAIN}" if sys.stderr.isatty() else line, file=sys.stderr)
+        print(f"{DIM}{line}{RESET}" if sys.stderr.isatty() else line, file=sys.stderr)
 
 
 def _report(stats: Any, show_drafted: bool) -> None:
-    legend = f"; {DRAFTED}coloured{PLAIN}{DIM} = guessed by the draft and kept by the target" if show_drafted else ""
+    legend = f"; {GREEN}green{RESET}{DIM} = drafted and accepted" if show_drafted else ""
     rate = (stats.new_tokens - 1) / stats.decode_s if stats.decode_s else 0.0
     line = (
         f"{stats.new_tokens} tokens in {stats.target_passes} target passes "
@@ -114,7 +132,7 @@ def _report(stats: Any, show_drafted: bool) -> None:
     )
     if not stats.target_passes:
         line = f"1 token, from the prefill{legend}"
-    print(f"{DIM}{line}{PLAIN}" if sys.stderr.isatty() or show_drafted else line, file=sys.stderr)
+    print(f"{DIM}{line}{RESET}" if sys.stderr.isatty() or show_drafted else line, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What the folder of a draft or a target holds: its config.json and its weights. A damaged one is refused by name, in one line.
+"""Reads config.json and the weights of a draft or target; a corrupt or unsuitable file is refused in one line.
 
-Owns: reading. Does not own: what is then made of it (sage.drafts, sage.targets).
+Owns: reading. Does not own: the models (sage.drafts, sage.targets), checksums (sage.manifest).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
 logger = logging.getLogger(__name__)
-SHOWN = 4  # tensors that an error lists
+MAX_LISTED = 4  # tensors listed in an error
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """The config.json of a draft's folder.
+    """Reads the config.json of a draft's folder.
 
     Raises:
-        ValueError: there is none, or no JSON object in it; names the folder and the file.
+        ValueError: the file is missing or does not contain a JSON object.
     """
     path = Path(folder) / "config.json"
     if not path.is_file():
@@ -33,54 +33,61 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"draft: {folder}: cannot read its config.json ({reason(error)}); save or copy it again") from error
+        raise ValueError(
+            f"draft: {folder}: cannot read its config.json ({in_one_line(error)}); save or copy it again"
+        ) from error
     if not isinstance(content, dict):
-        raise ValueError(f"draft: {folder}: its config.json holds no JSON object; save or copy it again")
+        raise ValueError(
+            f"draft: {folder}: cannot read its config.json (contains a {type(content).__name__}, not a JSON object); save or "
+            f"copy it again"
+        )
     return content
 
 
-def load_weights(kind: Any, folder: str | Path, role: str, may_have_more: bool = False, **options: Any) -> Any:
-    """A model with the weights of a folder or hub id, every one of its tensors among them.
+def load_weights(model_class: Any, folder: str | Path, role: str, allow_unused: bool = False, **options: Any) -> Any:
+    """Loads a model from a folder or hub id; every tensor of the model must be in its weights.
 
     Args:
-        kind: a class with Hugging Face's `from_pretrained`.
+        model_class: a class with Hugging Face's `from_pretrained`.
         role: "draft" or "target", for messages.
-        may_have_more: whether tensors that the model has no place for are left aside, with a warning.
-        options: of `from_pretrained`.
+        allow_unused: ignore tensors that are not part of the model, with a warning.
+        options: options of `from_pretrained`.
 
     Raises:
-        ValueError: the weights are missing, damaged, or do not fit the config; names the folder and the first tensors.
+        ValueError: the weights are missing, corrupt, or do not fit the config; names the folder and the first tensors.
     """
     try:
-        with _quiet():  # a table of what does not fit, which the error says in one line
-            model, found = kind.from_pretrained(folder, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+        with _quiet():  # transformers prints a table of mismatches, which the error below replaces
+            model, info = model_class.from_pretrained(folder, output_loading_info=True, ignore_mismatched_sizes=True, **options)
     except torch.OutOfMemoryError:
         raise
     except (OSError, RuntimeError, ValueError, SafetensorError, UnpicklingError) as error:
-        raise ValueError(f"{role}: {folder}: its weights cannot be read ({reason(error)}); save or copy it again") from error
-    spare = sorted(found["unexpected_keys"])
-    if may_have_more and spare:
-        logger.warning("%s: %s: %d of its tensors are not used: %s", role, folder, len(spare), _listed(spare))
-    wrong = sorted(_misfits(found, [] if may_have_more else spare))
+        raise ValueError(
+            f"{role}: {folder}: its weights cannot be read ({in_one_line(error)}); save or copy it again"
+        ) from error
+    unused = sorted(info["unexpected_keys"])
+    if allow_unused and unused:
+        logger.warning("%s: %s: %d of its tensors are not used: %s", role, folder, len(unused), _listed(unused))
+    wrong = sorted(_mismatches(info, [] if allow_unused else unused))
     if wrong:
         raise ValueError(f"{role}: {folder}: its weights do not fit its config: {_listed(wrong)}; save or copy it again")
     return model
 
 
-def reason(error: Exception) -> str:
-    """What an error says, in one line; of pickle's own, which advise to run a stranger's code, nothing."""
+def in_one_line(error: Exception) -> str:
+    """Returns an error's message in one line; for pickle errors, whose message recommends unsafe loading, a text of our own."""
     return "not a file of tensors" if isinstance(error, UnpicklingError) else " ".join(str(error).split())
 
 
-def _misfits(found: dict[str, Any], spare: list[str]) -> Iterator[str]:
-    yield from (f"{name} is missing" for name in found["missing_keys"])
-    yield from (f"{name} has no place" for name in spare)
-    yield from (f"{name} is {list(has)}, not {list(wants)}" for name, has, wants in found["mismatched_keys"])
+def _mismatches(info: dict[str, Any], unused: list[str]) -> Iterator[str]:
+    yield from (f"{name} is missing" for name in info["missing_keys"])
+    yield from (f"{name} is not part of the model" for name in unused)
+    yield from (f"{name} is {list(found)}, not {list(expected)}" for name, found, expected in info["mismatched_keys"])
 
 
 def _listed(names: list[str]) -> str:
-    more = len(names) - SHOWN
-    return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
+    num_more = len(names) - MAX_LISTED
+    return ", ".join(names[:MAX_LISTED]) + (f" and {num_more} more" if num_more > 0 else "")
 
 
 @contextmanager

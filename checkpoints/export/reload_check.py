@@ -19,8 +19,9 @@ from checkpoints.export.formats.layout import FEATURE_LEVELS, EngineConfig, Form
 from checkpoints.export.importer import read_eagle3
 from checkpoints.export.target_facts import TargetFacts
 from checkpoints.export.validator.findings import InvalidExport
-from checkpoints.export.weight_files import Weights, read_config
+from checkpoints.export.weight_files import Weights
 from sage.drafts import DraftHead, Eagle3Draft, EagleConfig, EagleDraft
+from sage.model_files import read_config
 
 BATCH, TOKENS, SEED = 2, 7, 0
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints.export.weight_files import CONFIG
-from checkpoints.run_folder import BEST_DRAFT, DRAFT, PROVENANCE, draft_report, draft_step, is_run, read_config, run_of
+from checkpoints.run_folder import BEST_DRAFT, DRAFT, PROVENANCE, draft_report, draft_step, is_run, read_run_config, run_of
 from checkpoints.run_folder import CONFIG as RUN_CONFIG
 from sage.drafts import DraftHead
 from sage.drafts.registry import head_kind
 from sage.files import read_json
 from sage.manifest import refuse_corrupt_draft
-from sage.model_files import load_weights
+from sage.model_files import load_weights, read_config
 from sage.targets import is_target_folder
 
 REPORT_SETTINGS = ("step", "target", "device", "dtype", "prompts", "max_new_tokens", "temperature", "seed")
@@ -71,7 +71,7 @@ def _of_run(draft: Path, run: Path) -> DraftSource:
         draft=draft,
         run=run,
         step=draft_step(draft),
-        recipe=read_config(run),
+        recipe=read_run_config(run),
         provenance=read_json(run / PROVENANCE) if (run / PROVENANCE).is_file() else {},
         report=draft_report(draft),
     )
@@ -97,7 +97,7 @@ def load_trained(folder: Path) -> DraftHead:
     refuse_corrupt_draft(folder)
     if is_target_folder(folder):
         raise ValueError(f"{folder}: a complete model, not a draft head; engines load it directly as a draft model")
-    stored = read_json(folder / CONFIG)
+    stored = read_config(folder)
     kind = head_kind(stored.get("model_type"))
     if kind is None or not stored.get("target"):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Reads config.json and the weights of an untrusted folder: no pickled code, no paths outside the folder, no remote code.
+"""Reads the weights of an untrusted folder: no pickled code, no paths outside the folder.
 
 Owns: finding and opening weight files. Does not own: the expected tensors (checkpoints.export.formats).
 """
@@ -10,7 +10,6 @@ import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -82,17 +81,6 @@ class Weights:
             raise ValueError(f"{file}: contains more than named tensors; use safetensors")
         self._pickled = content
         return {name: TensorInfo(tuple(value.shape), value.dtype, file) for name, value in content.items()}
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Reads the folder's config.json.
-
-    Raises:
-        ValueError: no such folder, or no JSON object in that file.
-    """
-    if not folder.is_dir():
-        raise ValueError(f"{folder}: no such folder")
-    return read_json(folder / CONFIG)
 
 
 def _find_files(folder: Path) -> list[Path]:

@@ -21,7 +21,7 @@ from sage.attention import AttentionRecorder, causal_mask, tile_mask, use_tree_a
 from sage.cache import TreeCache
 from sage.inputs.format import Inputs
 from sage.inputs.processing import Messages, Processor
-from sage.model_files import load_weights, read_config, reason
+from sage.model_files import in_one_line, load_weights, read_config
 from sage.targets.families.llava_onevision import LlavaOnevision
 from sage.targets.families.qwen2_5_vl import Qwen2_5_VL
 from sage.targets.family import Family, Prompt
@@ -256,7 +256,7 @@ def load_target(
         raise ValueError(f"target: {path}: no such folder; give a local folder or a hub id like Qwen/Qwen2.5-VL-7B-Instruct")
     processor = load_processor(path)
     kind = AutoModelForImageTextToText
-    model = load_weights(kind, path, "target", may_have_more=True, dtype=dtype or "auto", **kwargs)
+    model = load_weights(kind, path, "target", allow_unused=True, dtype=dtype or "auto", **kwargs)
     return Target(model.to(device), processor)
 
 
@@ -269,14 +269,14 @@ def load_processor(path: str) -> Processor:
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, StrictDataclassError) as error:
-        raise ValueError(f"target: {path}: cannot read its config.json ({reason(error)}); copy the model again") from error
+        raise ValueError(f"target: {path}: cannot read its config.json ({in_one_line(error)}); copy the model again") from error
     family = _family(config, f"{path}: ")
     remedy = "copy the files that came with the model (tokenizer.json, tokenizer_config.json, preprocessor_config.json)"
     try:
         processor = Processor.from_pretrained(path, family)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"target: {path}: its tokenizer or image processor cannot be read ({reason(error)}); {remedy}"
+            f"target: {path}: its tokenizer or image processor cannot be read ({in_one_line(error)}); {remedy}"
         ) from error
     wanted, token = family.placeholder_ids["image"], family.placeholders["image"]
     if processor.tokenizer.convert_tokens_to_ids(token) != wanted:

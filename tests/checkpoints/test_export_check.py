@@ -189,7 +189,7 @@ DAMAGES: dict[str, tuple[str, Damage, str, tuple[str, ...]]] = {
     "another model_type": ("eagle3", config(model_type="qwen2"), "model_type", ("'qwen2'", "llama")),
     "code to run": ("eagle3", config(auto_map={"AutoModel": "x.Y"}), "auto_map", ("trust_remote_code",)),
     "quantized": ("eagle3", config(quantization_config={"bits": 4}), "quantization_config", ("present",)),
-    "config that is not JSON": ("eagle3", text("config.json", '{"architectures": ['), "config.json", ("not JSON",)),
+    "config that is not JSON": ("eagle3", text("config.json", '{"architectures": ['), "config.json", ("cannot read",)),
     "config that is a list": ("eagle3", text("config.json", "[]"), "config.json", ("list",)),
     "no config": ("eagle3", lambda folder: (folder / "config.json").unlink(), "config.json", ("missing",)),
     "no target facts": ("eagle3", text("sage_export.json", "{}"), "sage_export.json", ("architecture",)),

@@ -83,7 +83,7 @@ def test_unreadable_files_are_named(run: Path) -> None:
         run_folder.read_reports(run)
     (run / "config.yaml").write_text("a: [")
     with refused(str(run / "config.yaml")):
-        run_folder.read_config(run)
+        run_folder.read_run_config(run)
 
 
 def test_names(run: Path) -> None:

@@ -179,7 +179,7 @@ class TestCommand:
         for content, message in {
             None: "no draft there (config.json is missing)",
             "{": "cannot read its config.json (",
-            "{}": "it does not say its target; give --target as well",
+            "{}": "its config.json names no target; give --target as well",
         }.items():
             if content is not None:
                 (tmp_path / "config.json").write_text(content)

@@ -70,7 +70,7 @@ def read_run(folder: Path, chosen: ScoreConfig | None = None) -> RunFacts:
     """
     if not is_run(folder):
         raise ConfigError(f"{folder}: is no run ({run_folder.CONFIG} is missing); give folders that sage-train made")
-    config = run_folder.read_config(folder)
+    config = run_folder.read_run_config(folder)
     metrics = run_folder.read_metrics(folder / run_folder.METRICS)
     metric, policy = (str(chosen.metric), chosen.policy) if chosen else run_folder.score_settings(config)
     facts = RunFacts(folder=folder, config=dotted_keys(config), score_metric=metric, score_policy=policy)

@@ -19,11 +19,12 @@ from checkpoints.export.target_facts import TargetFacts
 from checkpoints.export.validator.config_checks import check_config
 from checkpoints.export.validator.findings import CheckInput, CheckResult, Finding
 from checkpoints.export.validator.tensor_checks import check_tensors
-from checkpoints.export.weight_files import CONFIG, Weights, read_config
+from checkpoints.export.weight_files import CONFIG, Weights
 from checkpoints.run_folder import CONFIG as RUN_CONFIG
 from checkpoints.run_folder import is_run
 from sage.files import read_json
 from sage.manifest import MANIFEST, CorruptFolder, has_manifest
+from sage.model_files import read_config
 
 NOT_LOADABLE = "no engine can load it"
 NOT_EXPORTED = "no engine loads it; export it first (sage-export DIR --format ...)"
