@@ -1,4 +1,4 @@
-"""sage-data: checks, shows, converts and regenerates data, with the same `data` and `target` choices as sage-train."""
+"""sage-data: checks, converts and regenerates data, with the `data` and `target` choices of sage-train."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from data_prep.splits import Split
 from sage.cli import EXIT_DONE, EXIT_STOPPED
 from train.config.checks import check_path
 from train.config.hydra_app import configure_logging, run_app
-from train.config.overrides import launch_keys, refuse_idle, task_words
+from train.config.overrides import launch_keys, refuse_unused, task_overrides
 from train.config.schema import ConfigError, DataConfig, LaunchConfig, TargetConfig
 from train.launch import cluster_env
 
@@ -29,26 +29,27 @@ class Action(StrEnum):
     regenerate = "regenerate"
 
 
-PART = "; data.num_examples=N takes a part of the data"
+LIMIT = "; data.num_examples=N selects a part of the data"
 ONE_PROCESS = {"launch.": "; ranks are for action=regenerate", "regenerate.": "; it is for action=regenerate"}
-IDLE = {  # keys that an action has no use for, and what to do instead
+UNUSED = {  # keys without effect on an action, and the remedy
     Action.check: ONE_PROCESS,
-    Action.convert: ONE_PROCESS | {"limit": PART, "shown": "; drop it"},
-    Action.regenerate: dict.fromkeys(launch_keys("gpus", "ranks", "device", "threads"), "; drop it")
-    | {"limit": PART, "shown": "; drop it"},
+    Action.convert: ONE_PROCESS | {"limit": LIMIT, "shown": "; remove it"},
+    Action.regenerate: dict.fromkeys(launch_keys("gpus", "ranks", "device", "threads"), "; remove it")
+    | {"limit": LIMIT, "shown": "; remove it"},
 }
 
 
 @dataclass(kw_only=True)
 class DataCommand:
-    """Everything `sage-data` needs.
+    """The configuration of `sage-data`.
 
     Attributes:
-        action: `check` prepares, measures and writes a page; `convert` writes `messages` rows; `regenerate` lets the
-            target answer the prompts itself.
-        split: which part of the data.
+        action: `check` prepares examples, computes statistics and writes a page; `convert` writes `messages` rows;
+            `regenerate` replaces the answers by those of the target.
+        split: the part of the data.
         out: the page (`check`; default `runs/data/NAME.html`) or the rows (`.jsonl`).
-        limit: examples to measure (`check`), 0 = all; of a stream the first ones. `shown` are on the page.
+        limit: number of examples to check, 0: all; of a stream the first ones.
+        shown: number of examples on the page.
     """
 
     action: Action = Action.check
@@ -64,19 +65,21 @@ class DataCommand:
 
 
 def main() -> None:
-    """Entry point of the console script; exits with the code that the contract gives."""
+    """Entry point of the console script."""
     ConfigStore.instance().store(name="prepare_schema", node=DataCommand)
     sys.exit(run_app("prepare", DataCommand, run, cluster_env.is_main_rank))
 
 
 def run(config: DataCommand) -> int:
-    """Checks the settings before torch is imported, then does what is asked.
+    """Checks the settings before torch is imported, then runs the action.
 
     Raises:
-        ConfigError: a setting is wrong.
-        ValueError: a file or an item is.
+        ConfigError: a setting is not allowed.
+        ValueError: a file or an item cannot be used.
     """
-    refuse_idle(task_words(), {key: f"with action={config.action}{remedy}" for key, remedy in IDLE[config.action].items()})
+    refuse_unused(
+        task_overrides(), {key: f"with action={config.action}{remedy}" for key, remedy in UNUSED[config.action].items()}
+    )
     check(config)
     configure_logging(config.debug, is_main=cluster_env.is_main_rank())
     out = Path(config.out or f"runs/data/{config.data.name}-{config.target.name}.html")
@@ -102,7 +105,7 @@ def check(config: DataCommand) -> None:
     """Cross-field checks.
 
     Raises:
-        ConfigError, ValueError: dotted key, value, what is allowed.
+        ConfigError, ValueError: dotted key, value, allowed values.
     """
     validate(config.data)
     check_path("target.path", config.target.path)
@@ -118,13 +121,13 @@ def check(config: DataCommand) -> None:
 
 
 class Stopped(Exception):
-    """Regeneration was interrupted; what is answered is on the disk."""
+    """Regeneration was interrupted; finished answers are saved."""
 
     exit_code = EXIT_STOPPED
 
 
 def _regenerate_on_ranks(config: DataCommand) -> int:
-    """Ranks share nothing but the folder they write to, so they are plain processes; a failed one is resumed later.
+    """Runs the ranks as independent processes that share only the output folder; a failed rank is resumed later.
 
     Raises:
         Stopped: by Ctrl-C or SIGTERM.
@@ -136,7 +139,7 @@ def _regenerate_on_ranks(config: DataCommand) -> int:
         ranks = config.launch.gpus or config.launch.ranks or 1
         return _regenerate(config, 0, 1) if ranks == 1 else _start_ranks(config, ranks)
     except KeyboardInterrupt as error:
-        raise Stopped(f"stopped; what was answered is kept beside {config.out}, and the same command goes on") from error
+        raise Stopped(f"stopped; finished answers are kept beside {config.out}, and the same command continues") from error
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -144,7 +147,7 @@ def _regenerate_on_ranks(config: DataCommand) -> int:
 def _start_ranks(config: DataCommand, ranks: int) -> int:
     context = multiprocessing.get_context("spawn")
     started = [context.Process(target=_rank, args=(config, rank, ranks)) for rank in range(ranks)]
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # ranks inherit that: Ctrl-C reaches every process of a terminal
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by the ranks: Ctrl-C reaches every process of a terminal
     try:
         for process in started:
             process.start()
@@ -153,7 +156,7 @@ def _start_ranks(config: DataCommand, ranks: int) -> int:
             process.join()
     except KeyboardInterrupt:
         for process in started:
-            process.terminate()  # at any point: a half-written row does not count
+            process.terminate()  # at any point: an incomplete row is ignored
         for process in started:
             process.join()
         raise

@@ -1,4 +1,4 @@
-"""sage-train: composes the configuration, checks it, and starts the ranks."""
+"""sage-train: composes and checks the configuration, then starts the ranks or prints a plan."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from train.report.compare import SweepComparison
 
 
 def main() -> None:
-    """Entry point of the console script; exits with the code that the contract gives."""
+    """Entry point of the console script."""
     sys.exit(run_app("config", Config, train, cluster_env.is_main_rank, SweepComparison()))
 
 
 def train(config: Config) -> int:
-    """Checks before torch is imported, then trains."""
+    """Checks the configuration before torch is imported, then trains or plans."""
     check(config)
     if not config.launch.plan:
         from train.monitor.sinks import check_tracking

@@ -1,8 +1,7 @@
-"""sage-validate: finds draft, target and prompts, lets the decoder measure them, prints the table and where the report is.
+"""sage-validate: measures a saved draft with the decoder and prints the table and the path of the report.
 
-Owns: which draft and which settings are meant. What the command line names wins; of a run's folder everything else comes
-from the run's config.yaml; a draft's own folder brings its target's path. Nothing here imports torch before the
-configuration is known to be good.
+Owns: the selection of draft and settings. Overrides on the command line come first; other settings come from the config.yaml
+of the run, and without a run the target from the config.json of the draft. Imports torch after all checks.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from data_prep.files import check_writable
 from sage.cli import EXIT_DONE, run
 from train.config.checks import check_decode, check_path
 from train.config.hydra_app import configure_logging, run_app
-from train.config.overrides import key_of, launch_keys, refuse_idle, task_words
+from train.config.overrides import key_of, launch_keys, refuse_unused, task_overrides
 from train.config.schema import ConfigError, DataConfig, DecodeConfig, DraftChoice, TargetConfig, ValidateConfig
 from train.config.target_path import CHOICE, target_dtype, target_name
 from train.launch import cluster_env
@@ -31,33 +30,33 @@ from train.report.compare import run_command
 
 Group = TypeVar("Group", TargetConfig, DataConfig, DecodeConfig)
 DRAFT_FILE = "config.json"
-CHOSEN = {"decode/policy": {"policies", "options"}, "data/validation": {"validation"}}  # what a choice within a group brings
-IDLE = dict.fromkeys(launch_keys("device", "threads"), "in sage-validate, which measures in one process; drop it")
+CHOSEN = {"decode/policy": {"policies", "options"}, "data/validation": {"validation"}}  # fields set by a choice within a group
+UNUSED = dict.fromkeys(launch_keys("device", "threads"), "in sage-validate, which measures in one process; remove it")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """Where the draft is, and the run it belongs to, if any."""
+    """The folder of a draft, and the run it belongs to, if any."""
 
     draft: Path
     run: Path | None
 
     @property
     def home(self) -> Path:
-        """The folder that `validation/` is written to."""
+        """The folder for `validation/`."""
         return self.run or self.draft
 
 
 def main() -> None:
-    """Entry point of the console script; exits with the code that the contract gives."""
+    """Entry point of the console script."""
     if sys.argv[1:2] == ["--compare"]:
         sys.exit(run(compare_runs))
-    sys.argv[1:] = [_alias(word) for word in sys.argv[1:]]
+    sys.argv[1:] = [_alias(argument) for argument in sys.argv[1:]]
     sys.exit(run_app("validate", ValidateConfig, run_validation, cluster_env.is_main_rank))
 
 
 def compare_runs() -> None:
-    """`sage-validate --compare RUN ...`: reads finished runs, measures nothing."""
+    """`sage-validate --compare RUN ...`: compares finished runs without measuring."""
     print(run_command(sys.argv[2:]))
 
 
@@ -65,17 +64,17 @@ def run_validation(config: ValidateConfig, overrides: Sequence[str] | None = Non
     """Measures one checkpoint.
 
     Args:
-        config: as composed from the command line.
-        overrides: the command line's `key=value` words; None asks Hydra.
+        config: composed from the command line.
+        overrides: of the command line; default: those of this process.
 
     Raises:
         ConfigError: no checkpoint, no target, or a setting out of range; before any model is loaded.
         ValueError: a draft made for another target, or a prompt that cannot be prepared.
     """
-    said = task_words() if overrides is None else list(overrides)
-    refuse_idle(said, IDLE)
+    given = task_overrides() if overrides is None else list(overrides)
+    refuse_unused(given, UNUSED)
     checkpoint = find_checkpoint(config)
-    config = settle(config, checkpoint, said)
+    config = settle(config, checkpoint, given)
     check_decode(config.decode)
     check_path("target.path", config.target.path)
     configure_logging(config.debug)
@@ -85,16 +84,16 @@ def run_validation(config: ValidateConfig, overrides: Sequence[str] | None = Non
     return EXIT_DONE
 
 
-def _alias(word: str) -> str:
-    """`draft=DIR` is short for `draft.path=DIR`: a saved draft brings its own kind, so there is no choice to make."""
-    return f"draft.path={word.removeprefix('draft=')}" if word.startswith("draft=") else word
+def _alias(argument: str) -> str:
+    """Replaces `draft=DIR` by `draft.path=DIR`; the kind of a saved draft is not a choice."""
+    return f"draft.path={argument.removeprefix('draft=')}" if argument.startswith("draft=") else argument
 
 
 def find_checkpoint(config: ValidateConfig) -> Checkpoint:
-    """The draft's folder, from `checkpoint` and `draft.path`.
+    """Finds the draft's folder from `checkpoint` and `draft.path`.
 
     Raises:
-        ConfigError: neither names a folder with a draft; says what is there.
+        ConfigError: neither names a folder with a draft; names the drafts of the run.
     """
     named = Path(config.draft.path).expanduser()
     if config.checkpoint is None:
@@ -120,12 +119,12 @@ def find_checkpoint(config: ValidateConfig) -> Checkpoint:
 
 
 def settle(config: ValidateConfig, checkpoint: Checkpoint, overrides: Sequence[str]) -> ValidateConfig:
-    """The configuration with what the command line did not say filled in from the run, or from the draft itself.
+    """Returns the configuration with settings that are not overridden taken from the run, or from the draft itself.
 
     Raises:
-        ConfigError: the target is said nowhere, or the run's config.yaml cannot be used.
+        ConfigError: there is no target, or the run's config.yaml cannot be used.
     """
-    overrides = [word for word in overrides if word != CHOICE]  # it came with target.path, and a run knows its target
+    overrides = [override for override in overrides if override != CHOICE]  # inserted by `with_choice`
     if checkpoint.run is not None:
         saved = _load(checkpoint.run / RUN_CONFIG)
         return replace(
@@ -134,8 +133,8 @@ def settle(config: ValidateConfig, checkpoint: Checkpoint, overrides: Sequence[s
             data=overlay(config.data, _group(saved, "data", DataConfig, checkpoint.run), "data", overrides),
             decode=overlay(config.decode, _group(saved, "decode", DecodeConfig, checkpoint.run), "decode", overrides),
         )
-    said = {key_of(word) for word in overrides}
-    if said & {"target", "target.path"}:
+    keys = {key_of(override) for override in overrides}
+    if keys & {"target", "target.path"}:
         return config
     path = json.loads((checkpoint.draft / DRAFT_FILE).read_text(encoding="utf-8")).get("target_path")
     if not path:
@@ -143,16 +142,16 @@ def settle(config: ValidateConfig, checkpoint: Checkpoint, overrides: Sequence[s
             f"target: missing; {checkpoint.draft} belongs to no run and does not name its target; "
             "give target=NAME or target.path=DIR"
         )
-    dtype = config.target.dtype if "target.dtype" in said else target_dtype(path)
+    dtype = config.target.dtype if "target.dtype" in keys else target_dtype(path)
     return replace(config, target=replace(config.target, name=target_name(path), path=path, dtype=dtype))
 
 
 def overlay(composed: Group, saved: Group, group: str, overrides: Sequence[str]) -> Group:
-    """`saved`, with the fields that the command line names taken from `composed`.
+    """Returns `saved` with the overridden fields taken from `composed`.
 
-    `group=NAME` names all of them; `decode/policy=NAMES` and `data/validation=NAMES` name those that such a choice brings.
+    `group=NAME` overrides all fields; `decode/policy=NAMES` and `data/validation=NAMES` those set by such a choice.
     """
-    keys = [key_of(word) for word in overrides]
+    keys = [key_of(override) for override in overrides]
     if group in keys:
         return composed
     chosen = {name for key in keys if key.startswith(f"{group}/") for name in CHOSEN[key]}
@@ -163,7 +162,7 @@ def overlay(composed: Group, saved: Group, group: str, overrides: Sequence[str])
 
 
 def _merged(saved: Any, composed: Any) -> Any:
-    """Mappings (policy options) are merged key by key, so that one changed option keeps the run's others."""
+    """Merges mappings (options of policies) key by key, so that options that are not overridden keep the run's values."""
     if not (isinstance(saved, dict) and isinstance(composed, dict)):
         return composed
     return saved | {key: _merged(saved.get(key), value) for key, value in composed.items()}
@@ -173,11 +172,11 @@ def _load(path: Path) -> Any:
     try:
         return OmegaConf.load(path)
     except Exception as error:  # PyYAML has a dozen error classes of its own
-        raise ConfigError(f"{path}: cannot be read ({' '.join(str(error).split())}); give a whole run folder") from error
+        raise ConfigError(f"{path}: cannot be read ({' '.join(str(error).split())}); give a complete run folder") from error
 
 
 def _group(saved: Any, name: str, schema: type[Group], run: Path) -> Group:
-    """One group of the run's configuration, typed; a field that a newer version dropped is an error, not ignored."""
+    """Returns one group of the run's configuration, typed; a field that this version does not have is an error."""
     if name not in saved:
         raise ConfigError(f"{run / RUN_CONFIG}: has no {name}; give a folder that sage-train made")
     known = {field.name for field in fields(schema)}
@@ -187,16 +186,16 @@ def _group(saved: Any, name: str, schema: type[Group], run: Path) -> Group:
         found = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), saved[name]))
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"{run / RUN_CONFIG}: {name}: {reason}; give {name}=NAME, or a whole run folder") from error
+        raise ConfigError(f"{run / RUN_CONFIG}: {name}: {reason}; give {name}=NAME, or a complete run folder") from error
     assert isinstance(found, schema)
     return found
 
 
 def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Loads what is needed, measures, writes.
+    """Loads target and draft, measures, writes the report.
 
     Raises:
-        CannotWrite: there can be no report, known before anything is loaded.
+        CannotWrite: the report cannot be written; found before anything is loaded.
     """
     import torch
     from transformers.utils import logging as transformers_logging

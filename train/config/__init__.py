@@ -1,4 +1,4 @@
-"""The typed configuration: schema, cross-field checks, composition by Hydra, and errors in one line.
+"""The typed configuration: schema, cross-field checks, composition by Hydra, one-line errors.
 
-Does not own: objects built from it (train.run.build), the YAML files (conf/). Nothing here imports torch.
+Imports no torch. Does not own: objects built from it (train.run.build), the YAML files (conf/).
 """

@@ -1,4 +1,4 @@
-"""The words of a command line: which keys they give, and which of them a command could only ignore."""
+"""Overrides of a command line: their keys, and those without effect."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from hydra.core.hydra_config import HydraConfig
 from train.config.schema import ConfigError, LaunchConfig
 
 
-def key_of(word: str) -> str:
-    """`+group@package=choice` -> `group`; `key=value` -> `key`."""
-    return word.split("=", 1)[0].lstrip("+~").split("@")[0]
+def key_of(override: str) -> str:
+    """Returns the key: `+group@package=choice` -> `group`; `key=value` -> `key`."""
+    return override.split("=", 1)[0].lstrip("+~").split("@")[0]
 
 
-def task_words() -> list[str]:
-    """What the command line of this process says, `key=value`; nothing where Hydra does not run it."""
+def task_overrides() -> list[str]:
+    """Returns the overrides of this process's command line, `key=value`; empty if Hydra does not run it."""
     return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
 
 
-def refuse_idle(words: Sequence[str], idle: Mapping[str, str]) -> None:
-    """A setting without effect is a mistake.
+def refuse_unused(overrides: Sequence[str], unused: Mapping[str, str]) -> None:
+    """Refuses overrides without effect.
 
     Args:
-        idle: dotted keys, or beginnings of them that end in a dot, and for each what it is idle in and the remedy.
+        unused: dotted keys, or prefixes that end in a dot -> where the key has no effect, and the remedy.
 
     Raises:
-        ConfigError: the first idle word.
+        ConfigError: names the first one.
     """
-    for word in words:
-        for key, why in idle.items():
-            if key_of(word) == key or (key.endswith(".") and key_of(word).startswith(key)):
-                raise ConfigError(f"{word}: has no effect {why}")
+    for override in overrides:
+        for key, reason in unused.items():
+            if key_of(override) == key or (key.endswith(".") and key_of(override).startswith(key)):
+                raise ConfigError(f"{override}: has no effect {reason}")
 
 
 def launch_keys(*used: str) -> list[str]:
-    """The keys of `launch` but those `used`."""
+    """Returns the keys of `launch` except `used`."""
     return [f"launch.{field.name}" for field in fields(LaunchConfig) if field.name not in used]

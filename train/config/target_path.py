@@ -1,7 +1,4 @@
-"""A target that is named by its path alone: what it is called and in which precision it is loaded.
-
-Owns: which command lines mean that, and the two answers. conf/target/by_path.yaml asks for them. Nothing here imports torch.
-"""
+"""Name and precision of a target given by its path alone (conf/target/by_path.yaml). Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,28 +15,28 @@ CHOICE = "target=by_path"
 CONFIG_FILE = "config.json"
 
 
-def with_choice(words: Sequence[str]) -> list[str]:
-    """A command line where `target.path` without `target=` chooses conf/target/by_path.yaml, before any other word on it.
+def with_choice(overrides: Sequence[str]) -> list[str]:
+    """Inserts the choice of conf/target/by_path.yaml before a `target.path` without `target=`.
 
-    Without that the default's or the recipe's own target would lend its name and precision to another one.
+    Otherwise the target would have the name and precision of the default target or of the experiment's.
     """
-    keys = [key_of(word) for word in words]
+    keys = [key_of(override) for override in overrides]
     if "target" in keys or "target.path" not in keys:
-        return list(words)
+        return list(overrides)
     place = keys.index("target.path")
-    return [*words[:place], CHOICE, *words[place:]]
+    return [*overrides[:place], CHOICE, *overrides[place:]]
 
 
 def target_name(path: str) -> str:
-    """The last part of a folder or hub id."""
+    """Returns the last part of a folder or hub id."""
     return Path(os.path.abspath(Path(path).expanduser())).name
 
 
 def target_dtype(path: str) -> Precision:
-    """What a local folder's config.json says (`dtype`, in older files `torch_dtype`); bf16 where nothing is known."""
+    """Returns the precision in a local folder's config.json (`dtype`, in older files `torch_dtype`); bf16 if unknown."""
     try:
-        said = json.loads((Path(path).expanduser() / CONFIG_FILE).read_text(encoding="utf-8"))
-        found = said.get("dtype") or said.get("torch_dtype")
-    except (OSError, ValueError, AttributeError):  # no such file, or none that can be read: loading it will say why
+        config = json.loads((Path(path).expanduser() / CONFIG_FILE).read_text(encoding="utf-8"))
+        found = config.get("dtype") or config.get("torch_dtype")
+    except (OSError, ValueError, AttributeError):  # missing or unreadable: loading the target reports it
         return Precision.bf16
     return Precision.fp32 if SHORT_NAMES.get(str(found)) == Precision.fp32 else Precision.bf16

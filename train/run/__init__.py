@@ -1,1 +1,1 @@
-"""The composition root and the training loop."""
+"""The composition root, the training loop, and the work of one rank."""

@@ -44,9 +44,9 @@ from train.monitor.profiler import ProfileWindow
 from train.monitor.progress import open_display
 from train.monitor.sinks import Tracker, check_tracking, open_tracker
 from train.run.loop import TrainingRun
+from train.state.data_fingerprint import check_same_data, fingerprint_data
 from train.state.provenance import write_provenance
 from train.state.resume import TrainState, load_state, seed_everything
-from train.state.same_data import check_same_data, data_content
 from train.validation.decode_ranks import DecodeShard, all_ranks_decode, shard_prompts
 from train.validation.in_loop import InLoopValidation
 from train.validation.prompts import PromptSet
@@ -134,9 +134,9 @@ def restore(config: Config, store: StateStore, engine: Engine, ranks: Ranks, dat
         ValueError: every state is corrupt, or it is another draft's, or the data has changed since.
     """
     state = load_state(store, engine, ranks) if config.run.resume else TrainState()
-    content = ranks.broadcast(data_content(config, dataset) if ranks.is_main else None)
-    check_same_data(config, state.data, content)
-    state.data = content
+    fingerprints = ranks.broadcast(fingerprint_data(config, dataset) if ranks.is_main else None)
+    check_same_data(config, state.data, fingerprints)
+    state.data = fingerprints
     return state
 
 

@@ -1,4 +1,4 @@
-"""What a run saves and resumes from, and its provenance.
+"""The saved state of a run, fingerprints of its data, and its provenance.
 
 Does not own: files and checksums (checkpoints.store).
 """

@@ -1,4 +1,4 @@
-"""Where a run comes from: revision, versions, command line, data. Written once at its start, kept when it is resumed."""
+"""provenance.json of a run: revision, versions, command line, data; written at its start and extended at each resume."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GIT_TIMEOUT_S = 5
 
 
 def write_provenance(folder: Path, ranks: Ranks, target: Any, data_fingerprint: str, from_step: int) -> None:
-    """Adds this start to `provenance.json`: the first entry is the run's own, further ones are resumptions."""
+    """Writes `provenance.json`; when the run is resumed, appends to its `resumed` entries."""
     path = folder / PROVENANCE
     entry = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -37,13 +37,13 @@ def write_provenance(folder: Path, ranks: Ranks, target: Any, data_fingerprint: 
         "target": {"name": target.name, **target.fingerprint},
         "data_fingerprint": data_fingerprint,
     }
-    past = json.loads(path.read_text()) if path.exists() else {}
-    content = {**past, "resumed": [*past.get("resumed", []), entry]} if past else entry
+    previous = json.loads(path.read_text()) if path.exists() else {}
+    content = {**previous, "resumed": [*previous.get("resumed", []), entry]} if previous else entry
     write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def git_revision() -> dict[str, Any] | None:
-    """Commit and whether there are changes on top of it; None outside a checkout of this project."""
+    """Returns the commit and whether there are uncommitted changes; None outside a checkout of this project."""
     here = Path(__file__).resolve().parents[2]
     if not (here / ".git").exists():
         return None

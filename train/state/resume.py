@@ -1,14 +1,14 @@
-"""Exact resume: what a run is besides weights, and how a whole state is saved and read back.
+"""Exact resume: the content of a state, and how it is saved and loaded.
 
-A state holds the engine's files (float32 weights and AdamW's moments, whole and by name), `trainer.json` (step, tokens, best
-score, which data) and one `rank_00000.safetensors` per rank (every random generator). The learning rate is a function of the
-step, and the data position follows from the step and the seed, so neither needs a file. Nothing in it is a pickle.
+A state holds the engine's files (float32 weights and AdamW's moments, unsharded and by name), `trainer.json` (step, tokens,
+best score, fingerprints of the data) and one `rank_00000.safetensors` per rank (all random generators). The learning rate is a
+function of the step, and the data position follows from step and seed, so neither is saved. No file is a pickle.
 
-On as many ranks a resumed run goes on bit for bit. On another number the same batches come in the same order from the same
-weights, moments and schedule; what differs is the order in which float32 sums run, and random draws of the training step
-(feature noise), which each rank makes for itself: ranks that were there go on with their generators, new ones start fresh.
+With the same number of ranks a resumed run is bit-for-bit identical. With another number the batches, weights, moments and
+schedule are the same; the order of float32 sums differs, and so do random draws of the training step (feature noise), which
+each rank makes with its own generator: existing ranks restore theirs, new ranks start with fresh ones.
 
-Owns: what is in a state. Does not own: how it gets onto the disk whole (checkpoints.store).
+Owns: the content of a state. Does not own: atomic writes, checksums, retention (checkpoints.store).
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ TRAINER = "trainer.json"
 
 @dataclass(kw_only=True)
 class TrainState:
-    """How far a run has come.
+    """The progress of a run.
 
     Attributes:
         step: optimizer steps taken.
-        tokens: tokens seen, padding not counted, over all ranks.
-        time_s: seconds spent training, validation and saving not counted.
+        tokens: tokens of all ranks without padding.
+        time_s: seconds of training without validation and saving.
         best: highest validation score so far.
-        best_step: where that was.
-        stale: validations since then, none of them better.
-        validated_step: where the last validation was; 0: none yet.
-        data: what the run is trained on, by content (see train.state.same_data); None in states of before that was kept.
+        best_step: its step.
+        stale: validations since then.
+        validated_step: step of the last validation; 0: none yet.
+        data: fingerprints of the data (see train.state.data_fingerprint); None in states of older versions.
     """
 
     step: int = 0
@@ -66,14 +66,14 @@ class TrainState:
 
 
 def save_state(store: StateStore, engine: Engine, ranks: Ranks, state: TrainState) -> None:
-    """Saves a whole state under `state.step`. Every rank has to call it.
+    """Saves a state as that of `state.step`. Every rank has to call it.
 
     Raises:
-        SaveFailed: on every rank, if one of them could not write; the states before it are untouched.
+        SaveFailed: on every rank, if one of them could not write; earlier states are untouched.
     """
-    _together(store, ranks, state.step, lambda: store.begin(state.step) if ranks.is_main else None)
-    _together(store, ranks, state.step, lambda: _write(store.part(state.step), engine, ranks, state))
-    _together(store, ranks, state.step, lambda: store.commit(state.step, state.best_step) if ranks.is_main else None)
+    _on_all_ranks(store, ranks, state.step, lambda: store.begin(state.step) if ranks.is_main else None)
+    _on_all_ranks(store, ranks, state.step, lambda: _write(store.part(state.step), engine, ranks, state))
+    _on_all_ranks(store, ranks, state.step, lambda: store.commit(state.step, state.best_step) if ranks.is_main else None)
     logger.info("saved %s", store.folder / step_name(state.step))
 
 
@@ -84,8 +84,8 @@ def _write(part: Path, engine: Engine, ranks: Ranks, state: TrainState) -> None:
         write_text(part / TRAINER, json.dumps({**asdict(state), "world_size": ranks.world_size}, indent=1) + "\n")
 
 
-def _together(store: StateStore, ranks: Ranks, step: int, work: Callable[[], object]) -> None:
-    """Does this rank's part of a save; where one rank fails, all of them do, with its reason."""
+def _on_all_ranks(store: StateStore, ranks: Ranks, step: int, work: Callable[[], object]) -> None:
+    """Runs this rank's part of a save; if it fails on one rank, raises its reason on all."""
     cause = None
     try:
         work()
@@ -98,28 +98,28 @@ def _together(store: StateStore, ranks: Ranks, step: int, work: Callable[[], obj
 
 
 def load_state(store: StateStore, engine: Engine, ranks: Ranks) -> TrainState:
-    """Restores the newest whole state into engine and generators. Every rank has to call it.
+    """Restores engine and generators from the newest complete state. Every rank has to call it.
 
     Returns:
-        how far the run had come; a fresh `TrainState` where nothing was saved yet.
+        the saved `TrainState`; a fresh one if nothing is saved.
 
     Raises:
-        ValueError: every state is damaged, or it was saved from another draft.
+        ValueError: every state is corrupt, or it was saved from another draft.
     """
     if ranks.is_main:
         remove_leftovers(store.folder)
     folder = ranks.broadcast(store.newest() if ranks.is_main else None)
     if folder is None:
-        logger.info("run.resume: nothing saved yet in %s, starting from the beginning", store.folder)
+        logger.info("run.resume: nothing is saved in %s, starting a new run", store.folder)
         return TrainState()
     trainer = json.loads((folder / TRAINER).read_text())
     saved_by = trainer.pop("world_size")
-    trainer.setdefault("validated_step", trainer["step"])  # states of before that was kept
+    trainer.setdefault("validated_step", trainer["step"])  # missing in states of older versions
     engine.load(folder)
     if ranks.rank < saved_by:
         set_rng_state(read_tensors(folder / _rank_file(ranks.rank)), ranks.device)
     if saved_by != ranks.world_size:
-        logger.info("saved by %d rank(s), resumed on %d: the same run up to rounding", saved_by, ranks.world_size)
+        logger.info("saved with %d rank(s), resumed with %d: identical up to rounding", saved_by, ranks.world_size)
     logger.info("resumed from %s", folder)
     return TrainState(**trainer)
 
@@ -129,7 +129,7 @@ def _rank_file(rank: int) -> str:
 
 
 def rng_state(device: torch.device) -> dict[str, Tensor]:
-    """Every generator a run draws from, as plain tensors."""
+    """Returns the state of all random generators of a run as plain tensors."""
     version, words, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state = {
@@ -145,7 +145,7 @@ def rng_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_rng_state(state: Mapping[str, Tensor], device: torch.device) -> None:
-    """Puts the generators back to a state from `rng_state`."""
+    """Restores the generators from a result of `rng_state`."""
     version, *words = state["python"].tolist()
     gauss = state["python_gauss"].tolist()
     random.setstate((version, tuple(words), gauss[0] if gauss else None))
@@ -157,7 +157,7 @@ def set_rng_state(state: Mapping[str, Tensor], device: torch.device) -> None:
 
 
 def seed_everything(seed: int, rank: int) -> None:
-    """Seeds the generators, each rank's differently; fresh weights are drawn from `seed` alone (see train.run.build)."""
+    """Seeds the generators, differently on each rank; fresh weights are drawn from `seed` alone (see train.run.build)."""
     mixed = seed * 1_000_003 + rank
     random.seed(mixed)
     np.random.seed(mixed % 2**32)
