@@ -71,7 +71,7 @@ def _generate(args: argparse.Namespace) -> None:
 
     logging.disable_progress_bar()
     messages = [{"role": "user", "content": _content(args)}]
-    policy = sage.policy(args.policy)
+    policy, sampling = sage.policy(args.policy), sage.Sampling.from_attributes(args)
     path = _target_path(args)
     if policy.num_candidates and not args.draft:
         raise ValueError(
@@ -84,7 +84,7 @@ def _generate(args: argparse.Namespace) -> None:
         draft,
         target.prepare(messages),
         policy=policy,
-        sampling=sage.Sampling.from_attributes(args),
+        sampling=sampling,
         pruning=sage.Pruning(args.prune, args.prune_method, args.seed),
     )
     for piece in pieces(generation):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 NUM_FEATURES = 6
-CLIP = 1e-5
+MIN_PROB = 1e-5
 MARGIN = 1.5  # a factor above e^1.5 between a candidate and its strongest rival carries no further information
 BINS = 10
 MAX_DEPTH = 32
@@ -62,15 +62,15 @@ class Calibrator:
         of_logit, bias, of_margin, second, later, of_depth = self._weight_list
         bias += of_depth * (depth - 1)
         accepted: list[float] = []
-        best, room = max(probs[0], CLIP), 1.0
-        margin = log(best / max(probs[1], CLIP)) if len(probs) > 1 else MARGIN
+        best, room = max(probs[0], MIN_PROB), 1.0
+        margin = log(best / max(probs[1], MIN_PROB)) if len(probs) > 1 else MARGIN
         for rank, prob in enumerate(probs):
             if room < min_prob:
                 break
-            if prob < CLIP:
-                prob = CLIP
-            elif prob > 1 - CLIP:
-                prob = 1 - CLIP
+            if prob < MIN_PROB:
+                prob = MIN_PROB
+            elif prob > 1 - MIN_PROB:
+                prob = 1 - MIN_PROB
             if rank:
                 margin = log(prob / best)
                 if rank < 3:
@@ -112,7 +112,7 @@ class Calibrator:
     @staticmethod
     def _features(probs: Tensor, depths: Tensor) -> Tensor:
         """[M * R, X]: logit, one, margin, rank > 0, rank > 1, depth - 1."""
-        probs = probs.double().clamp(CLIP, 1 - CLIP)
+        probs = probs.double().clamp(MIN_PROB, 1 - MIN_PROB)
         logs = probs.log()
         rivals = logs[:, :1].expand_as(logs).clone()
         rivals[:, 0] = logs[:, 1] if logs.shape[1] > 1 else -inf

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.data_helpers import save_target
-from support.messages import refused
+from support.messages import check_message, refused
 from support.models import make_inputs, make_llava, make_qwen, random_draft
 from support.processors import image_part, make_processor, picture, user
 from support.toy_helpers import make_policy
@@ -97,7 +97,7 @@ def test_an_answer_may_fill_the_context_to_the_last_token(policy: str, monkeypat
     # The answer's last token is never read, so no pass goes beyond the one before it.
     offset = int(target.embed(inputs).next_position) - length
     assert max(positions) - offset <= length + 2
-    with pytest.raises(ValueError, match=f"exceed the target's context of {length + 4}; ask for at most 4"):
+    with refused("max_new_tokens: 5", str(length + 4), "at most 4"):
         sage.generate(target, draft, inputs, policy=policy, max_new_tokens=5)
 
 
@@ -116,21 +116,20 @@ class TestCommand:
         return cli.run(lambda: _generate(parse_args(arguments)))
 
     @pytest.mark.parametrize(
-        ("words", "message"),
+        ("words", "parts"),
         [
-            (["--max-new-tokens", "0"], "max_new_tokens: 0 is not allowed; ask for at least 1"),
-            (["--max-new-tokens", "9999"], "exceed the target's context of 2048; ask for at most"),
-            (["--image", "/no/such.png"], "/no/such.png: no such file"),
-            (["--top-p", "3"], "top_p: 3.0 is not allowed"),
-            (["--prompt", " "], "--prompt: empty"),
+            (["--max-new-tokens", "0"], ("max_new_tokens: 0",)),
+            (["--max-new-tokens", "9999"], ("max_new_tokens: 9999", "2048")),
+            (["--image", "/no/such.png"], ("/no/such.png",)),
+            (["--top-p", "3"], ("top_p: 3.0",)),
+            (["--prompt", " "], ("--prompt",)),
         ],
     )
     def test_mistakes_are_one_line_and_code_2(
-        self, folders: tuple[str, str], words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+        self, folders: tuple[str, str], words: list[str], parts: tuple[str, ...], capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert self.run(folders, *words) == 2
-        error = capsys.readouterr().err.strip().splitlines()[-1]
-        assert error.startswith("error: ") and message in error
+        check_message(capsys.readouterr().err.strip().splitlines()[-1], "error: ", *parts)
 
     @pytest.mark.parametrize("device", ["foo", "meta", "cuda:99", "cuda:x", ""])
     def test_a_device_that_is_none_here(
@@ -160,8 +159,7 @@ class TestCommand:
         self, folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert self.command(monkeypatch, "--target", folders[0]) == 2
-        message = "--draft: missing, and the policy 'sage' needs one; give a draft folder or --policy autoregressive"
-        assert capsys.readouterr().err.strip() == f"error: {message}"
+        check_message(capsys.readouterr().err.strip(), "error: --draft", "sage", "autoregressive")
         words = ["--target", folders[0], "--policy", "autoregressive", "--max-new-tokens", "2"]
         assert self.command(monkeypatch, *words) == 0
 
@@ -177,15 +175,15 @@ class TestCommand:
     ) -> None:
         assert self.command(monkeypatch, "--draft", folders[1], "--max-new-tokens", "2") == 0
         for content, message in {
-            None: "no draft there (config.json is missing)",
-            "{": "cannot read its config.json (",
-            "{}": "its config.json names no target; give --target as well",
+            None: "config.json",
+            "{": "config.json",
+            "{}": "--target",
         }.items():
             if content is not None:
                 (tmp_path / "config.json").write_text(content)
             capsys.readouterr()
             assert self.command(monkeypatch, "--draft", str(tmp_path)) == 2
-            assert f"draft: {tmp_path}: {message}" in capsys.readouterr().err
+            check_message(capsys.readouterr().err, f"draft: {tmp_path}: ", message)
 
     def test_weights_that_give_nan_name_the_pass(
         self, folders: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
