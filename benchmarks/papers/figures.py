@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sage.bench import write_json
 from sage.bench.report import PACKAGES, machine, versions
+from sage.files import write_json
 
 logger = logging.getLogger(__name__)
 SCHEMA = 1
@@ -98,5 +98,5 @@ class FigureStore:
             "versions": versions(PACKAGES),
             "figures": figures,
         }
-        write_json(content, self.folder / f"{name}.json")
+        write_json(self.folder / f"{name}.json", content)
         return figures

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sage.bench.measurement import BenchPrompt, Measurement, measure
-    from sage.bench.report import build_report, write_json, write_text
+    from sage.bench.report import build_report
     from sage.bench.report_table import format_table
     from sage.bench.runners import (
         AUTOREGRESSIVE,
         BASELINES,
         HFRunner,
         PolicyRunner,
-        Run,
         Runner,
+        TimedRun,
         baseline_runner,
     )
 
@@ -32,14 +32,12 @@ _HOME = {
     "HFRunner": "runners",
     "Measurement": "measurement",
     "PolicyRunner": "runners",
-    "Run": "runners",
+    "TimedRun": "runners",
     "Runner": "runners",
     "baseline_runner": "runners",
     "build_report": "report",
     "format_table": "report_table",
     "measure": "measurement",
-    "write_json": "report",
-    "write_text": "report",
 }
 
 
@@ -56,12 +54,10 @@ __all__ = [
     "HFRunner",
     "Measurement",
     "PolicyRunner",
-    "Run",
+    "TimedRun",
     "Runner",
     "baseline_runner",
     "build_report",
     "format_table",
     "measure",
-    "write_json",
-    "write_text",
 ]

@@ -21,22 +21,23 @@ from sage.bench.measurement import BenchPrompt, measure
 from sage.bench.projection import format_projection, project
 from sage.bench.prompts import load_prompts
 from sage.bench.replays import all_policies, replays
-from sage.bench.report import build_report, write_json
+from sage.bench.report import build_report
 from sage.bench.report_table import format_table
 from sage.bench.roofline import roofline_costs
 from sage.bench.runners import AUTOREGRESSIVE, HF_ASSISTED, PolicyRunner, Runner, baseline_runner, find_assistant
 from sage.bench.shapes import Shape, layers_that_fit, shape_named
 from sage.cli import resolve_device, run
 from sage.dtypes import torch_dtype
+from sage.files import write_json
 from sage.progress import progress_callback
 
-CPU_LAYERS = 2  # a layer of a 7B target takes a CPU about a second per large tree
+CPU_LAYERS = 2  # one layer of a 7B target takes a CPU about a second per large tree
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point; the first argument may be a subcommand, `costs` or `policies`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    transformers_logging.set_verbosity_error()  # its own assisted generation warns about itself
+    transformers_logging.set_verbosity_error()  # assisted generation logs warnings about its own defaults
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     if arguments[:1] == ["costs"]:
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _compare(args: argparse.Namespace, command: str) -> None:
-    own = options.contestants(args.policies, args.policy)
+    own = options.variants(args.policies, args.policy)
     device = resolve_device(args.device)
     target = sage.load_target(args.target, dtype=torch_dtype(args.dtype) if args.dtype else None, device=device)
     draft = None if args.draft is None else sage.load_draft(args.draft, target)
@@ -95,12 +96,12 @@ def _measured_costs(args: argparse.Namespace, shape: Shape, grid: dict[str, list
         return cost.measure_shape_costs(shape, layers, dtype, device, repeats=args.repeats, **grid)
 
 
-def _runners(target: Any, draft: Any, own: Sequence[options.Contestant], args: argparse.Namespace) -> list[Runner]:
-    """Our policies, then the baselines; our own autoregressive loop always takes part."""
+def _runners(target: Any, draft: Any, own: Sequence[options.Variant], args: argparse.Namespace) -> list[Runner]:
+    """Returns the policies, then the baselines, always including autoregressive decoding."""
     assistant = find_assistant(target, args.assistant, draft)
     needing = [one.label for one in own if one.policy != AUTOREGRESSIVE] + ["--replay"] * args.replay
     if needing and draft is None:
-        raise ValueError(f"--draft: missing, and {', '.join(needing)} need one; give a draft folder")
+        raise ValueError(f"--draft: missing; required by {', '.join(needing)}; give a draft folder")
     baselines = options.baselines(args.baselines)
     wanted = dict.fromkeys([AUTOREGRESSIVE, *baselines, *([HF_ASSISTED] if args.assistant else [])])
     runners: list[Runner] = [PolicyRunner(target, draft, one.label, sage.policy(one.policy, **one.options)) for one in own]
@@ -109,9 +110,9 @@ def _runners(target: Any, draft: Any, own: Sequence[options.Contestant], args: a
 
 
 def _replay(
-    target: Any, draft: Any, own: Sequence[options.Contestant], prompts: Sequence[BenchPrompt], sampling: sage.Sampling
+    target: Any, draft: Any, own: Sequence[options.Variant], prompts: Sequence[BenchPrompt], sampling: sage.Sampling
 ) -> dict[str, Any]:
-    """Our contestants and every policy that is not among them."""
+    """Replays the measured variants and every other policy."""
     policies = {one.label: sage.policy(one.policy, **one.options) for one in own}
     return replays(target, draft, prompts, sampling, policies | all_policies({}, leave_out=[one.policy for one in own]))
 
@@ -129,7 +130,7 @@ def _read_json(file: str) -> dict[str, Any]:
 
 def _write(report: dict[str, Any], out: str | None) -> None:
     if out is not None:
-        write_json(report, Path(out))
+        write_json(Path(out), report)
         print(f"written: {out}")
 
 

@@ -1,7 +1,7 @@
-"""How well a policy knows its chances: expected calibration error by depth, before and after its calibrator.
+"""Expected calibration error of acceptance probabilities by depth, before and after the calibrator.
 
-Predictions are booked before the calibrator learns from their outcome, so the error after calibration is that of real use,
-with the first rounds, in which little was known, among them.
+Predictions are recorded before the calibrator learns from their outcome. The error after calibration is therefore that of
+actual use, including the first rounds.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from sage.bench.measurement import Measurement
-from sage.bench.runners import PolicyRunner, Run, Runner
+from sage.bench.runners import PolicyRunner, Runner, TimedRun
 from sage.costs.calibration import Reliability
 from sage.trees.cost_aware.policy import CostAware
 
 
 def calibration(runners: Sequence[Runner], measurement: Measurement) -> dict[str, Any]:
-    """The section `calibration` of the report, by runner; without runners that calibrate it is empty.
+    """Returns the section `calibration` of the report by runner; empty without runners that calibrate.
 
     Returns:
         {name: {"rounds": int, "labels": int, "before": float, "after": float, "expected": float, "accepted": float,
         "by_depth": [{"depth", "labels", "before", "after", "curve_before", "curve_after"}]}}.
 
-        `before` is the error of the draft's own probabilities, `after` that of the calibrated ones; over all depths it is the
-        mean weighted by labels. A curve lists [mean prediction, mean outcome, labels] of each filled tenth of the predictions'
-        range. `expected` and `accepted` are drafted tokens per measured round: what the policy expected of the trees it had
-        verified, and what it got.
+        `before` is the error of the draft's own probabilities, `after` that of the calibrated ones; over all depths, the mean
+        weighted by labels. A curve lists [mean prediction, mean outcome, labels] of each non-empty bin of width 0.1.
+        `expected` and `accepted` are drafted tokens per measured round: expected by the policy for the verified trees, and
+        accepted.
     """
     policies = {one.name: one.policy for one in runners if isinstance(one, PolicyRunner)}
     return {
@@ -35,7 +35,7 @@ def calibration(runners: Sequence[Runner], measurement: Measurement) -> dict[str
     }
 
 
-def _expectation(runs: Sequence[Sequence[Run]]) -> dict[str, float]:
+def _expectation(runs: Sequence[Sequence[TimedRun]]) -> dict[str, float]:
     log = [entry for repeats in runs for run in repeats for entry in run.stats.rounds_log]
     return {key: sum(entry[key] for entry in log) / max(len(log), 1) for key in ("expected", "accepted")}
 

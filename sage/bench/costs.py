@@ -1,11 +1,10 @@
-"""What a pass costs, without weights: c_t(n, L) of verification and c_d(w, L) of a draft level, for a target's shape.
+"""Cost tables of a target's shape: c_t(n, L) of verification and c_d(w, L) of a draft level, measured on random weights.
 
-The decoder's own passes run on random weights, whose values do not change what they cost. Where a target's layers do not
-all fit, a pass without any layer and one with those that fit are measured and the rest is extrapolated along the line
-through them, which is exact as long as every layer costs the same; the result says so.
+The decoder's own passes are timed; their cost does not depend on the values of the weights. If the layers of a target do not
+all fit, a pass without layers and one with the layers that fit are measured, and the rest is extrapolated linearly, which is
+exact if all layers cost the same; the result is marked as extrapolated.
 
-Both costs are taken as the decoder pays them: verification with lm_head and argmax over all nodes, a draft level with
-lm_head and the top k of every node.
+Verification includes lm_head and argmax over all nodes, a draft level lm_head and the top k of every node.
 
 Legend: N tree nodes, L context tokens in the cache, D hidden.
 """
@@ -48,16 +47,16 @@ def measure_shape_costs(
     contexts: Sequence[int] = CONTEXTS,
     repeats: int = 5,
 ) -> dict[str, Any]:
-    """Cost tables of a shape.
+    """Measures the cost tables of a shape.
 
     Args:
-        num_layers: text layers to build; fewer than the shape has means that verification is extrapolated.
+        num_layers: text layers to build; if fewer than the shape has, verification is extrapolated.
         nodes, widths, contexts: the grid, in nodes per verification, nodes per draft level and tokens in the cache.
-        repeats: timed passes per point, after one that is not; the median counts.
+        repeats: timed passes per point, after an untimed one; the median is used.
 
     Returns:
         {"kind": "costs", "verify": [{"nodes", "context", "seconds", "measured_s"}], "draft": [{"width", "context",
-        "seconds"}], "layers_measured", "layers", "is_extrapolated", ...}; seconds are for the whole target.
+        "seconds"}], "layers_measured", "layers", "is_extrapolated", ...}; seconds are for the complete target.
 
     Raises:
         ValueError: no layer, or more than the shape has.
@@ -87,7 +86,7 @@ def measure_shape_costs(
 def verify_costs(
     target: Target, num_layers: int, nodes: Sequence[int], contexts: Sequence[int], capacity: int, repeats: int
 ) -> list[dict[str, float]]:
-    """Seconds of one verification for every (nodes, context), extrapolated to `num_layers` where the target has fewer."""
+    """Measures one verification for every (nodes, context), extrapolated to `num_layers` if the target has fewer."""
     cache = empty_cache(target, capacity)
     rows = []
     for context in contexts:
@@ -103,7 +102,7 @@ def verify_costs(
 
 
 def extrapolated(fixed_s: float, measured_s: float, measured_layers: int, num_layers: int) -> float:
-    """The time of `num_layers`, on the line through a pass without layers and the measured one; never less than that."""
+    """Returns the time of `num_layers` by the line through a pass without layers and the measured one, at least the latter."""
     per_layer_s = max(measured_s - fixed_s, 0.0) / measured_layers
     return measured_s + per_layer_s * (num_layers - measured_layers)
 
@@ -111,7 +110,7 @@ def extrapolated(fixed_s: float, measured_s: float, measured_layers: int, num_la
 def draft_costs(
     target: Target, widths: Sequence[int], contexts: Sequence[int], capacity: int, repeats: int
 ) -> list[dict[str, float]]:
-    """Seconds of one draft level of an EAGLE head for every (width, context)."""
+    """Measures one draft level of an EAGLE head for every (width, context)."""
     draft = new_draft(target, "eagle", seed=0)
     assert isinstance(draft, EagleDraft)
     session = EagleSession(draft.eval(), target, capacity)
@@ -127,7 +126,7 @@ def draft_costs(
 
 @contextmanager
 def without_layers(target: Target) -> Iterator[None]:
-    """Within the block the target is embedding, final norm and lm_head alone."""
+    """Reduces the target to embedding, final norm and lm_head within the block."""
     text: Any = target.text_model
     layers = text.layers
     text.layers = layers[:0]
@@ -139,7 +138,7 @@ def without_layers(target: Target) -> Iterator[None]:
 
 @torch.inference_mode()
 def _median_s(call: Callable[[], Tensor], transfer: Callable[[Tensor], object], repeats: int, device: torch.device) -> float:
-    """Median seconds of `call` and the transfer of its result to the host."""
+    """Returns the median seconds of `call` and the transfer of its result to the host."""
     return median(interleaved_s([lambda: transfer(call())], repeats, device)[0])
 
 
@@ -148,7 +147,7 @@ def _argmax_on_host(logits_NV: Tensor) -> list[int]:
 
 
 def format_costs(costs: dict[str, Any]) -> str:
-    """Two small tables in milliseconds, a column per context length."""
+    """Returns both tables as text, in milliseconds, with a column per context length."""
     head = f"{costs['shape']['name']}, {costs['dtype']} on {costs['device']}; {_origin(costs)}"
     verify = _grid("target pass, ms: nodes", costs["verify"], "nodes")
     draft = _grid("draft level, ms: width", costs["draft"], "width")
@@ -157,7 +156,7 @@ def format_costs(costs: dict[str, Any]) -> str:
 
 def _origin(costs: dict[str, Any]) -> str:
     if not costs["layers_measured"]:
-        return "not measured: the bytes read, over the memory bandwidth"
+        return "not measured: lower bounds, bytes over memory bandwidth"
     if costs["is_extrapolated"]:
         return f"random weights, {costs['layers_measured']} of {costs['layers']} layers measured, the rest extrapolated"
     return f"random weights, all {costs['layers']} layers measured"

@@ -1,8 +1,7 @@
-"""Bootstrap confidence intervals over prompts. Owns resampling, nothing else.
+"""Bootstrap confidence intervals over prompts.
 
-Prompts are the unit that is resampled: they are what a reader would draw anew, and they differ far more from one another
-than repeats of one prompt do (those are already reduced to a median). Method and baseline are resampled together, so the
-ease of a prompt, which speeds up both, cancels.
+Prompts are resampled, not repeats: they differ far more from each other than the repeats of one prompt, which are reduced to a
+median beforehand. Method and baseline are resampled together, so the difficulty of a prompt, which affects both, cancels.
 
 Legend: P prompts, R resamples.
 """
@@ -27,11 +26,10 @@ def ratio_interval(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> tuple[float, float] | None:
-    """Interval of (sum tokens / sum seconds) / (sum base_tokens / sum base_seconds) under paired resampling of prompts.
+    """Returns the interval of (sum tokens / sum seconds) / (sum base_tokens / sum base_seconds), prompts resampled in pairs.
 
     Returns:
-        (low, high), or None for fewer than two prompts (one prompt says nothing about the spread over prompts) and where
-        nothing was decoded at all.
+        (low, high); None for fewer than two prompts, or if nothing was decoded.
     """
     drawn = _draws(len(tokens), resamples, seed)
     if drawn is None:
@@ -47,13 +45,13 @@ def rate_interval(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> tuple[float, float] | None:
-    """Interval of sum tokens / sum seconds under resampling of prompts; None for fewer than two prompts."""
+    """Returns the interval of sum tokens / sum seconds under resampling of prompts; None for fewer than two prompts."""
     drawn = _draws(len(tokens), resamples, seed)
     return None if drawn is None else _quantiles(_rate(tokens, seconds, drawn), level)
 
 
 def _draws(num_prompts: int, resamples: int, seed: int) -> Tensor | None:
-    """Prompt indices [R, P] drawn with replacement."""
+    """Returns prompt indices [R, P] drawn with replacement."""
     if num_prompts < 2:
         return None
     generator = torch.Generator().manual_seed(seed)
@@ -61,7 +59,7 @@ def _draws(num_prompts: int, resamples: int, seed: int) -> Tensor | None:
 
 
 def _rate(tokens: Sequence[float], seconds: Sequence[float], drawn_RP: Tensor) -> Tensor:
-    """Tokens per second [R] of every resample."""
+    """Returns tokens per second [R] of every resample."""
     tokens_P = torch.tensor(tokens, dtype=torch.float64)
     seconds_P = torch.tensor(seconds, dtype=torch.float64)
     return tokens_P[drawn_RP].sum(1) / seconds_P[drawn_RP].sum(1).clamp_min(1e-12)
@@ -69,7 +67,7 @@ def _rate(tokens: Sequence[float], seconds: Sequence[float], drawn_RP: Tensor) -
 
 def _quantiles(values_R: Tensor, level: float) -> tuple[float, float] | None:
     tail = (1.0 - level) / 2.0
-    finite = values_R[torch.isfinite(values_R)]  # a resample made of one-token answers only has no baseline speed
+    finite = values_R[torch.isfinite(values_R)]  # a resample of one-token answers only has no decoding speed
     if not len(finite):
         return None
     low, high = torch.quantile(finite, torch.tensor([tail, 1.0 - tail], dtype=torch.float64)).tolist()

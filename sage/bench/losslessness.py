@@ -1,4 +1,4 @@
-"""Is the output the target's own? Compares ids, and says how close the target's call was where they first differ."""
+"""Comparison of generated ids with the target's own decoding, and the target's logit gap at the first difference."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def first_difference(reference: Sequence[int], other: Sequence[int]) -> int | None:
-    """Index of the first token in which two generations differ, a missing token included; None where they are equal."""
+    """Returns the index of the first token that differs or is missing; None if the generations are equal."""
     for index, (left, right) in enumerate(zip(reference, other, strict=False)):
         if left != right:
             return index
@@ -19,17 +19,17 @@ def first_difference(reference: Sequence[int], other: Sequence[int]) -> int | No
 
 
 def earliest_difference(reference: Sequence[int], others: Sequence[Sequence[int]]) -> int | None:
-    """The earliest `first_difference` over several generations: one deviating repeat is a deviation."""
+    """Returns the smallest `first_difference` over several generations; None if all are equal."""
     found = [index for other in others if (index := first_difference(reference, other)) is not None]
     return min(found, default=None)
 
 
 @torch.no_grad()
 def top2_gap(target: Any, inputs: Mapping[str, Tensor], prefix: Sequence[int]) -> float:
-    """The target's logit gap between its best and second-best next token after the prompt and `prefix`.
+    """Returns the target's logit gap between its two best next tokens after the prompt and `prefix`.
 
-    One pass without a cache over the whole sequence. A gap near the rounding error of the dtype says that two correct
-    computations may disagree there; a large one says that something is broken.
+    Runs one pass without a cache over the complete sequence. At a gap near the rounding error of the dtype, two correct
+    computations may disagree; a large gap indicates a bug.
     """
     prompt = target.embed(inputs)
     extended = _extend(target, prompt, prefix) if prefix else prompt
@@ -39,7 +39,7 @@ def top2_gap(target: Any, inputs: Mapping[str, Tensor], prefix: Sequence[int]) -
 
 
 def _extend(target: Any, prompt: Any, prefix: Sequence[int]) -> Any:
-    """The prompt followed by `prefix`, whose positions count on from the prompt's `next_position`."""
+    """Returns the prompt followed by `prefix`, at positions from the prompt's `next_position`."""
     ids = torch.tensor([list(prefix)], dtype=torch.long, device=prompt.input_ids.device)
     positions = prompt.next_position[:, None] + torch.arange(ids.shape[1], device=ids.device)
     if prompt.position_ids.dim() == 3:

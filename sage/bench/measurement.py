@@ -1,8 +1,8 @@
-"""Interleaved side-by-side measurement in one process. Owns the order of runs; knows neither policies nor reports.
+"""Interleaved side-by-side measurement in one process. Owns the order of runs; does not own policies and reports.
 
-All prompts come by once per repeat. At each of them every runner runs once, and the order is rotated from one prompt to the
-next, so that a machine that warms up, throttles or is shared with something else treats all contestants alike, and a policy
-that learns does not see a prompt again before it has seen all others.
+Every repeat iterates over all prompts. Every runner runs once per prompt, in an order that rotates from prompt to prompt: a
+machine that warms up, throttles or has other load affects all runners alike, and a policy that learns processes all other
+prompts before a prompt recurs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from sage.bench.runners import Run, Runner
+from sage.bench.runners import Runner, TimedRun
 from sage.sampling import Sampling
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ WARMUP_TOKENS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class BenchPrompt:
-    """Model-ready inputs of batch 1. `family` groups prompts of one task in the report; empty for none."""
+    """Model-ready inputs of batch 1; `family` groups prompts of one task in the report, empty for none."""
 
     name: str
     inputs: Mapping[str, Tensor]
@@ -32,12 +32,12 @@ class BenchPrompt:
 
 @dataclass(kw_only=True)
 class Measurement:
-    """`runs[runner][prompt][repeat]`, the prompts in the order given; `failed` says why a runner is not among them."""
+    """Results: `runs[runner][prompt][repeat]`, and in `failed` the reasons of excluded runners."""
 
     prompts: list[BenchPrompt]
     sampling: Sampling
     repeats: int
-    runs: dict[str, list[list[Run]]]
+    runs: dict[str, list[list[TimedRun]]]
     autoregressive: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
 
@@ -50,12 +50,12 @@ def measure(
     warmup: int = 1,
     progress: Callable[[int, int], None] | None = None,
 ) -> Measurement:
-    """Run every runner `repeats` times on every prompt, interleaved.
+    """Runs every runner `repeats` times on every prompt, interleaved.
 
     Args:
-        runners: contestants with different names, at least one of them autoregressive.
+        runners: with different names, at least one of them autoregressive.
         prompts: at least one.
-        warmup: unmeasured runs of each runner on the first prompt, of at most `WARMUP_TOKENS` tokens.
+        warmup: untimed runs of each runner on the first prompt, of at most `WARMUP_TOKENS` tokens.
         progress: called with (done, total), counting prompts once per repeat.
 
     Raises:
@@ -64,7 +64,7 @@ def measure(
     _check(runners, prompts, sampling, repeats, warmup)
     failed: dict[str, str] = {}
     _warm_up(runners, prompts[0], sampling, warmup, failed)
-    runs: dict[str, list[list[Run]]] = {runner.name: [[] for _ in prompts] for runner in runners}
+    runs: dict[str, list[list[TimedRun]]] = {runner.name: [[] for _ in prompts] for runner in runners}
     for repeat in range(repeats):
         for index, prompt in enumerate(prompts):
             done = repeat * len(prompts) + index
@@ -84,27 +84,27 @@ def measure(
 
 
 def rotated(runners: Sequence[Runner], shift: int) -> list[Runner]:
-    """The runners, starting `shift` places on."""
+    """Returns the runners, rotated left by `shift`."""
     shift %= len(runners)
     return [*runners[shift:], *runners[:shift]]
 
 
-def _run(runner: Runner, prompt: BenchPrompt, sampling: Sampling, failed: dict[str, str]) -> Run | None:
-    """One run; None for a runner that has failed, now or before."""
+def _run(runner: Runner, prompt: BenchPrompt, sampling: Sampling, failed: dict[str, str]) -> TimedRun | None:
+    """Returns one run; None if the runner fails or has failed before."""
     if runner.name in failed:
         return None
     try:
         return runner.run(prompt.inputs, sampling)
-    except Exception as error:  # whatever another library raises; our own decoder and the baseline may not fail
+    except Exception as error:  # any error of another library
         if not runner.may_fail:
             raise
         failed[runner.name] = f"{type(error).__name__} on prompt {prompt.name}: {' '.join(str(error).split())[:300]}"
-        logger.warning("%s is left out: %s", runner.name, failed[runner.name])
+        logger.warning("%s is excluded: %s", runner.name, failed[runner.name])
         return None
 
 
 def _warm_up(runners: Sequence[Runner], prompt: BenchPrompt, sampling: Sampling, warmup: int, failed: dict[str, str]) -> None:
-    """First calls allocate, fill caches and calibrate; none of that belongs in a median."""
+    """Runs every runner untimed: first calls allocate, fill caches and calibrate."""
     short = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, WARMUP_TOKENS))
     for _ in range(warmup):
         for runner in runners:
@@ -115,11 +115,11 @@ def _warm_up(runners: Sequence[Runner], prompt: BenchPrompt, sampling: Sampling,
 def _check(runners: Sequence[Runner], prompts: Sequence[BenchPrompt], sampling: Sampling, repeats: int, warmup: int) -> None:
     names = [runner.name for runner in runners]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"bench: {', '.join(twice)} would run twice; name every policy and baseline once")
+        raise ValueError(f"bench: {', '.join(twice)} is given twice; name every policy and baseline once")
     if not any(runner.is_autoregressive for runner in runners):
-        raise ValueError("bench: no autoregressive runner, so there is no baseline for a speedup; add 'autoregressive'")
+        raise ValueError("bench: speedups need an autoregressive runner; add 'autoregressive'")
     if not prompts:
-        raise ValueError("bench: no prompt to measure on; give at least one")
+        raise ValueError("bench: no prompts; give at least one")
     if sampling.max_new_tokens < 2:
         raise ValueError(
             f"max_new_tokens: {sampling.max_new_tokens} leaves nothing to decode, because the prefill yields the first "

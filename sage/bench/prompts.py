@@ -1,4 +1,4 @@
-"""Where the command line's prompts come from: a JSONL file of chat messages, a picture with a question, or a few texts."""
+"""Prompts of the command line: a JSONL file of chat messages, images with a question, or a few texts."""
 
 from __future__ import annotations
 
@@ -23,27 +23,25 @@ TEXTS = (
 def load_prompts(
     target: Any, file: str | None, images: Sequence[str], text: str | None, limit: int | None, family: str | None = None
 ) -> list[BenchPrompt]:
-    """Model-ready prompts from the first source that is given: `file`, then `images` and `text`, then `TEXTS`.
+    """Returns model-ready prompts from the first given source: `file`, then `images` and `text`, then `TEXTS`.
 
     Args:
         target: prepares the messages.
         file: JSONL; a line is a list of Hugging Face chat messages, or an object with "messages" and, optionally, "id"
-            and "family". A final assistant answer is left out; relative paths of pictures start from the file's folder.
-        images: paths or URLs, each asked `text` on its own.
-        limit: the most prompts to prepare; None for all.
+            and "family". A final assistant answer is dropped; relative image paths are relative to the file's folder.
+        images: paths or URLs; each is a prompt of its own with `text`.
+        limit: maximum number of prompts; None for all.
         family: only the prompts of this task family.
 
     Raises:
-        ValueError: names the file and line, or the picture, that cannot be used.
+        ValueError: names the file and line, or the image, that cannot be used.
     """
     chats = _chats(file, images, text)
     if family is not None:
-        there = sorted({own for _, own, _ in chats if own})
+        known = sorted({own for _, own, _ in chats if own})
         chats = [chat for chat in chats if chat[1] == family]
         if not chats:
-            raise ValueError(
-                f"--family {family}: no prompt of this family; there is {', '.join(there) or 'none with a family'}"
-            )
+            raise ValueError(f"--family {family}: no prompt of this family; families of the file: {', '.join(known) or 'none'}")
     prompts = []
     for name, family, messages in chats[:limit]:
         try:
@@ -65,16 +63,16 @@ def _chats(file: str | None, images: Sequence[str], text: str | None) -> list[tu
 
 
 def read_jsonl(file: Path) -> list[tuple[str, str, Messages]]:
-    """(name, family, messages up to the question) of every line.
+    """Returns (name, family, messages up to the question) of every line.
 
     Raises:
-        ValueError: no such file, no line, or a line that is neither messages nor an object with them.
+        ValueError: no such file, no line, or a line without messages.
     """
     if not file.is_file():
         raise ValueError(f"--prompts {file}: no such file; give a JSONL file of chat messages")
     lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     if not lines:
-        raise ValueError(f"--prompts {file}: no line in it; give one list of chat messages per line")
+        raise ValueError(f"--prompts {file}: is empty; give one list of chat messages per line")
     return [_line(file, number, line) for number, line in enumerate(lines, start=1)]
 
 
@@ -91,13 +89,13 @@ def _line(file: Path, number: int, line: str) -> tuple[str, str, Messages]:
     if messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     if not messages:
-        raise ValueError(f"{where}: no question is left to answer; end with a user message")
-    placed = [_placed(message, file.parent) for message in messages]
-    return str(fields.get("id", f"{file.stem}-{number}")), str(fields.get("family", "")), placed
+        raise ValueError(f"{where}: has no question; end with a user message")
+    resolved = [_resolved(message, file.parent) for message in messages]
+    return str(fields.get("id", f"{file.stem}-{number}")), str(fields.get("family", "")), resolved
 
 
-def _placed(message: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The message with relative paths of pictures and frames made to start from `folder`."""
+def _resolved(message: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Returns the message with relative paths of images and frames resolved against `folder`."""
     if not isinstance(message.get("content"), list):
         return message
     parts = [

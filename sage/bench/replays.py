@@ -1,6 +1,6 @@
-"""What each policy would have achieved on the same drafts: the prompts of a measurement recorded once, then replayed.
+"""Replays of a measurement's prompts under every policy, on the same drafts.
 
-Recording decodes every prompt once more, untimed; replaying runs no model. See sage.replay.recording and sage.replay.replay.
+Every prompt is decoded and recorded once more, untimed; replaying runs no model (see sage.replay).
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from sage.trees import Policy
 def replays(
     target: Any, draft: Any, prompts: Sequence[BenchPrompt], sampling: Sampling, policies: Mapping[str, Policy]
 ) -> dict[str, Any]:
-    """The section `replay` of the report.
+    """Returns the section `replay` of the report.
 
     Args:
-        policies: fresh ones by label; those that do not draft are left out.
+        policies: new policies by label; those that do not draft are ignored.
 
     Returns:
-        {"recorder": {...}, "rounds": int, "policies": {label: figures of `ReplayResult.summary`}}; {} where nothing is
-        left to replay. `tokens_per_s` is predicted from passes timed here, which leave out a policy's own time.
+        {"recorder": {...}, "rounds": int, "policies": {label: figures of `ReplayResult.summary`}}; {} if no policy
+        drafts. `tokens_per_s` is predicted from timed passes, without the time of the policy itself.
 
     Raises:
         ValueError: no draft.
     """
     if draft is None:
-        raise ValueError("replay: without a draft there is nothing to replay; give one, or leave the replay out")
+        raise ValueError("replay: needs a draft; give one, or disable the replay")
     drafting = {label: policy for label, policy in policies.items() if policy.num_candidates}
     if not drafting:
         return {}
@@ -50,14 +50,14 @@ def replays(
 
 
 def _replayed(recordings: Sequence[Recording], policy: Policy, costs: Costs) -> ReplayResult:
-    """A policy that learns sees the drafts once before it counts, as the measurement's warm-up and repeats allow it to."""
+    """Replays a policy; one that learns sees the recordings once before, as in a measurement with warm-up and repeats."""
     if policy.needs_costs:
         replay(recordings, policy, costs)
     return replay(recordings, policy, costs)
 
 
 def all_policies(options: Mapping[str, Mapping[str, Any]], leave_out: Sequence[str] = ()) -> dict[str, Policy]:
-    """Every policy that drafts, with the options given for it, else its defaults."""
+    """Returns every policy that drafts, with the given options or its defaults."""
     names = [name for name in sage.POLICIES if name != AUTOREGRESSIVE and name not in leave_out]
     return {name: sage.policy(name, **options.get(name, {})) for name in names}
 

@@ -1,11 +1,10 @@
-"""One dictionary in the schema of `report.json`, from a measurement: also what `python -m sage.bench` writes."""
+"""Builds `report.json` from a measurement: settings, summary, machine, versions."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,14 @@ PACKAGES = ("sage-draft", "torch", "transformers")
 def build_report(
     measurement: Measurement, target: Any, draft_name: str, policies: Sequence[str], **extra: Any
 ) -> dict[str, Any]:
-    """The report of one measurement; `extra` adds keys (step, command, options) and may not replace any.
+    """Returns the report of one measurement.
+
+    Args:
+        policies: names of the runners to report as policies.
+        extra: additional keys (step, command, options).
 
     Raises:
-        ValueError: a key of `extra` is one of the report's own.
+        ValueError: a key of `extra` belongs to the report itself.
     """
     sampling = measurement.sampling
     report = {
@@ -48,17 +51,17 @@ def build_report(
         "versions": versions(),
     }
     if taken := sorted(report.keys() & extra.keys()):
-        raise ValueError(f"report: {', '.join(taken)} is filled in by the measurement itself")
+        raise ValueError(f"report: {', '.join(taken)} is set by the measurement; use another key")
     return report | extra
 
 
 def display_name(name: str) -> str:
-    """A local folder by its last part, a hub id as it is."""
+    """Returns the last part of a local folder, a hub id unchanged."""
     return Path(name).name if Path(name).is_dir() else name
 
 
 def machine(device: torch.device | str) -> dict[str, Any]:
-    """What the figures were measured on: a reader needs it before believing a tokens-per-second."""
+    """Returns the hardware and load of this machine."""
     facts: dict[str, Any] = {
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu_name(),
@@ -72,7 +75,7 @@ def machine(device: torch.device | str) -> dict[str, Any]:
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
-    """Installed versions, `python` first; a package that is not installed is left out."""
+    """Returns installed versions, `python` first; packages that are not installed are omitted."""
     found = {"python": platform.python_version()}
     for package in packages:
         try:
@@ -80,22 +83,6 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def write_json(report: Mapping[str, Any], path: Path) -> None:
-    """Write atomically: a reader sees the old file or the whole new one. NaN and infinity are refused."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(report, indent=2, allow_nan=False) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write to a temporary name beside `path`, flush to disk, rename."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def _cpu_name() -> str:

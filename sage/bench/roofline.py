@@ -1,8 +1,8 @@
-"""Cost tables that follow from memory bandwidth alone, for devices that are not at hand.
+"""Cost tables derived from memory bandwidth, for devices that are not available.
 
-One request reads every weight and the KV cache once per pass, and on large GPUs little else costs time until a tree has some
-tens of nodes. Bytes over bandwidth are then the least a pass can take, so the share of bookkeeping beside it is the most it can
-be. A bound, not a measurement, and it says so wherever it is printed.
+A pass reads every weight and the KV cache once; on large GPUs this dominates for trees of up to some tens of nodes. Bytes over
+bandwidth are a lower bound of the time of a pass, so the share of host overhead derived from it is an upper bound. The tables
+are marked as bounds wherever they are printed.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ def roofline_costs(
     widths: Sequence[int],
     contexts: Sequence[int],
 ) -> dict[str, Any]:
-    """Least times of passes and draft levels, in the form of `sage.bench.costs.measure_shape_costs`.
+    """Returns lower bounds of the times of passes and draft levels, in the format of `sage.bench.costs.measure_shape_costs`.
 
     Args:
         bandwidth_gb_s: gigabytes (1e9) the device reads per second.
-        nodes, widths, contexts: the grid, as there.
+        nodes, widths, contexts: the grid, as for `measure_shape_costs`.
 
     Raises:
-        ValueError: a bandwidth that is not above 0.
+        ValueError: the bandwidth is not above 0.
     """
     if not bandwidth_gb_s > 0:
-        raise ValueError(f"--bandwidth {bandwidth_gb_s}: give the device's gigabytes per second, above 0")
+        raise ValueError(f"--bandwidth {bandwidth_gb_s}: give gigabytes per second above 0")
     head = shape.vocab_size * shape.hidden_size
     target = shape.num_layers * shape.layer_parameters + head
-    draft = shape.layer_parameters + 2 * shape.hidden_size**2 + head  # a layer, fc of two inputs, the borrowed lm_head
+    draft = shape.layer_parameters + 2 * shape.hidden_size**2 + head  # a layer, fc of two inputs, the shared lm_head
     row = 2 * shape.num_kv_heads * shape.head_dim  # keys and values of a token in one layer
 
     def seconds(weights: int, tokens: int, layers: int) -> float:

@@ -1,17 +1,14 @@
-"""The things a bench can run: one of our policies, or what a user of Hugging Face would pick instead.
+"""Runners of the bench: policies of this project, and Hugging Face decoders as baselines.
 
-Every runner takes the same model-ready inputs and answers with a `Run`: the ids it produced and two clocks. The clocks are
-read the same way for all:
+Every runner takes the same model-ready inputs and returns a `TimedRun`, whose times are defined identically for all runners:
 
-* `wall_s`, end to end: from model-ready tensors to the last token id, vision tower and prefill included, the processor
-  (picture decoding, tokenising) excluded.
-* `decode_s`: what comes after the target's own prefill. For a policy that is `wall_s` less the `vision` and
-  `target_prefill` of its statistics, so that everything unaccounted for, and the draft's prefill, which only speculation
-  has to pay, count against the policy. For Hugging Face `generate` a stopping criterion stamps the time at which the first
-  tokens exist; subtracting a separate `max_new_tokens=1` run would add that run's noise to every figure.
+* `wall_s`, end to end: from model-ready tensors to the last token id, including vision tower and prefill, excluding the
+  processor (image decoding, tokenization).
+* `decode_s`: time after the target's prefill. For a policy, `wall_s` minus the phases `vision` and `target_prefill` of its
+  statistics; unattributed time and the draft's prefill count as decoding. For Hugging Face `generate`, a stopping criterion
+  records the time of the first tokens; subtracting a separate `max_new_tokens=1` run would add the noise of that run.
 
-Tokens that exist at the end of the prefill (`prefill_tokens`, the first one) are no decoding work and are left out of
-decode-only rates for everybody.
+Tokens that exist at the end of the prefill (`prefill_tokens`, the first one) are excluded from decode-only rates.
 """
 
 from __future__ import annotations
@@ -29,21 +26,21 @@ from sage.costs.timing import PHASES, now_s
 from sage.drafts import KEEP_ALL, Pruning
 from sage.drafts.model import ModelDraft, check_pair
 from sage.sampling import Sampling
+from sage.trees.names import AUTOREGRESSIVE
 
-AUTOREGRESSIVE = "autoregressive"
 HF_GENERATE = "hf_generate"
 HF_STATIC = "hf_static_cache"
 PROMPT_LOOKUP = "hf_prompt_lookup"
 HF_ASSISTED = "hf_assisted"
 BASELINES = (AUTOREGRESSIVE, HF_GENERATE, HF_STATIC, PROMPT_LOOKUP, HF_ASSISTED)
 
-PREFILL_STAGES = ("vision", "target_prefill")  # everything else on the clock is decoding
+PREFILL_STAGES = ("vision", "target_prefill")  # all other phases are decoding
 PROMPT_LOOKUP_TOKENS = 10
 
 
 @dataclass(kw_only=True)
-class Run:
-    """One generation. `tokens` are the ids after the prompt, up to and including EOS; times in seconds."""
+class TimedRun:
+    """One generation: `tokens` are the ids after the prompt, up to and including EOS; times in seconds."""
 
     tokens: list[int]
     wall_s: float
@@ -59,39 +56,41 @@ class Run:
 
 
 class Runner(Protocol):
-    """One contestant.
+    """One decoder under measurement.
 
     Attributes:
-        is_autoregressive: it may be the baseline that speedups are measured against.
-        may_fail: somebody else's decoder that does not work for every model and prompt; a failure takes it out of the
-            comparison, and the report says why, instead of ending the measurement.
+        is_autoregressive: whether it can be the baseline of speedups.
+        may_fail: whether an exception excludes it from the comparison, with the reason in the report, instead of ending the
+            measurement; for decoders of other libraries that do not support every model and prompt.
     """
 
     name: str
     is_autoregressive: bool
     may_fail: bool
 
-    def run(self, inputs: Mapping[str, Tensor], sampling: Sampling) -> Run:
-        """Generate once from inputs of batch 1."""
+    def run(self, inputs: Mapping[str, Tensor], sampling: Sampling) -> TimedRun:
+        """Generates once from inputs of batch 1."""
         ...
 
 
 class PolicyRunner:
-    """One of our policies through `sage.generate`, under its own name or a label; `autoregressive` needs no draft.
+    """A policy through `sage.generate`; `autoregressive` needs no draft.
 
-    `pruning` says which visual tokens the draft reads.
+    Args:
+        name: label in the report; also the policy's name if `policy` is None.
+        pruning: visual tokens that the draft reads.
     """
 
     may_fail = False
 
     def __init__(self, target: Any, draft: Any, name: str, policy: Any = None, pruning: Pruning = KEEP_ALL) -> None:
         self.target, self.name, self.pruning = target, name, pruning
-        self.policy = sage.policy(name) if policy is None else policy  # one object for all prompts: what it learns, it keeps
+        self.policy = sage.policy(name) if policy is None else policy  # shared by all prompts: it keeps what it learns
         self.is_autoregressive = self.policy.name == AUTOREGRESSIVE
         self.draft = None if self.is_autoregressive else draft
 
-    def run(self, inputs: Mapping[str, Tensor], sampling: Sampling) -> Run:
-        """Generate once; the whole call is on the clock."""
+    def run(self, inputs: Mapping[str, Tensor], sampling: Sampling) -> TimedRun:
+        """Generates once; times the complete call."""
         inputs = on_device(inputs, self.target.device)
         start = now_s(self.target.device)
         out = sage.generate(
@@ -105,11 +104,15 @@ class PolicyRunner:
         wall_s = now_s(self.target.device) - start
         time_s = complete_stages(out.stats.time_s, wall_s)
         decode_s = wall_s - sum(time_s[stage] for stage in PREFILL_STAGES)
-        return Run(tokens=out.tokens.tolist(), wall_s=wall_s, decode_s=decode_s, stats=out.stats, time_s=time_s)
+        return TimedRun(tokens=out.tokens.tolist(), wall_s=wall_s, decode_s=decode_s, stats=out.stats, time_s=time_s)
 
 
 class HFRunner:
-    """Hugging Face `generate` on the same model object, with the options of `generation` on top of plain decoding."""
+    """Hugging Face `generate` on the same model object.
+
+    Args:
+        generation: fields of `GenerationConfig` in addition to plain decoding.
+    """
 
     def __init__(
         self,
@@ -124,8 +127,8 @@ class HFRunner:
         self.generation = generation
         self.call_options = {} if assistant is None else {"assistant_model": assistant}
 
-    def run(self, inputs: Mapping[str, Tensor], sampling: Sampling) -> Run:
-        """Generate once; the time of the first tokens is stamped from inside the loop."""
+    def run(self, inputs: Mapping[str, Tensor], sampling: Sampling) -> TimedRun:
+        """Generates once; a stopping criterion records the time of the first tokens."""
         device = self.target.device
         inputs, prompt_tokens = on_device(inputs, device), inputs["input_ids"].shape[1]
         stamp = FirstTokens(prompt_tokens, device)
@@ -138,15 +141,15 @@ class HFRunner:
                 **inputs,
                 generation_config=config,
                 stopping_criteria=StoppingCriteriaList([stamp]),
-                synced_gpus=False,  # other ranks of a training run wait elsewhere
+                synced_gpus=False,  # the other ranks of a training run do not generate
                 **self.call_options,
             )
         end = now_s(device)
         tokens = ids[0, prompt_tokens:].tolist()
-        return Run(tokens=tokens, wall_s=end - start, decode_s=end - stamp.time_s, prefill_tokens=stamp.tokens)
+        return TimedRun(tokens=tokens, wall_s=end - start, decode_s=end - stamp.time_s, prefill_tokens=stamp.tokens)
 
     def _config(self, sampling: Sampling) -> GenerationConfig:
-        """Plain decoding. What a checkpoint's generation_config adds (repetition penalty, sampling) is switched off."""
+        """Returns plain decoding, without the repetition penalty and sampling of the checkpoint's generation_config."""
         options: dict[str, Any] = {"do_sample": False}
         if sampling.temperature > 0:
             options = {
@@ -172,7 +175,7 @@ class HFRunner:
 
 
 class FirstTokens(StoppingCriteria):
-    """Never stops anything: notes when the first new tokens exist, and how many there are."""
+    """Records the time and number of the first new tokens; never stops."""
 
     def __init__(self, prompt_tokens: int, device: torch.device) -> None:
         self.prompt_tokens, self.device = prompt_tokens, device
@@ -186,18 +189,18 @@ class FirstTokens(StoppingCriteria):
 
 
 def on_device(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """The same inputs where the model is; copying them there is on nobody's clock."""
+    """Returns the inputs on the model's device; the copy is not timed."""
     return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in inputs.items()}
 
 
 def complete_stages(time_s: Mapping[str, float], wall_s: float) -> dict[str, float]:
-    """The statistics' stage times, with what they did not account for added to `other`."""
+    """Returns seconds per phase, with unattributed time added to `other`."""
     unaccounted_s = max(wall_s - sum(time_s.values()), 0.0)
     return {stage: time_s.get(stage, 0.0) + (unaccounted_s if stage == "other" else 0.0) for stage in PHASES}
 
 
 def baseline_runner(target: Any, name: str, assistant: Any = None) -> Runner:
-    """The baseline of that name; `hf_assisted` needs a smaller Hugging Face model of the same vocabulary as `assistant`.
+    """Returns the baseline of that name; `hf_assisted` needs a smaller Hugging Face model of the same vocabulary.
 
     Raises:
         ValueError: the name is unknown, or `hf_assisted` has no assistant.
@@ -213,17 +216,17 @@ def baseline_runner(target: Any, name: str, assistant: Any = None) -> Runner:
         raise ValueError(f"baselines: {name!r} is not a baseline; choose from {', '.join(BASELINES)}")
     if name == HF_ASSISTED and assistant is None:
         raise ValueError(
-            f"baselines: {HF_ASSISTED} drafts with a smaller model of the target's vocabulary, and there is none: name its "
-            f"folder as the assistant (decode.assistant=DIR, --assistant DIR), or leave {HF_ASSISTED} out"
+            f"baselines: {HF_ASSISTED} needs a smaller model with the target's vocabulary; give its folder "
+            f"(decode.assistant=DIR, --assistant DIR) or remove {HF_ASSISTED}"
         )
     return makers[name]()
 
 
 def find_assistant(target: Any, path: str | None, draft: Any) -> Any:
-    """The model that Hugging Face's assisted generation drafts with: the one at `path`, or a smaller model as the draft.
+    """Returns the model for Hugging Face assisted generation: the one at `path`, or the draft if it is a smaller model.
 
     Returns:
-        a Hugging Face model, or None where there is neither.
+        a Hugging Face model, or None without both.
 
     Raises:
         ValueError: another family, or another vocabulary.
@@ -236,9 +239,10 @@ def find_assistant(target: Any, path: str | None, draft: Any) -> Any:
 
 
 def _prompt_lookup(target: Any) -> dict[str, Any]:
-    """Prompt lookup copies visual placeholders out of the prompt, for which the model then misses the pictures.
+    """Returns the options of prompt lookup; visual placeholders are suppressed.
 
-    Suppressed tokens are no candidates. No trained target emits placeholders, so its text stays the same.
+    Prompt lookup copies placeholders from the prompt, for which the model has no images. Suppressed tokens are not proposed. No
+    trained target emits placeholders, so the text is the same.
     """
     config = target.family.config
     return {

@@ -1,4 +1,4 @@
-"""Sizes of real targets' text layers, and random models of those sizes to measure costs on without any weights."""
+"""Shapes of real targets' text models, and random models of these shapes for cost measurements."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from sage.targets import Target
 
-USABLE_MEMORY = 0.7  # of what is free: activations, the KV cache and other processes need the rest
+USABLE_MEMORY = 0.7  # share of free memory; the rest is for activations, KV cache and other processes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A text model's sizes, as its config.json names them."""
+    """Dimensions of a text model, named as in config.json."""
 
     name: str
     hidden_size: int
@@ -34,7 +34,7 @@ class Shape:
 
     @property
     def layer_parameters(self) -> int:
-        """Weights of one decoder layer; biases and norms are too few to matter."""
+        """Weights of one decoder layer, without biases and norms."""
         attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
         return attention + 3 * self.hidden_size * self.intermediate_size
 
@@ -68,10 +68,10 @@ SHAPES = {
 
 
 def shape_named(name: str) -> Shape:
-    """The shape of that name.
+    """Returns the shape of that name.
 
     Raises:
-        ValueError: there is none; says which there are.
+        ValueError: an unknown name; lists the known ones.
     """
     if name not in SHAPES:
         raise ValueError(f"--shape {name!r} is unknown; choose one of {', '.join(SHAPES)}")
@@ -79,22 +79,22 @@ def shape_named(name: str) -> Shape:
 
 
 def layers_that_fit(shape: Shape, dtype: torch.dtype, device: torch.device) -> int:
-    """How many of the shape's layers the device's free memory holds, beside embedding, lm_head and a draft layer.
+    """Returns the number of layers that fit into free memory, beside embedding, lm_head and a draft layer.
 
     Raises:
-        ValueError: not a single one.
+        ValueError: no layer fits.
     """
     free_bytes = USABLE_MEMORY * _free_bytes(device) - shape.vocabulary_parameters * dtype.itemsize
     fit = int(free_bytes // (shape.layer_parameters * dtype.itemsize)) - 2  # the draft: a layer, and fc of about a layer
     if fit < 1:
         raise ValueError(
-            f"--shape {shape.name}: {device} has no room for one of its layers; choose a smaller shape or free memory"
+            f"--shape {shape.name}: no layer fits into the free memory of {device}; choose a smaller shape or free memory"
         )
     return min(fit, shape.num_layers)
 
 
 def random_target(shape: Shape, num_layers: int, dtype: torch.dtype, device: torch.device, context: int) -> Target:
-    """A target of this shape with `num_layers` text layers, random weights and a vision tower of one small block."""
+    """Returns a target of this shape with `num_layers` text layers, random weights and a vision tower of one small block."""
     config = Qwen2_5_VLConfig(
         text_config=_text_config(shape, num_layers, context),
         vision_config={
@@ -118,7 +118,7 @@ def random_target(shape: Shape, num_layers: int, dtype: torch.dtype, device: tor
 
 def _text_config(shape: Shape, num_layers: int, context: int) -> dict[str, Any]:
     half = shape.head_dim // 2
-    height = half * 3 // 8  # the released models deal 64 frequencies out as 16, 24, 24
+    height = half * 3 // 8  # the released models split 64 frequencies into 16, 24, 24
     return {
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
@@ -145,4 +145,4 @@ def _free_bytes(device: torch.device) -> int:
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
             return 1024 * int(line.split()[1])
-    raise ValueError("--layers: this system does not say how much memory is free; give the number of layers")
+    raise ValueError("--layers: the free memory of this system is unknown; give the number of layers")

@@ -1,8 +1,8 @@
-"""From runs to the numbers of `report.json`: medians over repeats, totals over prompts, intervals over prompts.
+"""Summary of a measurement for `report.json`: medians over repeats, totals over prompts, intervals over prompts.
 
-A speed is a ratio of totals, sum of tokens / sum of median seconds, so that long answers weigh what they cost. A speedup is
-a policy's speed over that of the *fastest* autoregressive runner of the same measurement. Counts, the time breakdown and the
-example are those of each prompt's median run.
+A speed is a ratio of totals, sum of tokens / sum of median seconds. A speedup is the speed of a policy relative to the
+*fastest* autoregressive runner of the same measurement. Counts, time breakdown and example are those of each prompt's median
+run.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from typing import Any
 from sage.bench.intervals import rate_interval, ratio_interval
 from sage.bench.losslessness import earliest_difference, top2_gap
 from sage.bench.measurement import Measurement
-from sage.bench.runners import AUTOREGRESSIVE, HF_GENERATE, Run
+from sage.bench.runners import AUTOREGRESSIVE, HF_GENERATE, TimedRun
 from sage.costs.timing import PHASES
 
 logger = logging.getLogger(__name__)
 
-Runs = list[list[Run]]  # [prompt][repeat]
+Runs = list[list[TimedRun]]  # [prompt][repeat]
 
 
 def summarize(measurement: Measurement, target: Any, policies: Sequence[str]) -> dict[str, Any]:
-    """The sections `policies`, `baselines`, `margins`, `fastest_baseline`, `failed_baselines`, `by_family` of the report.
+    """Returns the report's sections `policies`, `baselines`, `margins`, `fastest_baseline`, `failed_baselines`, `by_family`.
 
     Args:
-        target: computes the top-2 gaps; used only where a generation differs from the target's own.
-        policies: names of runners to report as policies, in this order; every other runner is a baseline, and
-            `autoregressive` is listed as a baseline in any case.
+        target: computes the top-2 gaps where a generation differs from the target's own.
+        policies: names of runners to report as policies, in this order; all other runners are baselines, and
+            `autoregressive` is always listed as a baseline.
     """
     runs = measurement.runs
     fastest = max(measurement.autoregressive, key=lambda name: decode_rate(runs[name]))
     if decode_rate(runs[fastest]) == 0.0:
-        logger.warning("every answer ended with its first token: there is no decoding speed to compare")
+        logger.warning("every answer ended with its first token; no decoding speed was measured")
     baselines = [AUTOREGRESSIVE, *(name for name in runs if name not in policies and name != AUTOREGRESSIVE)]
     return {
         "fastest_baseline": fastest,
@@ -47,14 +47,14 @@ def summarize(measurement: Measurement, target: Any, policies: Sequence[str]) ->
 
 
 def decode_rate(runs: Runs) -> float:
-    """Tokens per second after the prefill."""
+    """Returns tokens per second after the prefill."""
     return _rate(*_decode(runs))
 
 
 def pooled_counts(runs: Runs) -> dict[str, float]:
-    """Counts of all rounds of all these runs together.
+    """Returns counts over all rounds of all runs.
 
-    `mean_accepted_draft` is the mean over rounds; `tokens_per_target_pass` weighs each generation by its target passes.
+    `mean_accepted_draft` is the mean over rounds; `tokens_per_target_pass` weights each generation by its target passes.
     """
     stats = [run.stats for repeats in runs for run in repeats]
     accepted = [count for one in stats for count in one.accepted]
@@ -72,10 +72,12 @@ def pooled_counts(runs: Runs) -> dict[str, float]:
 
 
 def acceptance_by_depth(runs: Runs) -> list[dict[str, int]]:
-    """Conditional acceptance: of the rounds that kept depth - 1 drafted tokens and drafted deeper, how many kept one more.
+    """Returns conditional acceptance by depth.
+
+    `tried` counts rounds that accepted depth - 1 tokens and drafted deeper, `kept` those of them that accepted one more.
 
     Returns:
-        [{"depth": 1, "tried": rounds, "kept": rounds}, ...] down to the deepest level that was ever tried.
+        [{"depth": 1, "tried": rounds, "kept": rounds}, ...] down to the deepest drafted level.
     """
     log = [entry for repeats in runs for run in repeats for entry in run.stats.rounds_log]
     deepest = max((entry["depth"] for entry in log), default=0)
@@ -88,14 +90,14 @@ def acceptance_by_depth(runs: Runs) -> list[dict[str, int]]:
 
 
 def accepted_histogram(runs: Runs) -> list[int]:
-    """Rounds that accepted 0, 1, 2, ... drafted tokens."""
+    """Returns the number of rounds that accepted 0, 1, 2, ... drafted tokens."""
     accepted = [count for repeats in runs for run in repeats for count in run.stats.accepted]
     return [accepted.count(value) for value in range(max(accepted, default=-1) + 1)]
 
 
 def _policy(measurement: Measurement, target: Any, name: str, fastest: str) -> dict[str, Any]:
     runs = measurement.runs[name]
-    chosen = [[_typical(repeats)] for repeats in runs]
+    chosen = [[_median_run(repeats)] for repeats in runs]
     return {
         **pooled_counts(chosen),
         **_speeds(runs, measurement.runs[fastest]),
@@ -122,9 +124,10 @@ def _baseline(measurement: Measurement, name: str, fastest: str) -> dict[str, An
 
 
 def _margins(measurement: Measurement, policies: Sequence[str]) -> dict[str, Any]:
-    """How far the fastest of our policies is ahead of every other runner: ratio of decode speeds, paired by prompt.
+    """Returns the lead of the fastest policy over every other runner: ratio of decode speeds, paired by prompt.
 
-    Intervals of two speedups may overlap although one policy is faster on every prompt; this one tells.
+    Intervals of two speedups may overlap although one policy is faster on every prompt; paired margins do not have this
+    problem.
 
     Returns:
         {"policy": name, "over": {name: {"ratio": float, "ci": [low, high]}}}; {} without a policy that drafts.
@@ -139,18 +142,18 @@ def _margins(measurement: Measurement, policies: Sequence[str]) -> dict[str, Any
         if name != best:
             other = _decode(measurement.runs[name])
             bounds = ratio_interval(*own, *other)
-            over[name] = {"ratio": _divided(_rate(*own), _rate(*other)), **({"ci": list(bounds)} if bounds else {})}
+            over[name] = {"ratio": _ratio_or_zero(_rate(*own), _rate(*other)), **({"ci": list(bounds)} if bounds else {})}
     return {"policy": best, "over": over}
 
 
 def _speeds(runs: Runs, base: Runs) -> dict[str, Any]:
-    """Speeds and speedups with their 95% intervals over prompts; no interval for a single prompt."""
+    """Returns speeds and speedups with 95% intervals over prompts; no intervals for a single prompt."""
     decode, end_to_end = (_decode(runs), _decode(base)), (_end_to_end(runs), _end_to_end(base))
     section: dict[str, Any] = {
         "tokens_per_s": _rate(*decode[0]),
-        "speedup": _divided(_rate(*decode[0]), _rate(*decode[1])),
+        "speedup": _ratio_or_zero(_rate(*decode[0]), _rate(*decode[1])),
         "tokens_per_s_end_to_end": _rate(*end_to_end[0]),
-        "speedup_end_to_end": _divided(_rate(*end_to_end[0]), _rate(*end_to_end[1])),
+        "speedup_end_to_end": _ratio_or_zero(_rate(*end_to_end[0]), _rate(*end_to_end[1])),
         "tokens": sum(len(repeats[0].tokens) for repeats in runs),
     }
     intervals = {
@@ -162,7 +165,7 @@ def _speeds(runs: Runs, base: Runs) -> dict[str, Any]:
 
 
 def _losslessness(measurement: Measurement, target: Any, name: str) -> dict[str, Any]:
-    """Against the target's own decoding: by our loop (same seed when sampling) and, greedy, by Hugging Face `generate`."""
+    """Compares with the target's own decoding: by this decoder (same seed when sampling) and, if greedy, by `generate`."""
     own = measurement.runs[name]
     differences = _differences(measurement.runs[AUTOREGRESSIVE], own)
     gaps = [
@@ -182,7 +185,7 @@ def _differences(reference: Runs, own: Runs) -> list[int | None]:
 
 
 def _breakdown(runs: Runs) -> dict[str, float]:
-    """Seconds by stage, summed over all runs."""
+    """Returns seconds per phase, summed over all runs."""
     return {stage: sum(run.time_s.get(stage, 0.0) for repeats in runs for run in repeats) for stage in PHASES}
 
 
@@ -195,23 +198,23 @@ def _per_prompt(measurement: Measurement, name: str) -> list[dict[str, Any]]:
             "tokens": len(repeats[0].tokens),
             "decode_s": median(run.decode_s for run in repeats),
             "end_to_end_s": median(run.wall_s for run in repeats),
-            "tokens_per_target_pass": pooled_counts([[_typical(repeats)]])["tokens_per_target_pass"],
+            "tokens_per_target_pass": pooled_counts([[_median_run(repeats)]])["tokens_per_target_pass"],
         }
         rows.append(row)
     return rows
 
 
 def _example(measurement: Measurement, name: str) -> dict[str, Any]:
-    """The rounds of the longest generation, for the plot of the tree over one generation."""
+    """Returns the rounds of the longest generation, for plots."""
     runs = measurement.runs[name]
     longest = max(range(len(runs)), key=lambda index: len(runs[index][0].tokens))
     drafted = name not in measurement.autoregressive
-    log = [dict(entry) for entry in _typical(runs[longest]).stats.rounds_log] if drafted else []
+    log = [dict(entry) for entry in _median_run(runs[longest]).stats.rounds_log] if drafted else []
     return {"prompt": measurement.prompts[longest].name, "rounds_log": log}
 
 
 def _by_family(measurement: Measurement, policies: Sequence[str], fastest: str) -> dict[str, Any]:
-    """The main figures per task family; empty where the prompts name none."""
+    """Returns the main figures per task family; empty if the prompts have no families."""
     families = sorted({prompt.family for prompt in measurement.prompts if prompt.family})
     return {family: {name: _family_figures(measurement, name, fastest, family) for name in policies} for family in families}
 
@@ -220,23 +223,23 @@ def _family_figures(measurement: Measurement, name: str, fastest: str, family: s
     chosen = [index for index, prompt in enumerate(measurement.prompts) if prompt.family == family]
     runs = [measurement.runs[name][index] for index in chosen]
     base = [measurement.runs[fastest][index] for index in chosen]
-    counts = pooled_counts([[_typical(repeats)] for repeats in runs])
+    counts = pooled_counts([[_median_run(repeats)] for repeats in runs])
     return {
         "prompts": len(chosen),
         "mean_accepted_draft": counts["mean_accepted_draft"],
         "tokens_per_target_pass": counts["tokens_per_target_pass"],
         "tokens_per_s": decode_rate(runs),
-        "speedup": _divided(decode_rate(runs), decode_rate(base)),
+        "speedup": _ratio_or_zero(decode_rate(runs), decode_rate(base)),
     }
 
 
-def _typical(repeats: Sequence[Run]) -> Run:
-    """The run with the (lower) median decode time."""
+def _median_run(repeats: Sequence[TimedRun]) -> TimedRun:
+    """Returns the run with the (lower) median decode time."""
     return sorted(repeats, key=lambda run: run.decode_s)[(len(repeats) - 1) // 2]
 
 
 def _decode(runs: Runs) -> tuple[list[float], list[float]]:
-    """Per prompt: tokens decoded after the prefill, and the median of their seconds."""
+    """Returns, per prompt, tokens decoded after the prefill and their median seconds."""
     tokens = [float(median(run.decode_tokens for run in repeats)) for repeats in runs]
     return tokens, [median(run.decode_s for run in repeats) for repeats in runs]
 
@@ -247,9 +250,9 @@ def _end_to_end(runs: Runs) -> tuple[list[float], list[float]]:
 
 
 def _rate(tokens: Sequence[float], seconds: Sequence[float]) -> float:
-    return _divided(sum(tokens), sum(seconds))
+    return _ratio_or_zero(sum(tokens), sum(seconds))
 
 
-def _divided(value: float, by: float) -> float:
-    """0.0 where nothing was decoded: a report holds numbers only."""
+def _ratio_or_zero(value: float, by: float) -> float:
+    """Returns 0.0 if nothing was decoded: reports contain finite numbers only."""
     return value / by if by > 0 else 0.0

@@ -1,14 +1,15 @@
-"""Order of runs, clocks, counts, losslessness and intervals of the bench, on made-up runners and on tiny random targets."""
+"""Order of runs, times, counts, losslessness and intervals of the bench, with fake runners and tiny random targets."""
 
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
+from support.messages import refused
 from support.models import make_inputs, make_llava, make_qwen
 
 import sage
-from sage.bench import BenchPrompt, HFRunner, PolicyRunner, Run, baseline_runner, build_report, measure
+from sage.bench import BenchPrompt, HFRunner, PolicyRunner, TimedRun, baseline_runner, build_report, measure
 from sage.bench.intervals import rate_interval, ratio_interval
 from sage.bench.losslessness import earliest_difference, first_difference, top2_gap
 from sage.bench.measurement import rotated
@@ -32,7 +33,7 @@ PROMPTS = [BenchPrompt(name=f"p{i}", inputs={}, family="even" if i % 2 == 0 else
 
 
 class FakeRunner:
-    """Answers with given tokens after a given time, and writes down when it ran."""
+    """Returns given tokens with given times, and records its calls."""
 
     may_fail = False
 
@@ -47,7 +48,7 @@ class FakeRunner:
         stats = Stats(rounds=1, target_passes=1, draft_steps=2, accepted=[1], new_tokens=3, rounds_log=rounds)
         time_s = complete_stages({"target_prefill": self.prefill_s, "verify": self.decode_s}, self.prefill_s + self.decode_s)
         wall_s = self.prefill_s + self.decode_s
-        return Run(tokens=list(self.tokens), wall_s=wall_s, decode_s=self.decode_s, stats=stats, time_s=time_s)
+        return TimedRun(tokens=list(self.tokens), wall_s=wall_s, decode_s=self.decode_s, stats=stats, time_s=time_s)
 
 
 def fakes(**changes):
@@ -64,7 +65,7 @@ def summary(runners, prompts=PROMPTS, target=None, **options):
 # -- order -----------------------------------------------------------------------------------------------------------
 
 
-def test_every_runner_takes_every_place_in_turn_after_a_short_warm_up():
+def test_runners_rotate_after_a_short_warm_up():
     runners, log = fakes()
     measure(runners, PROMPTS[:1], Sampling(max_new_tokens=64), repeats=3, warmup=1)
     names = [name for name, _ in log]
@@ -74,7 +75,7 @@ def test_every_runner_takes_every_place_in_turn_after_a_short_warm_up():
         assert len({names[3 + 3 * repeat + place] for repeat in range(3)}) == 3
 
 
-def test_prompts_come_by_once_per_repeat():
+def test_every_repeat_iterates_over_all_prompts():
     runners, _ = fakes()
     seen = []
     runners[2].run = lambda inputs, sampling, run=runners[2].run: (seen.append(inputs["id"]), run(inputs, sampling))[1]
@@ -91,20 +92,20 @@ def test_progress_counts_prompts():
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "parts"),
     [
-        ({"prompts": []}, "no prompt to measure on"),
-        ({"repeats": 0}, "repeats: 0 is too small; at least 1"),
-        ({"warmup": -1}, "warmup: -1 is too small"),
-        ({"sampling": Sampling(max_new_tokens=1)}, "max_new_tokens: 1 leaves nothing to decode"),
-        ({"sampling": Sampling(stop="a")}, "sampling: stop"),
-        ({"runners": [FakeRunner("sage", 1.0)]}, "no autoregressive runner"),
-        ({"runners": [FakeRunner("a", 1.0, is_autoregressive=True)] * 2}, "a would run twice"),
+        ({"prompts": []}, ["no prompts"]),
+        ({"repeats": 0}, ["repeats: 0"]),
+        ({"warmup": -1}, ["warmup: -1"]),
+        ({"sampling": Sampling(max_new_tokens=1)}, ["max_new_tokens: 1"]),
+        ({"sampling": Sampling(stop="a")}, ["sampling: stop"]),
+        ({"runners": [FakeRunner("sage", 1.0)]}, ["autoregressive"]),
+        ({"runners": [FakeRunner("a", 1.0, is_autoregressive=True)] * 2}, ["a is given twice"]),
     ],
 )
-def test_a_measurement_that_says_nothing_is_refused(change, message):
+def test_an_impossible_measurement_is_refused(change, parts):
     arguments = {"runners": fakes()[0], "prompts": PROMPTS, "sampling": SAMPLING, "repeats": 1} | change
-    with pytest.raises(ValueError, match=message):
+    with refused(*parts):
         measure(**arguments)
 
 
@@ -119,7 +120,7 @@ class Failing(FakeRunner):
         return super().run(inputs, sampling)
 
 
-def test_a_foreign_decoder_that_fails_is_left_out_and_the_reason_kept():
+def test_a_baseline_that_fails_is_excluded_with_the_reason():
     runners, _ = fakes()
     measurement = measure([*runners, Failing("hf_x", 0.1, is_autoregressive=True)], PROMPTS, SAMPLING, repeats=1)
     assert measurement.failed == {"hf_x": "IndexError on prompt p1: no such row"}
@@ -128,7 +129,7 @@ def test_a_foreign_decoder_that_fails_is_left_out_and_the_reason_kept():
     assert found["failed_baselines"] == measurement.failed
 
 
-def test_our_own_decoder_and_the_baseline_may_not_fail():
+def test_policies_and_hf_generate_may_not_fail():
     runners, _ = fakes()
     failing = Failing("sage", 0.1)
     failing.may_fail = False
@@ -141,7 +142,7 @@ def test_our_own_decoder_and_the_baseline_may_not_fail():
 
 
 def test_speedup_is_against_the_fastest_autoregressive_runner():
-    """Two tokens after the prefill's: sage 2 / 1 s, Hugging Face 2 / 2 s, our own loop 2 / 4 s."""
+    """Two tokens after the prefill's: sage 2 / 1 s, Hugging Face 2 / 2 s, the autoregressive policy 2 / 4 s."""
     found = summary(fakes()[0])
     part = found["policies"]["sage"]
     assert found["fastest_baseline"] == HF_GENERATE
@@ -152,7 +153,7 @@ def test_speedup_is_against_the_fastest_autoregressive_runner():
 
 
 def test_margins_are_paired_and_against_every_other_runner():
-    """sage 2 / 1 s is twice Hugging Face's 2 / 2 s and four times our own loop's 2 / 4 s, on every prompt."""
+    """sage 2 / 1 s is twice Hugging Face's 2 / 2 s and four times the autoregressive policy's 2 / 4 s, on every prompt."""
     margins = summary(fakes()[0])["margins"]
     assert margins["policy"] == "sage" and set(margins["over"]) == {AUTOREGRESSIVE, HF_GENERATE}
     assert margins["over"][HF_GENERATE] == {"ratio": pytest.approx(2.0), "ci": pytest.approx([2.0, 2.0])}
@@ -187,13 +188,13 @@ def test_answers_of_one_token_have_no_decoding_speed():
     assert part["tokens_per_s"] == part["speedup"] == 0.0 and "speedup_ci" not in part
 
 
-def test_unaccounted_time_counts_as_other():
+def test_unattributed_time_counts_as_other():
     stages = complete_stages({"verify": 2.0, "other": 0.5}, 4.0)
     assert stages["other"] == pytest.approx(2.0) and sum(stages.values()) == pytest.approx(4.0)
     assert tuple(stages) == PHASES
 
 
-def test_families_are_reported_apart():
+def test_families_are_reported_separately():
     found = summary(fakes()[0])
     assert list(found["by_family"]) == ["even", "odd"]
     assert found["by_family"]["odd"]["sage"]["prompts"] == 2
@@ -217,7 +218,7 @@ def runs_with(*logs):
             new_tokens=1 + sum(accepted) + len(log),
             rounds_log=rounds,
         )
-        made.append([Run(tokens=[0] * stats.new_tokens, wall_s=1.0, decode_s=1.0, stats=stats)])
+        made.append([TimedRun(tokens=[0] * stats.new_tokens, wall_s=1.0, decode_s=1.0, stats=stats)])
     return made
 
 
@@ -230,7 +231,7 @@ def test_counts_are_pooled_over_rounds_not_averaged_over_prompts():
 
 
 def test_conditional_acceptance_by_hand():
-    """Rounds (depth, accepted): (3, 3), (3, 1), (1, 1), (2, 0). Depth 2 was tried by the two that kept one and went on."""
+    """Rounds (depth, accepted): (3, 3), (3, 1), (1, 1), (2, 0). Of those with one accepted, two drafted to depth 2."""
     runs = runs_with([(3, 5, 3), (3, 5, 1)], [(1, 2, 1), (2, 3, 0)])
     assert acceptance_by_depth(runs) == [
         {"depth": 1, "tried": 4, "kept": 3},
@@ -261,7 +262,7 @@ def test_one_deviating_repeat_is_a_deviation():
 
 @pytest.mark.parametrize("make", [make_qwen, make_llava])
 def test_the_gap_is_that_of_the_targets_own_logits(make):
-    """Against the whole model on prompt + prefix, by Hugging Face's own forward."""
+    """Against the complete model on prompt + prefix, by Hugging Face's own forward."""
     target = make()
     inputs = make_inputs(target)
     prefix = [7, 8, 9]
@@ -277,7 +278,7 @@ def test_the_gap_is_that_of_the_targets_own_logits(make):
     assert top2_gap(target, inputs, []) != pytest.approx(float(best[0] - best[1]), abs=1e-3)
 
 
-def test_a_wrong_policy_is_found_out_and_its_gap_reported():
+def test_a_wrong_output_is_detected_and_its_gap_reported():
     target = make_qwen()
     prompts = [BenchPrompt(name="p", inputs=make_inputs(target))]
     part = summary(fakes(tokens=(5, 6, 8))[0], prompts, target, repeats=1)["policies"]["sage"]
@@ -293,7 +294,7 @@ def test_equal_output_has_no_gaps():
 # -- intervals -------------------------------------------------------------------------------------------------------
 
 
-def test_interval_of_equal_prompts_is_a_point_and_of_unequal_ones_holds_the_ratio():
+def test_interval_of_equal_prompts_is_a_point_and_of_unequal_ones_contains_the_ratio():
     assert ratio_interval([2, 2], [1, 1], [2, 2], [2, 2]) == (2.0, 2.0)
     low, high = ratio_interval([2, 2, 2], [1, 2, 3], [2, 2, 2], [2, 2, 2])
     assert 2 / 3 <= low < 1.0 < high <= 2.0
@@ -315,7 +316,7 @@ def test_prompts_are_resampled_in_pairs():
 
 
 @pytest.mark.parametrize("make", [make_qwen, make_llava])
-def test_hugging_face_decoders_agree_with_our_loop(make):
+def test_hugging_face_decoders_agree_with_the_autoregressive_policy(make):
     target = make()
     inputs = make_inputs(target)
     own = PolicyRunner(target, None, AUTOREGRESSIVE).run(inputs, SAMPLING)
@@ -328,8 +329,8 @@ def test_hugging_face_decoders_agree_with_our_loop(make):
 
 
 @pytest.mark.parametrize("make", [make_qwen, make_llava])
-def test_prompt_lookup_does_not_copy_picture_placeholders(make):
-    """A prompt that ends like the text before its picture makes plain prompt lookup draft placeholders and fail."""
+def test_prompt_lookup_does_not_copy_image_placeholders(make):
+    """A prompt that ends like the text before its image makes plain prompt lookup propose placeholders and fail."""
     target = make()
     inputs = make_inputs(target)
     ids = inputs["input_ids"].clone()
@@ -360,7 +361,7 @@ def test_decoding_stops_at_eos_and_counts_it():
         assert run.decode_tokens == len(run.tokens) - 1
 
 
-def test_the_clock_of_a_policy_leaves_out_only_vision_and_target_prefill():
+def test_decoding_time_of_a_policy_excludes_only_vision_and_target_prefill():
     target = make_qwen()
     run = PolicyRunner(target, sage.new_draft(target, "eagle", seed=0), "sage").run(make_inputs(target), SAMPLING)
     prefill_s = run.time_s["vision"] + run.time_s["target_prefill"]
@@ -368,7 +369,7 @@ def test_the_clock_of_a_policy_leaves_out_only_vision_and_target_prefill():
     assert run.time_s["draft_prefill"] > 0 and sum(run.time_s.values()) == pytest.approx(run.wall_s)
 
 
-def test_the_stamp_is_set_once_and_never_stops():
+def test_the_first_token_time_is_recorded_once_and_never_stops():
     stamp = FirstTokens(prompt_tokens=3, device=torch.device("cpu"))
     assert not stamp(torch.zeros(1, 5, dtype=torch.long), None).any()
     first = stamp.time_s
@@ -376,16 +377,16 @@ def test_the_stamp_is_set_once_and_never_stops():
     assert (stamp.tokens, stamp.time_s) == (2, first)
 
 
-def test_inputs_are_moved_to_the_model_before_the_clock_starts():
+def test_inputs_are_moved_to_the_device_before_timing():
     moved = on_device({"input_ids": torch.zeros(1, 2), "note": "x"}, torch.device("meta"))
     assert moved["input_ids"].device.type == "meta" and moved["note"] == "x"
 
 
 def test_unknown_baselines_and_a_missing_assistant_are_refused():
     target = SimpleNamespace()
-    with pytest.raises(ValueError, match="'vllm' is not a baseline; choose from autoregressive, hf_generate"):
+    with refused("baselines", "'vllm'", "autoregressive, hf_generate"):
         baseline_runner(target, "vllm")
-    with pytest.raises(ValueError, match="hf_assisted drafts with a smaller model"):
+    with refused("baselines", "hf_assisted", "--assistant"):
         baseline_runner(target, HF_ASSISTED)
 
 
@@ -422,5 +423,5 @@ def numbers(value):
 def test_extra_keys_may_not_replace_measured_ones():
     measurement = measure(fakes()[0], PROMPTS, SAMPLING, repeats=1)
     target = SimpleNamespace(name="t", device=torch.device("cpu"), dtype=torch.float32)
-    with pytest.raises(ValueError, match="machine is filled in by the measurement"):
+    with refused("report", "machine"):
         build_report(measurement, target, "d", ["sage"], machine={})

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from sage.bench import write_text
 from sage.cli import run
+from sage.files import write_text
 from train.report.page import render_page
 from train.report.plots import write_plots
 

@@ -27,8 +27,6 @@ from sage.bench import (
     baseline_runner,
     build_report,
     measure,
-    write_json,
-    write_text,
 )
 from sage.bench.calibration import calibration
 from sage.bench.measurement import Measurement
@@ -36,6 +34,7 @@ from sage.bench.replays import all_policies, replays
 from sage.bench.report import PACKAGES, versions
 from sage.bench.runners import HF_ASSISTED, find_assistant
 from sage.dtypes import torch_dtype
+from sage.files import write_json, write_text
 from sage.sampling import Sampling
 from sage.trees import Policy
 from sage.trees import policy as new_policy
@@ -146,7 +145,7 @@ def write(report: Mapping[str, Any], folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         plots = write_plots(report, folder)
         write_text(folder / REPORT_PAGE, render_page(report, plots))
-        write_json(report, folder / REPORT)
+        write_json(folder / REPORT, report)
     logger.info("validation: %s", folder / REPORT_PAGE)
 
 

@@ -10,7 +10,7 @@ from benchmarks.papers.page.expectations import expectations_section
 from benchmarks.papers.page.headline import headline_table
 from benchmarks.papers.page.markdown import Figures, fill, join, listing
 from benchmarks.papers.page.sections import SECTIONS, Section
-from sage.bench import write_text
+from sage.files import write_text
 from train.report import style
 
 PAGE = "results.md"
