@@ -1,4 +1,4 @@
-"""The report's plots and page, from a hand-made report in the contract's schema."""
+"""Plots and page of a validation, from a hand-made report."""
 
 import copy
 
@@ -58,7 +58,7 @@ def _policy(speedup, accepted, seconds, log, bins):
 
 
 def example_report():
-    """A report as `sage.bench.report.build_report` makes it, with figures that look like the real ones."""
+    """A report as returned by `sage.bench.report.build_report`, with realistic figures."""
     log = _rounds()
     plain = [{key: entry[key] for key in ("depth", "nodes", "accepted")} for entry in log]
     policies = {
@@ -103,7 +103,7 @@ def example_report():
 
 
 def with_cost_aware(report):
-    """The same with a policy that prices and calibrates, and a replay."""
+    """Adds a policy with prices and calibration, and a replay."""
     log = [
         entry
         | {
@@ -131,25 +131,25 @@ def with_cost_aware(report):
     return report
 
 
-def test_calibration_by_depth_is_told_before_and_after():
+def test_calibration_error_by_depth_before_and_after():
     """Depths 7, 8 and 9 have as many labels each, so their errors after calibration, .07, .08 and .09, average to .08."""
     page = render_page(with_cost_aware(example_report()))
     assert "| `cost_aware` | 1 | 500 | 0.100 | 0.010 |" in page
     assert "| `cost_aware` | 7+ | 1500 | 0.100 | 0.080 |" in page
     assert "| `cost_aware` | all | 4500 | 0.100 | 0.050 |" in page
-    assert "over 250 rounds of `cost_aware`" in page and "expected 3.50 drafted tokens" in page
+    assert "over 250 rounds of `cost_aware`" in page and "expected 3.50 accepted draft tokens" in page
     assert "## Calibration" not in render_page(example_report())
 
 
-def test_replayed_policies_have_their_table():
+def test_replayed_policies_have_a_table():
     page = render_page(with_cost_aware(example_report()))
     assert "| `chain` | 4.02 | 5.0 | 5.0 | 4.90 | 612 | 98.7% | 1.2% |" in page
-    assert "starts of the same 200 recorded rounds (policy eagle2, total 64)" in page
-    assert "The same drafts" not in render_page(example_report())
+    assert "same 200 recorded rounds for every policy (policy eagle2, total 64)" in page
+    assert "## Replay" not in render_page(example_report())
 
 
-def test_curves_are_pooled_tenth_by_tenth():
-    """Two labels at .12 of which none came, two at .18 of which both came: four at .15 of which half came."""
+def test_curves_are_pooled_by_bin():
+    """Two labels at .12 without acceptance and two at .18 with acceptance: four at .15, half of them accepted."""
     assert pooled([[[0.12, 0.0, 2]], [[0.18, 1.0, 2]], [[1.0, 1.0, 1]]]) == [
         (pytest.approx(0.15), pytest.approx(0.5), 4),
         (1.0, 1.0, 1),
@@ -173,7 +173,7 @@ def test_plots_without_data_are_left_out(tmp_path):
     assert [plot.file for plot in write_plots(report, tmp_path)] == ["speed.png", "time.png"]
 
 
-def test_page_embeds_pictures_by_relative_name_and_names_the_command(tmp_path):
+def test_page_embeds_plots_by_relative_name_and_shows_the_command(tmp_path):
     report = example_report()
     page = render_page(report, write_plots(report, tmp_path))
     assert "](speed.png)" in page and str(tmp_path) not in page
@@ -185,7 +185,7 @@ def test_page_embeds_pictures_by_relative_name_and_names_the_command(tmp_path):
 def test_headline_names_the_fastest_policy_and_identical_output():
     text = headline(example_report())
     assert "`sage` decodes **2.24x** faster than" in text and "`hf_generate`" in text
-    assert "All 48 outputs are identical to the target's own greedy decoding." in text
+    assert "All 48 outputs are identical to greedy decoding of the target." in text
 
 
 def test_headline_says_when_output_differs_or_the_policy_is_slower():
@@ -197,22 +197,22 @@ def test_headline_says_when_output_differs_or_the_policy_is_slower():
     assert "**2.00x** **slower** than" in text and "47 of 48 outputs are identical" in text
 
 
-def test_headline_of_sampling_speaks_of_the_seed():
-    assert "sampling with the same seed" in headline(example_report() | {"temperature": 0.7})
+def test_headline_of_sampling_mentions_the_seed():
+    assert "sampling from the target with the same seed" in headline(example_report() | {"temperature": 0.7})
 
 
-def test_a_baseline_that_failed_is_named_with_its_reason():
+def test_a_failed_baseline_is_listed_with_its_reason():
     page = render_page(example_report() | {"failed_baselines": {"hf_assisted": "ValueError on prompt p3: no cache"}})
     assert "`hf_assisted` was left out: ValueError on prompt p3: no cache." in page
 
 
-def test_differing_prompts_show_their_gaps():
+def test_differing_outputs_show_their_logit_gaps():
     report = example_report()
     report["policies"]["sage"] |= {"match": 14, "first_gaps": [0.00012, 0.031]}
     assert "| `sage` | 14 of 16 | 16 of 16 | 0.00012, 0.031 |" in render_page(report)
 
 
-def test_bookkeeping_share_adds_up():
+def test_host_overhead_is_the_sum_of_the_host_stages():
     """accept + commit + policy + other of 2.4 / 2.24 s, over that plus the 0.02 s of draft prefill."""
     page = render_page(example_report())
     decode_s = 2.4 / 2.24

@@ -1,4 +1,4 @@
-"""Pages and plots rendered from `report.json` and run folders. Reads dictionaries, measures nothing.
+"""Plots and Markdown pages: of a validation (`page`, `plots`), of a run (`run_page`), of several runs (`compare`).
 
-Importing this package is cheap: modules that plot import matplotlib and are imported where they are used.
+Reads report.json and run folders. Does not own the measurement (sage.bench, train.validation).
 """

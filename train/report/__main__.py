@@ -1,4 +1,4 @@
-"""`python -m train.report report.json`: draws the plots and the page of a report again, for example one of the bench."""
+"""`python -m train.report report.json`: draws the plots and the page of a report again."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from train.report.plots import write_plots
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(prog="python -m train.report", description=__doc__)
-    parser.add_argument("report", metavar="FILE", help="a report.json, or what `python -m sage.bench --out FILE` wrote")
-    parser.add_argument("--out", metavar="DIR", help="where to write; default: beside the file")
+    parser.add_argument("report", metavar="FILE", help="a report.json, or the output of `python -m sage.bench --out FILE`")
+    parser.add_argument("--out", metavar="DIR", help="output folder; default: that of the file")
     args = parser.parse_args()
     folder = Path(args.out) if args.out else Path(args.report).parent
     report = read_report(Path(args.report))
@@ -28,10 +28,10 @@ def main() -> None:
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """The content of a report.json.
+    """Reads a report.json.
 
     Raises:
-        ValueError: no such file, or it is no report.
+        ValueError: the file does not exist or is not a report.
     """
     if not path.is_file():
         raise ValueError(f"{path}: no such file; give a report.json")
@@ -40,7 +40,7 @@ def read_report(path: Path) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: not JSON ({error.msg}); give a report.json") from error
     if not isinstance(report, dict) or "policies" not in report:
-        raise ValueError(f"{path}: not a report (it has no policies); give a report.json of sage-validate or sage.bench")
+        raise ValueError(f"{path}: has no policies; give a report.json of sage-validate or sage.bench")
     return report
 
 

@@ -1,9 +1,8 @@
-"""Runs side by side: what was changed, how long each trained, what the decoder measured. Read from run folders alone.
+"""Comparison of finished runs: changed configuration keys, length of training, validation results.
 
-Owns: reading runs, what is compared, which files are written. Does not own: the table (train.report.compare_table), the picture
-(train.report.compare_plots).
-
-`sage-validate --compare runs/a runs/b` calls it, and so does a sweep at its end.
+Used by `sage-validate --compare runs/a runs/b` and at the end of a sweep. Owns: the content of compare.json, which files are
+written. Does not own: the table (train.report.compare_table), the plot (train.report.compare_plots), the layout of a run folder
+(checkpoints.run_folder).
 """
 
 from __future__ import annotations
@@ -27,23 +26,25 @@ from train.report.compare_table import page, table
 
 SCHEMA = 1
 STEM = "compare"
-# What tells runs apart without being a choice: names and folders, and the machine's share of the work.
-UNTOLD = ("run.", "target.path", "target.revision", "data.cache_dir", "launch.", "debug")
+# Prefixes of keys that differ between runs without affecting the result: names, folders, the machine.
+IGNORED_KEYS = ("run.", "target.path", "target.revision", "data.cache_dir", "launch.", "debug")
 FIGURES = ("tokens_per_target_pass", "mean_accepted_draft", "speedup", "tokens_per_s", "match", "total")
 
 
 @dataclass(kw_only=True)
-class RunFacts:
-    """One run as far as its folder tells.
+class RunSummary:
+    """One run, read from its folder.
 
     Attributes:
         folder: the run folder.
-        config: its dotted keys.
-        steps: optimizer steps it has logged; `best_step` those of the validation with the best score.
+        config: the configuration by dotted key.
+        steps: optimizer steps logged.
+        best_step: step of the validation with the best score.
         loss: the last one logged.
-        score: of that validation; None without one, `error` then says why where it is known.
-        policies: that validation's figures by policy.
-        score_metric, score_policy: what the score is (checkpoints.run_folder.score).
+        score: of that validation; None without one.
+        policies: figures of that validation by policy.
+        error: the reason of a failure, if known.
+        score_metric, score_policy: definition of the score (checkpoints.run_folder.score).
     """
 
     folder: Path
@@ -58,51 +59,51 @@ class RunFacts:
     score_policy: str | None = None
 
 
-def read_run(folder: Path, chosen: ScoreConfig | None = None) -> RunFacts:
-    """The facts of a run folder.
+def read_run(folder: Path, chosen: ScoreConfig | None = None) -> RunSummary:
+    """Summarizes a run folder.
 
     Args:
-        chosen: what the score is; None takes the run's own.
+        chosen: definition of the score; None = that of the run.
 
     Raises:
         ConfigError: `folder` is not a run.
         ValueError: its config.yaml or a report cannot be parsed.
     """
     if not is_run(folder):
-        raise ConfigError(f"{folder}: is no run ({run_folder.CONFIG} is missing); give folders that sage-train made")
+        raise ConfigError(f"{folder}: not a run folder ({run_folder.CONFIG} is missing); give folders written by sage-train")
     config = run_folder.read_run_config(folder)
     metrics = run_folder.read_metrics(folder / run_folder.METRICS)
     metric, policy = (str(chosen.metric), chosen.policy) if chosen else run_folder.score_settings(config)
-    facts = RunFacts(folder=folder, config=dotted_keys(config), score_metric=metric, score_policy=policy)
+    summary = RunSummary(folder=folder, config=dotted_keys(config), score_metric=metric, score_policy=policy)
     if metrics:
-        facts.steps, facts.loss = metrics[-1]["step"], metrics[-1].get("loss")
+        summary.steps, summary.loss = metrics[-1]["step"], metrics[-1].get("loss")
     for step, report in run_folder.read_reports(folder):
         score = run_folder.score(report, metric, policy)
-        if facts.best_step is None or (score is not None and (facts.score is None or score > facts.score)):
-            facts.best_step, facts.score = step, score
-            facts.policies = {
+        if summary.best_step is None or (score is not None and (summary.score is None or score > summary.score)):
+            summary.best_step, summary.score = step, score
+            summary.policies = {
                 name: {figure: part[figure] for figure in FIGURES if figure in part}
                 for name, part in report["policies"].items()
             }
-    return facts
+    return summary
 
 
-def changed_keys(runs: Sequence[RunFacts]) -> list[str]:
-    """The dotted keys in which the runs differ, in the configuration's order; what follows from another key is left out."""
+def changed_keys(runs: Sequence[RunSummary]) -> list[str]:
+    """Returns the dotted keys in which the runs differ, in the order of the configuration, without derived keys."""
     known = [run.config for run in runs if run.config]
     keys = list(dict.fromkeys(key for config in known for key in config))
     differing = [key for key in keys if len({json.dumps(config.get(key), default=str) for config in known}) > 1]
-    told = [key for key in differing if not key.startswith(UNTOLD)]
-    if "target.dtype" in told and "train.precision" in told:
-        told.remove("train.precision")
-    return told
+    changed = [key for key in differing if not key.startswith(IGNORED_KEYS)]
+    if "target.dtype" in changed and "train.precision" in changed:
+        changed.remove("train.precision")
+    return changed
 
 
-def compare(runs: Sequence[RunFacts], out: Path) -> dict[str, Any]:
-    """Writes compare.json, compare.md and, where anything was measured, compare.png into `out`.
+def compare(runs: Sequence[RunSummary], out: Path) -> str:
+    """Writes compare.json, compare.md and, if any run was validated, compare.png into `out`.
 
     Returns:
-        the content of compare.json, with the table as text under "table" and the page's path under "path".
+        the text to print: the table and the path of compare.md.
     """
     from train.report import style
     from train.report.compare_plots import draw_comparison
@@ -110,21 +111,21 @@ def compare(runs: Sequence[RunFacts], out: Path) -> dict[str, Any]:
     ranked = sorted(runs, key=lambda run: (run.score is None, -(run.score or 0.0), str(run.folder)))
     content = describe(ranked)
     out.mkdir(parents=True, exist_ok=True)
-    picture = None
-    with style.look():
-        made = draw_comparison(content)
-        if made is not None:
-            picture = f"{STEM}.png"
-            style.save(made, out / picture)
+    plot = None
+    with style.rc_context():
+        figure = draw_comparison(content)
+        if figure is not None:
+            plot = f"{STEM}.png"
+            style.save(figure, out / plot)
     write_text(out / f"{STEM}.json", json.dumps(content, indent=2, default=str) + "\n")
-    write_text(out / f"{STEM}.md", page(content, picture))
-    return content | {"table": table(content), "path": str(out / f"{STEM}.md")}
+    write_text(out / f"{STEM}.md", page(content, plot))
+    return f"{table(content)}\ncomparison: {out / f'{STEM}.md'}"
 
 
-def describe(runs: Sequence[RunFacts]) -> dict[str, Any]:
-    """The comparison as plain data, runs in the order given."""
+def describe(runs: Sequence[RunSummary]) -> dict[str, Any]:
+    """Returns the content of compare.json, runs in the given order."""
     changed = changed_keys(runs)
-    names = labels([run.folder for run in runs])
+    names = short_names([run.folder for run in runs])
     return {
         "schema": SCHEMA,
         "changed": changed,
@@ -146,35 +147,37 @@ def describe(runs: Sequence[RunFacts]) -> dict[str, Any]:
     }
 
 
-def _scored_by(run: RunFacts) -> str | None:
+def _scored_by(run: RunSummary) -> str | None:
     policy = run_folder.score_policy(run.policies, run.score_policy)
     return None if policy is None else f"{run.score_metric} of {policy}"
 
 
-def labels(folders: Sequence[Path]) -> list[str]:
-    """Folder names without what all of them share."""
+def short_names(folders: Sequence[Path]) -> list[str]:
+    """Returns the folders relative to their common parent."""
     if len(folders) == 1:
         return [folders[0].name]
     shared = os.path.commonpath([folder.absolute() for folder in folders])
     return [os.path.relpath(folder.absolute(), shared) for folder in folders]
 
 
-# -- as a command, and as a sweep's end ------------------------------------------------------------------------------------
+# -- command line and sweeps -----------------------------------------------------------------------------------------------
 
 
-def find_runs(words: Iterable[str]) -> list[Path]:
-    """Run folders by path, by pattern, or all those in a folder that is none itself.
+def find_runs(patterns: Iterable[str]) -> list[Path]:
+    """Returns the run folders of paths, glob patterns, and folders that contain runs.
 
     Raises:
-        ConfigError: a word that names no run.
+        ConfigError: one of them contains no run.
     """
     found: dict[Path, None] = {}
-    for word in words:
-        is_pattern = glob.has_magic(word) and not Path(word).exists()
-        paths = sorted(Path(name) for name in glob.glob(word)) if is_pattern else [Path(word).expanduser()]
+    for pattern in patterns:
+        is_glob = glob.has_magic(pattern) and not Path(pattern).exists()
+        paths = sorted(Path(name) for name in glob.glob(pattern)) if is_glob else [Path(pattern).expanduser()]
         inside = [run for path in paths for run in _runs_in(path)]
         if not inside:
-            raise ConfigError(f"{word}: no run there ({run_folder.CONFIG} is missing); give folders that sage-train made")
+            raise ConfigError(
+                f"{pattern}: no run folder found ({run_folder.CONFIG} is missing); give folders written by sage-train"
+            )
         found |= dict.fromkeys(inside)
     return list(found)
 
@@ -182,11 +185,11 @@ def find_runs(words: Iterable[str]) -> list[Path]:
 def _runs_in(path: Path) -> list[Path]:
     if is_run(path):
         return [path]
-    return sorted(mark.parent for mark in path.glob(f"*/{run_folder.CONFIG}"))
+    return sorted(folder for folder in path.glob("*") if is_run(folder))
 
 
-def home_of(folders: Sequence[Path]) -> Path:
-    """Where a comparison of these runs goes: the folder they lie in; one of its own where they lie in several."""
+def output_folder(folders: Sequence[Path]) -> Path:
+    """Returns the folder that contains the runs; a folder named after all of them if they are in several."""
     parents = list(dict.fromkeys(folder.absolute().parent for folder in folders))
     if len(parents) == 1:
         return parents[0]
@@ -194,43 +197,41 @@ def home_of(folders: Sequence[Path]) -> Path:
     return shared / "+".join("-".join(parent.relative_to(shared).parts) or shared.name for parent in parents)
 
 
-def run_command(words: Sequence[str]) -> str:
-    """`sage-validate --compare RUN ... [--out DIR]`; returns what to print.
+def run_command(arguments: Sequence[str]) -> str:
+    """Implements `sage-validate --compare RUN ... [--out DIR]`; returns the text to print.
 
     Raises:
-        ConfigError: a word that names no run, or only one run.
+        ConfigError: an argument contains no run.
     """
-    parser = argparse.ArgumentParser(prog="sage-validate --compare", description="Compares finished runs, side by side.")
+    parser = argparse.ArgumentParser(prog="sage-validate --compare", description="Compares finished runs.")
     parser.add_argument("runs", metavar="RUN", nargs="+", help="run folders, patterns, or folders of runs")
-    parser.add_argument("--out", metavar="DIR", help="where to write; default: beside the runs")
-    args = parser.parse_args(words)
+    parser.add_argument("--out", metavar="DIR", help="output folder; default: that of the runs")
+    args = parser.parse_args(arguments)
     folders = find_runs(args.runs)
-    made = compare([read_run(folder) for folder in folders], Path(args.out) if args.out else home_of(folders))
-    return f"{made['table']}\ncomparison: {made['path']}"
+    return compare([read_run(folder) for folder in folders], Path(args.out) if args.out else output_folder(folders))
 
 
 class SweepComparison:
-    """What sage-train adds to a sweep: the run's best score for sweepers, one comparison at the end."""
+    """The score of a run for sweepers, and the comparison at the end of a sweep."""
 
     def score(self, config: Config) -> float | None:
-        """The best score among the run's validations; None for a plan, which leaves no run."""
+        """Returns the best score among the validations of a run; None for a plan, which writes no run."""
         return None if config.launch.plan else read_run(Path(config.run.dir), config.score).score
 
     def compare(self, jobs: Sequence[Job]) -> None:
-        """Prints and writes the comparison of all jobs that left a run; a lone job needs none."""
-        runs = [facts for job in jobs if (facts := _facts_of(job)) is not None]
+        """Prints and writes the comparison of all jobs with a run folder; nothing for a single job."""
+        runs = [summary for job in jobs if (summary := _summary_of(job)) is not None]
         if len(jobs) < 2 or not any(run.config for run in runs):
             return
-        made = compare(runs, home_of([run.folder for run in runs]))
-        print(f"{made['table']}\ncomparison: {made['path']}")
+        print(compare(runs, output_folder([run.folder for run in runs])))
 
 
-def _facts_of(job: Job) -> RunFacts | None:
-    """A job's run, or that it failed; None if it did not even get to a folder's name."""
+def _summary_of(job: Job) -> RunSummary | None:
+    """Returns the run of a job, or its error; None if the job failed before its folder was known."""
     if job.dir is None:
         return None
     folder = Path(job.dir)
-    facts = read_run(folder) if is_run(folder) else RunFacts(folder=folder)
+    summary = read_run(folder) if is_run(folder) else RunSummary(folder=folder)
     if job.code:
-        facts.error = f"exit {job.code}: {job.error}"
-    return facts
+        summary.error = f"exit {job.code}: {job.error}"
+    return summary

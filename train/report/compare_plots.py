@@ -1,4 +1,4 @@
-"""The picture of a comparison: a row per run, a dot per policy, tokens per target pass beside speedup."""
+"""The plot of a comparison: a row per run, a dot per policy; tokens per target pass and speedup."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from matplotlib.figure import Figure
 from train.report import style
 from train.report.compare_table import drafting_policies
 
-PANELS = (("tokens_per_target_pass", "tokens per target pass"), ("speedup", "speedup, decode only"))
-MOST_ROWS = 40
+PANELS = (("tokens_per_target_pass", "tokens per target pass"), ("speedup", "speedup, decoding only"))
+MAX_ROWS = 40
 LABEL_CHARACTERS = 34
 
 
 def draw_comparison(content: dict[str, Any]) -> Figure | None:
-    """The best run on top; None where nothing that drafts was measured."""
-    runs = [run for run in content["runs"] if run["policies"]][:MOST_ROWS]
+    """Draws the runs, the best on top; None if no drafting policy was measured."""
+    runs = [run for run in content["runs"] if run["policies"]][:MAX_ROWS]
     policies = drafting_policies(content)
     if not runs or not policies:
         return None
     left_out = len(content["runs"]) - len(runs)
-    below = f"{len(runs)} runs, the best on top" + (f"; {left_out} not shown" if left_out else "")
-    made = style.figure(1.55 + 0.34 * len(runs), "Runs compared", below)
+    subtitle = "the best run on top" + (f"; {left_out} not shown" if left_out else "")
+    made = style.figure(1.55 + 0.34 * len(runs), "Comparison of runs", subtitle)
     panels = made.subplots(1, len(PANELS), sharey=True)
     for axes, (figure, title) in zip(panels, PANELS, strict=True):
         _dots(axes, runs, policies, figure)
@@ -42,12 +42,12 @@ def _dots(axes: Axes, runs: list[dict[str, Any]], policies: list[str], figure: s
     for name in policies:
         known = [place for place, run in enumerate(runs) if name in run["policies"]]
         values = [runs[place]["policies"][name][figure] for place in known]
-        axes.scatter(values, known, s=36, color=style.colour(name, policies), label=name, zorder=2)
-    style.quiet(axes, "x")
+        axes.scatter(values, known, s=36, color=style.policy_color(name, policies), label=name, zorder=2)
+    style.despine(axes, "x")
 
 
 def label_of(run: dict[str, Any], changed: list[str]) -> str:
-    """`lr 0.0003, feature_weight 2`, or the folder's name where nothing differs."""
+    """Returns `lr 0.0003, feature_weight 2`, or the name of the folder if nothing differs."""
     parts = [f"{key.rpartition('.')[2]} {_plain(run['changed'][key])}" for key in changed if key in run["changed"]]
     text = ", ".join(parts)
     return text if parts and len(text) <= LABEL_CHARACTERS else run["run"]
@@ -58,5 +58,5 @@ def _plain(value: Any) -> str:
 
 
 def shorten(text: str) -> str:
-    """At most `LABEL_CHARACTERS`, the end kept: that is where folder names differ."""
+    """Truncates to `LABEL_CHARACTERS` at the front, since folder names differ at the end."""
     return text if len(text) <= LABEL_CHARACTERS else "..." + text[3 - LABEL_CHARACTERS :]

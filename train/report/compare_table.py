@@ -1,20 +1,18 @@
-"""A comparison as a table: for a terminal, and as the page `compare.md`.
-
-`content` is what `train.report.compare.describe` answers.
-"""
+"""A comparison as a text table and as the page compare.md. `content` is that of compare.json (train.report.compare)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from sage.bench.tables import RULE, markdown_table, text_table
 from sage.trees.names import AUTOREGRESSIVE
 
 BEST_MARK = "*"
 
 
 def cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Head and rows: a run, what was changed, steps, then tokens per pass and speedup of each drafting policy, identical."""
+    """Returns head and rows: run, changed keys, steps, loss, tokens per pass and speedup of each policy, identical outputs."""
     runs, changed = content["runs"], content["changed"]
     policies = drafting_policies(content)
     short = _short(changed)
@@ -33,13 +31,13 @@ def cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def drafting_policies(content: dict[str, Any]) -> list[str]:
-    """Every policy that drafts and was measured in any run."""
+    """Returns every drafting policy that was measured in any run."""
     names = dict.fromkeys(name for run in content["runs"] for name in run["policies"])
     return [name for name in names if name != AUTOREGRESSIVE]
 
 
 def _short(keys: Sequence[str]) -> list[str]:
-    """The last part of each dotted key, as long as they differ in it."""
+    """Returns the last part of each dotted key, or the complete key if the last part is ambiguous."""
     last = [key.rpartition(".")[2] for key in keys]
     return [name if last.count(name) == 1 else key for name, key in zip(last, keys, strict=True)]
 
@@ -54,7 +52,7 @@ def _figure(run: dict[str, Any], policy: str, figure: str, form: str) -> str:
 
 
 def _identical(run: dict[str, Any]) -> str:
-    """Outputs that are the target's own, over all drafting policies; or why nothing was measured."""
+    """Returns identical outputs over all drafting policies, or the reason why nothing was measured."""
     parts = [part for name, part in run["policies"].items() if name != AUTOREGRESSIVE]
     if not parts:
         return run["error"] or "not validated"
@@ -62,28 +60,24 @@ def _identical(run: dict[str, Any]) -> str:
 
 
 def table(content: dict[str, Any]) -> str:
-    """For a terminal."""
+    """Returns the comparison for a terminal."""
     head, rows = cells(content)
-    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]]
-    rule = "-" * max(len(line) for line in lines)
-    return "\n".join([lines[0], rule, *lines[1:], rule, legend(content)])
+    return f"{text_table(head, [*rows, RULE], '<')}\n{legend(content)}"
 
 
 def legend(content: dict[str, Any]) -> str:
-    """What the marks mean."""
+    """Returns the explanation of marks and columns."""
     scored = next((run["scored_by"] for run in content["runs"] if run["scored_by"]), None)
     by = f"{BEST_MARK} best by {scored}. " if scored else ""
-    return f"{by}steps: of the best validation / trained; identical: outputs that are the target's own."
+    return f"{by}steps: best validation / trained; identical: outputs identical to the target's."
 
 
-def page(content: dict[str, Any], picture: str | None) -> str:
-    """compare.md."""
+def page(content: dict[str, Any], plot: str | None) -> str:
+    """Returns the content of compare.md."""
     head, rows = cells(content)
-    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in [head, ["---"] * len(head), *rows]]
-    parts = [f"# {len(rows)} runs compared", "\n".join(lines), legend(content)]
-    if picture:
-        parts.append(f"![Tokens per target pass and speedup of every run]({picture})")
+    parts = [f"# Comparison of {len(rows)} runs", markdown_table(head, rows, "<"), legend(content)]
+    if plot:
+        parts.append(f"![Tokens per target pass and speedup of every run]({plot})")
     if any(part["error"] for part in content["runs"]):
         parts.append("\n".join(f"* `{run['run']}`: {run['error']}" for run in content["runs"] if run["error"]))
     return "\n\n".join(parts) + "\n"

@@ -1,94 +1,175 @@
-"""One generation, round by round: the draft's confidence alpha above, the tree's depth and width beneath."""
+"""Plots of one generation, round by round: confidence, depth and nodes of every tree, and the prices of `cost_aware`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from sage.trees.names import AUTOREGRESSIVE
 from train.report import style
 
+Log = Sequence[Mapping[str, Any]]  # `rounds_log` of a generation
 PREFERRED = ("sage", "cost_aware", "eagle2", "ddd", "talon", "spec_llava", "static", "chain")
+BAR_WIDTH = 0.84
+BELOW_COST, UNUSED, USED = "not expanded: gain below cost", "expanded, no node verified", "expanded"
 
 
 def draw_generation(report: Mapping[str, Any]) -> Figure | None:
-    """The longest generation of `sage`, or of the most adaptive policy that was measured; None without any rounds."""
+    """Draws the longest generation of `sage`, or else of the most adaptive measured policy; None without any rounds."""
     name = choose_policy(report)
     if name is None:
         return None
-    example = report["policies"][name]["example"]
-    log = example["rounds_log"]
+    log, color = _log(report, name), style.policy_color(name, report["policies"])
     has_alpha = any("alpha" in entry for entry in log)
-    made = style.figure(
-        5.0 if has_alpha else 3.6,
-        f"One generation, round by round: {name}",
-        f"prompt {example['prompt']}, {len(log)} rounds, {sum(e['accepted'] for e in log)} drafted tokens accepted",
-    )
+    made = style.figure(5.0 if has_alpha else 3.6, f"One generation of {name}, round by round", _subtitle(report, name))
     ratios = [0.9, 1.15, 0.9] if has_alpha else [1.15, 0.9]
     panels = list(made.subplots(len(ratios), 1, sharex=True, height_ratios=ratios))
     if has_alpha:
-        _alpha(panels.pop(0), log, style.colour(name, report["policies"]))
-    _depth(panels[0], log, style.colour(name, report["policies"]))
-    _width(panels[1], log, style.colour(name, report["policies"]))
-    panels[1].set_xlabel("round")
-    panels[1].xaxis.set_major_locator(MaxNLocator(integer=True))
-    panels[1].set_xlim(0.4, len(log) + 0.6)
-    made.align_ylabels()
+        _alpha(panels[0], log, color)
+    _planned_depth(panels[-2], log, color)
+    _nodes_and_width(panels[-1], log, color)
+    _share_rounds(made, panels, log)
+    return made
+
+
+def draw_pricing(report: Mapping[str, Any]) -> Figure | None:
+    """Draws the longest generation of the first policy that weighs gain against cost; None if there is none."""
+    name = next((name for name in report["policies"] if "price" in next(iter(_log(report, name)), {})), None)
+    if name is None:
+        return None
+    log, color = _log(report, name), style.policy_color(name, report["policies"])
+    made = style.figure(6.4, f"Expected gain and cost of every tree: {name}", _subtitle(report, name))
+    panels = list(made.subplots(4, 1, sharex=True, height_ratios=[0.8, 1.1, 0.9, 1.1]))
+    _price(panels[0], log, color)
+    _expected_depth(panels[1], log, color)
+    _nodes(panels[2], log)
+    _last_level(panels[3], log, color)
+    _share_rounds(made, panels, log)
     return made
 
 
 def choose_policy(report: Mapping[str, Any]) -> str | None:
-    """The policy whose trees are most worth showing, among those with a round log."""
-    logged = [name for name, part in report["policies"].items() if part["example"]["rounds_log"] and name != "autoregressive"]
+    """Returns the policy whose trees vary most from round to round, among those with a round log."""
+    logged = [name for name in report["policies"] if name != AUTOREGRESSIVE and _log(report, name)]
     known = [name for name in PREFERRED if name in logged]
     return next(iter(known or logged), None)
 
 
-def _alpha(axes: Axes, log: list[dict[str, Any]], shade: str) -> None:
-    rounds = [index for index, entry in enumerate(log, start=1) if "alpha" in entry]
-    values = [entry["alpha"] for entry in log if "alpha" in entry]
-    axes.fill_between(rounds, values, color=shade, alpha=0.14, linewidth=0)
-    axes.plot(rounds, values, color=shade, linewidth=1.8, marker="o", markersize=3.2)
+def _log(report: Mapping[str, Any], name: str) -> Log:
+    log: Log = report["policies"][name]["example"]["rounds_log"]
+    return log
+
+
+def _subtitle(report: Mapping[str, Any], name: str) -> str:
+    log = _log(report, name)
+    prompt = report["policies"][name]["example"]["prompt"]
+    return f"prompt {prompt}, {len(log)} rounds, {sum(entry['accepted'] for entry in log)} drafted tokens accepted"
+
+
+def _rounds(log: Log) -> list[int]:
+    return list(range(1, len(log) + 1))
+
+
+def _share_rounds(made: Figure, panels: Sequence[Axes], log: Log) -> None:
+    panels[-1].set_xlabel("round")
+    panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+    panels[-1].set_xlim(0.4, len(log) + 0.6)
+    made.align_ylabels()
+
+
+def _bars(axes: Axes, log: Log, series: Sequence[tuple[str, str, str]]) -> float:
+    """Draws (key, color, label) as bars in front of each other, and returns the highest value."""
+    for key, color, label in series:
+        axes.bar(_rounds(log), [entry[key] for entry in log], width=BAR_WIDTH, color=color, label=label)
+    style.despine(axes)
+    return float(max(entry[key] for entry in log for key, _, _ in series))
+
+
+def _marks(axes: Axes, points: Sequence[tuple[int, float]], label: str) -> None:
+    """Draws a short horizontal line over each bar."""
+    rounds, values = [number for number, _ in points], [value for _, value in points]
+    left, right = [number - BAR_WIDTH / 2 for number in rounds], [number + BAR_WIDTH / 2 for number in rounds]
+    axes.hlines(values, left, right, color=style.INK, linewidth=1.4, label=label)
+
+
+def _alpha(axes: Axes, log: Log, color: str) -> None:
+    points = [(number, entry["alpha"]) for number, entry in enumerate(log, start=1) if "alpha" in entry]
+    rounds, values = [number for number, _ in points], [value for _, value in points]
+    axes.fill_between(rounds, values, color=color, alpha=0.14, linewidth=0)
+    axes.plot(rounds, values, color=color, linewidth=1.8, marker="o", markersize=3.2)
     axes.set_ylim(0, 1.05)
     axes.set_ylabel("confidence\nalpha")
-    style.quiet(axes)
+    style.despine(axes)
 
 
-def _depth(axes: Axes, log: list[dict[str, Any]], shade: str) -> None:
-    rounds = range(1, len(log) + 1)
-    axes.bar(rounds, [entry["depth"] for entry in log], width=0.84, color=style.GRID, label="levels drafted")
-    axes.bar(rounds, [entry["accepted"] for entry in log], width=0.84, color=shade, label="tokens accepted")
-    planned = [(index, entry["planned_depth"]) for index, entry in enumerate(log, start=1) if "planned_depth" in entry]
+def _planned_depth(axes: Axes, log: Log, color: str) -> None:
+    highest = _bars(axes, log, (("depth", style.GRID, "levels drafted"), ("accepted", color, "tokens accepted")))
+    planned = [(number, entry["planned_depth"]) for number, entry in enumerate(log, start=1) if "planned_depth" in entry]
     if planned:
-        middle = [index for index, _ in planned]
-        axes.hlines([depth for _, depth in planned], [m - 0.42 for m in middle], [m + 0.42 for m in middle],
-                    color=style.INK, linewidth=1.4, label="planned depth")  # fmt: skip
+        _marks(axes, planned, "planned depth")
     axes.set_ylabel("depth")
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
-    deepest = max(max(entry.get("planned_depth", 0), entry["depth"]) for entry in log)
-    axes.set_ylim(0, 1.32 * max(deepest, 1))
-    axes.set_yticks([tick for tick in axes.get_yticks() if 0 <= tick <= deepest])  # none behind the legend
-    axes.legend(loc="upper right", ncols=3, handlelength=1.0, borderaxespad=0.1)
-    style.quiet(axes)
+    style.legend_above(axes, max(highest, *(depth for _, depth in planned), 0), columns=3)
 
 
-def _width(axes: Axes, log: list[dict[str, Any]], shade: str) -> None:
-    rounds = list(range(1, len(log) + 1))
-    axes.bar(rounds, [entry["nodes"] for entry in log], width=0.84, color=style.BAND)
+def _nodes_and_width(axes: Axes, log: Log, color: str) -> None:
+    _bars(axes, log, (("nodes", style.BAND, "nodes verified"),))
     axes.set_ylabel("nodes\nverified")
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
-    style.quiet(axes)
-    wide = [(index, entry["width"]) for index, entry in enumerate(log, start=1) if "width" in entry]
-    if not wide:
+    points = [(number, entry["width"]) for number, entry in enumerate(log, start=1) if "width" in entry]
+    if not points:
         return
-    twin = axes.twinx()
-    twin.plot([index for index, _ in wide], [width for _, width in wide], color=shade, linewidth=1.8, drawstyle="steps-mid")
-    twin.set_ylim(0, 1.15 * max(width for _, width in wide))
-    twin.set_ylabel("planned width", color=shade)
+    widths = [width for _, width in points]
+    twin = style.twin_axis(axes)
+    twin.plot([number for number, _ in points], widths, color=color, linewidth=1.8, drawstyle="steps-mid")
+    twin.set_ylim(0, 1.15 * max(widths))
+    twin.set_ylabel("planned width", color=color)
     twin.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
-    twin.tick_params(length=0)
-    for side in ("top", "right", "left"):
-        twin.spines[side].set_visible(False)
+
+
+def _price(axes: Axes, log: Log, color: str) -> None:
+    prices = [entry["price"] for entry in log]
+    axes.plot(_rounds(log), prices, color=color, linewidth=1.8, marker="o", markersize=3.2)
+    axes.set_ylim(0, 1.2 * max(prices))
+    axes.set_ylabel("price of time\ntokens/s")
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=4))
+    style.despine(axes)
+
+
+def _expected_depth(axes: Axes, log: Log, color: str) -> None:
+    series = (("levels", style.GRID, "levels drafted"), ("depth", style.BAND, "verified"), ("accepted", color, "accepted"))
+    highest = _bars(axes, log, series)
+    _marks(axes, [(number, entry["expected"]) for number, entry in enumerate(log, start=1)], "expected to be accepted")
+    axes.set_ylabel("depth")
+    style.legend_above(axes, highest, columns=4)
+
+
+def _nodes(axes: Axes, log: Log) -> None:
+    highest = _bars(axes, log, (("drafted", style.GRID, "nodes drafted"), ("nodes", style.BAND, "verified")))
+    axes.set_ylabel("nodes")
+    style.legend_above(axes, highest, columns=2)
+
+
+def _outcome(entry: Mapping[str, Any]) -> str:
+    """Returns the outcome of the last level that was considered."""
+    if entry["gain"] <= entry["level_cost"]:
+        return BELOW_COST
+    return UNUSED if entry["expanded"] > entry["levels"] else USED
+
+
+def _last_level(axes: Axes, log: Log, color: str) -> None:
+    """Draws expected gain and cost of the last level that was considered in each round."""
+    gains, costs = [entry["gain"] for entry in log], [entry["level_cost"] for entry in log]
+    axes.vlines(_rounds(log), costs, gains, color=style.GRID, linewidth=2.5, zorder=1)
+    axes.scatter(_rounds(log), costs, marker="_", s=90, color=style.INK, linewidths=1.8, label="cost", zorder=2)
+    for face, label in (("white", BELOW_COST), (style.BAND, UNUSED), (color, USED)):
+        rounds = [number for number, entry in enumerate(log, start=1) if _outcome(entry) == label]
+        own = [log[number - 1]["gain"] for number in rounds]
+        axes.scatter(rounds, own, s=30, c=face, edgecolors=color, linewidths=1.4, label=label, zorder=3)
+    axes.set_ylim(0, 1.6 * max(*gains, *costs, 0.1))
+    axes.set_ylabel("gain of the\nlast level\ntokens")
+    axes.legend(loc="upper right", ncols=4, handlelength=1.0, borderaxespad=0.1, columnspacing=1.0, fontsize=8.5)
+    style.despine(axes)

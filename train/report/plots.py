@@ -1,4 +1,8 @@
-"""The plots of a report, each from the dictionary alone. One function per picture; `write_plots` draws those that apply."""
+"""The plots of a validation report, drawn from `report.json` alone.
+
+Owns: plots over all policies, and the list of all plots. Does not own: plots of a single generation (train.report.generation),
+reliability diagrams (train.report.calibration).
+"""
 
 from __future__ import annotations
 
@@ -12,27 +16,26 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from train.report import style
 from train.report.calibration import draw_calibration
-from train.report.generation import draw_generation
-from train.report.pricing import draw_pricing
+from train.report.generation import draw_generation, draw_pricing
 
 Report = Mapping[str, Any]
-MOST_COLUMNS = 4
-FEW_ROUNDS = 10  # a share of fewer rounds is drawn hollow: it is mostly noise
+MAX_COLUMNS = 4
+MIN_ROUNDS = 10  # shares of fewer rounds are mostly noise and drawn hollow
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A written picture: its file name beside the report, and the sentence that goes with it."""
+    """A plot: its file name beside the report, and its caption."""
 
     file: str
     caption: str
 
 
 def write_plots(report: Report, directory: Path) -> list[Plot]:
-    """Draw every plot that has data and write it as a PNG into `directory`; returns them in reading order."""
+    """Writes every plot with data as a PNG into `directory`; returns them in reading order."""
     written = []
     for file, caption, draw in PLOTS:
-        with style.look():
+        with style.rc_context():
             made = draw(report)
             if made is not None:
                 style.save(made, directory / file)
@@ -41,18 +44,18 @@ def write_plots(report: Report, directory: Path) -> list[Plot]:
 
 
 def draw_speed(report: Report) -> Figure | None:
-    """Decode speedup by policy with 95% intervals, other decoders below in grey, the baseline as a line at 1."""
-    rows = [(name, section, style.colour(name, report["policies"])) for name, section in report["policies"].items()]
+    """Draws the decoding speedup of policies and baselines with 95% intervals."""
+    rows = [(name, section, style.policy_color(name, report["policies"])) for name, section in report["policies"].items()]
     rows += [(name, part, style.BAND) for name, part in report["baselines"].items() if name not in report["policies"]]
     made = style.figure(
         1.25 + 0.38 * len(rows),
         f"Decoding speed: {report['target']}",
-        f"times the fastest autoregressive baseline ({report['fastest_baseline']}), decode only, 95% interval over prompts",
+        f"speedup over the fastest autoregressive baseline ({report['fastest_baseline']}), decoding only; 95% intervals",
     )
     axes = made.subplots()
     right = max(1.0, *(part.get("speedup_ci", [0, part["speedup"]])[1] for _, part, _ in rows))
-    for place, (_, part, shade) in enumerate(rows):
-        axes.barh(place, part["speedup"], height=0.62, color=shade)
+    for place, (_, part, color) in enumerate(rows):
+        axes.barh(place, part["speedup"], height=0.62, color=color)
         _whisker(axes, place, part)
         _beside(axes, place, 46, f"{part['speedup']:.2f}x", fontweight="bold")
         _beside(axes, place, 118, f"{part['tokens_per_s']:.0f} tokens/s", color=style.FAINT)
@@ -60,44 +63,44 @@ def draw_speed(report: Report) -> Figure | None:
     axes.set_yticks(range(len(rows)), [name for name, _, _ in rows])
     axes.set_xlim(0, right * 1.04)
     axes.invert_yaxis()
-    style.quiet(axes, "x")
+    style.despine(axes, "x")
     return made
 
 
 def draw_acceptance(report: Report) -> Figure | None:
-    """Conditional acceptance at each draft position, a line per policy."""
+    """Draws the conditional acceptance rate at each draft position."""
     curves = {name: part["acceptance_by_depth"] for name, part in report["policies"].items() if part["acceptance_by_depth"]}
     if not curves:
         return None
     made = style.figure(
         3.9,
-        "Acceptance by draft position",
-        f"share of rounds that keep the token at this depth, given all before it (hollow: under {FEW_ROUNDS} rounds)",
+        "Acceptance rate by draft position",
+        f"share of rounds that accept the token at this depth, given all tokens before it (hollow: under {MIN_ROUNDS} rounds)",
     )
     axes = made.subplots()
     for name, levels in curves.items():
-        shade = style.colour(name, report["policies"])
+        color = style.policy_color(name, report["policies"])
         depths, shares = [level["depth"] for level in levels], [level["kept"] / level["tried"] for level in levels]
-        axes.plot(depths, shares, color=shade, linewidth=2.0, label=name, zorder=2)
-        faces = [shade if level["tried"] >= FEW_ROUNDS else "white" for level in levels]
-        axes.scatter(depths, shares, s=30, c=faces, edgecolors=shade, linewidths=1.5, zorder=3)
+        axes.plot(depths, shares, color=color, linewidth=2.0, label=name, zorder=2)
+        faces = [color if level["tried"] >= MIN_ROUNDS else "white" for level in levels]
+        axes.scatter(depths, shares, s=30, c=faces, edgecolors=color, linewidths=1.5, zorder=3)
     axes.set_xlabel("draft position")
     axes.set_ylim(0, 1.04)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), handlelength=1.4)
-    style.quiet(axes)
+    style.despine(axes)
     return made
 
 
 def draw_time(report: Report) -> Figure | None:
-    """Where a token's decoding time goes, stacked by stage, a bar per policy."""
+    """Draws the decoding time per token, stacked by stage."""
     policies = report["policies"]
-    stages = [stage for stage in style.STAGE_COLOURS if any(part["time_s"].get(stage, 0) > 0 for part in policies.values())]
+    stages = [stage for stage in style.STAGE_COLORS if any(part["time_s"].get(stage, 0) > 0 for part in policies.values())]
     if not stages:
         return None
     made = style.figure(
-        1.75 + 0.38 * len(policies), "Where the time goes", "milliseconds per generated token, after the target's prefill"
+        1.75 + 0.38 * len(policies), "Decoding time by stage", "milliseconds per generated token, after the target's prefill"
     )
     axes = made.subplots()
     longest = 0.0
@@ -106,7 +109,7 @@ def draw_time(report: Report) -> Figure | None:
         for stage in stages:
             width = 1e3 * part["time_s"].get(stage, 0.0) / max(part["tokens"], 1)
             label = style.STAGE_NAMES[stage] if place == 0 else None
-            axes.barh(place, width, left=left, height=0.62, color=style.STAGE_COLOURS[stage], label=label)
+            axes.barh(place, width, left=left, height=0.62, color=style.STAGE_COLORS[stage], label=label)
             left += width
         axes.text(left, place, f"  {left:.2f} ms", va="center", fontsize=9.5)
         longest = max(longest, left)
@@ -114,21 +117,19 @@ def draw_time(report: Report) -> Figure | None:
     axes.set_xlim(0, longest * 1.16)
     axes.invert_yaxis()
     made.legend(loc="outside lower center", ncols=4, handlelength=1.0)
-    style.quiet(axes, "x")
+    style.despine(axes, "x")
     return made
 
 
 def draw_accepted(report: Report) -> Figure | None:
-    """How many drafted tokens a round keeps: a small histogram per policy, the mean as a line."""
+    """Draws histograms of the drafted tokens accepted per round."""
     counts = {name: part["accepted_histogram"] for name, part in report["policies"].items()}
     counts = {name: bins for name, bins in counts.items() if len(bins) > 1}
     if not counts:
         return None
-    rows = -(-len(counts) // MOST_COLUMNS)
+    rows = -(-len(counts) // MAX_COLUMNS)
     columns = -(-len(counts) // rows)
-    made = style.figure(
-        1.15 + 1.65 * rows, "Drafted tokens accepted per round", "share of rounds; the line and the number are the mean"
-    )
+    made = style.figure(1.15 + 1.65 * rows, "Drafted tokens accepted per round", "share of rounds; line and number: mean")
     grid = made.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     for place, axes in enumerate(grid.flat):
         if place >= len(counts):
@@ -136,24 +137,24 @@ def draw_accepted(report: Report) -> Figure | None:
             continue
         name = list(counts)[place]
         mean = report["policies"][name]["mean_accepted_draft"]
-        _histogram(axes, counts[name], style.colour(name, report["policies"]), mean)
+        _histogram(axes, counts[name], style.policy_color(name, report["policies"]), mean)
         axes.tick_params(labelbottom=place + columns >= len(counts))
         axes.set_title(f"{name}  {mean:.2f}", fontsize=10, loc="left")
     made.supxlabel("drafted tokens accepted", fontsize=10)
     return made
 
 
-def _histogram(axes: Any, bins: list[int], shade: str, mean: float) -> None:
+def _histogram(axes: Any, bins: list[int], color: str, mean: float) -> None:
     shares = [value / sum(bins) for value in bins]
-    axes.bar(range(len(bins)), shares, width=0.8, color=shade)
+    axes.bar(range(len(bins)), shares, width=0.8, color=color)
     axes.axvline(mean, color=style.INK, linewidth=1.2)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    style.quiet(axes)
+    style.despine(axes)
 
 
 def _beside(axes: Any, place: int, points: float, text: str, **looks: Any) -> None:
-    """Text in a column right of the axes, ending `points` from its edge."""
+    """Draws text in a column right of the axes that ends `points` from their edge."""
     axes.annotate(
         text,
         (1.0, place),
@@ -177,11 +178,23 @@ def _whisker(axes: Any, place: int, part: Mapping[str, Any]) -> None:
 
 
 PLOTS: tuple[tuple[str, str, Callable[[Report], Figure | None]], ...] = (
-    ("speed.png", "Decode-only speed against the fastest autoregressive baseline of the same run.", draw_speed),
-    ("acceptance.png", "How likely the target keeps a drafted token, by how far ahead it was drafted.", draw_acceptance),
+    ("speed.png", "Decoding speed over the fastest autoregressive baseline of the same run.", draw_speed),
+    ("acceptance.png", "Acceptance rate of drafted tokens, by draft position.", draw_acceptance),
     ("time.png", "Decoding time per token by stage.", draw_time),
-    ("accepted.png", "Drafted tokens that each round keeps.", draw_accepted),
-    ("generation.png", "The draft's confidence over one generation, and the tree that was built from it.", draw_generation),
-    ("pricing.png", "Why each tree was built: the price of time, the tree, and whether another level paid.", draw_pricing),
-    ("calibration.png", "How often the target chose what the draft proposed, by predicted chance.", draw_calibration),
+    ("accepted.png", "Drafted tokens accepted per round.", draw_accepted),
+    (
+        "generation.png",
+        "Confidence of the draft, depth and nodes of the tree, round by round.",
+        draw_generation,
+    ),
+    (
+        "pricing.png",
+        "Price of time, depth, nodes, expected gain and cost, round by round.",
+        draw_pricing,
+    ),
+    (
+        "calibration.png",
+        "Observed acceptance by predicted acceptance probability.",
+        draw_calibration,
+    ),
 )

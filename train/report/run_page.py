@@ -1,8 +1,7 @@
-"""A run in pictures: loss, agreement, tokens per target pass as estimated and as measured, learning rate, gradient, speed.
+"""`report.md` and `curves.png` of a run: training curves, and the estimated beside the measured tokens per target pass.
 
-Everything is read from the run folder, so it can be drawn again at any time: `python -m train.report.run_page runs/NAME`.
-
-Owns: `report.md` and `curves.png` of a run folder. Does not own: validations (train.report draws those).
+Everything is read from the run folder; `python -m train.report.run_page runs/NAME` draws it again. Does not own: the pages of
+single validations (train.report.page).
 """
 
 from __future__ import annotations
@@ -17,49 +16,50 @@ from typing import Any
 
 from checkpoints import run_folder
 from checkpoints.run_folder import METRICS, read_metrics, read_reports
+from sage.bench.tables import markdown_table
 from sage.cli import run as run_command
 from sage.files import write_text
 from sage.trees.names import AUTOREGRESSIVE, CHAIN
 from train.config.schema import ConfigError
 from train.report import style
-from train.report.compare import read_run
+from train.report.compare import RunSummary, read_run
 from train.report.run_plots import draw_curves
-from train.report.warnings import falls_short
+from train.report.warnings import below_estimate_warning
 
 logger = logging.getLogger(__name__)
-PAGE, PICTURE = "report.md", "curves.png"
+CURVES = "curves.png"
 ESTIMATE = "estimated_tokens_per_pass"
 
 
 def write_run_report(folder: Path) -> Path:
-    """Draws a run's curves and writes its page.
+    """Draws the curves of a run and writes its page.
 
     Returns:
-        the page's path.
+        the path of the page.
 
     Raises:
-        ConfigError: no run there, or one that has not logged a step.
+        ConfigError: `folder` is not a run, or no step was logged.
     """
     if not run_folder.is_run(folder):
-        raise ConfigError(f"{folder}: is no run ({run_folder.CONFIG} is missing); give a folder that sage-train made")
+        raise ConfigError(f"{folder}: not a run folder ({run_folder.CONFIG} is missing); give a folder written by sage-train")
     lines = read_metrics(folder / METRICS)
     if not lines:
-        raise ConfigError(f"{folder}: {METRICS} holds no step yet; train.log_every says how often one is logged")
+        raise ConfigError(f"{folder}: {METRICS} contains no step yet; steps are logged every train.log_every")
     measured = measured_against_estimate(lines, read_reports(folder))
-    with style.look():
-        style.save(draw_curves(folder.name, lines, measured), folder / PICTURE)
-    write_text(folder / PAGE, page(folder, lines, measured))
-    if measured and (doubt := _doubt(measured[-1])):
-        logger.warning("%s", doubt)
-    return folder / PAGE
+    with style.rc_context():
+        style.save(draw_curves(folder.name, lines, measured), folder / CURVES)
+    write_text(folder / run_folder.REPORT_PAGE, page(folder, lines, measured))
+    if measured and (warning := _warning(measured[-1])):
+        logger.warning("%s", warning)
+    return folder / run_folder.REPORT_PAGE
 
 
 def measured_against_estimate(
     lines: Sequence[dict[str, Any]], reports: Sequence[tuple[int, dict[str, Any]]]
 ) -> list[dict[str, Any]]:
-    """One row per validation: its step, the estimate last logged before it, and every drafting policy's figures.
+    """Returns one row per validation: its step, the last estimate logged before it, and the figures of every drafting policy.
 
-    `ratio` is what the policy `chain` was measured at, over the estimate, which simulates such chains.
+    `ratio` is tokens per target pass measured for the policy `chain`, over the estimate, which simulates such chains.
     """
     steps = [line["step"] for line in lines]
     rows = []
@@ -74,23 +74,28 @@ def measured_against_estimate(
 
 
 def page(folder: Path, lines: Sequence[dict[str, Any]], measured: Sequence[dict[str, Any]]) -> str:
-    """report.md of a run."""
-    last, facts = lines[-1], read_run(folder)
-    parts = [f"# Run `{folder.name}`", _headline(facts, last), f"![Curves of the run]({PICTURE})"]
+    """Returns the content of report.md."""
+    last, run = lines[-1], read_run(folder)
+    parts = [f"# Run `{folder.name}`", _headline(run, last), f"![Curves of the run]({CURVES})"]
     if measured:
-        parts += ["## Estimated and measured", _table(measured), _note(facts), *filter(None, map(_doubt, measured[-1:]))]
+        parts += [
+            "## Estimated and measured acceptance",
+            _table(measured),
+            _note(run),
+            *filter(None, map(_warning, measured[-1:])),
+        ]
     parts += ["## Files", _files(folder)]
     return "\n\n".join(parts) + "\n"
 
 
-def _headline(facts: Any, last: dict[str, Any]) -> str:
+def _headline(run: RunSummary, last: dict[str, Any]) -> str:
     minutes = last["time_s"] / 60
     text = f"{last['step']:,} steps, {last['tokens']:,} tokens in {minutes:.1f} minutes of training; loss {last['loss']:.4f}."
-    if facts.score is None:
+    if run.score is None:
         return text
-    named = f"{facts.score_metric} of `{run_folder.score_policy(facts.policies, facts.score_policy)}`"
-    is_kept = run_folder.draft_step(facts.folder / run_folder.BEST_DRAFT) == facts.best_step
-    return f"{text} Best {named}: **{facts.score:.2f}**, after step {facts.best_step:,}{' (`draft_best/`)' if is_kept else ''}."
+    named = f"{run.score_metric} of `{run_folder.score_policy(run.policies, run.score_policy)}`"
+    is_kept = run_folder.draft_step(run.folder / run_folder.BEST_DRAFT) == run.best_step
+    return f"{text} Best {named}: **{run.score:.2f}**, after step {run.best_step:,}{' (`draft_best/`)' if is_kept else ''}."
 
 
 def _table(measured: Sequence[dict[str, Any]]) -> str:
@@ -107,25 +112,25 @@ def _table(measured: Sequence[dict[str, Any]]) -> str:
         ]
         for row in measured
     ]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["--:"] * len(head), *rows])
+    return markdown_table(head, rows, ">")
 
 
-def _doubt(row: dict[str, Any]) -> str | None:
+def _warning(row: dict[str, Any]) -> str | None:
     chain = row["policies"].get(CHAIN, {})
-    return falls_short(row["step"], chain.get("tokens_per_target_pass"), row["estimate"])
+    return below_estimate_warning(row["step"], chain.get("tokens_per_target_pass"), row["estimate"])
 
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _note(facts: Any) -> str:
+def _note(run: RunSummary) -> str:
     from sage.trees.chain import Chain
 
-    depth = facts.config.get("decode.options.chain.depth", Chain.depth)
+    depth = run.config.get("decode.options.chain.depth", Chain.depth)
     return (
-        f"Tokens per target pass. The estimate simulates chains of {depth} drafted tokens on the training batches, from where "
-        "draft and target agree; it compares with the measured `chain`. The speedup is the best policy's, decode only."
+        f"Tokens per target pass. The estimate simulates chains of {depth} drafted tokens on the training batches, from the "
+        "agreement of draft and target; compare it with the measured `chain`. The speedup is that of the best policy, decoding only."
     )
 
 
@@ -139,13 +144,17 @@ def _files(folder: Path) -> str:
         "profile": "profiler traces",
     }
     lines = [f"* [{name}]({name}): {text}" for name, text in known.items() if (folder / name).exists()]
-    reports = [f"* [validation at step {step:,}](validation/step_{step:08d}/report.md)" for step, _ in read_reports(folder)]
+    reports = [f"* [validation at step {step:,}]({_validation_page(step)})" for step, _ in read_reports(folder)]
     return "\n".join([*lines, *reports])
 
 
+def _validation_page(step: int) -> str:
+    return str(run_folder.validation_folder("", step) / run_folder.REPORT_PAGE)
+
+
 def main() -> None:
-    """Entry point of `python -m train.report.run_page`."""
-    parser = argparse.ArgumentParser(prog="python -m train.report.run_page", description="Draws the curves of a run again.")
+    """Entry point."""
+    parser = argparse.ArgumentParser(prog="python -m train.report.run_page", description="Draws the curves of runs again.")
     parser.add_argument("runs", metavar="RUN", nargs="+", help="run folders")
     for folder in parser.parse_args().runs:
         print(f"written: {write_run_report(Path(folder))}")

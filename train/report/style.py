@@ -1,4 +1,7 @@
-"""One look for every plot: quiet axes, one colour per policy everywhere, text that survives a README's width."""
+"""The common style of all plots: one color per policy, light grid lines, font sizes that stay legible at README width.
+
+Owns: colors, matplotlib settings, the heading of a figure. Does not own: what is drawn.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,13 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 WIDTH_IN, HEADING_IN = 7.6, 0.66
 DPI = 170
 INK, FAINT, GRID, BAND = "#1f2933", "#6b7682", "#e3e7eb", "#c9d1d9"
 
-POLICY_COLOURS = {
+POLICY_COLORS = {
     "autoregressive": "#8b95a1",
     "chain": "#b9a05a",
     "static": "#c97b4a",
@@ -27,9 +31,9 @@ POLICY_COLOURS = {
     "sage": "#2f6fa7",
     "cost_aware": "#b23a6b",
 }
-SPARE_COLOURS = ("#5c6ac4", "#7d8c2f", "#a35f9c", "#3d7d6f", "#946c2b")
+SPARE_COLORS = ("#5c6ac4", "#7d8c2f", "#a35f9c", "#3d7d6f", "#946c2b")
 
-STAGE_COLOURS = {
+STAGE_COLORS = {
     "draft_prefill": "#f0c9a0",
     "draft_steps": "#d98e4a",
     "verify": "#2f6fa7",
@@ -70,22 +74,22 @@ RC = {
 
 
 @contextmanager
-def look() -> Iterator[None]:
-    """The shared settings, for the plots drawn inside; the caller's own matplotlib settings stay as they are."""
+def rc_context() -> Iterator[None]:
+    """Applies the settings to plots drawn inside; the caller's matplotlib settings are restored afterwards."""
     with matplotlib.rc_context(RC):  # type: ignore[arg-type]
         yield
 
 
-def colour(name: str, policies: Iterable[str] = ()) -> str:
-    """The colour of a policy; for a label of one's own a spare one, by its place among the labels of all `policies`."""
-    if name in POLICY_COLOURS:
-        return POLICY_COLOURS[name]
-    labels = [other for other in policies if other not in POLICY_COLOURS]
-    return SPARE_COLOURS[labels.index(name) % len(SPARE_COLOURS)] if name in labels else SPARE_COLOURS[0]
+def policy_color(name: str, names: Iterable[str] = ()) -> str:
+    """Returns the color of a policy; any other label gets a spare color by its position among the labels in `names`."""
+    if name in POLICY_COLORS:
+        return POLICY_COLORS[name]
+    labels = [other for other in names if other not in POLICY_COLORS]
+    return SPARE_COLORS[labels.index(name) % len(SPARE_COLORS)] if name in labels else SPARE_COLORS[0]
 
 
-def figure(height_in: float, heading: str, below: str) -> Figure:
-    """An empty figure of README width with a bold heading and a faint line under it.
+def figure(height_in: float, heading: str, subtitle: str) -> Figure:
+    """Returns an empty figure of README width with a bold heading and a gray subtitle.
 
     Drawn off screen without pyplot's global state; the space under the heading is laid out automatically.
     """
@@ -94,12 +98,12 @@ def figure(height_in: float, heading: str, below: str) -> Figure:
     made.set_layout_engine("constrained", rect=(0.0, 0.0, 1.0, 1.0 - HEADING_IN / height_in))
     left = 0.09 / WIDTH_IN
     made.text(left, 1 - 0.10 / height_in, heading, ha="left", va="top", fontsize=12.5, fontweight="bold")
-    made.text(left, 1 - 0.37 / height_in, below, ha="left", va="top", fontsize=9.5, color=FAINT)
+    made.text(left, 1 - 0.37 / height_in, subtitle, ha="left", va="top", fontsize=9.5, color=FAINT)
     return made
 
 
-def quiet(axes: Axes, grid: str = "y") -> None:
-    """Only the axis that is read stays; light grid lines behind the data."""
+def despine(axes: Axes, grid: str = "y") -> None:
+    """Removes all spines except that of the categories, and draws light grid lines behind the data."""
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     axes.spines["left" if grid == "x" else "bottom"].set_color(BAND)
@@ -108,8 +112,25 @@ def quiet(axes: Axes, grid: str = "y") -> None:
     axes.set_axisbelow(True)
 
 
+def twin_axis(axes: Axes) -> Axes:
+    """Returns a second y axis on the right, without spines."""
+    twin = axes.twinx()
+    twin.tick_params(length=0)
+    for side in ("top", "right", "left"):
+        twin.spines[side].set_visible(False)
+    return twin
+
+
+def legend_above(axes: Axes, highest: float, columns: int, headroom: float = 1.4) -> None:
+    """Draws the legend above bars that end at `highest`, and no tick labels beside it."""
+    axes.set_ylim(0, headroom * max(highest, 1))
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
+    axes.set_yticks([tick for tick in axes.get_yticks() if 0 <= tick <= highest])
+    axes.legend(loc="upper right", ncols=columns, handlelength=1.0, borderaxespad=0.1, columnspacing=1.2)
+
+
 def save(made: Figure, path: Path) -> None:
-    """Write the PNG to a temporary name, then rename."""
+    """Writes a PNG atomically, through a temporary file."""
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp.png")
     made.savefig(temporary, format="png")
     temporary.replace(path)

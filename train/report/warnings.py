@@ -1,7 +1,6 @@
-"""What a measurement says about draft and decoder, where the figures alone would leave a person guessing.
+"""Warnings about a measured draft: an acceptance rate near zero, and a measurement far below the estimate from training.
 
-Two pains that look alike: a draft that is never accepted, and a draft that does well on the training batches and fails when
-it is served. Owns: the sentences. Does not own: measuring, reports.
+Owns: thresholds and messages. Does not own: the measurement, the pages that show them.
 """
 
 from __future__ import annotations
@@ -11,36 +10,36 @@ from typing import Any
 
 from sage.trees.names import AUTOREGRESSIVE
 
-HARDLY_TOKENS = 1.1  # per target pass; without a draft it is 1
-DOUBT_RATIO = 0.6  # measured over estimated tokens per target pass of a chain; sound runs lie around 1
+MIN_TOKENS_PER_PASS = 1.1  # without a draft it is 1
+MIN_MEASURED_RATIO = 0.6  # measured over estimated tokens per target pass of a chain; usually around 1
+LOW_ACCEPTANCE = (
+    "acceptance rate is near zero: {best:.2f} tokens per target pass at best; expected at the start of training, "
+    "otherwise see docs/troubleshooting.md"
+)
+BELOW_ESTIMATE = (
+    "step {step}: {measured:.2f} tokens per target pass measured for chain, {estimate:.2f} estimated on the training batches; "
+    "see docs/troubleshooting.md"
+)
 
 
-def is_hardly_accepted(report: Mapping[str, Any]) -> str | None:
-    """A sentence if no policy that drafts gets noticeably more than one token per target pass, else None.
+def low_acceptance_warning(report: Mapping[str, Any]) -> str | None:
+    """Returns a warning if no drafting policy exceeds about one token per target pass, else None.
 
     Args:
         report: the content of report.json.
     """
-    drafting = {name: part for name, part in report["policies"].items() if name != AUTOREGRESSIVE}
-    best = max((part["tokens_per_target_pass"] for part in drafting.values()), default=HARDLY_TOKENS)
-    if best >= HARDLY_TOKENS:
-        return None
-    return (
-        f"hardly a drafted token is accepted: {best:.2f} tokens per target pass at best; every draft begins like this, "
-        f"for one that has been trained see docs/troubleshooting.md"
-    )
+    drafting = [part for name, part in report["policies"].items() if name != AUTOREGRESSIVE]
+    best = max((part["tokens_per_target_pass"] for part in drafting), default=MIN_TOKENS_PER_PASS)
+    return LOW_ACCEPTANCE.format(best=best) if best < MIN_TOKENS_PER_PASS else None
 
 
-def falls_short(step: int, chain: float | None, estimate: float | None) -> str | None:
-    """A sentence if the decoder measured far less for `chain` than the training batches promise, else None.
+def below_estimate_warning(step: int, measured: float | None, estimate: float | None) -> str | None:
+    """Returns a warning if the policy `chain` was measured far below the estimate from the training batches, else None.
 
     Args:
-        chain: tokens per target pass as measured for the policy `chain`; None if it was not measured.
+        measured: tokens per target pass of the policy `chain`; None if it was not measured.
         estimate: the last `estimated_tokens_per_pass` before `step`.
     """
-    if chain is None or not estimate or chain >= DOUBT_RATIO * estimate:
+    if measured is None or not estimate or measured >= MIN_MEASURED_RATIO * estimate:
         return None
-    return (
-        f"step {step}: the training batches promise {estimate:.2f} tokens per target pass, the decoder measured {chain:.2f} "
-        f"for chain; see docs/troubleshooting.md"
-    )
+    return BELOW_ESTIMATE.format(step=step, estimate=estimate, measured=measured)

@@ -42,7 +42,7 @@ from sage.trees.options import OptionError
 from train.config.schema import DecodeConfig
 from train.report.page import render_page
 from train.report.plots import write_plots
-from train.report.warnings import is_hardly_accepted
+from train.report.warnings import low_acceptance_warning
 from train.validation.prompts import PromptSet
 
 logger = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ def validate(
         )
     report["versions"] = versions((*PACKAGES, "deepspeed"))
     write(report, info.folder)
-    if warning := is_hardly_accepted(report):
+    if warning := low_acceptance_warning(report):
         logger.warning("%s", warning)
     return report | {"path": str(info.folder)}
 

@@ -29,7 +29,7 @@ def write_page(files: Mapping[str, Json], docs: Path) -> Path:
     """
     folder, figures = docs / FIGURES_DIR, _figures(files)
     folder.mkdir(parents=True, exist_ok=True)
-    with style.look():
+    with style.rc_context():
         for section in _shown(figures):
             for file, draw in section.plots.items():
                 style.save(draw(figures), folder / file)

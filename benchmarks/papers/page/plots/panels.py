@@ -21,7 +21,7 @@ def target_panels(figure: Figure, targets: Iterable[str], grid: str = "y") -> di
     panels = dict(zip(names, figure.subplots(1, len(names), sharey=True, squeeze=False)[0], strict=True))
     for name, axes in panels.items():
         axes.set_title(title_of(name), fontsize=10.5, loc="left")
-        style.quiet(axes, grid)
+        style.despine(axes, grid)
     return panels
 
 
@@ -30,7 +30,7 @@ def column_panels(figure: Figure, titles: Sequence[str]) -> list[Axes]:
     panels = list(figure.subplots(1, len(titles)))
     for axes, title in zip(panels, titles, strict=True):
         axes.set_title(title, fontsize=10.5, loc="left")
-        style.quiet(axes)
+        style.despine(axes)
     return panels
 
 
@@ -41,7 +41,7 @@ def line(axes: Axes, x: Sequence[Any], y: Sequence[float], colour: str, label: s
 
 def policy_line(axes: Axes, x: Sequence[Any], y: Sequence[float], label: str, **options: Any) -> None:
     """Plots a line in the color of the policy that the label starts with."""
-    line(axes, x, y, style.colour(label.split(" ")[0]), label, **options)
+    line(axes, x, y, style.policy_color(label.split(" ")[0]), label, **options)
 
 
 def bar_labels(axes: Axes, labels: Sequence[str]) -> None:

@@ -38,7 +38,9 @@ def _headline_bar(axes: Axes, place: int, name: str, figures: Any) -> None:
     if captions is None or overall is None:
         axes.text(0.04, place, "not measured", va="center", fontsize=9, color=style.FAINT)
         return
-    axes.barh(place, captions["speedup"], height=0.62, color=style.colour(name) if name in figures["variants"] else style.BAND)
+    axes.barh(
+        place, captions["speedup"], height=0.62, color=style.policy_color(name) if name in figures["variants"] else style.BAND
+    )
     low, high = captions.get("speedup_ci") or [captions["speedup"]] * 2
     axes.plot([low, high], [place, place], color=style.INK, linewidth=1.2)
     dot: dict[str, Any] = {
@@ -92,7 +94,7 @@ def draw_time(figures: Figures) -> Figure:
 
 def _stages(axes: Axes, place: int, part: Any) -> None:
     left = 0.0
-    for stage, shade in style.STAGE_COLOURS.items():
+    for stage, shade in style.STAGE_COLORS.items():
         width = 1e3 * part["time_s"].get(stage, 0.0) / max(part["tokens"], 1)
         label = style.STAGE_NAMES[stage] if place == 0 else None
         axes.barh(place, width, left=left, height=0.62, color=shade, label=label)

@@ -93,7 +93,7 @@ def draw_entropy(figures: Figures) -> Figure:
     axes.axhline(0.0, color=style.INK, linewidth=1.0)
     integer_axis(axes, "lag")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), handlelength=2.2)
-    style.quiet(axes)
+    style.despine(axes)
     return figure
 
 
@@ -105,12 +105,12 @@ def draw_ablations(figures: Figures) -> Figure:
     figure = style.figure(1.2 + 0.31 * len(speeds), "Ablations", "tokens per second, replayed on the same drafts")
     axes = figure.subplots()
     for place, (label, speed) in enumerate(speeds.items()):
-        colour = style.BAND if label == "oracle" else style.colour(label.split(",")[0])
+        colour = style.BAND if label == "oracle" else style.policy_color(label.split(",")[0])
         axes.barh(place, speed, height=0.62, color=colour)
         axes.text(speed, place, f" {speed:.0f}", va="center", fontsize=9)
     axes.margins(x=0.1)
     bar_labels(axes, list(speeds))
-    style.quiet(axes, "x")
+    style.despine(axes, "x")
     return figure
 
 

@@ -22,7 +22,7 @@ def draw_epochs(figures: Figures) -> Figure:
         axes.text(epochs[-1], tokens[-1], f"  {tokens[-1]:.2f}", va="center", fontsize=9, color=colour)
     integer_axis(axes, "epoch")
     axes.legend(loc="best", handlelength=1.4)
-    style.quiet(axes)
+    style.despine(axes)
     return figure
 
 
@@ -39,9 +39,9 @@ def draw_compressors(figures: Figures) -> Figure:
         for policy in policies:
             own = [row for row in rows if row["policy"] == policy]
             places = [labels.index(label_of(row)) for row in own]
-            axes.scatter([row[key] for row in own], places, s=34, color=style.colour(policy), label=policy, zorder=2)
+            axes.scatter([row[key] for row in own], places, s=34, color=style.policy_color(policy), label=policy, zorder=2)
         axes.set_xlabel(label)
-        style.quiet(axes, "x")
+        style.despine(axes, "x")
     bar_labels(panels[0], [f"{label} ({context[label]:.0f} tokens)" for label in labels])
     legend_below(figure, panels[0], 4)
     return figure
