@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-TOLD = re.compile(r"(?:error|warning): (.+?)(?:`|$)|^(step \d.+|hardly .+|does not fit: .+)$", re.MULTILINE)
+TOLD = re.compile(r"(?:error|warning): (.+?)(?:`|$)|^(step \d.+|acceptance rate .+|does not fit: .+)$", re.MULTILINE)
 QUOTED = [next(filter(None, found.groups())) for found in TOLD.finditer(PAGE)]
 TELLING = 14  # fixed characters in a row that make a template one message's own
 

@@ -116,7 +116,7 @@ def test_replay_reports_every_policy(models, tmp_path):
     report = measure_draft(config, target, draft, 1, tmp_path, [make_inputs(target)])
     assert set(report["replay"]["policies"]) == set(sage.POLICIES) - {"autoregressive"}
     assert report["replay"]["policies"]["chain"]["depth"] <= 1
-    assert "The same drafts under every policy" in (validation_folder(tmp_path, 1) / "report.md").read_text()
+    assert "the same drafts under every policy" in (validation_folder(tmp_path, 1) / "report.md").read_text()
 
 
 @pytest.mark.parametrize(

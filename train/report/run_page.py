@@ -130,7 +130,8 @@ def _note(run: RunSummary) -> str:
     depth = run.config.get("decode.options.chain.depth", Chain.depth)
     return (
         f"Tokens per target pass. The estimate simulates chains of {depth} drafted tokens on the training batches, from the "
-        "agreement of draft and target; compare it with the measured `chain`. The speedup is that of the best policy, decoding only."
+        "agreement of draft and target; compare it with the measured `chain`. The speedup is that of the best policy, decoding "
+        "only."
     )
 
 
