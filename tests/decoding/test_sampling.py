@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,6 +74,7 @@ def test_labels_are_matches_or_target_probabilities() -> None:
     sampled(logits + torch.randn(2, 3), tree)  # labels stay valid in later rounds
     assert greedy_labels(2) == [[1.0, 0.0]] and greedy_labels(1) == [[1.0]], "of the only expanded node"
     torch.testing.assert_close(torch.tensor(sampled_labels(2)), logits.softmax(-1)[:1, 1:])
+    assert Verifier(greedy).verify(logits, tree).labels(2) == []
     assert sampled_labels(1) == [row[:1] for row in sampled_labels(2)]
 
 
@@ -179,6 +181,18 @@ def test_bad_words_are_never_generated_and_stop_strings_end_the_answer() -> None
 def test_options_out_of_range(options: dict[str, Any], message: tuple[str, ...]) -> None:
     with refused(*message):
         Sampling(**options)
+
+
+def test_from_attributes_takes_fields_and_ignores_other_names() -> None:
+    source = SimpleNamespace(temperature=0.5, max_new_tokens=7, prompt="Hi")
+    assert Sampling.from_attributes(source) == Sampling(temperature=0.5, max_new_tokens=7)
+
+
+def test_options_override_fields_of_sampling(tiny_qwen: sage.Target) -> None:
+    options = {"sampling": Sampling(max_new_tokens=9, temperature=1.0), "temperature": 0.0}
+    out = sage.generate(tiny_qwen, None, make_inputs(tiny_qwen), policy="autoregressive", **options)
+    plain = sage.generate(tiny_qwen, None, make_inputs(tiny_qwen), policy="autoregressive", max_new_tokens=9)
+    assert torch.equal(out.tokens, plain.tokens)
 
 
 def test_unknown_option_is_named(tiny_qwen: sage.Target) -> None:
