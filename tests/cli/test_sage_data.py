@@ -1,4 +1,4 @@
-"""sage-data: what it prints and writes, and the words in which it refuses."""
+"""sage-data: its output, its files, and the refusal of invalid arguments."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Any
 
 import datasets
 import pytest
-from support.data_helpers import make_processor, picture, save_pictures, save_target, says, user
-from support.messages import refused
+from support.data_helpers import assistant, make_image, make_processor, save_images, save_target, user
+from support.messages import check_message, refused
 
 from data_prep.build import build_dataset
 from data_prep.chat import build_example
@@ -30,13 +30,13 @@ from data_prep.tools.stats import measure, sample
 from train.cli import data as data_cli
 
 
-def test_numbers_counted_by_hand() -> None:
+def test_statistics_counted_by_hand() -> None:
     processor = make_processor("qwen2_5_vl")
-    talks = [
-        Conversation("a", [user(picture(), "Hi?"), says("Yes.")], "one", "qa"),
-        Conversation("b", [user("Hi?"), says("Yes."), user("No"), says("ab")], "two", "talk"),
+    conversations = [
+        Conversation("a", [user(make_image(), "Hi?"), assistant("Yes.")], "one", "qa"),
+        Conversation("b", [user("Hi?"), assistant("Yes."), user("No"), assistant("ab")], "two", "talk"),
     ]
-    items = [(talk, build_example(talk, processor)) for talk in talks]
+    items = [(conversation, build_example(conversation, processor)) for conversation in conversations]
     found = measure(items, 10, Counter({"broken": 3}), processor)
     assert found.values["tokens"] == [51, 70]
     assert found.values["visual_tokens"] == [4, 0]
@@ -58,14 +58,16 @@ def test_sample() -> None:
     assert list(sample(100, 10)) == list(sample(100, 10)) == sorted(sample(100, 10))
 
 
-def test_page_shows_what_is_supervised() -> None:
+def test_report_marks_supervised_tokens() -> None:
     processor = make_processor("llava_onevision")
-    said = "a <b> & ü"
-    talk = Conversation("<id>", [user(picture(), [picture(), picture()], "Hi?"), says(said)], "one")
-    example = build_example(talk, processor)
-    html = render_html("title", measure([(talk, example)], 1, Counter({"<why>": 2}), processor), [(talk, example)], processor)
-    coloured = "".join(re.findall(r'<span class="y">(.*?)</span>', html))
-    assert coloured.endswith("a &lt;b&gt; &amp; ü&lt;|im_end|&gt;")  # the legend's own word comes before
+    answer = "a <b> & ü"
+    conversation = Conversation("<id>", [user(make_image(), [make_image(), make_image()], "Hi?"), assistant(answer)], "one")
+    example = build_example(conversation, processor)
+    html = render_html(
+        "title", measure([(conversation, example)], 1, Counter({"<why>": 2}), processor), [(conversation, example)], processor
+    )
+    supervised = "".join(re.findall(r'<span class="y">(.*?)</span>', html))
+    assert supervised.endswith("a &lt;b&gt; &amp; ü&lt;|im_end|&gt;")  # after the word in the legend
     assert html.count("data:image/jpeg;base64,") == 3
     assert "image &times; 10" in html
     assert "video &times; 3" in html
@@ -75,18 +77,20 @@ def test_page_shows_what_is_supervised() -> None:
     assert html.count("<svg") == 6
 
 
-def test_page_shows_the_segment_of_a_clip() -> None:
+def test_report_shows_the_segment_of_a_video() -> None:
     processor = make_processor("llava_onevision")
-    asked = user([picture()] * 8, "Hi?")
-    asked["content"][0] |= {"start": 1.0, "end": 2.0}  # two of them, at two per second
-    talk = Conversation("c", [asked, says("a")], "one")
-    example = build_example(talk, processor)
-    html = render_html("title", measure([(talk, example)], 1, Counter(), processor), [(talk, example)], processor)
+    question = user([make_image()] * 8, "Hi?")
+    question["content"][0] |= {"start": 1.0, "end": 2.0}  # two frames, at two per second
+    conversation = Conversation("c", [question, assistant("a")], "one")
+    example = build_example(conversation, processor)
+    html = render_html(
+        "title", measure([(conversation, example)], 1, Counter(), processor), [(conversation, example)], processor
+    )
     assert html.count("data:image/jpeg;base64,") == 2
 
 
 def test_convert_and_back(tmp_path: Path) -> None:
-    """Rows written by `convert` give the very examples of the source, pictures and clips included."""
+    """Rows written by `convert` give the same examples as the source, images and videos included."""
     config = DataConfig(num_examples=8, cache_dir=str(tmp_path / "cache"))
     processor = make_processor("qwen2_5_vl")
     out = tmp_path / "rows.jsonl"
@@ -97,27 +101,27 @@ def test_convert_and_back(tmp_path: Path) -> None:
     assert len(back) == 8
     for i in range(8):
         assert {k: str(v) for k, v in back[i].items()} == {k: str(v) for k, v in fresh[i].items()}
-    with pytest.raises(ValueError, match="rows.jsonl: exists already"):
+    with refused("rows.jsonl", "out"):
         cli.convert(config, processor, "train", out)
 
 
-def bad_rows(folder: Path) -> DataConfig:
-    save_pictures(folder, "a.png", "cut.png")
+def invalid_rows(folder: Path) -> DataConfig:
+    save_images(folder, "a.png", "cut.png")
     (folder / "cut.png").write_bytes((folder / "a.png").read_bytes()[:40])
-    said = [{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "Red."}]
-    rows = [{"id": i, "image": image, "conversations": said} for i, image in enumerate(("a.png", "cut.png", "no.png"))]
+    turns = [{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "Red."}]
+    rows = [{"id": i, "image": image, "conversations": turns} for i, image in enumerate(("a.png", "cut.png", "no.png"))]
     (folder / "rows.json").write_text(json.dumps(rows))
     source = SourceConfig(kind="llava_json", path=str(folder / "rows.json"))
     return DataConfig(name="mine", sources={"it": source}, cache_dir=str(folder / "cache"), holdout=0.0)
 
 
-def test_check_counts_what_is_skipped(tmp_path: Path) -> None:
-    config = bad_rows(tmp_path)
+def test_check_counts_skipped_items(tmp_path: Path) -> None:
+    config = invalid_rows(tmp_path)
     processor = make_processor("qwen2_5_vl")
     with refused("item 2:", "no.png"):
         cli.check_data(config, processor, "train", 0)
     config.on_bad = OnBad.skip
-    for _ in range(2):  # the second time the index is already there
+    for _ in range(2):  # the second time from the cached index
         found, dataset = cli.check_data(config, processor, "train", 0)
         assert (found.total, found.num_measured) == (2, 1)
         assert sorted(found.skipped.values()) == [1, 1]
@@ -128,8 +132,8 @@ def test_check_counts_what_is_skipped(tmp_path: Path) -> None:
 
 @pytest.fixture
 def streamed(tmp_path: Path) -> DataConfig:
-    """Two streamed tables, of ten rows and of four, the third row of the second without its picture."""
-    save_pictures(tmp_path, "a.png")
+    """Two streamed tables, of ten and four rows; the image of the third row of the second is missing."""
+    save_images(tmp_path, "a.png")
     for name, count in (("long", 10), ("short", 4)):
         rows = {"id": [f"{name}{i}" for i in range(count)], "question": ["q"] * count, "answer": ["a"] * count}
         rows["image"] = ["a.png" if (name, i) != ("short", 2) else "gone.png" for i in range(count)]
@@ -141,7 +145,7 @@ def streamed(tmp_path: Path) -> DataConfig:
     )
 
 
-def test_a_stream_is_looked_at_from_its_beginning(streamed: DataConfig, tmp_path: Path) -> None:
+def test_check_measures_the_beginning_of_a_stream(streamed: DataConfig, tmp_path: Path) -> None:
     processor = make_processor("qwen2_5_vl")
     found, dataset = cli.check_data(streamed, processor, "train", 5)
     assert (found.total, found.num_measured) == (None, 5)
@@ -153,12 +157,12 @@ def test_a_stream_is_looked_at_from_its_beginning(streamed: DataConfig, tmp_path
     assert found.num_measured == 13
     assert list(found.skipped.values()) == [1]
     streamed.on_bad = OnBad.error
-    with pytest.raises(BadItem, match=r"short\.parquet: item 2 .*gone\.png: no such file"):
+    with refused("short.parquet: item 2 (id short2)", "gone.png", error=BadItem):
         cli.check_data(streamed, processor, "train", 0)
 
 
-def test_a_stream_is_held_out_by_hash(tmp_path: Path) -> None:
-    """No item is in two splits, and none is lost."""
+def test_stream_is_split_by_hash(tmp_path: Path) -> None:
+    """Every item is in exactly one split."""
     datasets.Dataset.from_dict({"question": ["q"] * 20, "answer": ["a"] * 20}).to_parquet(tmp_path / "t.parquet")
     source = SourceConfig(kind="hub", path=str(tmp_path / "t.parquet"), streaming=True)
     config = DataConfig(sources={"it": source}, holdout=0.3, cache_dir=str(tmp_path / "c"))
@@ -168,14 +172,14 @@ def test_a_stream_is_held_out_by_hash(tmp_path: Path) -> None:
     assert all(ids)
 
 
-def test_a_stream_is_converted_in_one_pass_and_then_regenerated(streamed: DataConfig, tmp_path: Path) -> None:
+def test_stream_is_converted_in_one_pass_and_not_regenerated(streamed: DataConfig, tmp_path: Path) -> None:
     processor = make_processor("qwen2_5_vl")
     out = tmp_path / "rows.jsonl"
-    assert cli.convert(replace(streamed, num_examples=3), processor, "train", out) == 5  # the third of `short` is broken
+    assert cli.convert(replace(streamed, num_examples=3), processor, "train", out) == 5  # the third of `short` is invalid
     source = SourceConfig(kind="messages", path=str(out))
     back = build_dataset(DataConfig(sources={"it": source}, holdout=0.0, cache_dir=streamed.cache_dir), processor)
     assert [back[i]["id"] for i in range(5)] == ["long0", "short0", "long1", "short1", "long2"]
-    with pytest.raises(ValueError, match=r"a stream has no fixed items .*action=convert data\.num_examples=N"):
+    with refused("data.sources", "action=convert", "data.num_examples=N"):
         cli.regenerate_data(streamed, SimpleNamespace(processor=processor), None, RegenerateConfig(), "train", out)
 
 
@@ -189,7 +193,7 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def restored_logging() -> Iterator[None]:
-    """A command sets up its loggers for the rest of its process; here the process goes on."""
+    """Restores the loggers, which a command configures for its process."""
     loggers = [logging.getLogger(name) for name in ("train", "data_prep", "checkpoints", "sage")]
     before = [(own, list(own.handlers), own.level, own.propagate) for own in loggers]
     yield
@@ -236,17 +240,17 @@ def test_regenerate_from_the_command_line(
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """A process that a shell starts in the background ignores Ctrl-C."""
+    """Enables Ctrl-C, which a process in the background of a shell ignores."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_interrupted_regeneration_says_how_to_go_on(
+def test_interrupted_regeneration_exits_with_3_and_can_be_resumed(
     target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ctrl-C and SIGTERM alike; the handlers of the process are as before."""
+    """After Ctrl-C and after SIGTERM; the signal handlers are restored."""
     out = tmp_path / "own.jsonl"
     words = [f"target.path={target_folder}", "data.num_examples=2", f"data.cache_dir={tmp_path}", "action=regenerate"]
     words += [f"out={out}", "regenerate.max_new_tokens=4", "launch.device=cpu"]
@@ -259,37 +263,37 @@ def test_interrupted_regeneration_says_how_to_go_on(
         with monkeypatch.context() as patch:
             patch.setattr(cli, "regenerate", interrupted)
             assert command(patch, *words) == 3
-        assert str(out) in capsys.readouterr().err
+        check_message(capsys.readouterr().err, "stopped", str(out))
         assert signal.getsignal(signal.SIGTERM) is before
     assert command(monkeypatch, *words) == 0
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "part"),
     [
-        (["bogus=1"], "bogus: unknown key"),
+        (["bogus=1"], "bogus"),
         (["action=dance"], "action"),
-        (["target.path=/nowhere"], "target.path=/nowhere: no such folder"),
-        (["data.max_length=1"], "data.max_length: 1; allowed: 2 or more"),
-        (["limit=-1"], "limit=-1; allowed: 0 or more"),
-        (["action=convert"], "out=: convert writes rows; give out=FILE.jsonl"),
-        (["out=page.txt"], "out=page.txt: check writes a page; give out=FILE.html"),
-        (["action=regenerate", "out=a.jsonl", "regenerate.draft=/nowhere"], "regenerate.draft=/nowhere: no such"),
-        (["action=convert", "out=a.jsonl", "limit=3"], "limit=3: has no effect with action=convert; data.num_examples=N"),
-        (["regenerate.seed=1"], "regenerate.seed=1: has no effect with action=check; it is for action=regenerate"),
-        (["launch.gpus=8"], "launch.gpus=8: has no effect with action=check; ranks are for"),
-        (["action=regenerate", "out=a.jsonl", "shown=3"], "shown=3: has no effect with action=regenerate"),
-        (["action=regenerate", "out=a.jsonl", "launch.plan=true"], "launch.plan=true: has no effect with action=regenerate"),
-        (["data=llava_instruct"], "data.sources.llava.path: empty; set it (or data.path)"),
-        (["data=llava_instruct", "data.path=/nowhere.json"], "/nowhere.json: no such file"),
-        (["out=/proc/nowhere/page.html"], "/proc/nowhere/page.html: could not be written"),
-        (["action=regenerate", "out=/proc/nowhere/a.jsonl"], "/proc/nowhere/a.jsonl: could not be written"),
-        (["data=messages", "data.path=FILE", "data.cache_dir=/proc/nowhere"], "could not be written"),
+        (["target.path=/nowhere"], "target.path=/nowhere"),
+        (["data.max_length=1"], "data.max_length: 1"),
+        (["limit=-1"], "limit=-1"),
+        (["action=convert"], "out=FILE.jsonl"),
+        (["out=page.txt"], "out=page.txt"),
+        (["action=regenerate", "out=a.jsonl", "regenerate.draft=/nowhere"], "regenerate.draft=/nowhere"),
+        (["action=convert", "out=a.jsonl", "limit=3"], "limit=3"),
+        (["regenerate.seed=1"], "regenerate.seed=1"),
+        (["launch.gpus=8"], "launch.gpus=8"),
+        (["action=regenerate", "out=a.jsonl", "shown=3"], "shown=3"),
+        (["action=regenerate", "out=a.jsonl", "launch.plan=true"], "launch.plan=true"),
+        (["data=llava_instruct"], "data.sources.llava.path"),
+        (["data=llava_instruct", "data.path=/nowhere.json"], "/nowhere.json"),
+        (["out=/proc/nowhere/page.html"], "/proc/nowhere/page.html"),
+        (["action=regenerate", "out=/proc/nowhere/a.jsonl"], "/proc/nowhere/a.jsonl"),
+        (["data=messages", "data.path=FILE", "data.cache_dir=/proc/nowhere"], "/proc/nowhere"),
     ],
 )
-def test_mistakes_take_one_line(
+def test_invalid_arguments_are_one_line_and_exit_code_2(
     words: list[str],
-    message: str,
+    part: str,
     target_folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -298,7 +302,7 @@ def test_mistakes_take_one_line(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "FILE").write_text("{}\n")
     assert command(monkeypatch, f"target.path={target_folder}", *words) == 2
-    said: Any = capsys.readouterr()
-    assert message in said.err
-    assert said.err.count("error:") == 1
+    error = capsys.readouterr().err
+    check_message(error, part)
+    assert error.count("error:") == 1 and error.count("\n") == 1
     assert not list(tmp_path.glob("runs"))

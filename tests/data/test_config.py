@@ -1,4 +1,4 @@
-"""Settings that cannot be meant are refused with their dotted key."""
+"""Invalid settings are refused with their dotted key."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def test_defaults_are_valid() -> None:
     validate(DataConfig())
 
 
-def test_no_shipped_choice_leaves_items_out_unasked() -> None:
+def test_no_shipped_choice_skips_items() -> None:
     files = sorted((Path(__file__).parents[2] / "conf" / "data").glob("*.yaml"))
     assert len(files) > 5
     assert [path.name for path in files if "on_bad" in yaml.safe_load(path.read_text())] == []
     assert DataConfig().on_bad == OnBad.error
 
 
-def test_top_level_keys_fill_what_a_source_leaves_empty() -> None:
+def test_top_level_keys_are_defaults_of_the_sources() -> None:
     sources = {"a": SourceConfig(kind="llava_json"), "b": SourceConfig(kind="llava_json", path="own", num_examples=3)}
     config = DataConfig(sources=sources, path="shared", num_examples=9)
     resolved = config.resolved(Split.train)
@@ -71,12 +71,12 @@ def test_top_level_keys_fill_what_a_source_leaves_empty() -> None:
     assert config.resolved(Split.validation) == {"v": SourceConfig(kind="gqa")}
 
 
-def test_settings_need_no_torch() -> None:
+def test_settings_do_not_import_torch() -> None:
     code = "import sys, data_prep, data_prep.config as c; c.validate(c.DataConfig()); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_public_names() -> None:
     assert all(getattr(data_prep, name) is not None for name in data_prep.__all__)
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+    with refused("'nothing'", error=AttributeError):
         _ = data_prep.nothing

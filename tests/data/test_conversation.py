@@ -1,4 +1,4 @@
-"""What a conversation may be, and the words in which it is refused."""
+"""Validation of conversations."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ import pickle
 from typing import Any
 
 import pytest
-from support.data_helpers import picture, says, user
+from support.data_helpers import assistant, make_image, user
 from support.messages import refused
 
 from data_prep.conversation import BadItem, Conversation, TooLong, check_conversation
 
-GOOD = [{"role": "system", "content": "Ok"}, user(picture(), "Hi?"), says("Yes."), user("No"), says("")]
+GOOD = [{"role": "system", "content": "Ok"}, user(make_image(), "Hi?"), assistant("Yes."), user("No"), assistant("")]
 
 
 def test_contents_become_lists_of_parts() -> None:
     found = check_conversation(Conversation("c", [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]))
-    assert found.messages == [user("Hi"), says("Yes")]
+    assert found.messages == [user("Hi"), assistant("Yes")]
     assert check_conversation(Conversation("c", GOOD)).messages[1:] == GOOD[1:]
 
 
-def test_tags_in_the_middle_of_a_text_are_words() -> None:
-    assert check_conversation(Conversation("c", [user("How does the <video> tag work?"), says("<video>")]))
+def test_placeholder_in_the_middle_of_a_text_is_text() -> None:
+    assert check_conversation(Conversation("c", [user("How does the <video> tag work?"), assistant("<video>")]))
     for text in ("<image>\nWhat?", "What? <image>", "<video>"):
         with refused("message 0", "placeholder", error=BadItem):
-            check_conversation(Conversation("c", [user(text), says("a")]))
+            check_conversation(Conversation("c", [user(text), assistant("a")]))
 
 
-def test_pieces_of_an_answer_are_one_answer() -> None:
+def test_text_parts_of_an_answer_are_joined() -> None:
     answer = {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
-    assert check_conversation(Conversation("c", [user("Hi"), answer])).messages[1] == says("ab")
+    assert check_conversation(Conversation("c", [user("Hi"), answer])).messages[1] == assistant("ab")
     empty: dict[str, Any] = {"role": "assistant", "content": []}
-    assert check_conversation(Conversation("c", [user("Hi"), empty])).messages[1] == says("")
+    assert check_conversation(Conversation("c", [user("Hi"), empty])).messages[1] == assistant("")
 
 
 @pytest.mark.parametrize(
@@ -39,29 +39,29 @@ def test_pieces_of_an_answer_are_one_answer() -> None:
     [
         ([], ["no messages"]),
         ([user("a")], ["'user'", "assistant"]),
-        ([says("a")], ["message 0", "'assistant' after 'nothing'", "'user'"]),
-        ([user("a"), user("b"), says("c")], ["message 1", "'user' after 'user'", "'assistant'"]),
-        ([user("a"), says("b"), says("c")], ["message 2", "'assistant' after 'assistant'", "'user'"]),
-        ([user("a"), {"role": "system", "content": "b"}, says("c")], ["message 1", "'system' after 'user'"]),
+        ([assistant("a")], ["message 0", "'assistant' after 'nothing'", "'user'"]),
+        ([user("a"), user("b"), assistant("c")], ["message 1", "'user' after 'user'", "'assistant'"]),
+        ([user("a"), assistant("b"), assistant("c")], ["message 2", "'assistant' after 'assistant'", "'user'"]),
+        ([user("a"), {"role": "system", "content": "b"}, assistant("c")], ["message 1", "'system' after 'user'"]),
         ([{"role": "tool", "content": "a"}], ["message 0", "'tool'", "system, user, assistant"]),
         ([{"content": "a"}], ["message 0", "{role, content}"]),
         ([{"role": "user", "content": 3}], ["message 0", "int"]),
         ([{"role": "user", "content": [{"type": "audio"}]}], ["message 0", "'audio'", "text, image, video"]),
         ([{"role": "user", "content": ["a"]}], ["message 0", "None"]),
         ([{"role": "user", "content": [{"type": "text"}]}], ["message 0", "text"]),
-        ([{"role": "user", "content": [{"type": "image"}]}, says("a")], ["message 0", "image", "nothing"]),
-        ([{"role": "user", "content": [{"type": "video", "video": []}]}, says("a")], ["message 0", "video", "frames"]),
+        ([{"role": "user", "content": [{"type": "image"}]}, assistant("a")], ["message 0", "image", "nothing"]),
+        ([{"role": "user", "content": [{"type": "video", "video": []}]}, assistant("a")], ["message 0", "video", "frames"]),
         (
-            [{"role": "user", "content": [{"type": "video", "video": "a.mp4", "start": "soon"}]}, says("a")],
+            [{"role": "user", "content": [{"type": "video", "video": "a.mp4", "start": "soon"}]}, assistant("a")],
             ["message 0", "video", "start 'soon'"],
         ),
-        ([user("  "), says("a")], ["message 0", "empty"]),
+        ([user("  "), assistant("a")], ["message 0", "empty"]),
         (
             [user("a"), {"role": "assistant", "content": [{"type": "image", "image": "x"}]}],
             ["message 1", "image", "'assistant'"],
         ),
-        ([user("<image>\nWhat?"), says("a")], ["message 0", "<image>"]),
-        ([user("a\ud800"), says("b")], ["message 0", "character 1"]),
+        ([user("<image>\nWhat?"), assistant("a")], ["message 0", "<image>"]),
+        ([user("a\ud800"), assistant("b")], ["message 0", "character 1"]),
     ],
 )
 def test_invalid_conversation_is_refused_with_file_item_and_reason(messages: list[dict[str, Any]], parts: list[str]) -> None:
@@ -78,7 +78,7 @@ def test_prompt_ends_before_the_last_answer() -> None:
         check_conversation(Conversation("c", GOOD[:3]), needs_answer=False)
 
 
-def test_errors_travel_between_processes() -> None:
+def test_errors_can_be_pickled() -> None:
     for kind in (BadItem, TooLong):
         error = pickle.loads(pickle.dumps(kind("file", 3, "why")))
         assert type(error) is kind

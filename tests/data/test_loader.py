@@ -1,4 +1,4 @@
-"""Who gets which example when: independent of ranks, micro-batches and restarts, and ahead of the trainer."""
+"""Micro-batches of every step: independent of ranks, micro-batch size and restarts, and built ahead of the trainer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.data_helpers import make_processor, save_pictures
+from support.data_helpers import make_processor, save_images
+from support.messages import refused
 
 from data_prep.batching.buckets import group_by_length
 from data_prep.batching.loader import NUM_BATCHES_AHEAD, StepLoader, _Builder
@@ -30,11 +31,11 @@ from data_prep.sources.base import Stream
 
 
 class Numbers:
-    """A data set whose example i is the token i."""
+    """A dataset whose example i is the token i."""
 
     def __init__(self, size: int, weights: list[float] | None = None, sources: list[int] | None = None) -> None:
         self.size = size
-        self.mix = MixedOrder(np.array(sources or [0] * size), weights)
+        self.order = MixedOrder(np.array(sources or [0] * size), weights)
 
     def __len__(self) -> int:
         return self.size
@@ -43,7 +44,7 @@ class Numbers:
         return {"id": f"n{number}", "input_ids": torch.tensor([number])}
 
     def epoch(self, seed: int, epoch: int) -> np.ndarray:
-        return self.mix.epoch(seed, epoch)
+        return self.order.epoch(seed, epoch)
 
 
 def collate(examples: list[dict[str, Any]]) -> dict[str, Any]:
@@ -53,7 +54,7 @@ def collate(examples: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def take(loader: StepLoader, count: int) -> list[list[list[str]]]:
-    """The ids of the first steps: [step][micro-batch][example]."""
+    """Returns the ids of the first steps: [step][micro-batch][example]."""
     steps = iter(loader)
     found = [[batch["ids"] for batch in step] for step in islice(steps, count)]
     steps.close()  # type: ignore[attr-defined]
@@ -66,25 +67,25 @@ def as_sets(steps: list[list[list[str]]]) -> list[set[str]]:
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(1, 40), st.integers(0, 3), st.sampled_from([(1, 4), (2, 2), (4, 1), (1, 2), (2, 1), (1, 1)]))
-def test_any_layout_sees_the_same_steps(size: int, seed: int, layout: tuple[int, int]) -> None:
+def test_steps_do_not_depend_on_ranks_and_micro_batch_size(size: int, seed: int, layout: tuple[int, int]) -> None:
     world_size, micro = layout
     data = Numbers(size)
-    whole = take(StepLoader(data, collate, 4, 4, seed=seed), 6)
+    expected = take(StepLoader(data, collate, 4, 4, seed=seed), 6)
     ranks = [take(StepLoader(data, collate, 4, micro, rank, world_size, seed), 6) for rank in range(world_size)]
     for step in range(6):
         dealt = [names for m in range(4 // (micro * world_size)) for rank in ranks for names in rank[step][m]]
-        assert dealt == whole[step][0]
+        assert dealt == expected[step][0]
 
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(1, 30), st.integers(0, 12))
-def test_resume_goes_on_with_the_very_next_step(size: int, start: int) -> None:
+def test_resume_continues_with_the_next_step(size: int, start: int) -> None:
     data = Numbers(size)
-    whole = take(StepLoader(data, collate, 4, 2), 14)
-    assert take(StepLoader(data, collate, 4, 2, start_step=start), 14 - start) == whole[start:]
+    expected = take(StepLoader(data, collate, 4, 2), 14)
+    assert take(StepLoader(data, collate, 4, 2, start_step=start), 14 - start) == expected[start:]
 
 
-def test_known_lengths_put_like_beside_like_within_a_step() -> None:
+def test_known_lengths_sort_the_examples_of_a_step() -> None:
     data, plain = Numbers(12), Numbers(12)
     data.lengths = np.array([5, 9, 1, 7, 3, 3, 8, 2, 6, 4, 9, 1])  # type: ignore[attr-defined]
     steps, unsorted = take(StepLoader(data, collate, 6, 2), 2), take(StepLoader(plain, collate, 6, 2), 2)
@@ -95,7 +96,7 @@ def test_known_lengths_put_like_beside_like_within_a_step() -> None:
 
 
 class Long(Numbers):
-    """Example i has lengths[i] tokens, which the data set may know beforehand."""
+    """Example i has lengths[i] tokens; `is_known`: whether the dataset provides the lengths."""
 
     def __init__(self, lengths: np.ndarray, is_known: bool) -> None:
         super().__init__(len(lengths))
@@ -113,54 +114,54 @@ def tokens_of(steps: list[list[list[str]]], lengths: np.ndarray) -> list[list[in
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 50), st.integers(1, 6), st.integers(1, 5), st.integers(0, 3), st.integers(0, 9))
-def test_grouping_keeps_an_epoch_whole_and_sorts_only_within_windows(
+def test_grouping_keeps_every_example_of_an_epoch_and_its_window(
     size: int, step: int, window: int, epoch: int, seed: int
 ) -> None:
     generator = np.random.default_rng(seed)
     order, lengths, first = generator.permutation(size), generator.integers(1, 9, size), epoch * size
     found = group_by_length(order, lengths, first, step, window, seed)
     assert sorted(found) == sorted(order)
-    for position in range(size):  # nothing leaves its window
+    for position in range(size):  # every example stays in its window
         window_of = (first + position) // (step * window)
         members = [n for n in range(size) if (first + n) // (step * window) == window_of]
         assert found[position] in order[members]
     assert group_by_length(order, lengths, first, step, 1, seed).shape == order.shape
 
 
-def test_a_window_makes_steps_of_like_lengths_and_shuffles_them() -> None:
+def test_window_makes_steps_of_similar_lengths_and_shuffles_them() -> None:
     lengths = np.arange(1, 65)
     order = np.random.default_rng(0).permutation(64)
     found = lengths[group_by_length(order, lengths, 0, 4, 16, 0)].reshape(16, 4)
     assert (found[:, 0] - found[:, -1] == 3).all()  # four neighbours in length
-    assert found[:, 0].tolist() != sorted(found[:, 0], reverse=True)  # but not a run from long to short
+    assert found[:, 0].tolist() != sorted(found[:, 0], reverse=True)  # but not sorted over steps
     assert group_by_length(order, lengths, 0, 4, 16, 0).tolist() == group_by_length(order, lengths, 0, 4, 16, 0).tolist()
     assert group_by_length(order, lengths, 0, 4, 16, 1).tolist() != group_by_length(order, lengths, 0, 4, 16, 0).tolist()
 
 
 def lengths_like_conversations(number: int) -> np.ndarray:
-    """Pictures of many sizes, a log-normal text behind them."""
+    """Image tokens of uniform and text of log-normal length."""
     generator = np.random.default_rng(0)
     return (generator.integers(30, 130, number) + np.exp(generator.normal(3.2, 0.9, number))).astype(int)
 
 
 @pytest.mark.parametrize(("is_known", "window", "most"), [(True, 16, 0.02), (True, 1, 0.06), (False, 16, 0.10)])
-def test_little_of_a_batch_is_padding(is_known: bool, window: int, most: float) -> None:
-    """Shares of a layout with 2 ranks, 64 examples per step, 4 per micro-batch."""
+def test_share_of_padding_is_small(is_known: bool, window: int, most: float) -> None:
+    """With 2 ranks, 64 examples per step, 4 per micro-batch."""
     lengths = lengths_like_conversations(64 * 16)
     loaders = [StepLoader(Long(lengths, is_known), collate, 64, 4, rank, 2, length_window=window) for rank in range(2)]
     steps = [take(loader, 16) for loader in loaders]
     share = 1 - sum(loader.num_tokens for loader in loaders) / sum(loader.num_padded_tokens for loader in loaders)
     assert 0 < share < most
     names = [name for rank in steps for step in rank for micro in step for name in micro]
-    assert sorted(names) == sorted(f"n{i}" for i in range(len(lengths)))  # still everything once
+    assert sorted(names) == sorted(f"n{i}" for i in range(len(lengths)))  # every example once
 
 
 def test_unknown_lengths_are_sorted_within_a_ranks_share() -> None:
     lengths = lengths_like_conversations(24)
     steps = take(StepLoader(Long(lengths, False), collate, 12, 2, 1, 2), 4)
     other = take(StepLoader(Long(lengths, False), collate, 12, 2, 0, 2), 4)
-    whole = take(StepLoader(Long(lengths, False), collate, 12, 12), 4)
-    assert [a | b for a, b in zip(as_sets(steps), as_sets(other), strict=True)] == as_sets(whole)
+    expected = take(StepLoader(Long(lengths, False), collate, 12, 12), 4)
+    assert [a | b for a, b in zip(as_sets(steps), as_sets(other), strict=True)] == as_sets(expected)
     for row in tokens_of(steps, lengths):
         assert row == sorted(row, reverse=True)
 
@@ -169,11 +170,11 @@ def test_unknown_lengths_are_sorted_within_a_ranks_share() -> None:
 @given(st.integers(0, 9), st.booleans())
 def test_grouped_order_resumes_anywhere(start: int, is_known: bool) -> None:
     data = Long(lengths_like_conversations(30), is_known)
-    whole = take(StepLoader(data, collate, 4, 2, length_window=3), 12)
-    assert take(StepLoader(data, collate, 4, 2, start_step=start, length_window=3), 12 - start) == whole[start:]
+    expected = take(StepLoader(data, collate, 4, 2, length_window=3), 12)
+    assert take(StepLoader(data, collate, 4, 2, start_step=start, length_window=3), 12 - start) == expected[start:]
 
 
-def test_an_epoch_shows_everything_once_and_the_next_one_in_another_order() -> None:
+def test_epoch_has_every_example_once_in_its_own_order() -> None:
     loader = StepLoader(Numbers(12), collate, 4, 4)
     assert loader.steps_per_epoch == 3
     steps = take(loader, 6)
@@ -183,18 +184,18 @@ def test_an_epoch_shows_everything_once_and_the_next_one_in_another_order() -> N
     assert take(StepLoader(Numbers(12), collate, 4, 4, seed=1), 6) != steps
 
 
-def test_batches_that_do_not_divide_are_refused() -> None:
+def test_indivisible_batch_sizes_are_refused() -> None:
     for sizes in ((4, 3, 1), (4, 2, 3), (0, 1, 1)):
-        with pytest.raises(ValueError, match="train.global_batch_size: .; allowed: a multiple of train.micro_batch"):
+        with refused(f"train.global_batch_size: {sizes[0]}", "train.micro_batch_size"):
             StepLoader(Numbers(4), collate, sizes[0], sizes[1], 0, sizes[2])
 
 
-def test_errors_reach_the_trainer_and_nothing_hangs() -> None:
+def test_errors_reach_the_trainer_and_the_thread_ends() -> None:
     class Broken(Numbers):
         def __getitem__(self, number: int) -> dict[str, Any]:
-            raise BadItem("rows.json", number, "cut short")
+            raise BadItem("rows.json", number, "truncated")
 
-    with pytest.raises(BadItem, match="rows.json: item . cut short|rows.json: item .: cut short"):
+    with refused("rows.json: item", "truncated", error=BadItem):
         next(iter(StepLoader(Broken(4), collate, 4, 4)))
     steps = iter(StepLoader(Numbers(4), collate, 4, 4))
     next(steps)
@@ -202,7 +203,7 @@ def test_errors_reach_the_trainer_and_nothing_hangs() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "step-loader"]
 
 
-def test_prepares_ahead_of_the_trainer() -> None:
+def test_micro_batches_are_built_ahead() -> None:
     class Counted(Numbers):
         made = 0
 
@@ -216,11 +217,11 @@ def test_prepares_ahead_of_the_trainer() -> None:
     deadline = time.monotonic() + 20
     while data.made < 4 * NUM_BATCHES_AHEAD and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert 4 * NUM_BATCHES_AHEAD <= data.made <= 4 * (NUM_BATCHES_AHEAD + 2)  # ahead, but not without end
+    assert 4 * NUM_BATCHES_AHEAD <= data.made <= 4 * (NUM_BATCHES_AHEAD + 2)  # ahead, but bounded
     steps.close()  # type: ignore[attr-defined]
 
 
-def test_waiting_is_counted() -> None:
+def test_waiting_time_is_counted() -> None:
     class Gated(Numbers):
         gate = threading.Event()
 
@@ -251,15 +252,15 @@ def test_worker_processes_give_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava_onevision"])
-def test_a_pocket_batch_costs_a_fraction_of_a_step(family: str, tmp_path: Path) -> None:
-    """A step of the pocket trainer takes 300 ms or more; its batch, made meanwhile, may take 60 ms of one core."""
+def test_pocket_batch_takes_a_fraction_of_a_step(family: str, tmp_path: Path) -> None:
+    """A training step of a pocket draft takes 300 ms or more; its batch, built concurrently, may take 60 ms of one core."""
     processor = make_processor(family)
     config = DataConfig(num_examples=64, cache=Cache.examples, cache_dir=str(tmp_path))
-    make = _Builder(build_dataset(config, processor), processor.collate)
-    make(list(range(16)))
+    build = _Builder(build_dataset(config, processor), processor.collate)
+    build(list(range(16)))
     begin = time.thread_time()
     for first in (0, 16, 32, 48):
-        make(list(range(first, first + 16)))
+        build(list(range(first, first + 16)))
     assert (time.thread_time() - begin) / 4 < 0.06
 
 
@@ -272,14 +273,14 @@ def test_weights_are_shares_of_every_epoch() -> None:
     epochs = [mix.epoch(0, epoch) for epoch in range(3)]
     for order in epochs:
         assert np.bincount(np.array(sources)[order]).tolist() == [2, 6]
-    assert sorted(number for order in epochs for number in order if number < 6) == list(range(6))  # goes on, not over
+    assert sorted(number for order in epochs for number in order if number < 6) == list(range(6))  # continues in the next epoch
     assert np.bincount(epochs[0])[6:].tolist() == [3, 3]
     assert mix.epoch(0, 1).tolist() == epochs[1].tolist()
     assert mix.epoch(1, 1).tolist() != epochs[1].tolist()
 
 
 def test_weight_of_an_empty_source_is_an_error() -> None:
-    with pytest.raises(ValueError, match="source number 0 has a weight but no usable item"):
+    with refused("data.sources", "source number 0"):
         MixedOrder(np.array([1, 1]), [1.0, 1.0])
 
 
@@ -292,7 +293,7 @@ def test_permutation_depends_on_its_key_alone() -> None:
     assert sorted(first) == list(range(20))
 
 
-def test_turns_follow_the_weights() -> None:
+def test_sources_of_a_stream_follow_the_weights() -> None:
     taken = [0, 0]
     order = []
     for _ in range(6):
@@ -304,8 +305,8 @@ def test_turns_follow_the_weights() -> None:
 # -- streams ----------------------------------------------------------------------------------------------------------
 
 
-class Talk(Stream):
-    """Text conversations out of nowhere; those numbered in `bad` are broken."""
+class TextStream(Stream):
+    """Generated text conversations; those numbered in `bad` are invalid."""
 
     def __init__(self, name: str, size: int, bad: tuple[int, ...] = ()) -> None:
         self.name, self.size, self.bad = name, size, bad
@@ -315,10 +316,10 @@ class Talk(Stream):
         self.started.append(start)
         for i in range(start, self.size):
             if i in self.bad:
-                yield BadItem(self.name, i, "broken")
+                yield BadItem(self.name, i, "invalid")
             else:
-                said = [{"role": "user", "content": "q"}, {"role": "assistant", "content": str(i)}]
-                yield Conversation(f"{self.name}{i}", said, self.name, meta={"index": i})
+                messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": str(i)}]
+                yield Conversation(f"{self.name}{i}", messages, self.name, meta={"index": i})
 
     def fingerprint(self) -> str:
         return self.name
@@ -334,47 +335,47 @@ def stream_loader(dataset: StreamDataset, micro: int = 2, rank: int = 0, world_s
     return StepLoader(dataset, dataset.processor.collate, 4, micro, rank, world_size, 5, start)
 
 
-def test_stream_of_any_layout_resumes_anywhere(tmp_path: Path) -> None:
-    def made() -> StreamDataset:
-        return stream(tmp_path, Talk("a", 13), Talk("b", 7), weights=(2.0, 1.0))
+def test_stream_resumes_at_any_step_with_any_ranks(tmp_path: Path) -> None:
+    def new_stream() -> StreamDataset:
+        return stream(tmp_path, TextStream("a", 13), TextStream("b", 7), weights=(2.0, 1.0))
 
-    whole = take(stream_loader(made(), 4), 9)
-    assert stream_loader(made()).steps_per_epoch is None
+    expected = take(stream_loader(new_stream(), 4), 9)
+    assert stream_loader(new_stream()).steps_per_epoch is None
     for start in range(9):
-        assert take(stream_loader(made(), 4, start=start), 9 - start) == whole[start:]
-    ranks = [take(stream_loader(made(), 2, rank, 2), 9) for rank in range(2)]
-    assert [[ranks[0][s][0] + ranks[1][s][0]] for s in range(9)] == whole
+        assert take(stream_loader(new_stream(), 4, start=start), 9 - start) == expected[start:]
+    ranks = [take(stream_loader(new_stream(), 2, rank, 2), 9) for rank in range(2)]
+    assert [[ranks[0][s][0] + ranks[1][s][0]] for s in range(9)] == expected
 
 
-def test_stream_that_ends_starts_over(tmp_path: Path) -> None:
-    names = [name for step in take(stream_loader(stream(tmp_path, Talk("a", 6)), 4), 6) for name in step[0]]
+def test_stream_restarts_at_its_end(tmp_path: Path) -> None:
+    names = [name for step in take(stream_loader(stream(tmp_path, TextStream("a", 6)), 4), 6) for name in step[0]]
     assert np.bincount([int(name[1:]) for name in names]).tolist() == [4] * 6
-    with pytest.raises(ValueError, match="a: not one item in it"):
-        take(stream_loader(stream(tmp_path, Talk("a", 0))), 1)
+    with refused("a: not one item"):
+        take(stream_loader(stream(tmp_path, TextStream("a", 0))), 1)
 
 
-def test_resumed_stream_skips_to_its_place(tmp_path: Path) -> None:
-    talk = Talk("a", 100)
-    take(stream_loader(stream(tmp_path, talk), start=10), 1)
-    assert talk.started == [40]  # ten steps of four: the block that position 40 opens
+def test_resumed_stream_skips_to_its_position(tmp_path: Path) -> None:
+    source = TextStream("a", 100)
+    take(stream_loader(stream(tmp_path, source), start=10), 1)
+    assert source.started == [40]  # ten steps of four: the block that begins at position 40
 
 
-def test_broken_stream_items_are_replaced_and_listed(tmp_path: Path) -> None:
-    dataset = stream(tmp_path, Talk("a", 16, bad=(2, 3, 11)), on_bad="skip")
+def test_invalid_stream_items_are_replaced_and_listed(tmp_path: Path) -> None:
+    dataset = stream(tmp_path, TextStream("a", 16, bad=(2, 3, 11)), on_bad="skip")
     steps = take(stream_loader(dataset, 4), 4)
     assert as_sets(steps)[0]
     assert {name for step in as_sets(steps) for name in step} == {f"a{i}" for i in range(16) if i not in (2, 3, 11)}
     assert all(len(step[0]) == 4 for step in steps)
     assert len((tmp_path / "skipped.jsonl").read_text().splitlines()) == 3
-    with pytest.raises(BadItem, match="a: item 2: broken"):
-        take(stream_loader(stream(tmp_path, Talk("a", 16, bad=(2,)))), 2)
+    with refused("a: item 2:", error=BadItem):
+        take(stream_loader(stream(tmp_path, TextStream("a", 16, bad=(2,)))), 2)
 
 
 @pytest.mark.parametrize("weight", [None, 1.0])
 def test_streaming_a_table(tmp_path: Path, weight: float | None) -> None:
     import datasets
 
-    save_pictures(tmp_path, "a.png")
+    save_images(tmp_path, "a.png")
     rows = {"question": [f"q{i}" for i in range(10)], "answer": [f"a{i}" for i in range(10)], "image": ["a.png"] * 10}
     datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "t.parquet")
     source = SourceConfig(kind="hub", path=str(tmp_path / "t.parquet"), streaming=True, num_examples=8, weight=weight)
@@ -383,9 +384,9 @@ def test_streaming_a_table(tmp_path: Path, weight: float | None) -> None:
     )
     processor = make_processor("qwen2_5_vl")
     dataset = build_dataset(config, processor)
-    whole = take(StepLoader(dataset, processor.collate, 4, 4), 4)
-    assert as_sets(whole[:2])[0] | as_sets(whole[:2])[1] == {str(i) for i in range(8)}
-    assert take(StepLoader(dataset, processor.collate, 4, 4, start_step=1), 3) == whole[1:]
+    expected = take(StepLoader(dataset, processor.collate, 4, 4), 4)
+    assert as_sets(expected[:2])[0] | as_sets(expected[:2])[1] == {str(i) for i in range(8)}
+    assert take(StepLoader(dataset, processor.collate, 4, 4, start_step=1), 3) == expected[1:]
 
 
 KILLED = """
@@ -408,8 +409,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_workers_end_with_a_killed_rank(tmp_path: Path) -> None:
-    """Whoever reads its output would wait for them for ever: they hold its end of the pipe."""
+def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
+    """Workers hold the write end of its output pipe: a reader would wait forever."""
     (tmp_path / "main.py").write_text(KILLED)
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
     with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""The pocket targets: tokenizer, template, and what is shipped."""
+"""The pocket targets: tokenizer, template, training, and the shipped folders."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.messages import refused
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
 import data_prep.pocket
@@ -33,7 +34,7 @@ def shipped(family):
 
 @families
 @pytest.mark.parametrize("text", ["A red circle.", "Ünïcödé 日本語 \U0001f600", " two  spaces\n\n\tand 1234", "<|im_end|> x"])
-def test_any_text_survives_the_tokenizer(tokenizers, family, text):
+def test_tokenizer_round_trip_of_any_text(tokenizers, family, text):
     tokenizer = tokenizers[family]
     ids = tokenizer(text)["input_ids"]
     assert tokenizer.decode(ids) == text
@@ -41,7 +42,7 @@ def test_any_text_survives_the_tokenizer(tokenizers, family, text):
 
 
 @families
-def test_the_template_takes_parts_and_plain_text(tokenizers, family):
+def test_template_renders_parts_and_plain_text(tokenizers, family):
     image = architecture.MEDIA_TEXT[family]["image"].replace("\\n", "\n")
     parts = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Hi."}]}]
     rendered = tokenizers[family].apply_chat_template(parts, tokenize=False, add_generation_prompt=True)
@@ -52,7 +53,7 @@ def test_the_template_takes_parts_and_plain_text(tokenizers, family):
 
 
 @families
-def test_fast_pixels_equal_the_image_processors(family, tmp_path):
+def test_pixels_equal_those_of_the_image_processor(family, tmp_path):
     folder.write_json(tmp_path / "preprocessor_config.json", architecture.preprocessor_config(family))
     processor = AutoImageProcessor.from_pretrained(tmp_path)
     image = world.sample("train", 0, ["caption"]).messages[0]["content"][0]["image"]
@@ -64,7 +65,7 @@ def test_fast_pixels_equal_the_image_processors(family, tmp_path):
 
 
 @families
-def test_inserted_layers_change_nothing(tokenizers, family):
+def test_inserted_layers_do_not_change_the_output(tokenizers, family):
     shallow = architecture.new_model(family, tokenizers[family], 1, 0).eval()
     deep = architecture.deepen(shallow, family, tokenizers[family], 3, 0).eval()
     ids = torch.arange(20, 30)[None]
@@ -83,7 +84,7 @@ def test_supervision_covers_the_answers_and_their_end(tokenizers, family):
     assert tokenizers[family].decode(kept) == "".join(f"{answer}<|im_end|>" for answer in answers)
 
 
-def test_the_probe_labels_what_it_draws():
+def test_probe_labels_are_within_range():
     import random
 
     rng = random.Random(0)
@@ -94,8 +95,8 @@ def test_the_probe_labels_what_it_draws():
         assert any(label for row in labels.values() for label in row)
 
 
-def test_an_unknown_family_is_refused(tokenizers):
-    with pytest.raises(ValueError, match="family: 'phi' is not one of qwen2_5_vl"):
+def test_unknown_family_is_refused(tokenizers):
+    with refused("family", "'phi'", "qwen2_5_vl"):
         architecture.new_model("phi", tokenizers["qwen2_5_vl"], 1, 0)
 
 
@@ -108,7 +109,7 @@ def test_shipped_score_belongs_to_the_shipped_weights(family):
 
 
 @families
-def test_shipped_targets_see(family):
+def test_shipped_targets_describe_images(family):
     score = json.loads((shipped(family) / "score.json").read_text())
     assert score["finished"] == 1.0
     assert {kind: score["right"][kind] for kind in KINDS if score["right"][kind] < 0.95} == {}
@@ -130,11 +131,11 @@ def test_shipped_folders_load_with_the_auto_classes(family):
 
 @families
 @pytest.mark.parametrize("task", world.FAMILIES)
-def test_training_and_serving_encode_alike(family, task):
+def test_training_and_inference_encode_equally(family, task):
     processor = load_target(shipped(family), dtype=torch.float32).processor
     talk = world.sample("train", 2, [task])
     served, trained = build_example(talk, processor), batches.Encoder(processor.tokenizer, family)(talk)
-    count = len(served["input_ids"])  # the training example also holds the line break after the last answer
+    count = len(served["input_ids"])  # the training example also contains the line break after the last answer
     assert served["input_ids"].tolist() == trained["ids"][:count] and len(trained["ids"]) == count + 1
     assert served["loss_mask"].tolist() == trained["mask"][:count]
     batch = batches.collate([trained], family, processor.tokenizer)
@@ -151,7 +152,7 @@ def test_padding_moves_to_the_left():
     assert moved["attention_mask"].tolist() == [[0, 1, 1], [1, 1, 1]]
 
 
-def test_the_score_adds_up_over_families():
+def test_score_is_summed_over_families():
     parts = {
         "sign": {"score": Counter({("sign", True): 3, ("sign", False): 1}), "tokens": 5.0, "finished": 1, "count": 2},
         "clip": {"score": Counter({("colour", True): 2}), "tokens": 7.0, "finished": 2, "count": 2},
@@ -164,7 +165,7 @@ def test_the_score_adds_up_over_families():
 
 @pytest.mark.slow
 @families
-def test_a_tiny_plan_builds_a_folder_that_loads(family, tmp_path):
+def test_small_recipe_builds_a_loadable_folder(family, tmp_path):
     stages = (
         training.Stage("talk", 1, 1, 1e-3, training.NAMING_MIXTURE),
         training.Stage("deep", 2, 1, 1e-3, training.FULL_MIXTURE),
@@ -182,7 +183,7 @@ def test_a_tiny_plan_builds_a_folder_that_loads(family, tmp_path):
 
 @pytest.mark.slow
 @families
-def test_shipped_targets_describe_a_held_out_picture(family):
+def test_shipped_targets_describe_a_held_out_image(family):
     from data_prep.pocket.grammar import score_answer
     from data_prep.pocket.score import answers
 

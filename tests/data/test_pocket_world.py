@@ -1,10 +1,11 @@
-"""The pocket world: deterministic, split-pure, and honest about what its pictures show."""
+"""The pocket world: deterministic, with disjoint splits, and answers that match the images."""
 
 from __future__ import annotations
 
 import random
 
 import pytest
+from support.messages import refused
 
 from data_prep.pocket import grammar, palette, world
 from data_prep.pocket.phrases import Phraser
@@ -21,7 +22,7 @@ def texts(conversation):
 
 
 @pytest.mark.parametrize("family", world.FAMILIES)
-def test_each_family_draws_and_words_a_conversation(family):
+def test_each_family_generates_a_conversation(family):
     talk = world.sample("train", 3, [family])
     assert talk.family == family and talk.source == "pocket"
     assert [message["role"] for message in talk.messages] == ["user", "assistant"] * (len(talk.messages) // 2)
@@ -39,7 +40,7 @@ def test_the_same_index_gives_the_same_conversation():
     assert texts(first) != texts(world.sample("validation", 12))
 
 
-def test_splits_share_no_picture():
+def test_splits_share_no_image():
     seen = {
         split: {p.tobytes() for index in range(150) for p in images(world.sample(split, index))} for split in palette.SPLITS
     }
@@ -48,7 +49,7 @@ def test_splits_share_no_picture():
     assert not seen["validation"] & seen["test"]
 
 
-def test_every_corner_pixel_names_its_split():
+def test_corner_pixel_determines_the_split():
     for split, residues in palette.SPLITS.items():
         for index in range(60):
             for image in images(world.sample(split, index)):
@@ -71,7 +72,7 @@ def test_wording_varies_but_facts_do_not():
 
 
 @pytest.mark.parametrize("family", [name for name in world.FAMILIES if name != "text"])
-def test_the_grammar_finds_no_fault_with_the_worlds_own_answers(family):
+def test_grammar_scores_generated_answers_as_right(family):
     for index in range(40):
         talk = world.sample("test", index, [family])
         for turn, expected in enumerate(talk.meta["expect"]):
@@ -89,13 +90,13 @@ def test_the_grammar_finds_no_fault_with_the_worlds_own_answers(family):
         ("In the lower right area sits a tiny red circle.", "position"),
     ],
 )
-def test_the_grammar_finds_a_wrong_word(text, kind):
+def test_grammar_finds_a_wrong_fact(text, kind):
     obj = vars(palette.SceneObject("small", "red", "circle", 0))
     score = grammar.score_answer(text, {"scenes": [[obj]]}, [])
     assert score[kind, False] == 1 and sum(n for (_, right), n in score.items() if not right) == 1
 
 
-def test_the_grammar_finds_a_wrong_sign_bar_and_answer():
+def test_grammar_finds_a_wrong_sign_bar_and_answer():
     assert grammar.score_answer('It says "STOP" over "12".', {"sign": ["STOP", "13"]}, []) == {
         ("sign", True): 1,
         ("sign", False): 1,
@@ -110,5 +111,5 @@ def test_the_grammar_finds_a_wrong_sign_bar_and_answer():
     [("dev", None, "split: 'dev'"), ("train", ["poem"], "poem"), ("train", [], "families")],
 )
 def test_unknown_names_are_refused(split, families, message):
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         world.sample(split, 0, families)

@@ -1,4 +1,4 @@
-"""Prepared once: what is kept, when it is made anew, what is left out, and several processes at once."""
+"""Preparation: cached content, cache keys, skipped items, concurrent processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.data_helpers import make_processor, picture, save_pictures
+from support.data_helpers import make_image, make_processor, save_images
 from support.messages import refused
 
 from data_prep.build import build_dataset
@@ -28,7 +28,7 @@ from data_prep.pocket import world
 
 
 def same(first: dict[str, Any], second: dict[str, Any]) -> bool:
-    """Equal fields, types and bits."""
+    """Returns whether fields, types and bits are equal."""
     return first.keys() == second.keys() and all(
         torch.equal(value, second[key]) and value.dtype == second[key].dtype
         if isinstance(value, torch.Tensor)
@@ -42,7 +42,7 @@ def pocket(folder: Path, **changes: Any) -> DataConfig:
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava_onevision"])
-def test_kept_examples_equal_fresh_ones(family: str, tmp_path: Path) -> None:
+def test_cached_examples_equal_new_ones(family: str, tmp_path: Path) -> None:
     processor = make_processor(family)
     dataset = build_dataset(pocket(tmp_path), processor)
     lazy = build_dataset(replace(pocket(tmp_path), cache=Cache.rows), processor)
@@ -53,7 +53,7 @@ def test_kept_examples_equal_fresh_ones(family: str, tmp_path: Path) -> None:
         assert same(lazy[i], fresh)
 
 
-def test_second_time_is_instant_and_changes_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_is_used_until_a_setting_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     processor = make_processor("qwen2_5_vl")
     first = build_dataset(pocket(tmp_path), processor)
 
@@ -78,13 +78,13 @@ def test_second_time_is_instant_and_changes_are_noticed(tmp_path: Path, monkeypa
     assert len(made) == 7
 
 
-def test_cache_keeps_what_was_used_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_keeps_the_most_recently_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "MAX_CACHED", 2)
     processor = make_processor("qwen2_5_vl")
     folder = tmp_path / "examples"
 
     def use(num_examples: int) -> Any:
-        for path in folder.glob("*/") if folder.is_dir() else ():  # a minute passes: file systems keep time coarsely
+        for path in folder.glob("*/") if folder.is_dir() else ():  # a minute passes: time stamps of file systems are coarse
             stamp = path.stat().st_mtime - 60
             os.utime(path, (stamp, stamp))
         return build_dataset(replace(pocket(tmp_path), num_examples=num_examples), processor)
@@ -94,7 +94,7 @@ def test_cache_keeps_what_was_used_last(tmp_path: Path, monkeypatch: pytest.Monk
     made.append(use(3))
     kept = {path.name for path in folder.iterdir() if path.is_dir()}
     assert kept == {made[0].fingerprint, made[2].fingerprint}
-    assert len(made[1][1]["input_ids"]) > 0  # whoever has it open still reads it
+    assert len(made[1][1]["input_ids"]) > 0  # open files stay readable
 
 
 def _prepare(folder: Path, done: Any) -> None:
@@ -125,7 +125,7 @@ def test_several_processes_at_once(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.part"))
 
 
-def test_interrupted_preparation_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_preparation_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     processor = make_processor("qwen2_5_vl")
     calls = []
 
@@ -154,18 +154,18 @@ def test_worker_processes_give_the_same(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def bad_folder(folder: Path) -> Path:
-    """Fourteen rows: two good, one too long, three whose pixels are bad, the others broken in ways their text shows."""
-    save_pictures(folder, "good.png", "cut.jpg", "gone.png")
+    """Writes fourteen rows: two valid, one too long, three with invalid pixels, eight with an invalid text."""
+    save_images(folder, "good.png", "cut.jpg", "gone.png")
     noise = Image.effect_noise((64, 64), 90).convert("RGB")
     noise.save(folder / "cut.jpg")
     (folder / "cut.jpg").write_bytes((folder / "cut.jpg").read_bytes()[:900])
     (folder / "gone.png").unlink()
-    picture(1).save(folder / "dot.png")
+    make_image(1).save(folder / "dot.png")
     Image.new("RGB", (20000, 20)).save(folder / "strip.png")
 
     def row(image: str | None, *values: str) -> str:
-        said = [{"from": ("human", "gpt")[i % 2], "value": value} for i, value in enumerate(values)]
-        return json.dumps({"conversations": said} | ({"image": image} if image else {}))
+        turns = [{"from": ("human", "gpt")[i % 2], "value": value} for i, value in enumerate(values)]
+        return json.dumps({"conversations": turns} | ({"image": image} if image else {}))
 
     lines = [
         row("good.png", "<image>What?", "Red."),
@@ -210,20 +210,20 @@ def test_skipped_items_are_counted_and_listed(tmp_path: Path, cache: Cache, capl
 
 
 @pytest.mark.parametrize("cache", list(Cache))
-def test_broken_item_stops_by_default(tmp_path: Path, cache: Cache) -> None:
+def test_invalid_item_is_an_error_by_default(tmp_path: Path, cache: Cache) -> None:
     path = bad_folder(tmp_path)
     config = DataConfig(
         sources={"it": SourceConfig(kind="llava_json", path=str(path))}, cache=cache, cache_dir=str(tmp_path / "cache")
     )
     with refused("rows.jsonl: item 1:", "gone.png", error=BadItem):
         build_dataset(config, make_processor("qwen2_5_vl"))
-    path.write_bytes(path.read_bytes().splitlines()[5])  # the cut JPEG alone: seen only when its pixels are
+    path.write_bytes(path.read_bytes().splitlines()[5])  # the truncated JPEG alone: found only when its pixels are read
     with refused("rows.jsonl: item 0:", "cut.jpg", "truncated", error=BadItem):
         config.holdout = 0.0
         build_dataset(config, make_processor("qwen2_5_vl"))[0]
 
 
-def test_nothing_usable_is_an_error(tmp_path: Path) -> None:
+def test_no_valid_item_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("{}\n{}")
     sources = {"it": SourceConfig(kind="sharegpt", path=str(path))}
@@ -235,7 +235,7 @@ def test_nothing_usable_is_an_error(tmp_path: Path) -> None:
         build_dataset(config, make_processor("qwen2_5_vl"))
 
 
-def test_too_long_items_are_listed_even_where_broken_ones_are_errors(tmp_path: Path) -> None:
+def test_too_long_items_are_listed_even_if_invalid_ones_are_errors(tmp_path: Path) -> None:
     processor = make_processor("qwen2_5_vl")
     lengths = build_dataset(pocket(tmp_path), processor).store.lengths()
     limit = int(np.sort(lengths)[3])
@@ -246,11 +246,11 @@ def test_too_long_items_are_listed_even_where_broken_ones_are_errors(tmp_path: P
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava_onevision"])
-def test_levels_are_exact_or_not_used(family: str) -> None:
+def test_encoded_pixels_are_exact_or_not_used(family: str) -> None:
     processor = make_processor(family)
     table = PixelTable.measure(processor)
     noise = Image.effect_noise((40, 24), 90).convert("RGB")
-    pixels = processor.encode([("a", True)], [])  # no picture, no pixels
+    pixels = processor.encode([("a", True)], [])  # no image, no pixels
     assert "pixel_values" not in pixels
     found, _ = processor.family.encode_images(processor.image_processor, [noise])
     values = found["pixel_values"].numpy()
@@ -258,10 +258,10 @@ def test_levels_are_exact_or_not_used(family: str) -> None:
     assert kind == (STILL if family == "qwen2_5_vl" else LEVEL)
     assert stored.dtype == np.uint8
     assert np.array_equal(table.unpack(kind, stored), values)
-    clip, _ = processor.family.encode_videos(processor.image_processor, [[picture(), picture(colour="blue")]], [2.0])
-    kind, stored = table.pack(clip["pixel_values_videos"].numpy())
+    video, _ = processor.family.encode_videos(processor.image_processor, [[make_image(), make_image(colour="blue")]], [2.0])
+    kind, stored = table.pack(video["pixel_values_videos"].numpy())
     assert kind == LEVEL
-    assert np.array_equal(table.unpack(kind, stored), clip["pixel_values_videos"].numpy())
+    assert np.array_equal(table.unpack(kind, stored), video["pixel_values_videos"].numpy())
     values.reshape(-1)[0] += 1e-4
     kind, stored = table.pack(values)
     assert kind == ""

@@ -1,4 +1,4 @@
-"""Held-out prompts: benchmark layouts, long answers, and splits that never share a picture."""
+"""Held-out prompts: benchmark layouts, long answers, follow-up questions, and splits that share no image."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import datasets
 import pytest
-from support.data_helpers import make_processor, picture, save_pictures
+from support.data_helpers import make_image, make_processor, save_images
 from support.messages import refused
 
 from data_prep.build import build_dataset, prompts
@@ -23,7 +23,7 @@ from data_prep.splits import Split, split_of
 
 
 def textvqa(folder: Path) -> Path:
-    save_pictures(folder, "train_images/0054.jpg")
+    save_images(folder, "train_images/0054.jpg")
     row = {
         "question": "what brand?",
         "image_id": "0054",
@@ -34,20 +34,20 @@ def textvqa(folder: Path) -> Path:
 
 
 def gqa(folder: Path) -> Path:
-    save_pictures(folder, "images/2405722.jpg")
+    save_images(folder, "images/2405722.jpg")
     row = {"imageId": "2405722", "question": "Is it red?", "answer": "yes", "fullAnswer": "Yes, it is."}
     return write(folder / "val_balanced_questions.json", {"05451384": row})
 
 
 def chartqa(folder: Path) -> Path:
-    save_pictures(folder, "png/4169.png")
+    save_images(folder, "png/4169.png")
     return write(folder / "test_human.json", [{"imgname": "4169.png", "query": "How many bars?", "label": "14"}])
 
 
 def seed_bench(folder: Path) -> Path:
     (folder / "SEED-Bench-image").mkdir()
-    picture().save(folder / "SEED-Bench-image" / "1454426_2591111986", "PNG")
-    save_pictures(folder, "clips/12/1.png", "clips/12/2.png", "clips/12/3.png")
+    make_image().save(folder / "SEED-Bench-image" / "1454426_2591111986", "PNG")
+    save_images(folder, "clips/12/1.png", "clips/12/2.png", "clips/12/3.png")
     choices = {f"choice_{letter}": word for letter, word in zip("abcd", ("One", "Two", "Three", "Four"), strict=True)}
     shared = {"question": "How many?", "answer": "A", "question_type_id": 5, **choices}
     image = {"data_id": "1454426_2591111986", "data_type": "image", "question_id": "101669", **shared}
@@ -56,13 +56,13 @@ def seed_bench(folder: Path) -> Path:
 
 
 def mvbench(folder: Path) -> Path:
-    save_pictures(folder, "video/tvqa/ep1/1.png", "video/tvqa/ep1/2.png")
+    save_images(folder, "video/tvqa/ep1/1.png", "video/tvqa/ep1/2.png")
     row = {"video": "ep1", "question": "What next?", "candidates": ["Runs.", "Sits."], "answer": "Sits."}
     return write(folder / "json" / "action.json", [row, row | {"start": 0.0, "end": 0.3}])
 
 
 def video_detail_caption(folder: Path) -> Path:
-    save_pictures(folder, "Test_Videos/v_1/1.png")
+    save_images(folder, "Test_Videos/v_1/1.png")
     (folder / "data").mkdir()
     rows = {"video_name": ["v_1"], "question": ["Describe the video in detail."], "answer": ["A man."]}
     path = folder / "data" / "test-00000-of-00001.parquet"
@@ -71,7 +71,7 @@ def video_detail_caption(folder: Path) -> Path:
 
 
 def mmspec(folder: Path) -> Path:
-    save_pictures(folder, "images/mmspec_001.jpg")
+    save_images(folder, "images/mmspec_001.jpg")
     row = {"id": "mmspec_001", "image": "mmspec_001.jpg", "turns": ["What is it?", "Why?"], "topic": "general vqa"}
     (folder / "mmspec.jsonl").write_text(json.dumps(row) + "\n")
     return folder / "mmspec.jsonl"
@@ -101,10 +101,10 @@ def test_layout(kind: str, long_answers: bool, tmp_path: Path) -> None:
     source = SourceConfig(kind=kind, path=str(make(tmp_path)), media_root=str(tmp_path), long_answers=long_answers)
     config = DataConfig(validation={"it": source}, cache_dir=str(tmp_path / "cache"))
     found = prompts(config, "validation", 8)
-    asked = found[0].messages[-1]["content"]
+    content = found[0].messages[-1]["content"]
     if long_answers:
         question = question.removesuffix(ONE_WORD).removesuffix(ONE_LETTER).removesuffix("\n") + f"\n{EXPLAIN}"
-    assert asked[-1]["text"] == question
+    assert content[-1]["text"] == question
     assert found[0].meta.get("answer", "") == answer
     assert found[0].family == family
     processor = make_processor("qwen2_5_vl")
@@ -114,12 +114,12 @@ def test_layout(kind: str, long_answers: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["textvqa", "chartqa", "seed_bench"])
-def test_parquet_versions_bring_their_pictures(kind: str, tmp_path: Path) -> None:
+def test_parquet_versions_have_embedded_images(kind: str, tmp_path: Path) -> None:
     (tmp_path / "json").mkdir()
     make, question, answer, _ = LAYOUTS[kind]
     content = json.loads(make(tmp_path / "json").read_text())
     row = content[0] if isinstance(content, list) else (content.get("data") or content["questions"])[0]
-    picture().save(tmp_path / "a.png")
+    make_image().save(tmp_path / "a.png")
     row["image"] = {"bytes": (tmp_path / "a.png").read_bytes(), "path": None}
     if kind == "chartqa":
         row["label"] = [row["label"]]
@@ -135,17 +135,17 @@ def test_parquet_versions_bring_their_pictures(kind: str, tmp_path: Path) -> Non
         prompts(DataConfig(validation={"it": source}))
 
 
-def test_segments_of_clips(tmp_path: Path) -> None:
+def test_segments_of_videos(tmp_path: Path) -> None:
     for kind, make in (("seed_bench", seed_bench), ("mvbench", mvbench)):
         (tmp_path / kind).mkdir()
         source = SourceConfig(kind=kind, path=str(make(tmp_path / kind)), media_root=str(tmp_path / kind))
         found = prompts(DataConfig(validation={"it": source}, cache_dir=str(tmp_path / "cache")), "validation", 8)
-        clip = found[1].messages[0]["content"][0]
-        assert clip["video"] == str(tmp_path / kind / ("clips/12" if kind == "seed_bench" else "video/tvqa/ep1"))
-        assert (clip["start"], clip["end"]) == ((0.5, 1.0) if kind == "seed_bench" else (0.0, 0.3))
+        video = found[1].messages[0]["content"][0]
+        assert video["video"] == str(tmp_path / kind / ("clips/12" if kind == "seed_bench" else "video/tvqa/ep1"))
+        assert (video["start"], video["end"]) == ((0.5, 1.0) if kind == "seed_bench" else (0.0, 0.3))
 
 
-def test_file_of_another_layout_is_named(tmp_path: Path) -> None:
+def test_file_of_another_layout_is_refused(tmp_path: Path) -> None:
     path = chartqa(tmp_path)
     config = DataConfig(validation={"it": SourceConfig(kind="textvqa", path=str(path))}, cache_dir=str(tmp_path))
     with refused("test_human.json"):
@@ -155,17 +155,17 @@ def test_file_of_another_layout_is_named(tmp_path: Path) -> None:
         prompts(config)
 
 
-def test_later_turns_are_asked_after_the_targets_own_answers(tmp_path: Path) -> None:
+def test_follow_ups_come_after_the_targets_own_answers(tmp_path: Path) -> None:
     source = SourceConfig(kind="mmspec", path=str(mmspec(tmp_path)), media_root=str(tmp_path), long_answers=True)
     (found,) = prompts(DataConfig(validation={"it": source}, cache_dir=str(tmp_path / "cache")))
-    heard: list[int] = []
+    lengths: list[int] = []
 
     def answer(messages: list[Message]) -> str:
-        heard.append(len(messages))
+        lengths.append(len(messages))
         return "A dog."
 
     first, second, other = expand_follow_ups([found, "no conversation"], answer)
-    assert (first, other, heard) == (found, "no conversation", [1])
+    assert (first, other, lengths) == (found, "no conversation", [1])
     assert (second.id, second.family) == ("mmspec_001-turn-2", "general vqa")
     assert [text_of(message) for message in second.messages] == [f"What is it?\n{EXPLAIN}", "A dog.", f"Why?\n{EXPLAIN}"]
     assert second.messages[0]["content"][0]["type"] == "image"
@@ -173,7 +173,7 @@ def test_later_turns_are_asked_after_the_targets_own_answers(tmp_path: Path) -> 
     assert "input_ids" in make_processor("llava_onevision").prepare(second.messages)
 
 
-def test_prompts_take_turns_between_sources(tmp_path: Path) -> None:
+def test_prompts_alternate_between_sources(tmp_path: Path) -> None:
     sources = {"a": SourceConfig(), "b": SourceConfig(families=["clip"])}
     found = prompts(DataConfig(sources=sources), "validation", 5)
     assert [item.id for item in found] == [
@@ -187,27 +187,27 @@ def test_prompts_take_turns_between_sources(tmp_path: Path) -> None:
     assert all(item.messages[-1]["role"] == "user" and item.meta["answer"] for item in found)
 
 
-def test_held_out_items_share_no_picture_with_training(tmp_path: Path) -> None:
-    save_pictures(tmp_path, *(f"{i}.png" for i in range(40)))
-    said = [{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "Red."}]
-    rows = [{"id": f"{i}-{j}", "image": f"{i}.png", "conversations": said} for j in range(2) for i in range(40)]
+def test_held_out_items_share_no_image_with_training(tmp_path: Path) -> None:
+    save_images(tmp_path, *(f"{i}.png" for i in range(40)))
+    turns = [{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "Red."}]
+    rows = [{"id": f"{i}-{j}", "image": f"{i}.png", "conversations": turns} for j in range(2) for i in range(40)]
     path = write(tmp_path / "rows.json", rows)
     source = SourceConfig(kind="llava_json", path=str(path))
     config = DataConfig(sources={"it": source}, holdout=0.2, cache_dir=str(tmp_path / "cache"))
     processor = make_processor("qwen2_5_vl")
-    shown = []
+    images = []
     for split in Split:
         dataset = build_dataset(config, processor, str(split))
-        shown.append({dataset.conversation(i).messages[0]["content"][0]["image"] for i in range(len(dataset))})
-        assert len(dataset) == 2 * len(shown[-1])  # both questions about a picture are on the same side
-    assert sum(map(len, shown)) == len(set.union(*shown)) == 40
+        images.append({dataset.conversation(i).messages[0]["content"][0]["image"] for i in range(len(dataset))})
+        assert len(dataset) == 2 * len(images[-1])  # both questions about an image are in the same split
+    assert sum(map(len, images)) == len(set.union(*images)) == 40
     held_out = prompts(config, "validation", 100)
-    assert {item.messages[0]["content"][0]["image"] for item in held_out} == shown[1]
+    assert {item.messages[0]["content"][0]["image"] for item in held_out} == images[1]
     assert len(build_dataset(replace(config, holdout=0.0), processor)) == 80
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_training_items_are_no_prompts(tmp_path: Path, streaming: bool) -> None:
+def test_training_items_are_refused_as_prompts(tmp_path: Path, streaming: bool) -> None:
     datasets.Dataset.from_dict({"question": ["q"], "answer": ["a"]}).to_parquet(tmp_path / "t.parquet")
     source = SourceConfig(kind="hub", path=str(tmp_path / "t.parquet"), streaming=streaming)
     config = DataConfig(sources={"it": source}, holdout=0.0, cache_dir=str(tmp_path / "cache"))
@@ -217,14 +217,14 @@ def test_training_items_are_no_prompts(tmp_path: Path, streaming: bool) -> None:
     assert prompts(DataConfig(holdout=0.0))  # the pocket world has splits of its own
 
 
-def test_split_is_decided_by_the_picture_alone() -> None:
+def test_shares_of_the_splits() -> None:
     counts = [sum(split_of(str(i), 0.1) is split for i in range(2000)) for split in Split]
     assert sum(counts) == 2000
     assert 150 < counts[1] < 250
     assert 150 < counts[2] < 250
 
 
-def test_broken_prompts(tmp_path: Path) -> None:
+def test_invalid_prompts(tmp_path: Path) -> None:
     path = textvqa(tmp_path)
     rows = json.loads(path.read_text())
     rows["data"].insert(0, rows["data"][0] | {"image_id": "gone"})

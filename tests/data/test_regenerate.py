@@ -1,4 +1,4 @@
-"""The target answers its own prompts: any interruption and any number of ranks give the same file."""
+"""Regeneration: the same file after any interruption and with any number of ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.data_helpers import make_processor, make_target, picture, says, user
+from support.data_helpers import assistant, make_image, make_processor, make_target, user
+from support.messages import check_message, refused
 
 import sage
 from data_prep.build import build_dataset
@@ -27,27 +28,27 @@ PROVENANCE = {"target": "t", "draft": None, "data": "d"}
 SETTINGS = RegenerateConfig(max_new_tokens=8)
 
 
-class Talks:
-    """Conversations with a drawn picture and two turns; number 3 is broken."""
+class Conversations:
+    """Conversations with an image and two turns; number 3 is invalid."""
 
     def __len__(self) -> int:
         return 6
 
     def conversation(self, number: int) -> Conversation:
-        asked = user(picture(8, ("red", "blue")[number % 2]), f"q{number}?")
-        messages = [asked, says("old"), user("more"), says("older")]
-        return Conversation(f"c{number}", messages[: 3 if number == 3 else 4], "talks", meta={"index": number})
+        question = user(make_image(8, ("red", "blue")[number % 2]), f"q{number}?")
+        messages = [question, assistant("old"), user("more"), assistant("older")]
+        return Conversation(f"c{number}", messages[: 3 if number == 3 else 4], "chats", meta={"index": number})
 
 
 def echo(messages: list[Message], seed: int) -> Answer:
-    """Says how much it has heard; never ends the first answer of c4 and the second of c5."""
-    heard = [text_of(message) for message in messages]
-    endless = (heard[0] == "q4?" and len(messages) == 1) or (heard[0] == "q5?" and len(messages) == 3)
-    return Answer(f"{'|'.join(heard)} {seed % 100}", not endless)
+    """Answers with the texts of all messages; the first answer of c4 and the second of c5 never end."""
+    texts = [text_of(message) for message in messages]
+    endless = (texts[0] == "q4?" and len(messages) == 1) or (texts[0] == "q5?" and len(messages) == 3)
+    return Answer(f"{'|'.join(texts)} {seed % 100}", not endless)
 
 
 def run(out: Path, answer: Any = echo, **options: Any) -> Any:
-    return regenerate(Talks(), answer, out, options.pop("provenance", PROVENANCE), SETTINGS, **options)
+    return regenerate(Conversations(), answer, out, options.pop("provenance", PROVENANCE), SETTINGS, **options)
 
 
 def content(out: Path) -> dict[str, bytes]:
@@ -59,39 +60,40 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def whole(tmp_path: Path) -> dict[str, bytes]:
-    """What an uninterrupted run of one rank writes."""
-    found = run(tmp_path / "whole" / "out.jsonl")
+def complete(tmp_path: Path) -> dict[str, bytes]:
+    """The files of an uninterrupted run of one rank."""
+    found = run(tmp_path / "complete" / "out.jsonl")
     assert (found.done_before, found.done_now, found.total, found.is_merged) == (0, 6, 6, True)
-    return content(tmp_path / "whole" / "out.jsonl")
+    return content(tmp_path / "complete" / "out.jsonl")
 
 
-def test_rows_hold_the_targets_answers_and_where_they_come_from(whole: dict[str, bytes], tmp_path: Path) -> None:
-    found = rows(tmp_path / "whole" / "out.jsonl")
+def test_rows_contain_the_targets_answers_and_their_provenance(complete: dict[str, bytes], tmp_path: Path) -> None:
+    found = rows(tmp_path / "complete" / "out.jsonl")
     assert [row["id"] for row in found] == ["c0", "c1", "c2", "c5"]
-    asked, first, more, second = found[1]["messages"]
+    question, first, more, second = found[1]["messages"]
     assert first["content"][0]["text"].startswith("q1? ")
     assert second["content"][0]["text"].startswith("q1?|" + first["content"][0]["text"] + "|more ")
     assert found[1]["provenance"] == {
         **PROVENANCE, "policy": "sage", "max_new_tokens": 8, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0
     }  # fmt: skip
     assert len(found[3]["messages"]) == 2  # the second answer of c5 did not end
-    assert asked["content"][0]["image"].startswith("out_media/")
-    assert len(list((tmp_path / "whole" / "out_media").iterdir())) == 2  # each picture once
-    reasons = [row["reason"] for row in rows(skipped_path(tmp_path / "whole" / "out.jsonl"))]
-    assert "talks: item 3 (id c3): ends with 'user'" in reasons[0]
-    assert "no answer ended within max_new_tokens" in reasons[1]
+    assert question["content"][0]["image"].startswith("out_media/")
+    assert len(list((tmp_path / "complete" / "out_media").iterdir())) == 2  # each image once
+    skipped = rows(skipped_path(tmp_path / "complete" / "out.jsonl"))
+    assert [row["id"] for row in skipped] == ["c3", "c4"]
+    check_message(skipped[0]["reason"], "chats: item 3 (id c3):", "'user'")
+    check_message(skipped[1]["reason"], "chats: item 4 (id c4):", "max_new_tokens")
 
 
-def test_rows_can_be_trained_on(whole: dict[str, bytes], tmp_path: Path) -> None:
-    source = SourceConfig(kind="messages", path=str(tmp_path / "whole" / "out.jsonl"))
+def test_rows_can_be_trained_on(complete: dict[str, bytes], tmp_path: Path) -> None:
+    source = SourceConfig(kind="messages", path=str(tmp_path / "complete" / "out.jsonl"))
     config = DataConfig(sources={"it": source}, holdout=0.0, cache_dir=str(tmp_path / "cache"))
     dataset = build_dataset(config, make_target("qwen2_5_vl").processor)
     assert [dataset[i]["id"] for i in range(len(dataset))] == ["c0", "c1", "c2", "c5"]
 
 
 @pytest.mark.parametrize("stop", [0, 1, 4, 7])
-def test_interrupted_and_resumed_gives_the_same_file(whole: dict[str, bytes], tmp_path: Path, stop: int) -> None:
+def test_interrupted_and_resumed_run_gives_the_same_file(complete: dict[str, bytes], tmp_path: Path, stop: int) -> None:
     out = tmp_path / "again" / "out.jsonl"
     calls = []
 
@@ -110,7 +112,7 @@ def test_interrupted_and_resumed_gives_the_same_file(whole: dict[str, bytes], tm
     before = part.read_bytes().count(b"\n") if part.exists() else 0
     found = run(out)
     assert found.done_before == before
-    assert content(out) == whole
+    assert content(out) == complete
     assert not part.exists()
 
 
@@ -123,7 +125,7 @@ def _work(out: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_killed_process_and_resumed(whole: dict[str, bytes], tmp_path: Path) -> None:
+def test_killed_process_and_resumed(complete: dict[str, bytes], tmp_path: Path) -> None:
     out = tmp_path / "killed" / "out.jsonl"
     process = multiprocessing.get_context("fork").Process(target=_work, args=(out,))
     process.start()
@@ -135,50 +137,50 @@ def test_killed_process_and_resumed(whole: dict[str, bytes], tmp_path: Path) -> 
     process.join()
     assert not out.exists()
     assert run(out).done_before >= 1
-    assert content(out) == whole
+    assert content(out) == complete
 
 
-def test_ranks_in_any_order_give_the_same_file(whole: dict[str, bytes], tmp_path: Path) -> None:
+def test_ranks_in_any_order_give_the_same_file(complete: dict[str, bytes], tmp_path: Path) -> None:
     out = tmp_path / "ranks" / "out.jsonl"
     assert not run(out, rank=1, world_size=2).is_merged
     assert not out.exists()
     assert run(out, rank=0, world_size=2).is_merged
-    assert content(out) == whole
+    assert content(out) == complete
     other = tmp_path / "other" / "out.jsonl"
     run(other, rank=1, world_size=3)  # started with three ranks, finished by one
     found = run(other)
     assert (found.done_before, found.done_now, found.is_merged) == (2, 4, True)
-    assert content(other) == whole
+    assert content(other) == complete
 
 
-def test_finished_file_is_not_made_again(whole: dict[str, bytes], tmp_path: Path) -> None:
+def test_finished_file_is_not_regenerated(complete: dict[str, bytes], tmp_path: Path) -> None:
     def never(messages: list[Message], seed: int) -> Answer:
         raise AssertionError("answered a second time")
 
-    found = run(tmp_path / "whole" / "out.jsonl", never)
+    found = run(tmp_path / "complete" / "out.jsonl", never)
     assert (found.done_before, found.done_now, found.is_merged) == (6, 0, True)
-    run(tmp_path / "whole" / "out.jsonl", never, provenance=PROVENANCE | {"draft": "a better one"})
-    with pytest.raises(ValueError, match=r"out.jsonl: contains rows with other settings \(target: t there, u here\)"):
-        run(tmp_path / "whole" / "out.jsonl", never, provenance=PROVENANCE | {"target": "u"})
+    run(tmp_path / "complete" / "out.jsonl", never, provenance=PROVENANCE | {"draft": "a better one"})
+    with refused("out.jsonl", "(target: t there, u here)"):
+        run(tmp_path / "complete" / "out.jsonl", never, provenance=PROVENANCE | {"target": "u"})
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava_onevision"])
-def test_the_target_is_shown_the_clip_that_training_shows(family: str) -> None:
-    frames = [picture(16, colour) for colour in ("red", "green", "blue", "yellow", "black", "white", "gray", "pink")]
-    clip = {"type": "video", "video": frames, "start": 1.0, "end": 3.0}
-    asked: list[Message] = [{"role": "user", "content": [clip, {"type": "text", "text": "What?"}]}]
+def test_regeneration_and_training_use_the_same_frames(family: str) -> None:
+    frames = [make_image(16, colour) for colour in ("red", "green", "blue", "yellow", "black", "white", "gray", "pink")]
+    video = {"type": "video", "video": frames, "start": 1.0, "end": 3.0}
+    messages: list[Message] = [{"role": "user", "content": [video, {"type": "text", "text": "What?"}]}]
     processor = make_processor(family)
-    shown = processor.prepare(with_open_media(asked, 2))
-    example = build_example(Conversation("c", [*asked, says("a")]), processor, num_frames=2)
-    for key in set(processor.family.pixel_keys) & shown.keys():
-        assert torch.equal(example[key], shown[key]), key
+    prompt = processor.prepare(with_open_media(messages, 2))
+    example = build_example(Conversation("c", [*messages, assistant("a")]), processor, num_frames=2)
+    for key in set(processor.family.pixel_keys) & prompt.keys():
+        assert torch.equal(example[key], prompt[key]), key
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava_onevision"])
-def test_real_target_answers_as_the_decoder_does(family: str, tmp_path: Path) -> None:
+def test_answers_are_those_of_the_decoder(family: str, tmp_path: Path) -> None:
     target = make_target(family)
-    target.eos_token_ids = list(range(0, len(target.processor.tokenizer), 2))  # a random target ends soon this way
+    target.eos_token_ids = list(range(0, len(target.processor.tokenizer), 2))  # a random target then ends soon
     config = DataConfig(num_examples=3, cache_dir=str(tmp_path), num_frames=2)
     settings = RegenerateConfig(max_new_tokens=40)
     out = tmp_path / "own.jsonl"
@@ -187,15 +189,15 @@ def test_real_target_answers_as_the_decoder_does(family: str, tmp_path: Path) ->
     dataset = build_dataset(config, target.processor)
     assert len(greedy) + len(rows(skipped_path(out))) == 3
     for row in greedy:
-        asked = dataset.conversation(row["position"]).messages[:1]
-        answer = sage.generate(target, None, target.prepare(asked), policy="autoregressive", max_new_tokens=40)
+        prompt = dataset.conversation(row["position"]).messages[:1]
+        answer = sage.generate(target, None, target.prepare(prompt), policy="autoregressive", max_new_tokens=40)
         assert row["messages"][1]["content"][0]["text"] == answer.text
     draft = sage.new_draft(target, "eagle")
-    faster = tmp_path / "faster.jsonl"
+    with_draft = tmp_path / "with_draft.jsonl"
     draft.save_pretrained(tmp_path / "draft")
-    regenerate_data(config, target, draft, replace(settings, draft=str(tmp_path / "draft")), "train", faster)
-    assert [row["messages"][1] for row in rows(faster)] == [row["messages"][1] for row in greedy]
-    assert rows(faster)[0]["provenance"]["draft"].startswith("draft:")
+    regenerate_data(config, target, draft, replace(settings, draft=str(tmp_path / "draft")), "train", with_draft)
+    assert [row["messages"][1] for row in rows(with_draft)] == [row["messages"][1] for row in greedy]
+    assert rows(with_draft)[0]["provenance"]["draft"].startswith("draft:")
     sampled = tmp_path / "sampled.jsonl"
     regenerate_data(config, target, None, replace(settings, temperature=1.0), "train", sampled)
     assert [row["messages"][1] for row in rows(sampled)] != [row["messages"][1] for row in greedy]

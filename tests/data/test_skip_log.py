@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.data_helpers import make_processor, turns
+from support.data_helpers import make_processor, share_turns
 
 from data_prep.build import build_dataset
 from data_prep.config import DataConfig, OnBad, SourceConfig
@@ -34,9 +34,9 @@ def test_every_skipped_item_is_listed_with_its_id(tmp_path: Path, caplog: pytest
     """An invalid row, an invalid conversation and one that is too long."""
     rows = [
         {"id": "robot", "conversations": [{"from": "robot", "value": "a"}]},
-        {"id": "open", "conversations": turns("a")},
-        {"id": "long", "conversations": turns("a", "b" * 200)},
-        {"id": "fine", "conversations": turns("a", "b")},
+        {"id": "open", "conversations": share_turns("a")},
+        {"id": "long", "conversations": share_turns("a", "b" * 200)},
+        {"id": "fine", "conversations": share_turns("a", "b")},
     ]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     source = SourceConfig(kind="sharegpt", path=str(tmp_path / "rows.json"))

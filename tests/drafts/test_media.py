@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image, UnidentifiedImageError
-from support.data_helpers import picture, save_pictures
+from support.data_helpers import make_image, save_images
 
 from sage.inputs import media, video
 from sage.inputs.media import DEFAULT_FRAMES, MAX_PIXELS, check_image, open_image, open_video, open_video_part
@@ -72,10 +72,10 @@ def why_refused(path: Path, data: bytes) -> str:
 
 def test_sources_of_a_picture(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
-    picture().save(path)
+    make_image().save(path)
     data = path.read_bytes()
     uri = "data:image/png;base64," + base64.b64encode(data).decode()
-    for source in (picture(), str(path), path, data, uri):
+    for source in (make_image(), str(path), path, data, uri):
         found = open_image(source)
         assert found.mode == "RGB"
         assert found.getpixel((3, 3)) == (255, 0, 0)
@@ -114,7 +114,7 @@ def test_sixteen_bits_are_scaled_not_clipped() -> None:
 
 
 def test_animation_gives_its_first_frame() -> None:
-    data = as_bytes(picture(8), "GIF", save_all=True, append_images=[picture(8, "blue")], duration=10)
+    data = as_bytes(make_image(8), "GIF", save_all=True, append_images=[make_image(8, "blue")], duration=10)
     assert open_image(data).getpixel((0, 0)) == (255, 0, 0)
 
 
@@ -200,8 +200,8 @@ def test_clip_that_cannot_be_read(tmp_path: Path) -> None:
         open_video(tmp_path, 4)
     with pytest.raises(ValueError, match="video gone: no such file"):
         open_video("gone", 4)
-    save_pictures(tmp_path, "a.png")
-    picture(8).save(tmp_path / "b.png")
+    save_images(tmp_path, "a.png")
+    make_image(8).save(tmp_path / "b.png")
     with pytest.raises(ValueError, match="frames of different sizes"):
         open_video(tmp_path, 4)
     (tmp_path / "b.png").write_text("no picture")
@@ -251,7 +251,7 @@ def test_errors_of_the_reader_name_the_video(tmp_path: Path, monkeypatch: pytest
 
 
 def test_gif_file_is_a_clip_too(tmp_path: Path) -> None:
-    (tmp_path / "a.gif").write_bytes(as_bytes(picture(8), "GIF", save_all=True, append_images=[picture(8, "blue")]))
+    (tmp_path / "a.gif").write_bytes(as_bytes(make_image(8), "GIF", save_all=True, append_images=[make_image(8, "blue")]))
     clip = open_video(tmp_path / "a.gif", 4)
     assert [frame.getpixel((0, 0)) for frame in clip.frames] == [(255, 0, 0), (0, 0, 255)]
     assert clip.fps == 10.0  # it says nothing of delays
@@ -293,13 +293,13 @@ def test_a_gif_that_is_a_bomb_is_refused_by_the_limit(tmp_path: Path) -> None:
 
 
 def test_rate_of_what_was_sampled(tmp_path: Path) -> None:
-    frames = [picture(8)] * 12
+    frames = [make_image(8)] * 12
     assert open_video(frames) == Video(frames, 2.0)
     assert open_video(frames, frames_per_s=3.0).fps == 3.0
     assert open_video(frames, 4, frames_per_s=3.0).fps == 1.0
     assert open_video(frames, 2, (0.0, 2.0), frames_per_s=3.0).fps == 1.0  # 2 of 6 frames
     for i in range(32):
-        picture(8).save(tmp_path / f"{i}.png")
+        make_image(8).save(tmp_path / f"{i}.png")
     assert (len(open_video(tmp_path).frames), open_video(tmp_path).fps) == (DEFAULT_FRAMES, 1.0)
     assert sample_frames(1800, 30.0, None, 16)[1] == pytest.approx(16 / 60)
 
@@ -327,7 +327,7 @@ def test_part_of_a_message_names_a_segment_and_a_rate() -> None:
 )
 def test_times_that_are_none(times: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=rf"^video \(list\): {reason}$"):
-        open_video_part({"type": "video", "video": [picture(8)], **times})
+        open_video_part({"type": "video", "video": [make_image(8)], **times})
 
 
 def test_video_file_that_is_none(tmp_path: Path) -> None:
@@ -340,9 +340,9 @@ def test_video_file_that_is_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [RuntimeError("no item"), TypeError("float"), KeyError(3), struct.error("short")])
 def test_whatever_a_decoder_raises_names_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    (tmp_path / "a.png").write_bytes(as_bytes(picture(8), "PNG"))
+    (tmp_path / "a.png").write_bytes(as_bytes(make_image(8), "PNG"))
 
-    def broken(picture: Any) -> Any:
+    def broken(make_image: Any) -> Any:
         raise error
 
     monkeypatch.setattr(media.ImageOps, "exif_transpose", broken)

@@ -1,4 +1,4 @@
-"""Tiny processors of both families: one token per byte, four visual tokens per picture, templates as published."""
+"""Small processors and targets of both families: one token per byte, four visual tokens per image, published templates."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from train.distill.student import HeadStudent
 from train.distill.teacher import Teacher
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-PICTURE = {
+MEDIA_TOKENS = {
     "qwen2_5_vl": ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
     "llava_onevision": ("<image>", "<video>"),
 }
-# Qwen2.5-VL writes a system prompt of its own where the conversation has none.
+# Qwen2.5-VL adds a system prompt to a conversation without one.
 QWEN_TEMPLATE = """\
 {%- for message in messages -%}
 {%- if loop.first and message.role != 'system' -%}{{ '<|im_start|>system\\nBe kind.<|im_end|>\\n' }}{%- endif -%}
@@ -47,7 +47,7 @@ QWEN_TEMPLATE = """\
 {{- '<|im_end|>\\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"""
-# LLaVA-OneVision puts pictures first, a blank behind the role, and nothing between turns.
+# LLaVA-OneVision renders images first, a blank after the role, and nothing between turns.
 LLAVA_TEMPLATE = """\
 {%- for message in messages -%}
 {{- '<|im_start|>' + message.role + ' ' -}}
@@ -60,52 +60,52 @@ LLAVA_TEMPLATE = """\
 
 
 def byte_tokenizer(family: str) -> PreTrainedTokenizerFast:
-    """One token per byte, then the special ones."""
+    """Returns a tokenizer with one token per byte, and the special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=SPECIAL[2], pad_token=SPECIAL[0])
-    tokenizer.add_special_tokens({"additional_special_tokens": [*SPECIAL, *PICTURE[family]]})
+    tokenizer.add_special_tokens({"additional_special_tokens": [*SPECIAL, *MEDIA_TOKENS[family]]})
     return tokenizer
 
 
 def make_processor(family: str) -> Processor:
-    """16 x 16 pictures are 4 visual tokens (Qwen2.5-VL), 8 x 8 ones 4 + 6 (LLaVA-OneVision: base tile and its rows)."""
+    """Returns a processor: 16 x 16 images are 4 visual tokens (Qwen2.5-VL), 8 x 8 images 4 + 6 (LLaVA-OneVision)."""
     tokenizer = byte_tokenizer(family)
     if family == "qwen2_5_vl":
-        ids = tokenizer.convert_tokens_to_ids(list(PICTURE[family]))
+        ids = tokenizer.convert_tokens_to_ids(list(MEDIA_TOKENS[family]))
         names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
         config: Any = Qwen2_5_VLConfig(
             vision_config={"patch_size": 4, "spatial_merge_size": 2}, **dict(zip(names, ids, strict=True))
         )
-        pictures: Any = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, min_pixels=256, max_pixels=256)
-        return Processor(tokenizer, pictures, Qwen2_5_VL(config), QWEN_TEMPLATE)
-    ids = tokenizer.convert_tokens_to_ids(list(PICTURE[family]))
+        image_processor: Any = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, min_pixels=256, max_pixels=256)
+        return Processor(tokenizer, image_processor, Qwen2_5_VL(config), QWEN_TEMPLATE)
+    ids = tokenizer.convert_tokens_to_ids(list(MEDIA_TOKENS[family]))
     config = LlavaOnevisionConfig(
         vision_config={"model_type": "siglip_vision_model", "image_size": 8, "patch_size": 4},
         image_token_id=ids[0],
         video_token_id=ids[1],
         image_grid_pinpoints=[[8, 8]],
     )
-    pictures = LlavaOnevisionImageProcessorPil(
+    image_processor = LlavaOnevisionImageProcessorPil(
         size={"height": 8, "width": 8}, image_grid_pinpoints=[[8, 8]], image_mean=[0.5] * 3, image_std=[0.5] * 3
     )
-    return Processor(tokenizer, pictures, LlavaOnevision(config), LLAVA_TEMPLATE)
+    return Processor(tokenizer, image_processor, LlavaOnevision(config), LLAVA_TEMPLATE)
 
 
-def picture(size: int = 16, colour: str = "red") -> Image.Image:
-    """A square of one colour."""
+def make_image(size: int = 16, colour: str = "red") -> Image.Image:
+    """Returns a square of one colour."""
     return Image.new("RGB", (size, size), colour)
 
 
 def user(*content: Any) -> dict[str, Any]:
-    """A user turn of texts, pictures and clips (lists of pictures)."""
+    """Returns a user message of texts, images and videos (lists of images)."""
     return {"role": "user", "content": [_part(item) for item in content]}
 
 
-def says(text: str) -> dict[str, Any]:
-    """An assistant turn."""
+def assistant(text: str) -> dict[str, Any]:
+    """Returns an assistant message."""
     return {"role": "assistant", "content": [{"type": "text", "text": text}]}
 
 
@@ -115,15 +115,15 @@ def _part(item: Any) -> dict[str, Any]:
     return {"type": "video", "video": item} if isinstance(item, list) else {"type": "image", "image": item}
 
 
-def save_pictures(folder: Path, *names: str) -> None:
-    """Small PNGs or JPEGs of different colours."""
+def save_images(folder: Path, *names: str) -> None:
+    """Writes small PNGs or JPEGs of different colours."""
     for i, name in enumerate(names):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        picture(16, ("red", "green", "blue", "yellow")[i % 4]).save(folder / name)
+        make_image(16, ("red", "green", "blue", "yellow")[i % 4]).save(folder / name)
 
 
 def make_target(family: str) -> Any:
-    """A random target of two layers whose processor is `make_processor`'s."""
+    """Returns a target of two layers with random weights and the processor of `make_processor`."""
     processor = make_processor(family)
     text = {
         "vocab_size": len(processor.tokenizer),
@@ -169,7 +169,7 @@ def make_target(family: str) -> Any:
 
 
 def train_step(target: Any, batch: dict[str, Any]) -> float:
-    """One real distillation step of a fresh draft: teacher, draft, objective, gradient. Returns the mean loss."""
+    """Runs a distillation step of a new draft (teacher, draft, objective, gradient); returns the mean loss."""
     objective = Objective(ObjectiveConfig(ce_weight=0.1, feature_weight=1.0, chunk_tokens=64))
     student = HeadStudent(sage.new_draft(target, "eagle"), objective)
     teacher = Teacher(target)
@@ -183,7 +183,7 @@ def train_step(target: Any, batch: dict[str, Any]) -> float:
 
 
 def save_target(family: str, folder: Path) -> Path:
-    """Writes `make_target`'s target the way targets lie on a disk."""
+    """Saves the target of `make_target` as a target folder."""
     target = make_target(family)
     target.model.save_pretrained(folder)
     target.processor.tokenizer.chat_template = target.processor.chat_template
@@ -193,10 +193,12 @@ def save_target(family: str, folder: Path) -> Path:
 
 
 def png(colour: str = "red") -> bytes:
+    """Returns the PNG file of `make_image`."""
     stream = io.BytesIO()
-    picture(16, colour).save(stream, "PNG")
+    make_image(16, colour).save(stream, "PNG")
     return stream.getvalue()
 
 
-def turns(*values: str) -> list[dict[str, str]]:
+def share_turns(*values: str) -> list[dict[str, str]]:
+    """Returns alternating turns in the ShareGPT layout."""
     return [{"from": "human" if i % 2 == 0 else "gpt", "value": value} for i, value in enumerate(values)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from support.data_helpers import PICTURE, QWEN_TEMPLATE, byte_tokenizer
+from support.data_helpers import MEDIA_TOKENS, QWEN_TEMPLATE, byte_tokenizer
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -19,7 +19,7 @@ def save_target(folder: Path, hidden_size: int = 32) -> Path:
     """A Qwen2.5-VL of two layers that reads bytes."""
     tokenizer = byte_tokenizer(FAMILY)
     names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
-    ids = dict(zip(names, tokenizer.convert_tokens_to_ids(list(PICTURE[FAMILY])), strict=True))
+    ids = dict(zip(names, tokenizer.convert_tokens_to_ids(list(MEDIA_TOKENS[FAMILY])), strict=True))
     config = Qwen2_5_VLConfig(
         text_config={
             "vocab_size": len(tokenizer),
