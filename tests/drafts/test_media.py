@@ -342,7 +342,7 @@ def test_video_file_that_is_none(tmp_path: Path) -> None:
 def test_whatever_a_decoder_raises_names_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     (tmp_path / "a.png").write_bytes(as_bytes(make_image(8), "PNG"))
 
-    def broken(make_image: Any) -> Any:
+    def broken(image: Any) -> Any:
         raise error
 
     monkeypatch.setattr(media.ImageOps, "exif_transpose", broken)
