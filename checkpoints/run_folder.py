@@ -21,13 +21,14 @@ from typing import Any
 import yaml
 
 from sage.manifest import has_manifest, read_manifest
+from sage.trees.names import AUTOREGRESSIVE, SAGE
 
 CONFIG, PROVENANCE, METRICS = "config.yaml", "provenance.json", "metrics.jsonl"
 STATE, VALIDATION = "state", "validation"
 DRAFT, BEST_DRAFT = "draft", "draft_best"
 REPORT, REPORT_PAGE = "report.json", "report.md"
 STEP_NAME = re.compile(r"step_(\d{8})")
-AUTOREGRESSIVE, DEFAULT_POLICY, DEFAULT_METRIC = "autoregressive", "sage", "tokens_per_target_pass"
+DEFAULT_METRIC = "tokens_per_target_pass"
 
 Report = dict[str, Any]
 
@@ -143,7 +144,7 @@ def score_settings(run_config: Mapping[str, Any]) -> tuple[str, str | None]:
 def score_policy(policies: Iterable[str], policy: str | None = None) -> str | None:
     """Returns the policy that is scored: `policy` if measured, else `sage`, else the first that drafts; None if none does."""
     drafting = [str(name) for name in policies if name != AUTOREGRESSIVE]
-    for name in (policy, DEFAULT_POLICY):
+    for name in (policy, SAGE):
         if name is not None and str(name) in drafting:
             return str(name)
     return drafting[0] if drafting else None

@@ -1,4 +1,4 @@
-"""Tensor files of a run state: safetensors, never a pickle."""
+"""Tensor files of a training state, as safetensors."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, str] | None = None) -> None:
-    """Writes tensors from any device, each on its own.
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Writes tensors from any device; tensors that share memory are copied.
 
     Args:
-        facts: short texts for the file's header.
+        metadata: texts for the file's header.
 
     Raises:
         OSError: the file could not be written.
     """
     own = {name: value.detach().to("cpu", copy=True).contiguous() for name, value in tensors.items()}
     try:
-        save_file(own, path, metadata=dict(facts or {}))
-    except SafetensorError as error:  # what it raises for a full disk
+        save_file(own, path, metadata=dict(metadata or {}))
+    except SafetensorError as error:  # raised for a full disk
         raise OSError(f"{path.name}: {error}") from error
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file, on the CPU.
+    """Reads the tensors of a file to the CPU.
 
     Raises:
-        ValueError: the file is missing or no safetensors file.
+        ValueError: the file is missing or not a safetensors file.
     """
     try:
         return load_file(path)

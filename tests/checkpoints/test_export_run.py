@@ -1,4 +1,4 @@
-"""The hand-off as it happens: a run trains an EAGLE-3 draft, sage-export writes it, and it comes back as what left."""
+"""End to end: a run trains an EAGLE-3 draft, sage-export exports it, and the imported draft decodes identically."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from train.config.schema import Config
 from train.run.rank import run_rank
 from train.state.resume import rng_state, set_rng_state
 
-TARGET = ROOT / "data_prep" / "pocket" / "targets" / "pocket_qwen2_5_vl"  # a trained one: a draft learns to guess it in steps
+TARGET = ROOT / "data_prep" / "pocket" / "targets" / "pocket_qwen2_5_vl"  # a trained target
 DRAFT = ["draft=eagle3", "draft.draft_vocab_size=500", "objective.steps=2"]
 TRAINING = ["train.max_steps=20", "optim.lr=8e-3", "data.num_examples=40", "decode.policies=[autoregressive,static]"]
 
@@ -30,7 +30,7 @@ TRAINING = ["train.max_steps=20", "optim.lr=8e-3", "data.num_examples=40", "deco
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A finished run, validated by the decoder."""
-    where = tmp_path_factory.mktemp("handoff")
+    where = tmp_path_factory.mktemp("run")
     fixed = [f"data.cache_dir={where}/cache", "deepspeed=zero0", "launch.device=cpu"]
     before = rng_state(torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
@@ -51,7 +51,7 @@ def sage_export(monkeypatch: pytest.MonkeyPatch, *words: Any) -> None:
 
 
 def answers(target: sage.Target, draft: Any) -> list[tuple[list[int], list[int]]]:
-    """Tokens and every round's acceptance on held-out prompts with pictures."""
+    """Returns tokens and the accepted drafts of every round, on held-out prompts with images."""
     found = []
     for prompt in prompts(DataConfig(), "validation", 4):
         out = sage.generate(target, draft, target.prepare(prompt.messages), policy="static", max_new_tokens=16)
@@ -61,8 +61,8 @@ def answers(target: sage.Target, draft: Any) -> list[tuple[list[int], list[int]]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("format_", ["eagle3", "speculators"])
-def test_a_runs_draft_comes_back(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format_: str) -> None:
-    """In float32 the very draft, in bfloat16 the draft rounded: same tokens, same acceptance in every round."""
+def test_exported_draft_decodes_identically(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format_: str) -> None:
+    """In float32 as trained, in bfloat16 as the rounded draft: same tokens, same acceptance in every round."""
     target = sage.load_target(TARGET, dtype=torch.float32)
     trained = sage.load_draft(run / "draft_best", target)
     assert sum(sum(accepted) for _, accepted in answers(target, trained)) > 5

@@ -41,7 +41,7 @@ def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
 
 
-def test_a_committed_state_is_listed_hashed_and_named_latest(tmp_path: Path) -> None:
+def test_a_committed_state_has_a_manifest_and_is_the_latest(tmp_path: Path) -> None:
     store = StateStore(tmp_path / "state")
     folder = save(store, 100)
     assert folder == tmp_path / "state" / "step_00000100"
@@ -137,7 +137,7 @@ def test_corrupt_state_is_named_and_the_previous_one_is_used(
     assert all(part in caplog.text for part in parts)
 
 
-def test_only_corrupt_states_is_an_error(tmp_path: Path) -> None:
+def test_no_intact_state_is_an_error(tmp_path: Path) -> None:
     store = StateStore(tmp_path)
     (save(store, 1) / "a.bin").unlink()
     with refused("step_00000001/a.bin", "run.dir", error=CorruptFolder):
@@ -162,14 +162,14 @@ def test_every_flipped_byte_is_found_and_the_file_named(tmp_path: Path) -> None:
 
 @pytest.fixture
 def memory_folder() -> Iterator[Path]:
-    """A folder where flushing costs nothing, if this machine has one: thousands of flushes to a disk take minutes."""
+    """A folder in memory, if available: thousands of flushes to a disk take minutes."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
         yield Path(folder)
 
 
 @pytest.mark.slow
 def test_a_fault_at_any_write_leaves_a_complete_state(memory_folder: Path) -> None:
-    """Before, in the middle and after each file, at each flush and each rename: killed, or the disk full (store_faults.py)."""
+    """The process is killed, or the disk is full, before, during and after each write, flush and rename (store_faults.py)."""
     script = [sys.executable, ROOT / "tests/support/store_faults.py", memory_folder]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)

@@ -1,8 +1,8 @@
-"""Saves a state, replaces one and replaces a draft, with the process killed or the disk full at every single write of it.
+"""Saves and replaces states and drafts, with the process killed or the disk full at every write.
 
     python store_faults.py FOLDER
 
-Imports nothing but the store, so that a child process costs milliseconds. Prints how many faults each scenario survived.
+Imports only the store, so that a child process takes milliseconds. Prints the number of faults of each scenario.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ FILES = {"weight.bin": "weights", "deep/moments.bin": "moments"}
 
 
 class Faults:
-    """Counts the moments before, within and after every write; at the chosen one it strikes."""
+    """Counts the moments before, during and after every write, and triggers a fault at the chosen one."""
 
-    def __init__(self, chosen: int, strike: Callable[[], None]) -> None:
-        self.chosen, self.strike, self.count = chosen, strike, 0
+    def __init__(self, chosen: int, trigger: Callable[[], None]) -> None:
+        self.chosen, self.trigger, self.count = chosen, trigger, 0
 
     def __call__(self) -> None:
         self.count += 1
         if self.count == self.chosen:
-            self.strike()
+            self.trigger()
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -46,7 +46,7 @@ class Faults:
         return wrapped
 
     def write(self, path: Path, text: str, **_: object) -> None:
-        """`Path.write_text` with a moment in the middle."""
+        """Replaces `Path.write_text`, with a moment in the middle."""
         self()
         with path.open("w") as file:
             file.write(text[: len(text) // 2])
@@ -66,7 +66,7 @@ def fill_disk() -> None:
 
 @contextmanager
 def injected(faults: Faults) -> Iterator[None]:
-    """The store's own calls of the operating system, and the writing of a state's files, go through `faults`."""
+    """Routes the store's system calls and the writing of a state's files through `faults`."""
     before = {name: getattr(os, name) for name in ("replace", "fsync")}
     tree, text, make = shutil.rmtree, Path.write_text, Path.mkdir
     os.replace, os.fsync = (faults.around(before[name]) for name in before)
@@ -90,10 +90,10 @@ def fill(folder: Path, label: str) -> None:
 
 
 def content(folder: Path) -> str:
-    """The label a whole folder was filled with.
+    """Returns the label that a folder was filled with.
 
     Raises:
-        AssertionError: it is a mixture, or not to the last byte what was saved.
+        AssertionError: the folder is a mixture, or differs from what was saved.
     """
     verify_manifest(folder)
     found = {name: (folder / name).read_text() for name in FILES}
@@ -131,7 +131,7 @@ def prepare_states(home: Path) -> None:
 
 
 def check_states(home: Path) -> None:
-    """The newest whole state is one that was saved, and the next save leaves nothing but whole states."""
+    """The newest state is one that was saved, and the next save leaves only complete states."""
     store = StateStore(home, keep_last=2)
     remove_leftovers(home)
     newest = store.newest()
@@ -152,7 +152,7 @@ def check_draft(home: Path) -> None:
 
 
 def replace_in_two_steps(home: Path) -> None:
-    """As on a file system that cannot exchange names."""
+    """Replaces a draft as on a file system that cannot exchange names."""
     before, module.exchange = module.exchange, lambda *_: False
     try:
         make_draft(home, "new")
@@ -169,7 +169,7 @@ SCENARIOS: dict[str, tuple[Callable[[Path], None], Callable[[Path], None], Calla
 
 
 def killed(act: Callable[[Path], None], home: Path, chosen: int) -> bool:
-    """Acts in a child that is killed at the chosen moment; whether there was such a moment."""
+    """Runs `act` in a child process that is killed at the chosen moment; returns whether there was such a moment."""
     child = os.fork()
     if not child:
         with injected(Faults(chosen, die)):
@@ -191,13 +191,13 @@ def full(act: Callable[[Path], None], home: Path, chosen: int) -> bool:
 def main(folder: Path) -> None:
     for name, (prepare, act, check) in SCENARIOS.items():
         for way in (killed, full) if name != "the same step again" else (killed,):
-            chosen, is_struck = 0, True
-            while is_struck:
+            chosen, has_fault = 0, True
+            while has_fault:
                 chosen += 1
                 home = folder / f"{name} {way.__name__} {chosen}"
                 home.mkdir()
                 prepare(home)
-                is_struck = way(act, home, chosen)
+                has_fault = way(act, home, chosen)
                 check(home)
             print(f"{name}: {way.__name__} {chosen - 1}")
 
