@@ -1,8 +1,8 @@
-"""The EAGLE draft head: from the target's feature and the next token, the target's next feature.
+"""The EAGLE draft head: predicts the target's next feature from its last feature and the next token.
 
-Ref: EAGLE, arXiv 2401.15077, section 4.1; with visual inputs kept, SpecVLM, arXiv 2509.11815 (EagleVLM baseline).
+Ref: EAGLE, arXiv 2401.15077, section 4.1; with all visual tokens, SpecVLM, arXiv 2509.11815 (EagleVLM baseline).
 
-Index shift, by a prompt of three tokens x0 x1 x2 whose target features are f0 f1 f2, and a first answer token x3:
+Index shift, for a prompt of three tokens x0 x1 x2 whose target features are f0 f1 f2, and a first answer token x3:
     pair 0 = (f0, e(x1)) predicts f1; pair 1 = (f1, e(x2)) predicts f2; pair 2 = (f2, e(x3)) predicts f3,
     and lm_head(f3) is the distribution of x4. Pair t sits at the rope position of token t.
 
@@ -26,15 +26,15 @@ from sage.targets import Features, Target
 
 
 class EagleConfig(PreTrainedConfig):
-    """Sizes of an EAGLE head and the target it was made for.
+    """Configuration of an EAGLE head.
 
     Args:
-        target: the target's fingerprint; `load_draft` compares it.
-        target_path: where the target was loaded from, for people and for `sage-generate`.
+        target: fingerprint of the target, which `load_draft` compares.
+        target_path: folder or hub id of the target, the default of `sage-generate`.
         scaled_rope: `rope_type` and parameters of the target's rope, where it is scaled (see `sage.drafts.rope`).
         input_norm: normalize the input of the layer's attention (EagleVLM does, EAGLE-1 does not).
-        image_inputs: `embed` feeds visual embeddings at picture positions, `token` the placeholder's embedding.
-        compressor: what stands for pictures, `{"kind": "pool", "ratio": 20}` (see `Compressor`); None: all tokens.
+        image_inputs: `embed` feeds visual embeddings at image and video positions, `token` the placeholder's embedding.
+        compressor: visual compressor, such as `{"kind": "pool", "ratio": 20}` (see `Compressor`); None keeps all visual tokens.
     """
 
     model_type = "sage_eagle"
@@ -91,12 +91,12 @@ class EagleConfig(PreTrainedConfig):
 
 
 class EagleDraft(DraftHead):
-    """One decoder layer over fc(concat(e(x_{t+1}), f_t)); embedding and lm_head are the target's and are not saved.
+    """One decoder layer over fc(concat(e(x_{t+1}), f_t)); the output predicts the target's feature f_{t+1}.
 
-    Its output is the prediction of the target's feature of token t + 1.
+    Embedding and lm_head are the target's and are not saved.
 
     Args:
-        config: its sizes; `sage.new_draft` derives them from a target.
+        config: `sage.new_draft` derives it from a target.
     """
 
     config_class = EagleConfig
@@ -112,14 +112,14 @@ class EagleDraft(DraftHead):
 
     @torch.no_grad()
     def reset_parameters(self, target: Target, vocabulary: Tensor | None = None) -> None:
-        """Fresh weights: fc starts as feature + embedding and both blocks start silent, which learns fastest."""
+        """Draws fresh weights: fc starts as feature + embedding and both residual blocks at zero, which learns fastest."""
         self.apply(self._init_weights)
         self.fc.weight += torch.eye(self.config.hidden_size).repeat(1, 2)
         self.layer.self_attn.o_proj.weight.zero_()
         self.layer.mlp.down_proj.weight.zero_()
 
     def fuse(self, features: Features) -> Tensor:
-        """The target's feature the head reads, [B, T, D]."""
+        """Returns the target's last feature, [B, T, D]."""
         return features.last
 
     def read(

@@ -1,9 +1,9 @@
-"""The EAGLE-3 draft head: three feature levels, its own norm and lm_head, a reduced vocabulary.
+"""The EAGLE-3 draft head: three feature levels, a norm and lm_head of its own, an optional draft vocabulary.
 
-Ref: EAGLE-3, arXiv 2503.01840, section 3. Residual stream without `norm_before_residual`, as serving engines share it.
+Ref: EAGLE-3, arXiv 2503.01840, section 3. The residual stream is without `norm_before_residual`, as in all serving engines.
 
-Index shift and positions are EAGLE's (see sage.drafts.eagle): pair t = (g_t, e_{t+1}), where g_t fuses the target's levels of
-token t; deeper in a tree the head's own output takes the place of g.
+Index shift and positions are those of EAGLE (see sage.drafts.eagle): pair t = (g_t, e_{t+1}), where g_t fuses the target's
+feature levels of token t; deeper in a tree the head's own output replaces g.
 
 Shapes: B batch, T tokens, D hidden, A feature levels, V target vocabulary, U draft vocabulary.
 """
@@ -24,10 +24,10 @@ from sage.targets import Features, Target
 
 
 def default_levels(num_layers: int) -> list[int]:
-    """The shared default of serving engines: hidden_states[2], [n // 2] and [n - 3] of n layers.
+    """Returns the default of serving engines: hidden_states[2], [n // 2] and [n - 3] of n layers.
 
     Raises:
-        ValueError: fewer than seven layers, where they would not be three different levels in order.
+        ValueError: fewer than seven layers, where these are not three increasing levels.
     """
     levels = [2, num_layers // 2, num_layers - 3]
     if not 2 < levels[1] < levels[2]:
@@ -36,12 +36,12 @@ def default_levels(num_layers: int) -> list[int]:
 
 
 class Eagle3Config(EagleConfig):
-    """Sizes of an EAGLE-3 head.
+    """Configuration of an EAGLE-3 head; further arguments are those of `EagleConfig`.
 
     Args:
         feature_levels: the A indices k of the target's hidden_states[k] that are fused.
-        draft_vocab_size: U; equal to `vocab_size` for the whole vocabulary.
-        norm_before_residual: the normed feature is the residual stream; only drafts imported from elsewhere have it.
+        draft_vocab_size: U; `vocab_size` for the complete vocabulary.
+        norm_before_residual: whether the normed feature is the residual stream; only imported drafts have it.
     """
 
     model_type = "sage_eagle3"
@@ -61,7 +61,7 @@ class Eagle3Config(EagleConfig):
 
 
 class Eagle3Layer(nn.Module):
-    """EAGLE-3's decoder layer: attention over (normed embedding, normed feature), the feature is the residual stream."""
+    """EAGLE-3's decoder layer: attention over (normed embedding, normed feature); the feature is the residual stream."""
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
@@ -81,12 +81,12 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Draft(DraftHead):
-    """fc over the target's levels, one layer, norm and lm_head; the embedding is the target's and is not saved.
+    """fc over the target's feature levels, one layer, norm and lm_head; the embedding is the target's and is not saved.
 
-    Buffers `d2t` [U] int64 (target id = draft id + d2t[draft id], an offset) and `t2d` [V] bool are saved with the weights.
+    Buffers `d2t` [U] int64 (target id = draft id + d2t[draft id]) and `t2d` [V] bool are saved with the weights.
 
     Args:
-        config: its sizes; `sage.new_draft` derives them from a target.
+        config: `sage.new_draft` derives it from a target.
     """
 
     config_class = Eagle3Config
@@ -112,11 +112,10 @@ class Eagle3Draft(DraftHead):
 
     @torch.no_grad()
     def reset_parameters(self, target: Target, vocabulary: Tensor | None = None) -> None:
-        """Fresh weights; lm_head starts as the target's rows.
+        """Draws fresh weights; lm_head starts as a copy of the target's rows.
 
         Args:
-            target: lends its lm_head's rows.
-            vocabulary: LongTensor [U], increasing target ids the draft may say; None = the first U.
+            vocabulary: LongTensor [U], increasing target ids of the draft vocabulary; None = the first U.
         """
         self.apply(self._init_weights)
         size = self.config.hidden_size
@@ -126,10 +125,10 @@ class Eagle3Draft(DraftHead):
         self.lm_head.weight.copy_(target.lm_head.weight[ids.to(target.device)].to(self.lm_head.weight))
 
     def set_vocabulary(self, ids: Tensor) -> None:
-        """Names the U target ids, increasing, that the draft may say.
+        """Sets the draft vocabulary: U increasing target ids.
 
         Raises:
-            ValueError: not U different ids of the target, in order.
+            ValueError: not U increasing ids of the target.
         """
         is_ordered = bool((ids[1:] > ids[:-1]).all()) and int(ids[0]) >= 0 and int(ids[-1]) < self.config.vocab_size
         if len(ids) != self.config.draft_vocab_size or not is_ordered:
@@ -143,18 +142,18 @@ class Eagle3Draft(DraftHead):
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """Indices k of the target's hidden_states[k] it reads."""
+        """Indices k of the target's hidden_states[k] that are fused."""
         return tuple(self.config.feature_levels)
 
     @property
     def token_map(self) -> Tensor | None:
-        """LongTensor [U], draft id -> target id; None when they are the same."""
+        """LongTensor [U], draft id -> target id; None if they are equal."""
         if self.config.draft_vocab_size == self.config.vocab_size:
             return None
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     def fuse(self, features: Features) -> Tensor:
-        """g [B, T, D] from the target's levels."""
+        """Returns g [B, T, D], fused from the target's feature levels."""
         return self.fc(torch.cat(features.levels, -1).to(self.fc.weight.dtype))
 
     def read(
@@ -163,7 +162,7 @@ class Eagle3Draft(DraftHead):
         return self.midlayer(embeds_next, features, rope, mask, cache)
 
     def to_lm_head(self, hidden: Tensor) -> Tensor:
-        """[.., D], what `lm_head` is applied to."""
+        """Returns the normed hidden states [.., D]."""
         return self.norm(hidden)
 
     def lm_head_weight(self, target_rows: Tensor) -> Tensor:

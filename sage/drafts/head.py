@@ -1,10 +1,10 @@
-"""What every draft head is: from the target's features and the next tokens to states that an lm_head can read.
+"""Base class of draft heads: from the target's features and the next tokens to hidden states for an lm_head.
 
-Owns: the form of a head's forward pass, in decoding (on a cache, under a tree mask) and in training (unrolled). Does not own:
-layers (sage.drafts.layer), what an unrolled step attends to (sage.drafts.unroll), what stands for a picture
+Owns: creation and loading of heads, and their forward pass, in decoding (with a cache, under a tree mask) and in training
+(unrolled). Does not own: layers (sage.drafts.layer), attention of unrolled steps (sage.drafts.unroll), visual compression
 (sage.drafts.compressor.compressor).
 
-Shapes: B batch, T tokens, P pairs, Q rows they are shortened to, D hidden, K unrolled steps.
+Shapes: B batch, T tokens, P pairs, Q rows after compression, D hidden, K unrolled steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from sage.drafts.compressor.compressor import Compressor, Gate
 from sage.drafts.compressor.operators import Conv, Resampler
-from sage.drafts.compressor.spans import PairMasks, Shortened
+from sage.drafts.compressor.spans import HeadInput, PairMasks
 from sage.drafts.registry import MODEL_TYPE_PREFIX, DraftKind
 from sage.drafts.rope import rope_fields
 from sage.drafts.unroll import Chains
@@ -29,13 +29,12 @@ from sage.targets import Features, Target
 class DraftHead(PreTrainedModel):
     """A head over pairs (feature of token t, embedding of token t + 1) at the position of token t.
 
-    The embedding is the target's and is not saved. A subclass has a `rope` and says in `fuse` and `read` what it makes of a
-    pair.
+    The embedding is the target's and is not saved. A subclass has a `rope` and implements `fuse` and `read`.
 
     Attributes:
-        levels: indices k of the target's hidden_states[k] it reads beside the last.
-        token_map: LongTensor [U], draft id -> target id; None when they are the same.
-        compressor: makes pictures shorter before the head reads them; None to read every visual token.
+        levels: indices k of the target's hidden_states[k] that it reads in addition to the last.
+        token_map: LongTensor [U], draft id -> target id; None if they are equal.
+        compressor: shortens the visual part of the input; None to read every visual token.
     """
 
     base_model_prefix = "draft"
@@ -110,25 +109,25 @@ class DraftHead(PreTrainedModel):
         return None
 
     def fuse(self, features: Features) -> Tensor:
-        """The feature [B, T, D] a pair is made with."""
+        """Returns the features [B, T, D] of the pairs."""
         raise NotImplementedError
 
     def read(
         self, embeds_next: Tensor, features: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Any
     ) -> Tensor:
-        """[B, T, D] each -> [B, T, D]; mask and cache as in `DraftLayer.forward`."""
+        """Runs the layer on pairs, [B, T, D] each -> [B, T, D]; mask and cache as in `DraftLayer.forward`."""
         raise NotImplementedError
 
     def to_lm_head(self, hidden: Tensor) -> Tensor:
-        """What the lm_head is applied to, from the head's output."""
+        """Returns the input [.., D] of the lm_head for the head's output [.., D]."""
         return hidden
 
     def lm_head_weight(self, target_rows: Tensor) -> Tensor:
-        """[U, D], the lm_head's weight: its own, or the target's rows as given."""
+        """Returns the lm_head's weight [U, D]: the head's own, or the target's rows as given."""
         return target_rows
 
     def logits(self, hidden: Tensor, target: Target) -> Tensor:
-        """[.., U] from the head's output [.., D]."""
+        """Returns logits [.., U] for the head's output [.., D]."""
         return nn.functional.linear(self.to_lm_head(hidden), self.lm_head_weight(target.lm_head.weight))
 
     def forward(
@@ -140,34 +139,34 @@ class DraftHead(PreTrainedModel):
         cache: Any = None,
         rope: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """One pass over pairs (features[t], embeds_next[t]).
+        """Runs the head on pairs (features[t], embeds_next[t]).
 
         Args:
-            embeds_next: [B, T, D], the embedding of token t + 1.
-            features: [B, T, D], `fuse(..)` of token t where the target has read it, this very output where it is drafted.
-            position_ids: rope positions of token t, [B, T] or [3, B, T].
-            tree_mask: additive, tiled mask [1, 1, G * T, S] from `sage.attention.tile_mask`; None attends causally, which
-                is also right for right-padded batches: no real pair reaches the padding after it.
-            cache: one-layer KV cache to extend when decoding, or the `Chains` of an unrolled pass.
-            rope: cos and sin of `position_ids`, where they are at hand.
+            embeds_next: [B, T, D], embeddings of tokens t + 1.
+            features: [B, T, D], `fuse(..)` of tokens t that the target has read, outputs of this method for drafted ones.
+            position_ids: rope positions of tokens t, [B, T] or [3, B, T].
+            tree_mask: additive, tiled mask [1, 1, G * T, S] from `sage.attention.tile_mask`; None attends causally, also in
+                right-padded batches, where no pair attends to the padding after it.
+            cache: one-layer KV cache to extend in decoding, or the `Chains` of an unrolled pass.
+            rope: cos and sin of `position_ids`, if precomputed.
 
         Returns:
-            [B, T, D], what the next pair takes as its feature and `logits` reads.
+            [B, T, D], the features of the next pairs and the input of `logits`.
         """
         return self.read(embeds_next, features, rope or self.rope(position_ids, embeds_next.dtype), tree_mask, cache)
 
-    def shorten(self, embeds_next: Tensor, features: Tensor, position_ids: Tensor, pair_masks: PairMasks) -> Shortened:
-        """What the head reads of whole sequences of P pairs: with a compressor, Q rows; else the pairs themselves.
+    def shorten(self, embeds_next: Tensor, features: Tensor, position_ids: Tensor, pair_masks: PairMasks) -> HeadInput:
+        """Compresses complete sequences of P pairs to Q rows; without a compressor, Q = P.
 
-        In training mode a compressor draws (what it prunes, what it selects), as `EagleSession` never does.
+        In training mode the compressor samples what it prunes and selects.
 
         Args:
             embeds_next, features, position_ids: as in `forward`.
-            pair_masks: of the pairs.
+            pair_masks: masks of the P pairs.
         """
         if self.compressor is None:
-            return Shortened(embeds_next, features, position_ids)
-        shortened: Shortened = self.compressor(embeds_next, features, position_ids, pair_masks, is_drawing=self.training)
+            return HeadInput(embeds_next, features, position_ids)
+        shortened: HeadInput = self.compressor(embeds_next, features, position_ids, pair_masks, is_sampling=self.training)
         return shortened
 
     def unroll(
@@ -178,17 +177,17 @@ class DraftHead(PreTrainedModel):
         steps: int = 1,
         weight: Tensor | None = None,
     ) -> list[Tensor]:
-        """The training form: drafts `steps` tokens ahead of every position at once, each step on the one before.
+        """Drafts `steps` tokens ahead of every position in parallel, each step from the output of the previous one.
 
         Args:
-            embeds_next, features, position_ids: as in `forward`, of whole right-padded sequences of P pairs, or of the Q rows
-                that `shorten` made of them; P is then Q.
+            embeds_next, features, position_ids: as in `forward`, of complete right-padded sequences of P pairs, or of the Q
+                rows returned by `shorten` (then P = Q).
             steps: K.
-            weight: [B, P], what each row counts when it is attended to (`Shortened.weight`); None for 1.
+            weight: [B, P], factors of the attention values (`HeadInput.weight`); None for 1.
 
         Returns:
-            K tensors; number i is [B, P - i, D] and its row s belongs to pair s + i: what decoding gives there if the target
-            has read up to pair s and the tokens after it are drafted.
+            K tensors; number i is [B, P - i, D], and its row s belongs to pair s + i: the output of decoding if the target
+            has read up to pair s and the later tokens are drafted.
 
         Ref: EAGLE-3, arXiv 2503.01840, section 3.2 (training-time test).
         """

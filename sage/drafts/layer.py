@@ -19,13 +19,13 @@ from sage.drafts.unroll import Chains
 
 
 class FusedLinear:
-    """Several linear maps of one input as one product: one call of the library instead of several, on the same memory.
+    """Several linear layers of one input, computed as a single matrix product.
 
-    `fuse` moves the weights into one tensor and leaves views of it behind. Whoever moves them elsewhere (a cast, another
-    device, an optimizer that flattens them) leaves that tensor unused until the next `fuse`.
+    `fuse` moves the weights into one tensor and makes the layers' weights views of it. If a weight is moved elsewhere (by a
+    cast, another device, an optimizer that flattens parameters), the fused tensor is not used until the next `fuse`.
 
     Args:
-        maps: linear maps without bias.
+        maps: linear layers without bias.
     """
 
     def __init__(self, *maps: nn.Linear) -> None:
@@ -34,7 +34,7 @@ class FusedLinear:
         self.weight: Tensor | None = None
 
     def fuse(self) -> None:
-        """Moves the weights together, if they are not."""
+        """Moves the weights into one tensor, unless they are in it already."""
         if self.is_fused:
             return
         with torch.inference_mode(False), torch.no_grad():
@@ -44,12 +44,12 @@ class FusedLinear:
 
     @property
     def is_fused(self) -> bool:
-        """Whether the weights are where `fuse` put them."""
+        """Whether the weights are views of the fused tensor."""
         return self.weight is not None and self.maps[0].weight.data_ptr() == self.weight.data_ptr()
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[.., D] -> [.., sum of sizes]."""
-        if self.is_fused and not torch.is_grad_enabled():  # the tensor is nobody's parameter: no gradient goes through it
+        if self.is_fused and not torch.is_grad_enabled():  # the fused tensor is not a parameter and has no gradient
             return nn.functional.linear(hidden, self.weight)
         return torch.cat([linear(hidden) for linear in self.maps], -1)
 
@@ -78,7 +78,7 @@ class Attention(nn.Module):
         return self.o_proj(out.reshape(batch, length, -1))
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cache: Cache | Chains | None) -> Tensor:
-        """[B, H, T, d] or, folded, [B, H / G, G * T, d]."""
+        """Returns [B, H, T, d] or, folded, [B, H / G, G * T, d]."""
         if isinstance(cache, Chains):
             return cache.attend(query, key, value)
         if cache is not None:
@@ -132,7 +132,7 @@ class DraftLayer(nn.Module):
 
 
 def fuse_linears(draft: nn.Module) -> None:
-    """Prepares a draft for decoding: linear maps of one input become one product, on the same memory."""
+    """Prepares a draft for decoding: fuses the linear layers that share an input (see `FusedLinear`)."""
     for module in draft.modules():
         for part in vars(module).values():
             if isinstance(part, FusedLinear):

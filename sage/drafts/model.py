@@ -1,7 +1,7 @@
-"""A smaller target as the draft: SAGE's and Spec-LLaVA's own setting.
+"""A smaller target as the draft, the setting of SAGE and Spec-LLaVA.
 
-Any model of the same family and vocabulary drafts for a larger one, a few layers of that one itself included. It reads the same
-inputs with its own vision tower, keeps its own KV cache, and sees as many of its visual tokens as `Prompt.kept` leaves it.
+Any model of the same family and vocabulary can draft for a larger one, also one built from a few layers of the larger one. It
+encodes the same inputs with its own vision tower, has its own KV cache, and reads the visual tokens of `Prompt.kept`.
 
 Shapes: F frontier nodes of one level, E nodes drafted so far this round, M tokens committed, V the target's vocabulary.
 """
@@ -21,14 +21,14 @@ from sage.targets import Features, Prompt, Target, load_target
 
 
 class ModelDraft:
-    """A target in the role of a draft.
+    """A smaller target used as a draft.
 
     Args:
         model: the smaller target.
-        target: the one it drafts for.
+        target: the target to draft for.
 
     Raises:
-        ValueError: another family, or a vocabulary that differs in more than padding.
+        ValueError: different families, or vocabularies that differ in more than padding.
     """
 
     kind = "model"
@@ -65,13 +65,13 @@ class ModelDraft:
 
 @torch.no_grad()
 def shallow_model(target: Target, num_layers: int) -> ModelDraft:
-    """A smaller target made of a target: everything but the text layers as it is, and `num_layers` of those, evenly spread.
+    """Builds a smaller target from `num_layers` evenly spaced text layers of a target and copies of all its other modules.
 
-    The first and the last layer are always among them, so with two layers it is these. Such a model starts closer to its
-    target than one with fresh layers, and shares its vocabulary, template and pictures.
+    The first layer is always included, and with two or more layers the last one. Such a model starts closer to its target than
+    one with fresh layers, and shares its vocabulary, template and image processing.
 
     Raises:
-        ValueError: not between 1 and the target's own number of layers less one.
+        ValueError: `num_layers` is not between 1 and the target's number of layers less one.
     """
     if not 1 <= num_layers < target.num_layers:
         raise ValueError(
@@ -89,20 +89,20 @@ def shallow_model(target: Target, num_layers: int) -> ModelDraft:
     source = target.model.state_dict()
     kept = {name: value for name, value in source.items() if not name.startswith(layers)}
     for new, old in enumerate(picked):
-        mark = f"{layers}{old}."
-        kept |= {f"{layers}{new}.{name[len(mark) :]}": value for name, value in source.items() if name.startswith(mark)}
+        prefix = f"{layers}{old}."
+        kept |= {f"{layers}{new}.{name[len(prefix) :]}": value for name, value in source.items() if name.startswith(prefix)}
     model.load_state_dict(kept)
     model.generation_config = copy.deepcopy(target.model.generation_config)
     return ModelDraft(Target(model, target.processor), target)
 
 
 class ModelSession(DraftSession):
-    """A smaller target at work on one request.
+    """Draft session of a smaller target for one request.
 
     Args:
         draft: the smaller target.
-        target: the one it drafts for; its vocabulary size is that of the returned logits.
-        capacity: tokens that prompt, answer and one drafted tree can take.
+        target: the target to draft for; the returned logits have its vocabulary size.
+        capacity: capacity of the cache for prompt, answer and one drafted tree, in tokens.
     """
 
     def __init__(self, draft: ModelDraft, target: Target, capacity: int) -> None:
@@ -150,7 +150,7 @@ class ModelSession(DraftSession):
         self.ancestors = torch.zeros(width, 0, dtype=torch.bool, device=self.model.device)
 
     def _read(self, tokens: Tensor) -> Tensor:
-        """Appends accepted tokens [M], the next root last; returns the distribution below it and starts a tree there."""
+        """Appends accepted tokens [M], the next root last; returns the logits below it and starts a tree there."""
         steps = torch.arange(len(tokens), device=tokens.device)
         causal = torch.ones(len(tokens), len(tokens), dtype=torch.bool, device=tokens.device).tril()
         hidden = self.model.tree_pass(tokens, self.position + steps, causal, self.cache).last[0, -1:]
@@ -161,7 +161,7 @@ class ModelSession(DraftSession):
         return self._logits(hidden)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """[.., V]: rows that only pad one of the vocabularies are cut off, or never drafted."""
+        """Returns logits [.., V]; entries that only pad one of the two vocabularies are dropped or have probability 0."""
         logits = self.model.lm_head(hidden)
         missing = self.vocab_size - logits.shape[-1]
         if missing > 0:
@@ -173,8 +173,8 @@ def check_pair(model: Target, target: Target) -> None:
     """Raises ValueError, naming both sides, if `model` cannot draft for `target`."""
     if model.family.model_type != target.family.model_type:
         raise ValueError(
-            f"draft: {model.name} is a {model.family.model_type}, the target a {target.family.model_type}; a model drafts for "
-            f"a larger one of its own family"
+            f"draft: {model.name} is a {model.family.model_type}, the target a {target.family.model_type}; "
+            f"give a draft model of the target's family"
         )
     if model.processor and target.processor:
         ours, theirs = (t.processor.tokenizer.get_vocab() for t in (model, target) if t.processor)
@@ -186,5 +186,5 @@ def check_pair(model: Target, target: Target) -> None:
     elif model.vocab_size != target.vocab_size:
         raise ValueError(
             f"draft: {model.name} has {model.vocab_size} tokens, the target {target.vocab_size}, and without tokenizers "
-            f"nobody can tell padding from words; load both with sage.load_target"
+            f"padding cannot be told from tokens; load both with sage.load_target"
         )

@@ -1,8 +1,8 @@
-"""Which visual tokens a draft reads. The target always sees every one of them, so the output is untouched.
+"""Pruning of the visual tokens that a draft reads. The target reads all of them, so the output does not change.
 
-Ref: SpecVLM of Ji et al., arXiv 2508.16201, section 3.2 (two stages, attention-guided then uniform), as SAGE uses it.
-Differs by: the attention is read off the target's one prefill instead of a second pass over the text; causality makes
-both the same.
+Ref: SpecVLM of Ji et al., arXiv 2508.16201, section 3.2 (two stages, attention-guided then uniform), as used by SAGE.
+Differs by: the attention is recorded in the target's prefill instead of a second pass over the text; both are the same,
+because attention is causal.
 
 Shapes: T prompt tokens, P visual tokens.
 """
@@ -21,7 +21,7 @@ STAGE_ONE_MASS = 0.4
 
 
 class PruneMethod(StrEnum):
-    """How the visual tokens to keep are chosen."""
+    """Selection of the visual tokens to keep."""
 
     ATTENTION = "attention"
     UNIFORM = "uniform"
@@ -30,12 +30,12 @@ class PruneMethod(StrEnum):
 
 @dataclass(frozen=True)
 class Pruning:
-    """How much of the picture a draft reads.
+    """Settings of visual token pruning.
 
     Attributes:
-        ratio: share of visual tokens dropped, in [0, 1]; the papers drop .9 of a video and .8 of a picture.
+        ratio: share of visual tokens dropped, in [0, 1]; the papers drop 0.9 of a video and 0.8 of an image.
         method: one of `PruneMethod`.
-        seed: of the method `random`.
+        seed: seed of the method `random`.
     """
 
     ratio: float = 0.0
@@ -50,15 +50,15 @@ class Pruning:
 
     @property
     def needs_attention(self) -> bool:
-        """Whether the target's prefill has to report attention."""
+        """Whether the target's prefill has to record attention."""
         return self.ratio > 0 and self.method == PruneMethod.ATTENTION
 
     def __call__(self, prompt: Prompt, features: Features) -> Prompt:
-        """The prompt with `kept` set: text, and the chosen visual tokens.
+        """Returns the prompt with `kept` set to the text and the selected visual tokens.
 
         Args:
             prompt: batch 1.
-            features: of the target's prefill, with `attention` where `needs_attention`.
+            features: features of the target's prefill, with `attention` if `needs_attention`.
         """
         visual = prompt.visual_mask[0].nonzero()[:, 0]
         if self.ratio == 0 or len(visual) == 0:
@@ -70,18 +70,18 @@ class Pruning:
 
     def _choose(self, count: int, budget: int, attention: Tensor | None) -> Tensor:
         if self.method == PruneMethod.UNIFORM:
-            return spread(count, budget)
+            return uniform_indices(count, budget)
         if self.method == PruneMethod.RANDOM:
             return torch.randperm(count, generator=torch.Generator().manual_seed(self.seed))[:budget]
-        assert attention is not None, "the target's prefill was not asked for attention"
-        return two_stages(attention, budget)
+        assert attention is not None, "the prefill was run without wants_attention"
+        return two_stage_indices(attention, budget)
 
 
 KEEP_ALL = Pruning()
 
 
-def two_stages(score_P: Tensor, budget: int) -> Tensor:
-    """Indices [budget]: the smallest top set that holds 40% of the mass, at most the budget; then uniform picks of the rest.
+def two_stage_indices(score_P: Tensor, budget: int) -> Tensor:
+    """Returns indices [budget]: the smallest top set with 40% of the mass (at most the budget), then uniform picks of the rest.
 
     Ref: arXiv 2508.16201, section 3.2.
     """
@@ -89,10 +89,10 @@ def two_stages(score_P: Tensor, budget: int) -> Tensor:
     mass = order.values.cumsum(0) / order.values.sum()
     first = min(int((mass < STAGE_ONE_MASS).sum()) + 1, budget)
     rest = order.indices[first:].sort().values
-    return torch.cat((order.indices[:first], rest[spread(len(rest), budget - first).to(rest.device)]))
+    return torch.cat((order.indices[:first], rest[uniform_indices(len(rest), budget - first).to(rest.device)]))
 
 
-def spread(count: int, budget: int) -> Tensor:
-    """`budget` indices spread evenly over `count`. For 5 of 10: 1 3 5 7 9."""
+def uniform_indices(count: int, budget: int) -> Tensor:
+    """Returns `budget` evenly spaced indices of `count`. For 5 of 10: 1 3 5 7 9."""
     steps = torch.arange(budget, dtype=torch.float64)
     return ((steps + 0.5) * count / max(budget, 1)).long()

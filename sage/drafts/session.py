@@ -1,4 +1,4 @@
-"""A draft at work on one request: its own KV cache, the growing tree, re-synchronisation with the target's features.
+"""Draft sessions: KV cache and tree of one request, and re-synchronization with the target's features.
 
 Shapes: F frontier nodes of one tree level, E nodes drafted so far this round, M tokens committed, D hidden, U draft vocabulary.
 """
@@ -21,7 +21,7 @@ from sage.targets import Features, Prompt, Target
 
 
 class DraftSession(ABC):
-    """A draft at work on one request; the decoder's interface to every kind of draft.
+    """Interface of the decoder to a draft of any kind, for one request.
 
     Attributes:
         levels: indices k of the target's hidden_states[k] that the draft reads in addition to the last.
@@ -83,12 +83,12 @@ class DraftSession(ABC):
 
 
 class EagleSession(DraftSession):
-    """An EAGLE or EAGLE-3 head at work: pair t = (feature of token t, embedding of token t + 1) at the position of token t.
+    """Session of an EAGLE or EAGLE-3 head: pair t = (feature of token t, embedding of token t + 1) at the position of token t.
 
     Args:
         draft: the head.
-        target: lends embedding and lm_head.
-        capacity: tokens that prompt, answer and one drafted tree can take.
+        target: provides embedding and lm_head.
+        capacity: capacity of the cache for prompt, answer and one drafted tree, in tokens.
     """
 
     def __init__(self, draft: EagleDraft | Eagle3Draft, target: Target, capacity: int) -> None:
@@ -109,7 +109,7 @@ class EagleSession(DraftSession):
         self._staging = TokenStagingBuffer(draft.device)
 
     def _set_origin(self, position: Tensor) -> None:
-        """Rope of every position from `position` [1] on, so that a level costs a slice; the root sits at `offset` of it."""
+        """Precomputes the rope of all positions from `position` [1] on; the root is at index `offset`, a level is a slice."""
         steps = torch.arange(self.capacity, device=position.device)
         positions = self.target.family.decode_positions(position + steps)
         self.cos, self.sin = self.draft.rope(positions, self.dtype)
@@ -129,20 +129,20 @@ class EagleSession(DraftSession):
             embeds = torch.where(prompt.visual_mask[..., None], self.target.embed_tokens(prompt.input_ids), embeds)
         embeds = torch.cat((embeds[:, 1:], self.target.embed_tokens(root)[None]), 1)
         positions, fused = prompt.position_ids, self.draft.fuse(features)
-        if prompt.kept is not None:  # pair t goes with token t; the root's pair is the last text token's and always stays
+        if prompt.kept is not None:  # pair t belongs to token t, so the last pair is always kept
             embeds, fused, positions = embeds[:, prompt.kept], fused[:, prompt.kept], positions[..., prompt.kept]
         if self.draft.compressor is not None:
             assert prompt.kept is None, "check_draft refuses pruning for a draft with a compressor"
             short = self.draft.compressor(embeds, fused, positions, self._pair_masks(prompt, root))
             embeds, fused, positions = short.embeds_next, short.features, short.position_ids
-            more = embeds.shape[1] - prompt.input_ids.shape[1]  # above 0 where tiny pictures get more rows than they had
+            more = embeds.shape[1] - prompt.input_ids.shape[1]  # above 0 if tiny images become longer
             self.cache.grow_to(self.capacity + more)
         hidden = self.draft(embeds, fused, positions, cache=self.cache)
         self._set_origin(prompt.next_position)
         return self._start_tree(hidden)
 
     def _pair_masks(self, prompt: Prompt, root: Tensor) -> PairMasks:
-        """Those of the prompt's pairs; the last one's second token is the root, where the answer begins."""
+        """Returns the masks of the prompt's pairs; the second token of the last pair is the root, the first of the answer."""
         tokens = torch.cat((prompt.input_ids, root[None]), 1)
         is_answer = torch.zeros_like(tokens, dtype=torch.bool)
         visual = torch.cat((prompt.visual_mask, is_answer[:, :1]), 1)
@@ -161,7 +161,7 @@ class EagleSession(DraftSession):
         return self.draft.logits(self.hidden, self.target)
 
     def _mask(self, rows: Tensor) -> Tensor | None:
-        """The additive mask of the children of `rows` [F], [1, 1, G * F, S]; None where all the cache holds is one path."""
+        """Returns the additive mask of the children of `rows` [F], [1, 1, G * F, S]; None if the cache holds a single path."""
         if self.visible is None:
             if len(rows) == 1:
                 return None
@@ -190,10 +190,10 @@ class EagleSession(DraftSession):
         self.hidden = self.hidden.expand(width, -1)
 
     def _start_tree(self, hidden: Tensor) -> Tensor:
-        """The last pair belongs to the root: its output starts the tree, its cache row is committed.
+        """Starts a tree from the output of the last pair, which belongs to the root, and commits its cache row.
 
-        `visible` [F, S] is the additive mask of the frontier over all cached rows; a child inherits its parent's row. As long
-        as every node has been the only one of its level, all rows are its ancestors', and None says so.
+        `visible` [F, S] is the additive mask of the frontier over all cached rows; a child inherits its parent's row. It is
+        None as long as every level has a single node, because then all cached rows are ancestors.
         """
         self.committed = self.cache.length
         self.depth = 0
@@ -202,7 +202,7 @@ class EagleSession(DraftSession):
         return self.draft.logits(self.hidden, self.target)
 
     def _only_itself(self, width: int) -> Tensor:
-        """Additive mask [F, F] among nodes of one level: siblings do not see each other."""
+        """Additive mask [F, F] among the nodes of one level: siblings do not attend to each other."""
         if width not in self._siblings:
             eye = torch.eye(width, dtype=torch.bool, device=self.cache.storage.device)
             self._siblings[width] = tile_mask(eye, 1, self.dtype)[0, 0]

@@ -1,4 +1,4 @@
-"""Attention of an unrolled draft: what decoding a chain attends to, for every position of a sequence at once.
+"""Attention of an unrolled draft: the attention of decoding a chain, for every position of a sequence in parallel.
 
 Worked example, three steps over pairs 0..3. Row s of step i is pair s + i of the chain whose root is pair s:
 
@@ -6,8 +6,9 @@ Worked example, three steps over pairs 0..3. Row s of step i is pair s + i of th
     step 1, row 2: pair 3 of root 2         attends to step 0's pairs 0 1 2, and to itself
     step 2, row 1: pair 3 of root 1         attends to step 0's pairs 0 1, to step 1's row 1 (pair 2), and to itself
 
-So row s sees the true keys 0..s, causally, and row s of each step before: rows are aligned, no mask is needed. The few keys
-of the chain are folded into the causal attention as one more key that every row sees, whose score is their log-sum-exp.
+So row s attends to the keys 0..s of step 0, causally, and to row s of each earlier step: rows are aligned and no mask is
+needed. The few keys of the chain enter the causal attention as one additional key of every row, whose score is their
+log-sum-exp.
 
 Shapes: B batch, H query heads, C key heads, G heads per key head, T rows, I keys of the chain, d head size.
 """
@@ -17,18 +18,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-EXTRA = 8  # columns beside a head's own: two are used, and fused kernels want a multiple of eight
+EXTRA = 8  # additional columns: two are used, and fused kernels need a multiple of eight
 
 
 class Chains:
-    """Keys and values of the steps so far, in the place of a cache.
+    """Keys and values of the steps so far, passed in place of a cache.
 
     Args:
-        weight: [B, P], what each true value counts, the same for all heads; None for 1.
+        weight: [B, P], factor of each value of step 0, the same for all heads; None for 1.
 
     Attributes:
         true: keys and values [B, C, P, d] of step 0.
-        own: those of each later step, [B, C, P - i, d].
+        own: keys and values of each later step, [B, C, P - i, d].
     """
 
     def __init__(self, weight: Tensor | None = None) -> None:
@@ -37,7 +38,7 @@ class Chains:
         self.own: list[tuple[Tensor, Tensor]] = []
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """The next step's attention.
+        """Computes the attention of the next step.
 
         Args:
             query: [B, H, T, d], rope applied; key, value: [B, C, T, d].
@@ -60,9 +61,9 @@ class Chains:
 def attend_with_chain(query: Tensor, key: Tensor, value: Tensor, chain_key: Tensor, chain_value: Tensor) -> Tensor:
     """Softmax attention of each row over the keys up to it and over its own chain.
 
-    One fused causal attention and the chain's I keys per row, so [T, T] weights are never kept. A first key sees to the chain:
-    it is orthogonal to all others, its score in row s is l = log sum_i exp(q_s k_si), and its value marks a column of its own,
-    where the fused attention leaves the chain's share exp(l) / (exp(l) + sum of the causal exponentials).
+    One fused causal attention plus the chain's I keys per row, so that no [T, T] weights are stored. A key in front represents
+    the chain: it is orthogonal to all others, its score in row s is l = log sum_i exp(q_s k_si), and its value is 1 in a
+    separate column, where the fused attention leaves the chain's share exp(l) / (exp(l) + sum of the causal exponentials).
 
     Args:
         query: [B, H, T, d]; key, value: [B, C, T, d]; chain_key, chain_value: [B, C, T, I, d].

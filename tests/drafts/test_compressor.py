@@ -25,7 +25,7 @@ import sage
 from sage.drafts import new_session
 from sage.drafts.compressor.compressor import Compressor, Single, check_compressor, gumbel
 from sage.drafts.compressor.operators import Prune
-from sage.drafts.compressor.spans import Shortened
+from sage.drafts.compressor.spans import HeadInput
 from sage.targets import Features, Prompt
 from train.distill.pairs import Pairs
 from train.distill.teacher import Teacher
@@ -52,7 +52,7 @@ class World:
     inputs: dict[str, Tensor]
     answer: Tensor
 
-    def shorten(self, draft: Any, pairs: Pairs | None = None) -> Shortened:
+    def shorten(self, draft: Any, pairs: Pairs | None = None) -> HeadInput:
         one = pairs or self.pairs
         return draft.shorten(one.embeds_next, draft.fuse(one.features), one.position_ids, one.pair_masks)
 
@@ -158,7 +158,7 @@ def test_what_stays_has_a_true_position_and_text_stays_as_it_was(world: World, m
         of_pictures = length - len(text)
         assert bool(of_pictures) == bool(visual[number].any() and mode != "text_only")
         assert of_pictures < int(visual[number].sum()) or mode in ("concat", "text_only") or not of_pictures
-    supervised = short.move(pairs.mask).nonzero(as_tuple=True)
+    supervised = short.move_mask(pairs.mask).nonzero(as_tuple=True)
     assert torch.equal(short.features[supervised], pairs.features.last[pairs.mask])  # in the order of the wanted features
 
 
@@ -190,7 +190,7 @@ def test_none_changes_nothing(world: World, kind: str, tmp_path: Path) -> None:
     fused = draft.fuse(pairs.features)
     short = draft.shorten(pairs.embeds_next, fused, pairs.position_ids, pairs.pair_masks)
     assert short.embeds_next is pairs.embeds_next and short.features is fused and short.position_ids is pairs.position_ids
-    assert short.weight is None and short.run is None and short.move(pairs.mask) is pairs.mask
+    assert short.weight is None and short.run_length is None and short.move_mask(pairs.mask) is pairs.mask
     assert "compressor" not in draft.config.to_dict() and not any("compressor" in name for name in draft.state_dict())
     options: dict[str, Any] = {"feature_levels": list(LEVELS)} if kind == "eagle3" else {}
     fresh, other = (
@@ -326,8 +326,8 @@ class TestMistakes:
         [
             ({"kind": "blur", "ratio": 2}, r"draft\.compressor\.kind: 'blur' is unknown; choose one of prune, pool"),
             ({"kind": "pool"}, r"draft\.compressor\.ratio: missing; pool takes ratio"),
-            ({"kind": "text_only", "ratio": 2}, r"draft\.compressor\.ratio: unknown; text_only takes nothing else"),
-            ({"kind": "pool", "ratio": 0}, r"draft\.compressor\.ratio: 0; allowed: a whole number from 1 on"),
+            ({"kind": "text_only", "ratio": 2}, r"draft\.compressor\.ratio: unknown; text_only takes no keys"),
+            ({"kind": "pool", "ratio": 0}, r"draft\.compressor\.ratio: 0; allowed: a whole number of at least 1"),
             ({"kind": "pool", "ratio": 2.5}, r"draft\.compressor\.ratio: 2\.5; allowed: a whole number"),
             ({"kind": "resampler", "queries": True}, r"draft\.compressor\.queries: True; allowed: a whole number"),
             ({**COMPRESSORS["select"], "temperature": 0}, r"draft\.compressor\.temperature: 0; allowed: above 0"),

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 import sage
 from sage.drafts import ModelDraft
 from sage.drafts.model import ModelSession
-from sage.drafts.pruning import spread, two_stages
+from sage.drafts.pruning import two_stage_indices, uniform_indices
 
 LENGTH = 24
 MAKERS = {"qwen2_5_vl": make_qwen, "llava_onevision": make_llava}
@@ -112,23 +112,23 @@ def test_two_stages_by_hand() -> None:
     """Scores .3 .2 .1 .1 .1 .1 .05 .05 sum to 1: .3 is below 40%, .5 is not, so two go in by attention; of the remaining six
     a budget of four takes two, evenly: the second and the fifth (indices 3 and 6)."""
     scores = torch.tensor([0.3, 0.2, 0.1, 0.1, 0.1, 0.1, 0.05, 0.05])
-    assert two_stages(scores, 4).tolist() == [0, 1, 3, 6]
-    assert two_stages(scores, 1).tolist() == [0]
-    assert two_stages(scores, 0).tolist() == []
+    assert two_stage_indices(scores, 4).tolist() == [0, 1, 3, 6]
+    assert two_stage_indices(scores, 1).tolist() == [0]
+    assert two_stage_indices(scores, 0).tolist() == []
 
 
 def test_spread_is_even_and_distinct() -> None:
-    assert spread(10, 5).tolist() == [1, 3, 5, 7, 9]
+    assert uniform_indices(10, 5).tolist() == [1, 3, 5, 7, 9]
     for count in range(1, 20):
         for budget in range(count + 1):
-            picks = spread(count, budget).tolist()
+            picks = uniform_indices(count, budget).tolist()
             assert len(set(picks)) == budget
             assert all(0 <= pick < count for pick in picks)
 
 
 class TestMistakes:
     def test_another_family(self, tiny_qwen: sage.Target, tiny_llava: sage.Target) -> None:
-        with pytest.raises(ValueError, match="a model drafts for a larger one of its own family"):
+        with pytest.raises(ValueError, match="give a draft model of the target"):
             ModelDraft(tiny_llava, tiny_qwen)
 
     def test_vocabularies(self, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:

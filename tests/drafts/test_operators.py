@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sage.drafts.compressor.compressor import Gate, Weighted
-from sage.drafts.compressor.operators import Conv, OperatorOutput, Pool, Prune, Resampler, TextOnly, scattered
+from sage.drafts.compressor.operators import Conv, OperatorOutput, Pool, Prune, Resampler, TextOnly, hashed_uniform
 from sage.drafts.compressor.spans import Layout, PairMasks, Rows, Spans
 from sage.drafts.unroll import Chains
 
@@ -51,7 +51,7 @@ def assert_rows(made: OperatorOutput, expected: list[list[tuple[int, Tensor]]]) 
     rows = Rows(*made)
     for number, wanted in enumerate(expected):
         valid = rows.valid[number]
-        assert rows.at[number, valid].tolist() == [at for at, _ in wanted]
+        assert rows.offset[number, valid].tolist() == [at for at, _ in wanted]
         if wanted:
             torch.testing.assert_close(rows.states[number, valid], torch.stack([state for _, state in wanted]))
 
@@ -83,24 +83,24 @@ def test_conv_weighs_each_channel_and_begins_as_the_mean(ratio: int) -> None:
     assert_rows(conv(states, spans, False), expected)
 
 
-@pytest.mark.parametrize("is_drawing", [True, False])
-def test_prune_keeps_one_pair_of_each_window(is_drawing: bool) -> None:
+@pytest.mark.parametrize("is_sampling", [True, False])
+def test_prune_keeps_one_pair_of_each_window(is_sampling: bool) -> None:
     spans, states, single = picture_spans()
     prune, seen = Prune(3), set()
     for _ in range(30):
-        rows = Rows(*prune(states, spans, is_drawing))
+        rows = Rows(*prune(states, spans, is_sampling))
         for number, span in enumerate(single):
-            at = rows.at[number, rows.valid[number]].tolist()
+            at = rows.offset[number, rows.valid[number]].tolist()
             assert [place // 3 for place in at] == list(range(math.ceil(len(span) / 3))) and max(at) < len(span)
             assert torch.equal(rows.states[number, rows.valid[number]], span[at])
-        seen.add(tuple(rows.at[rows.valid].tolist()))
-    assert (len(seen) > 1) == is_drawing
+        seen.add(tuple(rows.offset[rows.valid].tolist()))
+    assert (len(seen) > 1) == is_sampling
 
 
 def test_what_decoding_keeps_is_spread_over_the_windows() -> None:
     """And the same for a picture whatever other pictures are in the batch."""
-    share = scattered(4000, torch.device("cpu"))
-    assert torch.equal(scattered(10, torch.device("cpu")), share[:10]) and bool(((share >= 0) & (share < 1)).all())
+    share = hashed_uniform(4000, torch.device("cpu"))
+    assert torch.equal(hashed_uniform(10, torch.device("cpu")), share[:10]) and bool(((share >= 0) & (share < 1)).all())
     counts = (share * 20).long().bincount(minlength=20)
     assert int(counts.min()) > 150 and int(counts.max()) < 250
     assert abs(float(torch.corrcoef(torch.stack((share[1:], share[:-1])))[0, 1])) < 0.05
@@ -157,7 +157,7 @@ def test_weighted_mixes_by_the_softmax_of_the_gate() -> None:
         share = scores.exp() / scores.exp().sum()
         mixed = sum(share[i] * part.states[number] for i, part in enumerate(parts))
         torch.testing.assert_close(rows.states[number], mixed)
-    assert torch.equal(rows.at, parts[2].at) and torch.equal(rows.valid, parts[2].valid)
+    assert torch.equal(rows.offset, parts[2].offset) and torch.equal(rows.valid, parts[2].valid)
 
 
 def test_a_fresh_gate_has_no_preference() -> None:
@@ -191,7 +191,7 @@ def test_the_layout_of_random_sequences(number: int) -> None:
     rows = Rows(torch.randn(*valid.shape, 5), at, valid, weight)
     layout = Layout(visual, spans, rows)
     states, positions, mask = torch.randn(3, 14, 5), torch.randint(0, 99, (3, 3, 14)), ~visual & (torch.rand(3, 14) < 0.5)
-    short, placed, moved = layout.shorten(states, rows.states), layout.positions(positions), layout.move(mask)
+    short, placed, moved = layout.shorten(states, rows.states), layout.positions(positions), layout.move_mask(mask)
     assert int(moved.sum()) == int(mask.sum())
     for b in range(3):
         own = [s for s in range(len(spans.row)) if spans.row[s] == b]
@@ -200,7 +200,7 @@ def test_the_layout_of_random_sequences(number: int) -> None:
             assert torch.equal(short[b, q], states[b, pair] if span is None else rows.states[span, nth])
             assert layout.weights(weight)[b, q] == (1 if span is None else weight[span])
             assert bool(moved[b, q]) == (span is None and bool(mask[b, pair]))
-            assert span is not None or (int(layout.run[b, q]), int(layout.place[b, pair])) == (run, q)
+            assert span is not None or (int(layout.run_length[b, q]), int(layout.place[b, pair])) == (run, q)
 
 
 def walk(visual: Tensor, own: list[int], spans: Spans, rows: Rows) -> list[tuple[int, int | None, int, int]]:
@@ -213,7 +213,7 @@ def walk(visual: Tensor, own: list[int], spans: Spans, rows: Rows) -> list[tuple
         run = 0 if visual[pair] else run + 1
         for s in own:
             if int(spans.start[s]) == pair:
-                found += [(pair + int(rows.at[s, n]), s, n, 0) for n in rows.valid[s].nonzero()[:, 0].tolist()]
+                found += [(pair + int(rows.offset[s, n]), s, n, 0) for n in rows.valid[s].nonzero()[:, 0].tolist()]
     return found
 
 

@@ -183,8 +183,8 @@ def test_a_compressor_predicts_its_number_of_rows(mode: str) -> None:
         pairs = torch.randn(1, length + 3, size)
         short = draft.shorten(pairs, pairs, torch.arange(length + 3).expand(3, 1, -1), pair_masks)
         rows = short.features.shape[1] - 3
-        assert 0 <= rows <= draft.compressor.count(length), length
-        assert rows == draft.compressor.count(length) or mode == "select"  # its gate chooses among operators
+        assert 0 <= rows <= draft.compressor.num_rows(length), length
+        assert rows == draft.compressor.num_rows(length) or mode == "select"  # its gate chooses among operators
 
 
 def test_a_7b_target_fits_on_eight_gpus() -> None:

@@ -93,7 +93,7 @@ class HeadStudent(Student):
         fused = draft.fuse(with_noise(pairs.features, config.feature_noise)).to(dtype)
         short = draft.shorten(pairs.embeds_next.to(dtype), fused, pairs.position_ids, pairs.pair_masks)
         steps = draft.unroll(short.embeds_next, short.features, short.position_ids, config.steps, short.weight)
-        hidden_KSD, is_valid_KS = gather_supervised(steps, short.move(pairs.mask), short.run)
+        hidden_KSD, is_valid_KS = gather_supervised(steps, short.move_mask(pairs.mask), short.run_length)
         features = hidden_KSD if self.predicts_features else None
         return DraftOutput(draft.to_lm_head(hidden_KSD), draft.lm_head_weight(target_lm_head), is_valid_KS, features)
 

@@ -145,7 +145,7 @@ def draft_activations(config: Config, draft: Any, batch: int, length: int, num_v
 def draft_rows(draft: Any, length: int, num_visual: int) -> int:
     """Returns the length of the draft's input for a sequence of `length` pairs, after a compressor."""
     compressor = getattr(draft, "compressor", None)
-    return length if compressor is None else length - num_visual + int(compressor.count(num_visual))
+    return length if compressor is None else length - num_visual + int(compressor.num_rows(num_visual))
 
 
 def _objective(work: Workload) -> float:

@@ -1,4 +1,4 @@
-"""The visual compressor of a draft head: fewer visual rows for the draft to read.
+"""Visual compressor of a draft head: operators, visual spans, and the modes that combine operators.
 
-Owns: the operators, the visual spans, and the modes that combine them. Does not own: the draft's attention (sage.drafts.layer).
+Does not own: the attention of the draft (sage.drafts.layer).
 """

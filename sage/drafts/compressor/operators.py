@@ -1,10 +1,10 @@
-"""Operators that make a picture shorter for a draft: each turns spans of pair states into fewer rows.
+"""Operators of the visual compressor: each reduces spans of pair states to fewer rows.
 
-A pair state is the embedding and the feature of a pair side by side, so C = 2D. Prune, pool and conv cut a span into windows of
-`ratio` consecutive pairs (the last one may be shorter) and make one row of each, so their rows can also be mixed. A row takes
-the rope position of a token it stands for: the kept one, or the middle one of its window.
+A pair state is the concatenation of the embedding and the feature of a pair, so C = 2D. Prune, pool and conv divide a span into
+windows of `ratio` consecutive pairs (the last one may be shorter) and return one row per window, so that their rows can also be
+mixed. A row has the rope position of a token it replaces: the kept token, or the middle token of its window.
 
-Ref: SpecVLM, arXiv 2509.11815, section 3 (the operators; it leaves their inner form open).
+Ref: SpecVLM, arXiv 2509.11815, section 3 (the operators; their parametrization is not specified there).
 
 Shapes: S spans, L longest span, N windows or rows, R ratio, C channels, D hidden, H heads, d head size, Q queries.
 """
@@ -19,17 +19,16 @@ from torch import Tensor, nn
 
 from sage.drafts.compressor.spans import Spans
 
-OperatorOutput = tuple[
-    Tensor, Tensor, Tensor
-]  # states, at and valid of `Rows`; a plain tuple, in which ZeRO-3 finds tensors to hook
+# Fields states, offset and valid of `Rows`; a plain tuple, because the hooks of ZeRO-3 look for tensors in tuples.
+OperatorOutput = tuple[Tensor, Tensor, Tensor]
 
 
 class Windows:
-    """Spans cut into windows.
+    """Spans divided into windows.
 
     Args:
-        states: [S, L, C], zeros behind a span's end.
-        spans: theirs.
+        states: [S, L, C], zeros after the end of a span.
+        spans: the spans of `states`.
         ratio: R, pairs per window.
     """
 
@@ -52,55 +51,57 @@ class Windows:
         return self.start + (self.size - 1).clamp(min=0) // 2
 
     def mean(self, weight_CR: Tensor | None = None) -> Tensor:
-        """[S, N, C]: sum over a window's pairs of weight * state * R / (pairs it has); None weighs each 1 / R."""
+        """Returns [S, N, C]: sum over a window's n pairs of weight * state * R / n; None for weights 1 / R."""
         if weight_CR is None:
             return self.states.sum(2) / self.size.clamp(min=1)[..., None]
         total = torch.einsum("snrc,cr->snc", self.states, weight_CR)
         return total * (self.states.shape[2] / self.size.clamp(min=1))[..., None].to(total.dtype)
 
 
-class Windowed(nn.Module):
-    """An operator that makes one row of every window."""
+class WindowOperator(nn.Module):
+    """An operator with one row per window."""
 
     def __init__(self, ratio: int) -> None:
         super().__init__()
         self.ratio = ratio
 
-    def count(self, length: int) -> int:
-        """Rows that a span of `length` pairs becomes."""
+    def num_rows(self, length: int) -> int:
+        """Returns the number of rows of a span of `length` pairs."""
         return math.ceil(length / self.ratio)
 
 
-class Prune(Windowed):
-    """Keeps one pair of every window: another one each time while training, always the same one otherwise."""
+class Prune(WindowOperator):
+    """Keeps one pair per window: a random one in training, a fixed one otherwise."""
 
-    def forward(self, states: Tensor, spans: Spans, is_drawing: bool) -> OperatorOutput:
+    def forward(self, states: Tensor, spans: Spans, is_sampling: bool) -> OperatorOutput:
         """[S, L, C] -> one row per window.
 
         Args:
-            is_drawing: whether to draw from torch's generator.
+            is_sampling: whether to draw the pair from torch's generator.
         """
         windows = Windows(states, spans, self.ratio)
         shape = windows.size.shape
-        share = torch.rand(shape, device=states.device) if is_drawing else scattered(windows.num, states.device).expand(shape)
+        share = (
+            torch.rand(shape, device=states.device) if is_sampling else hashed_uniform(windows.num, states.device).expand(shape)
+        )
         at = windows.start + (share * windows.size).long()
         picked = states[torch.arange(len(states), device=states.device)[:, None], at.clamp(max=max(states.shape[1] - 1, 0))]
         return picked, at, windows.valid
 
 
-class Pool(Windowed):
-    """The mean of every window."""
+class Pool(WindowOperator):
+    """Mean of each window."""
 
-    def forward(self, states: Tensor, spans: Spans, is_drawing: bool) -> OperatorOutput:
+    def forward(self, states: Tensor, spans: Spans, is_sampling: bool) -> OperatorOutput:
         """[S, L, C] -> one row per window."""
         windows = Windows(states, spans, self.ratio)
         return windows.mean(), windows.middle, windows.valid
 
 
-class Conv(Windowed):
-    """A convolution of width and stride `ratio`, one learned kernel per channel; begins as the mean.
+class Conv(WindowOperator):
+    """Depthwise convolution of width and stride `ratio`, initialized as the mean.
 
-    The head's own projections mix the channels next, so this is the first half of a depthwise separable convolution.
+    The projections of the head's layer mix the channels, so that both together are a depthwise separable convolution.
     """
 
     def __init__(self, ratio: int, channels: int) -> None:
@@ -110,24 +111,24 @@ class Conv(Windowed):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """The mean."""
+        """Sets the weights of the mean."""
         self.weight.fill_(1 / self.ratio)
 
-    def forward(self, states: Tensor, spans: Spans, is_drawing: bool) -> OperatorOutput:
-        """[S, L, C] -> one row per window; taps a shorter last window lacks are made up for by the others."""
+    def forward(self, states: Tensor, spans: Spans, is_sampling: bool) -> OperatorOutput:
+        """[S, L, C] -> one row per window; in a shorter last window the weights are scaled up for the missing pairs."""
         windows = Windows(states, spans, self.ratio)
         return windows.mean(self.weight), windows.middle, windows.valid
 
 
 class Resampler(nn.Module):
-    """One cross-attention layer whose learned queries read the whole span.
+    """One cross-attention layer with learned queries over the complete span.
 
-    Query i of Q also stands for the i-th of Q equal parts of the span: it adds to that part's mean, where it begins, and takes
-    the position of that part's middle. A span of fewer than Q pairs gets one row per pair.
+    Query i of Q belongs to the i-th of Q equal parts of the span: its output is added to the mean of that part, and its row has
+    the position of the part's middle. A span of fewer than Q pairs has one row per pair.
 
     Args:
         queries: Q.
-        config: an `EagleConfig`, for the sizes of its attention.
+        config: an `EagleConfig`, for the sizes of the attention.
     """
 
     def __init__(self, queries: int, config: Any) -> None:
@@ -142,17 +143,17 @@ class Resampler(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Queries of unit size, silent output."""
+        """Draws fresh weights: queries of unit variance, an output of zero."""
         self.queries.normal_()
         self.k_proj.weight.normal_(std=self.std)
         self.v_proj.weight.normal_(std=self.std)
         self.o_proj.weight.zero_()
 
-    def count(self, length: int) -> int:
-        """Rows that a span of `length` pairs becomes."""
+    def num_rows(self, length: int) -> int:
+        """Returns the number of rows of a span of `length` pairs."""
         return min(len(self.queries), length)
 
-    def forward(self, states: Tensor, spans: Spans, is_drawing: bool) -> OperatorOutput:
+    def forward(self, states: Tensor, spans: Spans, is_sampling: bool) -> OperatorOutput:
         """[S, L, C] -> min(Q, length) rows per span."""
         number = torch.arange(len(self.queries), device=states.device)
         parts = spans.length.clamp(max=len(number))[:, None]
@@ -163,7 +164,7 @@ class Resampler(nn.Module):
         return mean + self._attend(states, spans), (start + end - 1) // 2, number < parts
 
     def _attend(self, states: Tensor, spans: Spans) -> Tensor:
-        """[S, Q, C], the cross-attention."""
+        """Returns the cross-attention, [S, Q, C]."""
         normed = norm_halves(states)
         keys, values = (proj(normed).unflatten(-1, (self.heads, -1)) for proj in (self.k_proj, self.v_proj))
         queries = self.queries.unflatten(-1, (self.heads, -1))
@@ -173,28 +174,28 @@ class Resampler(nn.Module):
 
 
 class TextOnly(nn.Module):
-    """Nothing is left of a picture; the features of the text behind it have seen it all the same."""
+    """Removes the visual rows; the features of later text tokens still depend on the image."""
 
-    def count(self, length: int) -> int:
-        """Rows that a span of `length` pairs becomes."""
+    def num_rows(self, length: int) -> int:
+        """Returns the number of rows of a span of `length` pairs."""
         return 0
 
-    def forward(self, states: Tensor, spans: Spans, is_drawing: bool) -> OperatorOutput:
+    def forward(self, states: Tensor, spans: Spans, is_sampling: bool) -> OperatorOutput:
         """[S, L, C] -> no rows."""
         none = spans.inside[:, :0]
         return states[:, :0], none.long(), none
 
 
 def norm_halves(states: Tensor) -> Tensor:
-    """Both halves [.., C] of the last axis at root mean square 1, as embeddings and features differ in size."""
+    """Normalizes both halves of the last axis [.., C] to root mean square 1, as embeddings and features differ in scale."""
     halves = states.unflatten(-1, (2, -1))
     return nn.functional.rms_norm(halves, halves.shape[-1:]).flatten(-2)
 
 
-def scattered(count: int, device: torch.device) -> Tensor:
-    """`count` fixed numbers in [0, 1) without a pattern; the first ones of a longer row are the same."""
+def hashed_uniform(count: int, device: torch.device) -> Tensor:
+    """Returns `count` fixed, evenly distributed numbers in [0, 1), hashes of 1, 2, ...; float64."""
     mixed = torch.arange(1, count + 1, device=device)
-    for factor in (0x9E3779B1, 0x85EBCA6B):  # multiply and fold, as integer hashes do
+    for factor in (0x9E3779B1, 0x85EBCA6B):  # an integer hash
         mixed = mixed * factor % 2**32
         mixed = mixed ^ (mixed >> 15)
     return mixed.double() / 2**32
