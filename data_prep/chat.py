@@ -18,8 +18,6 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
 from data_prep.config import OnLong
 from data_prep.conversation import BadTemplate, Conversation, Message, Part, TooLong, check_conversation, text_of
 from sage.inputs.processing import Processor, Segment, TemplateFault, open_media
@@ -191,15 +189,10 @@ def _cut(conversation: Conversation, example: Example, processor: Processor, max
 
 def _check_mask(conversation: Conversation, example: Example, processor: Processor) -> None:
     """Raises BadItem for a mask over none or all of the text: the template and the answer spans do not match."""
-    visual = visual_mask(example, processor)
+    visual = processor.family.visual_mask(example["input_ids"])
     text = example["loss_mask"][~visual]
     if bool((example["loss_mask"] & visual).any()):
         raise conversation.error("visual tokens inside an answer")
     if not bool(text.any()) or bool(text.all()):
         share = "no" if not bool(text.any()) else "every"
         raise conversation.error(f"the loss mask covers {share} text token; is this the target's own chat template?")
-
-
-def visual_mask(example: Example, processor: Processor) -> Tensor:
-    """Returns a BoolTensor [T], True at image and video placeholders."""
-    return processor.family.visual_mask(example["input_ids"])

@@ -12,7 +12,7 @@ from data_prep.conversation import BadItem, BadTemplate, TooLong
 
 logger = logging.getLogger(__name__)
 SKIPPED = "skipped.jsonl"
-REMEDY = "; data.on_bad=skip leaves such items out and lists them"
+REMEDY = "; data.on_bad=skip skips and lists such items"
 
 
 class SkipLog:

@@ -18,9 +18,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import sage
 from data_prep.pocket import architecture, training
-from data_prep.pocket.folder import WEIGHTS, save, sha256, write_json
-from data_prep.pocket.score import score_target, table
+from data_prep.pocket.folder import WEIGHTS, save, sha256
+from data_prep.pocket.score import score_table, score_target
 from sage import cli
+from sage.files import write_json
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ def main() -> int:
     start = time.monotonic()
     model, tokenizer = train(options.family, options.seed, training.RECIPES[options.family])
     save(model, tokenizer, options.family, options.out)
-    print(table(report(options.out, options.family, options.seed, time.monotonic() - start)))
+    print(score_table(report(options.out, options.family, options.seed, time.monotonic() - start)))
     return 0
 
 

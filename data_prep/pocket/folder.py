@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from data_prep.pocket import architecture
+from sage.files import write_json
 
 WEIGHTS = "model.safetensors"
 MAX_WEIGHT_BYTES = 16 * 2**20  # the repository contains them
@@ -21,10 +20,6 @@ MAX_WEIGHT_BYTES = 16 * 2**20  # the repository contains them
 def sha256(path: Path) -> str:
     """Returns the SHA-256 of a file."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, family: str, folder: Path) -> None:

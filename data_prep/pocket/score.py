@@ -20,6 +20,7 @@ from data_prep.conversation import Conversation
 from data_prep.pocket import world
 from data_prep.pocket.grammar import Score, score_answer
 from sage import cli
+from sage.bench.tables import text_table
 from sage.inputs.processing import open_media
 
 KINDS = ("colour", "shape", "size", "position", "sign", "height")
@@ -105,11 +106,11 @@ def score_target(target: Any, count: int = 60, batch: int = 20, samples: list[st
     return summary({name: score_family(target, name, count, batch, kept) for name in world.FAMILIES})
 
 
-def table(result: dict[str, Any]) -> str:
-    lines = [f"{'kind':<10}{'right':>8}{'words':>8}"]
-    lines += [f"{kind:<10}{100 * share:>7.1f}%{result['words'][kind]:>8}" for kind, share in result["right"].items()]
-    lines.append(f"{'finished':<10}{100 * result['finished']:>7.1f}%")
-    return "\n".join(lines)
+def score_table(result: dict[str, Any]) -> str:
+    """Formats a score for a terminal."""
+    rows = [[kind, f"{100 * share:.1f}%", str(result["words"][kind])] for kind, share in result["right"].items()]
+    rows.append(["finished", f"{100 * result['finished']:.1f}%", ""])
+    return text_table(("kind", "right", "words"), rows, ruled=False)
 
 
 def main() -> int:
@@ -121,7 +122,7 @@ def main() -> int:
     options = parser.parse_args()
     samples: list[str] = []
     result = score_target(sage.load_target(options.target), options.prompts, samples=samples)
-    print(table(result))
+    print(score_table(result))
     if options.samples:
         print("\n".join(samples))
     if options.json:

@@ -76,7 +76,7 @@ class RowSource(Source):
             own_name = str(index) if name is None else str(name)
             return Conversation(own_name, self.to_messages(row), self.name, family, {"index": index})
         except KeyError as error:
-            reason = f"no key {error}; is this the layout it should be?"
+            reason = f"no key {error}; is the layout that of the source's kind?"
             raise BadItem(self.name, item_label(index, name), reason) from error
         except (ValueError, TypeError, AttributeError) as error:
             raise BadItem(self.name, item_label(index, name), str(error)) from error
@@ -102,7 +102,7 @@ class ListRows:
         try:
             self._rows = list(select(json.loads(Path(path).read_bytes())))
         except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}: not in the layout it should have ({error})") from error
+            raise ValueError(f"{path}: not in the layout of the source's kind ({error})") from error
 
     @cached_property
     def digest(self) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.chat import Example, visual_mask
+from data_prep.chat import Example
 from data_prep.conversation import Conversation, media_parts
 from data_prep.tools.stats import HEAD, MEASURES, Statistics
 from sage.inputs.media import open_image, open_video_part
@@ -114,7 +114,7 @@ def _histogram(label: str, values: list[float]) -> str:
 
 
 def _example(conversation: Conversation, example: Example, processor: Processor) -> str:
-    visual = visual_mask(example, processor)
+    visual = processor.family.visual_mask(example["input_ids"])
     facts = {
         "tokens": len(visual),
         "visual": int(visual.sum()),
@@ -153,13 +153,14 @@ def _img(image: Any, side: int = THUMBNAIL_SIDE) -> str:
 def _tokens(example: Example, visual: list[bool], processor: Processor) -> str:
     """Returns one span per token; one span for a run of visual tokens, and for the bytes of one character."""
     ids, mask = example["input_ids"].tolist(), example["loss_mask"].tolist()
+    image_id = processor.family.placeholder_ids["image"]
     spans, position = [], 0
     while position < len(ids):
         end = position + 1
         if visual[position]:
             while end < len(ids) and ids[end] == ids[position]:
                 end += 1
-            name = "image" if ids[position] == _image_id(processor) else "video"
+            name = "image" if ids[position] == image_id else "video"
             spans.append(f'<span class="v">{name} &times; {end - position}</span>')
         else:
             text = processor.tokenizer.decode(ids[position:end])
@@ -170,10 +171,6 @@ def _tokens(example: Example, visual: list[bool], processor: Processor) -> str:
             spans.append(f"<span{style}>{_visible(text)}</span>")
         position = end
     return "".join(spans)
-
-
-def _image_id(processor: Processor) -> int:
-    return processor.family.placeholder_ids["image"]
 
 
 def _visible(text: str) -> str:

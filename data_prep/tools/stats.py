@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.chat import Example, visual_mask
+from data_prep.chat import Example
 from data_prep.conversation import Conversation, media_parts
 from data_prep.dataset.mixing import permutation
 from sage.bench.tables import text_table
@@ -61,7 +61,7 @@ class Statistics:
 
     def add(self, conversation: Conversation, example: Example, processor: Processor) -> None:
         """Measures one example."""
-        visual = visual_mask(example, processor)
+        visual = processor.family.visual_mask(example["input_ids"])
         answer_tokens = int(example["loss_mask"].sum())
         found = {
             "tokens": len(visual),

@@ -78,6 +78,11 @@ def test_sage_data_reads_the_kind(
     assert "family poem" in out.read_text()
 
 
+def test_docs_describe_every_kind() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    assert [kind for kind in KINDS if f"`{kind}`" not in page] == []
+
+
 def test_no_other_list_of_kinds() -> None:
     """Outside of the readers and their data sets' YAML, no file of the program names two kinds."""
     root = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ import torch
 from support.data_helpers import LLAVA_TEMPLATE, assistant, make_image, make_processor, user
 from support.messages import refused
 
-from data_prep.chat import build_example, visual_mask
+from data_prep.chat import build_example
 from data_prep.config import OnLong
 from data_prep.conversation import BadItem, BadTemplate, Conversation, TooLong
 from sage.inputs.processing import Processor
@@ -157,7 +157,7 @@ def test_training_refuses_urls() -> None:
 def test_placeholder_is_text_in_an_answer_and_refused_in_a_question() -> None:
     processor = make_processor(LLAVA)
     example = build_example(Conversation("c", [user(make_image(), "Hi?"), assistant("<image>")]), processor)
-    assert int(visual_mask(example, processor).sum()) == 10
+    assert int(processor.family.visual_mask(example["input_ids"]).sum()) == 10
     with refused("data.json: item 7 (id c): message 0:", "<image>", error=BadItem):
         build_example(Conversation("c", [user("<image> hi"), assistant("a")], "data.json", meta={"index": 7}), processor)
 

@@ -16,6 +16,7 @@ import data_prep.pocket
 from data_prep.chat import build_example
 from data_prep.pocket import architecture, batches, build, folder, probe, training, world
 from data_prep.pocket.score import KINDS, pad_left, summary
+from sage.files import write_json
 from sage.targets import load_target
 
 SHIPPED = Path(data_prep.pocket.__file__).parent / "targets"
@@ -54,7 +55,7 @@ def test_template_renders_parts_and_plain_text(tokenizers, family):
 
 @families
 def test_pixels_equal_those_of_the_image_processor(family, tmp_path):
-    folder.write_json(tmp_path / "preprocessor_config.json", architecture.preprocessor_config(family))
+    write_json(tmp_path / "preprocessor_config.json", architecture.preprocessor_config(family))
     processor = AutoImageProcessor.from_pretrained(tmp_path)
     image = world.sample("train", 0, ["caption"]).messages[0]["content"][0]["image"]
     theirs = processor(images=[image], return_tensors="pt")["pixel_values"]
