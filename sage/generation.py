@@ -124,16 +124,14 @@ def start(
     """
     clock = Clock(target.device)
     sampling = _sampling(sampling, options)
-    policy = new_policy(policy) if isinstance(policy, str) else policy
-    if policy.num_candidates and draft is None:
-        raise ValueError(f"draft: the policy {policy.name!r} needs one; load it with sage.load_draft(path, target)")
+    policy = _policy(policy, draft)
     if draft is not None:
         check_draft(draft, target, pruning)
     inputs = _unpadded(inputs, target.family.pixel_keys)
     prompt_ids = inputs["input_ids"]
     tokenizer = target.processor.tokenizer if target.processor else None
-    stop = StopCriterion(sampling, target.eos_token_ids, tokenizer)
     sampler = TargetSampler(sampling, prompt_ids[0].to(target.device), target.eos_token_ids, tokenizer)
+    stop = StopCriterion(sampling, target.eos_token_ids, tokenizer)
     capacity = _capacity(target, prompt_ids, sampling.max_new_tokens, policy)
     if draft is not None and policy.needs_costs and policy.costs is None:
         length = prompt_ids.shape[1]
@@ -157,6 +155,13 @@ def start(
         keep_features=keep_prefix,
     )
     return Generation(target, request)
+
+
+def _policy(policy: str | Policy, draft: Draft | None) -> Policy:
+    policy = new_policy(policy) if isinstance(policy, str) else policy
+    if policy.num_candidates and draft is None:
+        raise ValueError(f"draft: the policy {policy.name!r} needs one; load it with sage.load_draft(path, target)")
+    return policy
 
 
 def _unpadded(inputs: Mapping[str, Any], pixel_keys: Collection[str]) -> Mapping[str, Any]:

@@ -94,7 +94,7 @@ class Lab:
         model, draft = self.target(target), self.main_draft(target)
         limit = self.settings.max_new_tokens
         return [
-            record(model, draft, dict(prompt.inputs), candidates=NUM_CANDIDATES, max_new_tokens=limit) for prompt in prompts
+            record(model, draft, dict(prompt.inputs), num_candidates=NUM_CANDIDATES, max_new_tokens=limit) for prompt in prompts
         ]
 
     def costs(self, target: str) -> Costs:

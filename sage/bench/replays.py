@@ -63,7 +63,7 @@ def all_policies(options: Mapping[str, Mapping[str, Any]], leave_out: Sequence[s
 
 
 def _record(target: Any, draft: Any, prompt: BenchPrompt, sampling: Sampling, count: int) -> Recording:
-    return record(target, draft, on_device(prompt.inputs, target.device), candidates=count, sampling=sampling)
+    return record(target, draft, on_device(prompt.inputs, target.device), num_candidates=count, sampling=sampling)
 
 
 def _costs(target: Any, draft: Any, recordings: Sequence[Recording]) -> Costs:

@@ -102,18 +102,18 @@ class Recorder(DraftSession):
 
 
 def record(
-    target: Target, draft: Draft, inputs: Any, policy: str | Policy | None = None, candidates: int = 16, **options: Any
+    target: Target, draft: Draft, inputs: Any, policy: str | Policy | None = None, num_candidates: int = 16, **options: Any
 ) -> Recording:
     """Decodes one prompt and records the draft's candidates.
 
     Args:
         target, draft, inputs, options: as for `sage.generate`.
         policy: a policy with wide trees that drafts in every round; default `eagle2` with the options `WIDE`.
-        candidates: candidates to record per node; at least `num_candidates` of every policy to replay.
+        num_candidates: candidates to record per node; at least `num_candidates` of every policy to replay.
     """
     generation = start(target, draft, inputs, policy=new_policy("eagle2", **WIDE) if policy is None else policy, **options)
     assert generation.request.session is not None, "start refuses a policy that drafts without a draft"
-    recorder = generation.request.session = Recorder(generation.request.session, candidates)
+    recorder = generation.request.session = Recorder(generation.request.session, num_candidates)
     positions = [len(generation.tokens) for _ in generation.rounds()]
     return _recording(generation, recorder, positions)
 
