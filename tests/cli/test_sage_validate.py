@@ -24,17 +24,18 @@ def run(tmp_path_factory):
 
 
 def composed(*overrides):
-    return compose("validate", [_alias(word) for word in overrides], ValidateConfig)
+    return compose("validate", [_alias(override) for override in overrides], ValidateConfig)
 
 
-def measured(*overrides):
-    words = [_alias(word) for word in overrides]
-    return run_validation(compose("validate", words, ValidateConfig), words)
+def measured(*arguments):
+    overrides = [_alias(argument) for argument in arguments]
+    return run_validation(compose("validate", overrides, ValidateConfig), overrides)
 
 
 # -- end to end ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_folder_is_measured_with_its_own_settings(run, capsys):
     assert measured(f"checkpoint={run}") == 0
     report = json.loads((run / "validation" / "step_00000012" / "report.json").read_text())
@@ -45,9 +46,10 @@ def test_a_run_folder_is_measured_with_its_own_settings(run, capsys):
     assert "tokens/pass" in shown and str(run / "validation" / "step_00000012" / "report.md") in shown
 
 
+@pytest.mark.slow
 def test_the_command_line_overrides_the_run_and_out_moves_the_report(run, tmp_path):
-    words = ["decode.policies=[sage]", "decode.num_prompts=1", "decode.baselines=[]"]
-    assert measured(f"checkpoint={run}", *words, f"out={tmp_path}") == 0
+    overrides = ["decode.policies=[sage]", "decode.num_prompts=1", "decode.baselines=[]"]
+    assert measured(f"checkpoint={run}", *overrides, f"out={tmp_path}") == 0
     report = json.loads((tmp_path / "validation" / "step_00000012" / "report.json").read_text())
     assert list(report["policies"]) == ["sage"] and report["prompts"] == 1 and report["max_new_tokens"] == 6
     assert report["options"] == {"sage": {"max_depth": 5}} and list(report["baselines"]) == ["autoregressive"]
@@ -60,11 +62,12 @@ def test_an_unwritable_report_is_refused_before_anything_is_loaded(run, tmp_path
         measured(f"checkpoint={run}", f"out={tmp_path}/file/here")
 
 
+@pytest.mark.slow
 def test_a_draft_folder_without_a_run_takes_its_target_from_the_command_line(run, tmp_path):
     target_folder = OmegaConf.load(run / "config.yaml").target.path
     draft = save_draft(tmp_path / "mine", sage.load_target(target_folder))
-    words = [f"target.path={target_folder}", "decode.policies=[chain]", "decode.num_prompts=1", "decode.max_new_tokens=4"]
-    assert measured(f"draft={draft}", *words) == 0
+    overrides = [f"target.path={target_folder}", "decode.policies=[chain]", "decode.num_prompts=1", "decode.max_new_tokens=4"]
+    assert measured(f"draft={draft}", *overrides) == 0
     assert (draft / "validation" / "step_00000000" / "report.md").is_file()
 
 
@@ -85,7 +88,7 @@ def test_run_and_draft_folders_are_distinguished(run):
 
 
 @pytest.mark.parametrize(
-    ("words", "parts"),
+    ("overrides", "parts"),
     [
         ([], ["checkpoint: missing", "checkpoint=RUN_FOLDER"]),
         (["checkpoint=/no/such"], ["checkpoint=/no/such"]),
@@ -100,9 +103,9 @@ def test_run_and_draft_folders_are_distinguished(run):
         (["checkpoint={run}", "decode.polices=[sage]"], ["decode.polices", "decode.policies"]),
     ],
 )
-def test_mistakes_are_one_line_that_names_the_remedy(run, words, parts):
+def test_mistakes_are_one_line_that_names_the_remedy(run, overrides, parts):
     with refused(*parts, error=ConfigError) as caught:
-        measured(*(word.replace("{run}", str(run)) for word in words))
+        measured(*(override.replace("{run}", str(run)) for override in overrides))
     assert "\n" not in str(caught.value)
 
 
@@ -154,20 +157,20 @@ def test_only_named_fields_replace_those_of_the_run_and_options_are_merged():
 
 def test_a_choice_within_a_group_replaces_its_own_fields_only(run):
     checkpoint = Checkpoint(draft=run / "draft", run=run)
-    for words in (
+    for overrides in (
         ["decode/policy=[autoregressive,chain]"],
         ["decode/policy=[chain]", "decode.policies=[autoregressive,chain]"],
     ):
-        settled = settle(composed(*words), checkpoint, words)
+        settled = settle(composed(*overrides), checkpoint, overrides)
         assert settled.decode.policies == ["autoregressive", "chain"] and "sage" not in settled.decode.options
         assert settled.decode.options["chain"] == {}
         assert (settled.decode.num_prompts, settled.decode.max_new_tokens) == (2, 6)
-    words = ["decode/policy=[chain]", "decode.num_prompts=9", "decode.options.chain.depth=2"]
-    settled = settle(composed(*words), checkpoint, words)
+    overrides = ["decode/policy=[chain]", "decode.num_prompts=9", "decode.options.chain.depth=2"]
+    settled = settle(composed(*overrides), checkpoint, overrides)
     assert settled.decode.num_prompts == 9 and settled.decode.options == {"chain": {"depth": 2}}
     saved = OmegaConf.load(run / "config.yaml").data
-    words = ["+data/validation=textvqa", "data.validation.textvqa.path=x"]
-    settled = settle(composed(*words), checkpoint, words)
+    overrides = ["+data/validation=textvqa", "data.validation.textvqa.path=x"]
+    settled = settle(composed(*overrides), checkpoint, overrides)
     assert settled.data.validation["textvqa"].path == "x" and settled.data.name == saved.name
     assert settled.data.max_length == 777 and settled.decode.num_prompts == 2
 
@@ -175,16 +178,16 @@ def test_a_choice_within_a_group_replaces_its_own_fields_only(run):
 # -- as a command ----------------------------------------------------------------------------------------------------
 
 
-def command(*words):
+def command(*overrides):
     return subprocess.run(
-        [sys.executable, "-m", "train.cli.validate", *words], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-m", "train.cli.validate", *overrides], capture_output=True, text=True, timeout=120, check=False
     )
 
 
 @pytest.mark.slow
 def test_the_command_answers_a_mistake_with_one_line_and_code_2(run, tmp_path):
-    for words in (["checkpoint=/no/such"], ["checkpont=x"], [f"checkpoint={run}", f"target.path={tmp_path}"]):
-        done = command(*words)
+    for overrides in (["checkpoint=/no/such"], ["checkpont=x"], [f"checkpoint={run}", f"target.path={tmp_path}"]):
+        done = command(*overrides)
         assert done.returncode == 2 and done.stdout == ""
         assert done.stderr.startswith("error: ") and len(done.stderr.strip().splitlines()) == 1
 

@@ -1,4 +1,4 @@
-"""A target given by its path alone is called and loaded as its own folder says, not as the default target is."""
+"""A target given by its path alone has the name and precision of its own folder, not of the default target."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from train.config.target_path import target_dtype, target_name, with_choice
 
 
 def folder_of(home: Path, **config: object) -> Path:
-    """What of a target's folder is read before it is loaded."""
+    """The part of a target's folder that is read before it is loaded."""
     folder = home / "Own-7B"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
@@ -24,15 +24,17 @@ def folder_of(home: Path, **config: object) -> Path:
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
-@pytest.mark.parametrize(("said", "expected"), [("float32", "fp32"), ("bfloat16", "bf16"), ("float16", "bf16"), (None, "bf16")])
-def test_a_folder_says_its_own_dtype(tmp_path: Path, key: str, said: str | None, expected: str) -> None:
-    config: Config = compose("config", [f"target.path={folder_of(tmp_path, **{key: said})}/"], Config)
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [("float32", "fp32"), ("bfloat16", "bf16"), ("float16", "bf16"), (None, "bf16")]
+)
+def test_the_precision_is_that_of_the_folder(tmp_path: Path, key: str, dtype: str | None, expected: str) -> None:
+    config: Config = compose("config", [f"target.path={folder_of(tmp_path, **{key: dtype})}/"], Config)
     assert (config.target.name, config.target.dtype, config.train.precision) == ("Own-7B", expected, expected)
     assert config.run.dir == "runs/Own-7B-eagle"
 
 
 @pytest.mark.parametrize("content", ["{", "[]", None])
-def test_bf16_where_nothing_is_known(tmp_path: Path, content: str | None) -> None:
+def test_the_default_precision_is_bf16(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     assert target_dtype(str(tmp_path)) is Precision.bf16
@@ -40,24 +42,24 @@ def test_bf16_where_nothing_is_known(tmp_path: Path, content: str | None) -> Non
     assert target_name("Qwen/Qwen2.5-VL-7B-Instruct") == "Qwen2.5-VL-7B-Instruct"
 
 
-def test_a_recipes_target_gives_way_to_the_path(tmp_path: Path) -> None:
+def test_the_path_replaces_the_target_of_an_experiment(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, dtype="float32")
     config: Config = compose("config", ["experiment=eagle3", f"target.path={folder}"], Config)
     assert (config.target.name, config.target.dtype, config.run.name) == ("Own-7B", "fp32", "eagle3-Own-7B")
 
 
-def test_what_is_said_wins(tmp_path: Path) -> None:
+def test_overrides_come_first(tmp_path: Path) -> None:
     path = f"target.path={folder_of(tmp_path, dtype='float32')}"
-    said: Config = compose("config", [path, "target.name=mine", "target.dtype=bf16"], Config)
-    assert (said.target.name, said.target.dtype) == ("mine", "bf16")
+    given: Config = compose("config", [path, "target.name=mine", "target.dtype=bf16"], Config)
+    assert (given.target.name, given.target.dtype) == ("mine", "bf16")
     chosen: Config = compose("config", ["target=qwen2_5_vl_7b", path], Config)
     assert (chosen.target.name, chosen.target.dtype) == ("qwen2_5_vl_7b", "bf16")
     plain: Config = compose("config", [], Config)
     assert (plain.target.name, plain.target.dtype) == ("pocket_qwen2_5_vl", "fp32")
 
 
-def test_the_choice_stands_beside_the_path_it_belongs_to() -> None:
-    """Beside it, because words behind an option's value would be read as options of Hydra."""
+def test_the_choice_is_inserted_before_its_path() -> None:
+    """Not at the end, where it could follow an option of Hydra."""
     assert with_choice(["seed=1", "+target.path=x", "--cfg", "job"]) == [
         "seed=1",
         "target=by_path",
@@ -74,7 +76,7 @@ def test_commands_agree(tmp_path: Path, command: str, schema: type) -> None:
     assert compose(command, [f"target.path={folder_of(tmp_path)}"], schema).target.name == "Own-7B"
 
 
-def test_a_draft_alone_is_measured_in_its_targets_dtype(tmp_path: Path) -> None:
+def test_a_draft_without_run_is_measured_in_its_targets_dtype(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, dtype="bfloat16")
     (tmp_path / "draft").mkdir()
     (tmp_path / "draft" / "config.json").write_text(json.dumps({"target_path": str(folder)}))

@@ -1,6 +1,6 @@
 """One of two processes with srun's variables: runs a list of jobs one after another and writes its observations.
 
-    python two_ranks.py JOBS.json NOTES.json
+    python two_ranks.py JOBS.json OBSERVATIONS.json
 
 Starting processes and importing torch takes longer than these runs, so they share two processes.
 """
@@ -29,7 +29,7 @@ from train.run.rank import run_rank
 LIMIT_S = 280
 
 
-def main(jobs: Path, notes: Path) -> None:
+def main(jobs: Path, observations: Path) -> None:
     faulthandler.dump_traceback_later(LIMIT_S, exit=True)
     torch.set_num_threads(1)
     seen: dict[str, Any] = {"ranks": detect_launcher(), "rank": int(os.environ["RANK"]), "targets": {}}
@@ -42,7 +42,7 @@ def main(jobs: Path, notes: Path) -> None:
                 train_until_signal(config, ranks, job["stop"])
         else:
             assert run_rank(config, None if job["is_validated"] else quick_validation) == 0
-    notes.write_text(json.dumps(seen))
+    observations.write_text(json.dumps(seen))
 
 
 def record_targets(seen: dict[str, Any], name: str, load: Any = train.run.build.load_sharded) -> None:
@@ -52,12 +52,12 @@ def record_targets(seen: dict[str, Any], name: str, load: Any = train.run.build.
         shards: ShardedTarget = load(load_target, config, ranks)
         target, complete = shards.target, sage.load_target(config.target.path, dtype=torch.float32)
         image = [{"type": "image", "image": image_file(Path(config.run.dir).parent)}] if ranks.is_main else []
-        words = {"type": "text", "text": "what is this? " * (1 + ranks.rank)}
-        inputs = complete.prepare([{"role": "user", "content": [*image, words]}])
-        ours, theirs = (one.features(one.embed(inputs)).last for one in (target, complete))
+        text = {"type": "text", "text": "what is this? " * (1 + ranks.rank)}
+        inputs = complete.prepare([{"role": "user", "content": [*image, text]}])
+        sharded, expected = (one.features(one.embed(inputs)).last for one in (target, complete))
         layers: Any = list(target.text_model.layers.parameters())
         seen[name] = {
-            "is_equal": torch.equal(ours, theirs),
+            "is_equal": torch.equal(sharded, expected),
             "own": sum(p.ds_tensor.numel() for p in layers),
             "live": sum(p.numel() for p in layers),
             "all": sum(p.numel() for p in complete.text_model.layers.parameters()),

@@ -1,4 +1,4 @@
-"""A tiny random target on disk with tokenizer and picture processor, a draft for it, and a run folder around both."""
+"""A tiny random target on disk with tokenizer and image processor, a draft for it, and a run folder with both."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ GROUPS = (
     "launch",
     "experiment",
 )
-NEEDS = {  # what a person has to give beside the choice itself
+NEEDS = {  # keys that a choice requires
     "target=by_path": ["target.path=Qwen/Qwen2.5-VL-7B-Instruct"],
     "draft=model": ["draft.num_layers=2"],
     "data=llava_instruct": ["data.path=/data/llava.json"],
@@ -70,15 +70,15 @@ SWEEP_FILES = sorted((config_dir() / "sweep").glob("*.yaml"))
 
 @pytest.mark.parametrize("choice", CHOICES)
 def test_every_choice_composes_validates_and_builds(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the meta device, so that a 72B target takes no more than a pocket one; a plan needs no data on this machine."""
-    monkeypatch.setenv("WANDB_MODE", "offline")  # nobody is logged in where tests run
+    """On the meta device, where a 72B target takes no more memory than a pocket target; a plan needs no data."""
+    monkeypatch.setenv("WANDB_MODE", "offline")  # tests have no login
     config = compose("config", ["launch.plan=true", choice, *NEEDS.get(choice, [])], Config)
     check(config)
     build_without_weights(config)
 
 
 def build_without_weights(config: Config) -> None:
-    """Every object a run is made of, as far as it needs neither weights nor data."""
+    """Builds the objects of a run that need neither weights nor data."""
     pair = build_on_meta(config)
     assert pair.trained_parameters > 0
     optimizer = make_optimizer(pair.draft, config, torch.device("meta"))
@@ -91,7 +91,7 @@ def build_without_weights(config: Config) -> None:
 
 
 def test_every_yaml_is_a_known_choice() -> None:
-    """A file that no test composes would rot."""
+    """Every file is composed by a test."""
     tested = {config_dir() / f"{choice.replace('=', '/')}.yaml" for choice in FILES} | set(SWEEP_FILES)
     roots = {config_dir() / name for name in ("config.yaml", "validate.yaml", "prepare.yaml")}
     assert set(config_dir().rglob("*.yaml")) == tested | roots | set(PROMPT_FILES)
@@ -110,12 +110,13 @@ def test_validate_config_composes() -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.slow
 def test_a_policy_composes_with_its_defaults_and_any_option(name: str) -> None:
     assert compose("config", [f"decode/policy=[{name}]"], Config).decode.options == {name: {}}
     for option, value in defaults(policy_class(name)).items():
         if option != "paths":
-            words = [f"decode/policy=[{name}]", f"decode.options.{name}.{option}={'null' if value is None else value}"]
-            decode = compose("config", words, Config).decode
+            overrides = [f"decode/policy=[{name}]", f"decode.options.{name}.{option}={'null' if value is None else value}"]
+            decode = compose("config", overrides, Config).decode
             assert decode.options == {name: {option: value}} and decode.policies == [name]
             build_policies(decode)
 
@@ -125,7 +126,7 @@ def test_the_schema_knows_every_policy_and_baseline() -> None:
     assert set(Baseline) == set(BASELINES) - {AUTOREGRESSIVE}  # which is always measured
 
 
-def test_policies_to_run_are_the_composed_ones_unless_said_otherwise() -> None:
+def test_measured_policies_are_the_composed_ones_unless_overridden() -> None:
     assert compose("config", ["decode/policy=[sage,chain]"], Config).decode.policies == ["sage", "chain"]
     config = compose("config", ["decode.policies=[static]", "decode.options.sage.max_depth=12"], Config)
     assert config.decode.policies == ["static"] and config.decode.options["sage"]["max_depth"] == 12
@@ -380,6 +381,7 @@ def test_debug_shows_where_a_mistake_was_found(
     assert "Traceback" in shown and "error: seed=-1" in shown
 
 
+@pytest.mark.slow
 def test_a_failed_job_does_not_end_a_sweep(
     in_empty_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -397,14 +399,14 @@ def test_a_failed_job_does_not_end_a_sweep(
     shown = capsys.readouterr().err
     assert "error: seed=1: not this one" in shown
     assert shown.endswith("error: 1 of 3 jobs failed: seed=1 (exit 2: seed=1: not this one)\n")
-    (notes,) = (in_empty_folder / "runs" / ".sweep").iterdir()
-    assert sorted(path.name for path in notes.iterdir()) == [*(f"job_0000{n}.json" for n in range(3)), "multirun.yaml"]
+    (records,) = (in_empty_folder / "runs" / ".sweep").iterdir()
+    assert sorted(path.name for path in records.iterdir()) == [*(f"job_0000{n}.json" for n in range(3)), "multirun.yaml"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(30)
 def test_help_answers_without_torch(tmp_path: Path) -> None:
-    """The promise is 3 s on an idle machine; here that nothing slow is imported, which holds on a busy one too."""
+    """Help takes less than 3 s on an idle machine; on a busy one only the imports can be tested."""
     code = (
         "import sys; from train.cli.train import main\n"
         "try: main()\n"
@@ -420,19 +422,33 @@ def test_help_answers_without_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [["optim.lr=0"], ["-m", "seed=1,2", "train.max_step=5"]], ids=["run", "sweep"])
-def test_the_command_itself_refuses_without_torch(tmp_path: Path, words: list[str]) -> None:
+@pytest.mark.parametrize("arguments", [["optim.lr=0"], ["-m", "seed=1,2", "train.max_step=5"]], ids=["run", "sweep"])
+def test_the_command_itself_refuses_without_torch(tmp_path: Path, arguments: list[str]) -> None:
     code = (
         "import sys; from train.cli.train import main\n"
         "try: main()\n"
         "finally: print('HEAVY', [m for m in ('torch', 'transformers', 'deepspeed', 'wandb') if m in sys.modules])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, *words], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
+        [sys.executable, "-c", code, *arguments], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
     )
     assert done.returncode == 2 and done.stdout == "HEAVY []\n"
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("module", "script"), {"": "sage-train", ".validate": "sage-validate", ".data": "sage-data"}.items())
+def test_commands_run_as_modules(tmp_path: Path, module: str, script: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", f"train.cli{module}", "--help"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0 and script in done.stdout, done.stderr
 
 
 def test_rank_0_alone_reports(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

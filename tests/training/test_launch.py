@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 from support.messages import check_message, refused
-from support.train_helpers import command, environment, make_target
+from support.train_helpers import ROOT, command, environment, make_target
 
 from checkpoints.store import SaveFailed
 from train.config.hydra_app import compose
@@ -113,8 +114,8 @@ def test_a_rank_of_an_external_launcher_prints_its_own_error(target: Path, tmp_p
     data = ["data=messages", f"data.path={tmp_path}/chats.jsonl", f"data.media_root={tmp_path}", "data.holdout=0"]
     prompts = ["data/validation=pocket", "data.num_workers=1"]
     arguments = [*command(target, tmp_path / "run"), "train.micro_batch_size=1", "launch.device=cpu", *data, *prompts]
-    words = [word for word in arguments if not word.startswith("data.num_examples")]
-    processes = [as_by_srun(words, rank, stdout=subprocess.DEVNULL) for rank in range(2)]
+    arguments = [argument for argument in arguments if not argument.startswith("data.num_examples")]
+    processes = [as_by_srun(arguments, rank, stdout=subprocess.DEVNULL) for rank in range(2)]
     begin = time.monotonic()
     errors = [process.communicate(timeout=START_S)[1] for process in processes]
     lines = [line for text in errors for line in text.splitlines() if "error: " in line]
@@ -128,8 +129,8 @@ def as_by_srun(arguments: list[str], rank: int, **options: Any) -> subprocess.Po
     """One of two ranks, started with srun's variables."""
     facts = {"STEP_ID": 0, "STEP_NUM_TASKS": 2, "JOB_ID": os.getpid(), "STEP_NODELIST": "localhost", "PROCID": rank}
     variables = {f"SLURM_{key}": str(value) for key, value in (facts | {"LOCALID": rank}).items()}
-    whole = [sys.executable, "-m", "train.cli.train", *arguments]
-    return subprocess.Popen(whole, env=environment() | variables, stderr=subprocess.PIPE, text=True, **options)
+    command_line = [sys.executable, "-m", "train.cli.train", *arguments]
+    return subprocess.Popen(command_line, env=environment() | variables, stderr=subprocess.PIPE, text=True, **options)
 
 
 @pytest.mark.slow
@@ -152,8 +153,8 @@ def test_ranks_terminated_by_srun_after_the_first_exit_with_3_as_well(
     assert (run / "state" / "latest").is_file()
 
 
-def user(picture: str) -> dict[str, Any]:
-    image = {"type": "image", "image": f"{picture}.png"}
+def user(image_name: str) -> dict[str, Any]:
+    image = {"type": "image", "image": f"{image_name}.png"}
     return {"role": "user", "content": [image, {"type": "text", "text": "what is this?"}]}
 
 
@@ -171,8 +172,8 @@ def started() -> Iterator[list[subprocess.Popen[str]]]:
 def start(started: list[subprocess.Popen[str]], target: Path, run: Path, *overrides: str) -> subprocess.Popen[str]:
     """Starts a long run of two ranks in the background and waits for its first step."""
     arguments = command(target, run, *TINY_REPORT, "launch.ranks=2", "train.micro_batch_size=1", "train.max_steps=100000")
-    whole = [sys.executable, "-m", "train.cli.train", *arguments, *overrides]
-    process = subprocess.Popen(whole, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True)
+    command_line = [sys.executable, "-m", "train.cli.train", *arguments, *overrides]
+    process = subprocess.Popen(command_line, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True)
     started.append(process)
     wait_for_a_step(process, run)
     return process
@@ -272,10 +273,7 @@ class Child:
 def test_a_rank_that_exits_during_a_poll_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("train.launch.supervisor.GRACE_S", 0.0)
     supervisor = Supervisor(tmp_path)
-    supervisor._children = {
-        100: Child(None, -9),
-        101: Child(1),
-    }  # looked at, killed, and its loss has ended the other one already
+    supervisor._children = {100: Child(None, -9), 101: Child(1)}  # 100 exits between the two polls
     supervisor._poll()
     assert supervisor.failed == {100: -9, 101: 1}
 
@@ -317,6 +315,13 @@ def test_incomplete_launcher_variables_are_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("RANK", "0")
     with refused("WORLD_SIZE, MASTER_ADDR, MASTER_PORT: missing", error=ConfigError):
         detect_launcher()
+
+
+def test_launcher_variables_are_read_in_one_module() -> None:
+    names = re.compile(r"[\"'](RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|SLURM_\w+)[\"']")
+    files = [path for package in ("sage", "data_prep", "checkpoints", "train") for path in (ROOT / package).rglob("*.py")]
+    found = [path.relative_to(ROOT).as_posix() for path in files if names.search(path.read_text())]
+    assert found == ["train/launch/cluster_env.py"]
 
 
 def test_another_number_of_ranks_than_started_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -123,16 +123,16 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-    """Sums run in another order, so features agree to about 1e-6 (see test_train_run for what that does to a step of Adam); a
+    """The order of sums differs, so features agree to about 1e-6 (see test_run for the effect on a step of Adam); a
     wrong factor would move every weight by entire steps of 1e-3."""
     left, right = weights(one), weights(other)
     assert left.keys() == right.keys()
     for name in left:
         assert (left[name] - right[name]).abs().max() <= 5e-6, name
-    for ours, theirs in zip(metrics(one), metrics(other), strict=True):
-        assert ours["tokens"] == theirs["tokens"]
+    for left_line, right_line in zip(metrics(one), metrics(other), strict=True):
+        assert left_line["tokens"] == right_line["tokens"]
         for name in ("loss", "loss_ce", "loss_feature", "grad_norm"):
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-4), name
+            assert left_line[name] == pytest.approx(right_line[name], rel=1e-4), name
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -151,11 +151,11 @@ def test_a_sharded_target_gives_the_same_run_bit_for_bit(home: Path) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_holds_its_part_of_a_sharded_target(home: Path, rank: int) -> None:
     """Norms and biases (below 1%) are complete; after a pass no layer stays gathered."""
-    notes = json.loads((home / f"notes_{rank}.json").read_text())
-    assert (notes["ranks"], notes["rank"]) == (2, rank)  # from srun's variables
-    assert set(notes["targets"]) == {"sharded_0", "sharded_1", "sharded_2", "sharded_3", "to_two"}
-    for seen in notes["targets"].values():
-        assert seen["is_equal"]  # rank 0 ran a picture, rank 1 text alone
+    seen_by_rank = json.loads((home / f"notes_{rank}.json").read_text())
+    assert (seen_by_rank["ranks"], seen_by_rank["rank"]) == (2, rank)  # from srun's variables
+    assert set(seen_by_rank["targets"]) == {"sharded_0", "sharded_1", "sharded_2", "sharded_3", "to_two"}
+    for seen in seen_by_rank["targets"].values():
+        assert seen["is_equal"]  # rank 0 ran an image, rank 1 text alone
         assert 0.5 <= seen["own"] / seen["all"] < 0.51
         assert seen["live"] / seen["all"] < 0.01
         assert seen["is_tied"]

@@ -32,8 +32,8 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def append_rows(path: Path, words: list[str], count: int) -> None:
     with path.open("a") as file:
         for number in range(count):
-            said = " ".join(words[number % len(words) :] + words[: number % len(words)])
-            messages = [{"role": "user", "content": f"say {number}"}, {"role": "assistant", "content": said}]
+            answer = " ".join(words[number % len(words) :] + words[: number % len(words)])
+            messages = [{"role": "user", "content": f"say {number}"}, {"role": "assistant", "content": answer}]
             file.write(json.dumps({"id": f"{words[0]}-{number}", "messages": messages}) + "\n")
 
 
@@ -74,7 +74,7 @@ def test_a_state_without_data_fingerprint_keeps_its_draft_vocabulary(home: Path)
     write_manifest(state, 2)
     config = configure(home, "run.resume=true", "train.max_steps=3")
     with process_group("cpu", 60) as ranks, building(config, ranks) as run:
-        words = run.engine.draft.token_map
-        rows = run.teacher.target.lm_head.weight[words]
-        assert torch.equal(run.teacher.lm_head, rows) and torch.equal(run.engine.student.token_map, words)
+        token_map = run.engine.draft.token_map
+        rows = run.teacher.target.lm_head.weight[token_map]
+        assert torch.equal(run.teacher.lm_head, rows) and torch.equal(run.engine.student.token_map, token_map)
         assert run.state.data

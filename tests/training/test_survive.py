@@ -28,15 +28,15 @@ from train.state.resume import rng_state, set_rng_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")]
 
-# Half of the second file of the third state, and then no more.
+# Killed after half of the second file of the third state.
 KILLED = """
 import os, signal, sys
 import checkpoints.tensors as tensors
-whole, count = tensors.save_file, 0
+save_complete, count = tensors.save_file, 0
 def save_file(values, path, metadata=None):
     global count
     count += 1
-    whole(values, path, metadata=metadata)
+    save_complete(values, path, metadata=metadata)
     if count == 10:
         os.truncate(path, os.path.getsize(path) // 2)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -152,8 +152,8 @@ class Toy(nn.Module):
 def test_every_stage_resumes_bit_for_bit_and_from_every_other(
     target: Path, tmp_path: Path, precision: str, clip: float
 ) -> None:
-    """4 steps = 2 + 2 from the state of each stage. With one rank a stage changes no sum but that of the gradient's norm, so
-    without clipping even another's state is exact, and with it to rounding."""
+    """4 steps = 2 + 2 from the state of each stage. With one rank a stage only changes the sum of the gradient's norm, so the
+    state of another stage is exact without clipping, and equal up to rounding with clipping."""
     from train.engine.engine import Engine
 
     ends: dict[tuple[int, int | None], dict[str, torch.Tensor]] = {}

@@ -70,6 +70,7 @@ def test_the_report_has_the_documented_schema_and_lies_beside_page_and_plots(mod
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
 
 
+@pytest.mark.slow
 def test_later_turns_follow_the_targets_own_answers(tmp_path):
     target = sage.load_target(save_target(tmp_path / "target"))
     ask = {"role": "user", "content": [{"type": "text", "text": "Hi?"}]}
@@ -110,6 +111,7 @@ def test_options_reach_the_policy_and_the_report(models, tmp_path):
     assert report["options"] == {"chain": {"depth": 1}}
 
 
+@pytest.mark.slow
 def test_replay_reports_every_policy(models, tmp_path):
     target, draft = models
     config = decode(policies=["chain"], baselines=[], replay=True, options={"chain": {"depth": 1}})
@@ -143,6 +145,7 @@ def test_a_drafting_policy_needs_a_draft(models, tmp_path):
     assert report["policies"]["autoregressive"]["speedup"] > 0
 
 
+@pytest.mark.slow
 def test_a_smaller_target_serves_as_the_draft(tmp_path):
     target = make_qwen()
     config = decode(dtype=Precision.bf16, baselines=[Baseline.hf_assisted])
@@ -157,9 +160,9 @@ def test_prompts_of_conversations_leave_out_the_answer(tmp_path):
     user = {"role": "user", "content": [{"type": "text", "text": "Hello?"}]}
     answer = {"role": "assistant", "content": [{"type": "text", "text": "A long answer."}]}
     complete = prepare_prompt(target, Conversation(id="c7", messages=[user, answer], family="chat"), 0)
-    asked = prepare_prompt(target, [user], 1)
-    assert torch.equal(complete.inputs["input_ids"], asked.inputs["input_ids"])
-    assert (complete.name, complete.family, asked.name, asked.family) == ("c7", "chat", "prompt-1", "")
+    question = prepare_prompt(target, [user], 1)
+    assert torch.equal(complete.inputs["input_ids"], question.inputs["input_ids"])
+    assert (complete.name, complete.family, question.name, question.family) == ("c7", "chat", "prompt-1", "")
     with refused("validation prompt c8"):
         prepare_prompt(target, Conversation(id="c8", messages=[{"role": "user", "content": []}]), 0)
 

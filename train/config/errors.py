@@ -187,11 +187,11 @@ def _type_name(kind: Any) -> str:
     return names.get(kind, getattr(kind, "__name__", str(kind)))
 
 
-def _did_you_mean(word: str, known: list[str], prefix: str) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
+def _did_you_mean(name: str, known: list[str], prefix: str) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
     if not close:
-        tail = word.rpartition(".")[2]
-        close = [name for name in known if name.rpartition(".")[2] == tail][:1]
+        tail = name.rpartition(".")[2]
+        close = [other for other in known if other.rpartition(".")[2] == tail][:1]
     return f" (did you mean {prefix}{close[0]}?)" if close else ""
 
 

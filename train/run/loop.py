@@ -166,7 +166,7 @@ def _reduce_counts(run: TrainingRun, micro_batches: MicroBatches) -> float:
     run.state.tokens += int(totals[1])
     if not totals[0]:
         names = ", ".join(_ids(micro_batches))
-        raise TrainingError(f"step {run.state.step + 1}: no supervised token in the whole batch ({names}); check the data")
+        raise TrainingError(f"step {run.state.step + 1}: no supervised token in the batch ({names}); check the data")
     return float(totals[0])
 
 

@@ -141,7 +141,7 @@ def write(report: Mapping[str, Any], folder: Path) -> None:
     Raises:
         SaveFailed: the folder cannot be written.
     """
-    with saving(folder, then="measure again (sage-validate), or go on with the run (run.resume=true)"):
+    with saving(folder, then="measure again with sage-validate, or continue the run with run.resume=true"):
         folder.mkdir(parents=True, exist_ok=True)
         plots = write_plots(report, folder)
         write_text(folder / REPORT_PAGE, render_page(report, plots))
