@@ -267,13 +267,13 @@ def test_the_gap_is_that_of_the_targets_own_logits(make):
     inputs = make_inputs(target)
     prefix = [7, 8, 9]
     ids = torch.cat([inputs["input_ids"], torch.tensor([prefix])], dim=1)
-    whole = (
+    complete = (
         inputs
         | {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         | {key: value[None] for key, value in target.family.token_inputs(ids[0]).items()}
     )
     with torch.no_grad():
-        best = target.model(**whole).logits[0, -1].topk(2).values
+        best = target.model(**complete).logits[0, -1].topk(2).values
     assert top2_gap(target, inputs, prefix) == pytest.approx(float(best[0] - best[1]), abs=1e-4)
     assert top2_gap(target, inputs, []) != pytest.approx(float(best[0] - best[1]), abs=1e-3)
 
@@ -307,7 +307,7 @@ def test_interval_needs_two_prompts():
 
 
 def test_prompts_are_resampled_in_pairs():
-    """Both decoders are ten times slower on the second prompt: the ratio does not spread."""
+    """Both decoders are ten times slower on the second prompt: the ratio has no variance."""
     low, high = ratio_interval([1, 1], [1, 10], [1, 1], [2, 20])
     assert low == pytest.approx(2.0) and high == pytest.approx(2.0)
 
@@ -334,7 +334,7 @@ def test_prompt_lookup_does_not_copy_image_placeholders(make):
     target = make()
     inputs = make_inputs(target)
     ids = inputs["input_ids"].clone()
-    ids[0, -2:] = ids[0, 4:6]  # the two tokens before the picture
+    ids[0, -2:] = ids[0, 4:6]  # the two tokens before the image
     inputs = inputs | {"input_ids": ids}
     own = PolicyRunner(target, None, AUTOREGRESSIVE).run(inputs, SAMPLING)
     assert baseline_runner(target, PROMPT_LOOKUP).run(inputs, SAMPLING).tokens == own.tokens
@@ -390,6 +390,7 @@ def test_unknown_baselines_and_a_missing_assistant_are_refused():
         baseline_runner(target, HF_ASSISTED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_report_of_a_tiny_target(temperature):
     """Every policy, both prompts, greedy and sampled by seed: identical, schema complete, numbers finite."""

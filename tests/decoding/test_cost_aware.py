@@ -42,7 +42,7 @@ def flat_costs(node: float = 0.1, level: float = 0.5, base: float = 1.0) -> Cost
 
 
 def random_probs(count: int, ranks: int, seed: int) -> Tensor:
-    """[count, ranks] descending probabilities of made-up drafts, sharp and flat ones."""
+    """[count, ranks] descending probabilities of synthetic drafts, peaked and flat."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(count, 50, generator=generator) * (1 + 4 * torch.rand(count, 1, generator=generator))
     return logits.softmax(-1).topk(ranks).values
@@ -63,7 +63,7 @@ class TestCalibrator:
         assert Calibrator().leading(row, 1, 0.0) == pytest.approx(row, abs=2e-5)
 
     @pytest.mark.parametrize("ranks", [1, 2, 5])
-    def test_plain_floats_say_what_tensors_say(self, ranks: int) -> None:
+    def test_numbers_give_the_same_as_tensors(self, ranks: int) -> None:
         calibrator, generator = Calibrator(), torch.Generator().manual_seed(1)
         state = calibrator.state()
         state["weights"] = (0.3 * torch.randn(6, generator=generator, dtype=torch.float64) + torch.eye(6)[0]).tolist()
@@ -71,8 +71,8 @@ class TestCalibrator:
         probs, depths = random_probs(50, ranks, 2), torch.arange(50) % 9 + 1
         for row, depth, wanted in zip(probs, depths, calibrator(probs, depths), strict=True):
             room, kept = 1.0, []
-            for chance in wanted.tolist():  # siblings are exclusive
-                kept.append(min(chance, room))
+            for probability in wanted.tolist():  # siblings are exclusive
+                kept.append(min(probability, room))
                 room -= kept[-1]
             assert calibrator.leading(row.tolist(), int(depth), -1.0) == pytest.approx(kept, abs=1e-6)
 
@@ -90,8 +90,8 @@ class TestCalibrator:
                 after.add(depths, predicted, labels)
         assert after.error()[1] < before.error()[1] / 2
 
-    def test_wrong_evidence_makes_it_worse(self) -> None:
-        """The negative control: learning from labels of the wrong candidates must show in the error against the true ones."""
+    def test_negative_control_wrong_labels_increase_the_error(self) -> None:
+        """Learning from labels of the wrong candidates must increase the error on the true ones."""
         calibrator, after, before = Calibrator(), Reliability(), Reliability()
         for step in range(60):
             probs, depths = random_probs(40, 4, step), torch.full((40,), 1)
@@ -118,7 +118,7 @@ class TestCalibrator:
         calibrator.learn(probs, depths, labels, weights)
         assert torch.allclose(calibrator.weights, wanted, atol=1e-6)
 
-    def test_another_versions_state_is_refused(self) -> None:
+    def test_the_state_of_another_version_is_refused(self) -> None:
         with refused("calibrator", "5"):
             Calibrator().load_state({"weights": [0.0] * 5, "curvature": []})
 
@@ -142,7 +142,7 @@ class TestCurve:
         assert costs.verify_s(3, 1100) == pytest.approx(1.5 * (2.0 + 1.0))
         assert costs.verify_s(3, 0) == pytest.approx(1.5 * 2.0 / 2)
 
-    def test_contexts_are_far_enough_apart_to_tell_a_slope_from_noise(
+    def test_contexts_are_far_enough_apart_for_a_slope_above_noise(
         self, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         tiny_qwen.text_config.max_position_embeddings = limit = 4096
@@ -185,24 +185,24 @@ class TestTree:
         assert numbers(chosen)[0] == [0, 1], "0.9 * 0.1 < 0.15 < 0.9 * 0.3"
         assert numbers(chosen)[1] == [], "neither 0.45 * 0.75 nor 0.27 * 0.75 more pays for a level"
 
-    def test_nothing_is_drafted_below_the_answers_end(self) -> None:
-        """The likelier of two candidates ends the answer: both are verified, only the other is drafted from."""
+    def test_nothing_is_drafted_below_a_token_that_ends_the_answer(self) -> None:
+        """The more probable of two candidates ends the answer: both are verified, only the other is expanded."""
         for sees_ends, expected in ((True, [1]), (False, [0, 1])):
             policy = self.policy(flat_costs(node=0.01, level=0.01), sees_ends=sees_ends)
             policy.begin()
             chosen = policy.next_level(Frontier(1, torch.tensor([[0.6, 0.4]]), torch.ones(1), ends=[0]))
             assert chosen is not None and numbers(chosen) == ([0, 1], expected)
 
-    def test_a_path_that_cannot_be_taken_is_no_division_by_zero(self) -> None:
-        """Where nodes seem to cost nothing and nothing stops the drafting, even the impossible is drafted from."""
+    def test_paths_of_probability_zero_do_not_divide_by_zero(self) -> None:
+        """With free nodes and stop=false, candidates of probability 0 are expanded."""
         policy = self.policy(flat_costs(node=0.0), stop=False)
         policy.begin()
         for level in (1, 2):
             chosen = policy.next_level(Frontier(level, torch.tensor([[1.0, 0.0]]).repeat(level, 1), torch.ones(level)))
             assert chosen is not None and len(chosen.expand) == 2 * level
 
-    def test_verifies_what_the_true_curve_bears(self) -> None:
-        """A pass of four nodes and one of five differ by far more than the usual node: the fifth is left out."""
+    def test_the_number_of_verified_nodes_follows_the_cost_curve(self) -> None:
+        """A pass of five nodes costs much more than one of four: the fifth node is not verified."""
         steep = Costs(verify=Curve([1, 2, 3, 4, 5], [1, 1.01, 1.02, 1.03, 9.0]), draft=Curve([1, 2], [0.01, 0.01]), context=0)
         policy = self.policy(steep, max_depth=1)
         policy.begin()
@@ -215,16 +215,16 @@ class TestTree:
         keep = policy.select(tree)
         assert keep is not None and len(keep) == 4 and keep[0] == 0
 
-    def test_rounds_not_worth_drafting_for_are_skipped_and_tried_again(self) -> None:
+    def test_drafting_that_does_not_pay_is_skipped_and_retried(self) -> None:
         policy = self.policy(flat_costs(node=0.1, level=50.0))
-        asked = []
+        drafted = []
         for _ in range(20):
             policy.begin()
-            asked.append(policy.should_draft())
+            drafted.append(policy.should_draft())
             policy.observe(RoundOutcome(0, Tree.of_root(0), [0]))
-        assert asked[0] and sum(asked) < 10 and asked[16]
+        assert drafted[0] and sum(drafted) < 10 and drafted[16]
 
-    def test_state_is_plain_and_comes_back(self) -> None:
+    def test_state_is_plain_and_restored(self) -> None:
         policy, other = self.policy(flat_costs()), sage.policy("cost_aware")
         policy.begin()
         policy.observe(RoundOutcome(3, Tree.of_root(0), [0]))
@@ -234,7 +234,7 @@ class TestTree:
 
 
 class TestLearning:
-    """What it learns waits for a good moment; what has been learned is all there is to plan by."""
+    """Rounds are learned from in batches; plans depend only on what has been learned."""
 
     def after(self, rounds: int, **options: float) -> Any:
         policy: Any = make_policy("cost_aware", {"max_depth": 3, "max_nodes": 5, "top_k": 3, **options})
@@ -256,28 +256,28 @@ class TestLearning:
         self.after(3 * LEARN_EVERY)
         assert learned[:4] == [1, 2, 4, 8] and learned[-2:] == [2 * LEARN_EVERY, 3 * LEARN_EVERY]
 
-    def test_of_later_rounds_one_in_four_is_studied(self) -> None:
+    def test_of_later_rounds_one_in_four_is_learned_from(self) -> None:
         policy = self.after(0)
         tree, _ = toy_tree(policy, root=(1,))
-        policy.learner.rounds, studied = LEARN_ALL_ROUNDS, []
+        policy.learner.rounds, learned = LEARN_ALL_ROUNDS, []
         for _ in range(8):
             policy.begin()
-            studied.append(policy.needs_feedback())
+            learned.append(policy.needs_feedback())
             policy.observe(RoundOutcome(1, tree, [0, 1], times=lambda: RoundTimes(1.1, [], 1.2)))
-        assert studied == [True, False, False, False] * 2
+        assert learned == [True, False, False, False] * 2
         assert policy.learner.rounds == LEARN_ALL_ROUNDS + 8 and len(policy.learner.pending) == 2
 
-    def test_while_drafting_does_not_pay_every_round_is_studied(self) -> None:
-        """What is learned then decides whether it is asked again; one in four could miss every round in which it was."""
+    def test_while_drafting_does_not_pay_every_round_is_learned_from(self) -> None:
+        """These rounds decide whether drafting resumes; one in four could miss every round in which it was retried."""
         policy = self.after(0)
         policy.learner.rounds = LEARN_ALL_ROUNDS + 1
-        for is_studied in (False, True, True, True, True):
+        for has_feedback in (False, True, True, True, True):
             policy.begin()
-            assert policy.needs_feedback() == is_studied
+            assert policy.needs_feedback() == has_feedback
             policy.observe(RoundOutcome(0, Tree.of_root(0), [0]))
 
-    def test_one_batch_is_round_after_round(self) -> None:
-        """Prices, masses and costs: the same whether they are learned of one by one or together. (Newton's steps differ.)"""
+    def test_a_batch_equals_its_rounds_one_by_one(self) -> None:
+        """Prices, masses and costs: equal for single rounds and for a batch (Newton steps of the calibrator differ)."""
         together, one_by_one = self.after(1, calibrate=False), self.after(1, calibrate=False)
         tree, _ = toy_tree(together, root=(1,))
         times = RoundTimes(1.1, [(1, 0.012), (2, 0.02)], 1.2)
@@ -294,8 +294,8 @@ class TestLearning:
         assert together.prices == one_by_one.prices
 
     @pytest.mark.parametrize("context", [0, 400, 4000])
-    def test_timings_as_the_tables_have_them_correct_nothing(self, context: int) -> None:
-        """At any context: what a longer one costs is in the table already."""
+    def test_timings_equal_to_the_tables_correct_nothing(self, context: int) -> None:
+        """At any context: the tables include the cost of longer contexts."""
         policy = self.after(0)
         policy.costs.context, policy.costs.verify_per_token = 800, 1e-3
         tree, _ = toy_tree(policy, root=(1,))
@@ -310,13 +310,13 @@ class TestLearning:
 
     def test_the_state_holds_every_round(self) -> None:
         policy = self.after(5)
-        assert policy.learner.pending, "the fifth round waits"
+        assert policy.learner.pending, "the fifth round is pending"
         state = policy.state()
         assert not policy.learner.pending and state["tokens"] > 0
         assert self.after(4).state()["tokens"] != state["tokens"]
 
-    def test_evidence_is_what_a_walk_over_the_trees_finds(self) -> None:
-        """Against a slow twin that looks at every node and candidate in turn."""
+    def test_labelled_candidates_equal_those_of_a_walk_over_the_trees(self) -> None:
+        """Against a slow reference that visits every node and candidate."""
         outcomes = []
         for seed in range(6):
             policy = make_policy("static", {"paths": [(0,), (1,), (0, 0), (0, 2), (0, 0, 1)]})
@@ -344,10 +344,10 @@ class TestLearning:
         mass.learn(1, 0.6, 0.9)
         table = mass.table(4)
         assert table[1] == pytest.approx([0.5, 0.5, (0.5 + 0.9) / 2, 0.5, 0.5])
-        assert table[0] == table[2] == table[3] == table[4] == [0.5] * 5, "as deep as asked for, the last row again"
+        assert table[0] == table[2] == table[3] == table[4] == [0.5] * 5, "beyond the last row, the last row is repeated"
 
-    def test_the_log_says_what_was_drafted(self) -> None:
-        """Every round's levels and nodes, and with them a reason that fits."""
+    def test_the_log_holds_levels_nodes_and_a_reason(self) -> None:
+        """Every round has its levels and nodes, and a matching reason."""
         policy = make_policy("cost_aware", {"max_depth": 3, "max_nodes": 3, "top_k": 3})
         request = toy_request(policy, {}, 10, [])
         request.verifier = Verifier(TargetSampler(Sampling(temperature=1.0, seed=3), torch.tensor(PROMPT)))

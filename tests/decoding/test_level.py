@@ -42,42 +42,44 @@ def make(name: str, options: dict[str, Any]) -> Policy:
     return policy
 
 
-def says(seed: int, node: int) -> tuple[list[float], list[int]]:
-    """What a made-up draft says below a node: probabilities, descending, and tokens, all different."""
-    chance = random.Random(f"{seed} {node}")
-    logits = torch.tensor([chance.gauss(0, 2) for _ in range(K)])
-    return logits.softmax(0).sort(descending=True).values.tolist(), chance.sample(range(100), K)
+def candidates(seed: int, node: int) -> tuple[list[float], list[int]]:
+    """Returns synthetic candidates below a node: probabilities, descending, and distinct tokens."""
+    generator = random.Random(f"{seed} {node}")
+    logits = torch.tensor([generator.gauss(0, 2) for _ in range(K)])
+    return logits.softmax(0).sort(descending=True).values.tolist(), generator.sample(range(100), K)
 
 
-def as_grown(next_level: NextLevel[Any], is_on_device: bool) -> NextLevel[Any]:
+def as_level(next_level: NextLevel[Any], is_on_device: bool) -> NextLevel[Any]:
     if is_on_device:
         return NextLevel(*(torch.tensor(chosen, dtype=torch.long) for chosen in numbers(next_level)))
     return NextLevel(*numbers(next_level))
 
 
 def grow(policy: Policy, seed: int, levels: int, is_on_device: bool) -> tuple[TreeBuilder, SlowTree]:
-    """One round, built both ways; `is_on_device`: as if the policy had chosen there, or in numbers whatever it is."""
+    """Builds one round with a builder and with `SlowTree`; `is_on_device` selects the builder for any policy."""
     builder = DeviceBuilder(7, CPU) if is_on_device else HostBuilder(7, CPU)
     slow, frontier = SlowTree.of_token(7), torch.tensor([0])
     for level in range(1, levels + 1):
-        said = [says(seed, node) for node in frontier.tolist()]
+        topk = [candidates(seed, node) for node in frontier.tolist()]
         count = min(policy.num_candidates, K)
-        probs, tokens = (torch.tensor([row[:count] for row in column]) for column in zip(*said, strict=True))
+        probs, tokens = (torch.tensor([row[:count] for row in column]) for column in zip(*topk, strict=True))
         seen = builder.open_level(probs, tokens)
         assert seen.level == level and torch.equal(seen.probs, probs) and seen.rows == probs.tolist()
         if is_on_device:
             assert torch.equal(seen.path_probs, slow.path_probs[frontier])
         slow.note_candidates(frontier, probs, tokens)
         next_level = policy.next_level(Frontier(level, probs, slow.path_probs[frontier]))
-        next_level = next_level and as_grown(next_level, is_on_device)
+        next_level = next_level and as_level(next_level, is_on_device)
         if next_level is None:
             break
         builder.add(next_level)
         parents, frontier = frontier, add_next_level(slow, frontier, next_level, probs, tokens)
         if len(frontier) == 0 or level == levels:
             break
-        rows, asked = builder.advance(next_level)
-        assert torch.equal(torch.as_tensor(asked), slow.tokens[frontier]) and torch.equal(parents[rows], slow.parents[frontier])
+        rows, expanded_tokens = builder.advance(next_level)
+        assert torch.equal(torch.as_tensor(expanded_tokens), slow.tokens[frontier]) and torch.equal(
+            parents[rows], slow.parents[frontier]
+        )
     return builder, slow
 
 
@@ -94,7 +96,7 @@ def as_chosen(keep: list[int], is_on_device: bool) -> Tensor | list[int]:
 
 @few
 @given(policies, st.integers(0, 999), st.integers(1, 6), st.booleans())
-def test_a_built_tree_is_the_tree_grown_step_by_step(
+def test_a_built_tree_equals_the_tree_grown_step_by_step(
     case: tuple[str, dict[str, Any]], seed: int, levels: int, is_on_device: bool
 ) -> None:
     policy = make(*case)
@@ -111,7 +113,7 @@ def test_a_built_tree_is_the_tree_grown_step_by_step(
 
 @few
 @given(policies, st.integers(0, 999), st.booleans(), st.data())
-def test_any_part_with_its_ancestors_can_be_kept_and_no_other(
+def test_any_ancestor_closed_selection_is_kept_and_no_other(
     case: tuple[str, dict[str, Any]], seed: int, is_on_device: bool, data: st.DataObject
 ) -> None:
     builder, slow = grow(make(*case), seed, 5, is_on_device)
@@ -121,7 +123,7 @@ def test_any_part_with_its_ancestors_can_be_kept_and_no_other(
             keep.add(node)
             node = int(slow.parents[node])
     order = sorted(keep)
-    if not is_on_device:  # in any order that has parents before children
+    if not is_on_device:  # any order with parents before children
         luck = data.draw(st.randoms(use_true_random=False))
         order, rest = [0], order[1:]
         while rest:
@@ -135,7 +137,7 @@ def test_any_part_with_its_ancestors_can_be_kept_and_no_other(
             builder.tree(as_chosen([node for node in order if node != dropped], is_on_device))
 
 
-def test_a_tree_nobody_asked_about_is_the_root() -> None:
+def test_a_tree_without_levels_is_the_root() -> None:
     for builder in (HostBuilder(7, CPU), DeviceBuilder(7, CPU)):
         tree = builder.tree()
         assert tree.columns == ([7], [-1], [0]) and list(tree.draft_topk) == [None] and tree.ancestors.tolist() == [[True]]
@@ -151,7 +153,7 @@ def test_ends_are_the_candidates_that_end_the_answer() -> None:
     assert list(HostBuilder(7, CPU).open_level(torch.ones(1, 1), torch.tensor([[4]])).ends) == []
 
 
-def test_path_probabilities_are_computed_where_somebody_looks() -> None:
+def test_path_probabilities_are_computed_lazily() -> None:
     builder, best = DeviceBuilder(7, CPU), NextLevel(torch.tensor([0]), torch.tensor([0]))
     for _ in range(3):
         frontier = builder.open_level(torch.tensor([[0.5]]), torch.tensor([[1]]))
@@ -162,7 +164,7 @@ def test_path_probabilities_are_computed_where_somebody_looks() -> None:
 
 
 @pytest.mark.parametrize("name", sage.POLICIES)
-def test_every_policy_gets_the_builder_that_understands_it(name: str) -> None:
+def test_every_policy_gets_its_kind_of_builder(name: str) -> None:
     policy = make(name, {})
     builder = new_builder(policy, 7, CPU)
     frontier = builder.open_level(torch.full((1, K), 1 / K), torch.arange(K)[None])

@@ -1,4 +1,4 @@
-"""EAGLE-2, Spec-LLaVA, TALON and DDD: hand-worked trees, slow twins of each rule, bounds; options of every policy."""
+"""EAGLE-2, Spec-LLaVA, TALON and DDD: trees by hand, slow references of each rule, bounds; options of every policy."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from sage.trees.spec_llava import level_widths
 NAMES = ("eagle2", "spec_llava", "talon", "ddd")
 
 Ranks = tuple[int, ...]
-Draft = Callable[[Ranks], list[float]]  # what the draft says below a path of ranks: its K largest probabilities
+Draft = Callable[[Ranks], list[float]]  # the draft's K largest probabilities below a path of ranks
 
 
 def draft_tree(policy: Policy, draft: Draft, levels: int = 99) -> tuple[SlowTree, int, int]:
-    """One round of `policy`; the candidate of rank r is token r. Returns the tree, nodes asked about and deepest level."""
+    """Runs one round; the candidate of rank r is token r. Returns the tree, the number of expanded nodes, the deepest level."""
     policy.reset()
     policy.begin()
-    tree, paths, frontier, asked, level = SlowTree.of_token(-1), [()], torch.tensor([0]), 0, 0
+    tree, paths, frontier, expanded, level = SlowTree.of_token(-1), [()], torch.tensor([0]), 0, 0
     for level in range(1, levels + 1):
-        says = torch.tensor([draft(paths[node])[: policy.num_candidates] for node in frontier.tolist()])
-        chosen = policy.next_level(Frontier(level, says, tree.path_probs[frontier]))
+        candidates = torch.tensor([draft(paths[node])[: policy.num_candidates] for node in frontier.tolist()])
+        chosen = policy.next_level(Frontier(level, candidates, tree.path_probs[frontier]))
         assert chosen is not None
-        frontier = add_next_level(tree, frontier, chosen, says, torch.arange(says.shape[1]).expand_as(says))
+        frontier = add_next_level(tree, frontier, chosen, candidates, torch.arange(candidates.shape[1]).expand_as(candidates))
         for node in range(len(paths), len(tree)):
             paths.append((*paths[int(tree.parents[node])], int(tree.tokens[node])))
-        asked += len(frontier)
+        expanded += len(frontier)
         if len(frontier) == 0:
             break
     keep = policy.select(tree)
-    return (tree if keep is None else tree.subtree(as_keep(keep))), asked, level
+    return (tree if keep is None else tree.subtree(as_keep(keep))), expanded, level
 
 
 def paths_of(tree: Tree) -> list[Ranks]:
@@ -53,12 +53,12 @@ def paths_of(tree: Tree) -> list[Ranks]:
     return paths
 
 
-def said(table: dict[Ranks, list[float]]) -> Draft:
-    """A draft by table; nothing is likely below paths that are not in it."""
+def by_table(table: dict[Ranks, list[float]]) -> Draft:
+    """Returns a draft given by a table; candidates below other paths are improbable."""
     return lambda path: table.get(path, [0.001] * len(table[()]))
 
 
-SPEC_LLAVA = said(
+SPEC_LLAVA = by_table(
     {
         (): [0.4, 0.3, 0.2, 0.1],
         (0,): [0.8, 0.1, 0.0, 0.0],
@@ -72,13 +72,13 @@ SPEC_LLAVA = said(
 
 class TestByHand:
     def test_eagle2(self) -> None:
-        """k = 2, depth 3. Level 1: .6, .3, both go on. Level 2: .6*.5=.30 .6*.4=.24 | .3*.9=.27 .3*.08=.024; the beam is
+        """k = 2, depth 3. Level 1: .6, .3, both are expanded. Level 2: .6*.5=.30 .6*.4=.24 | .3*.9=.27 .3*.08=.024; the beam is
         (0,0) and (1,0), although (0,1) is better than anything below (1,0). Level 3: .30*.7=.21 .30*.2=.06 | .27*.5=.135
         .27*.4=.108. The five best of all: .6, .3, .30, .27, .24; with seven: .21 and .135 as well."""
-        draft = said({(): [0.6, 0.3], (0,): [0.5, 0.4], (1,): [0.9, 0.08], (0, 0): [0.7, 0.2], (1, 0): [0.5, 0.4]})
-        tree, asked, level = draft_tree(sage.policy("eagle2", total=6, depth=3, top_k=2), draft)
+        draft = by_table({(): [0.6, 0.3], (0,): [0.5, 0.4], (1,): [0.9, 0.08], (0, 0): [0.7, 0.2], (1, 0): [0.5, 0.4]})
+        tree, expanded, level = draft_tree(sage.policy("eagle2", total=6, depth=3, top_k=2), draft)
         assert paths_of(tree) == [(), (0,), (1,), (0, 0), (0, 1), (1, 0)]
-        assert (asked, level) == (4, 3)
+        assert (expanded, level) == (4, 3)
         tree, _, _ = draft_tree(sage.policy("eagle2", total=8, depth=3, top_k=2), draft)
         assert paths_of(tree) == [(), (0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (1, 0, 0)]
         torch.testing.assert_close(tree.path_probs[-2:], torch.tensor([0.21, 0.135]))
@@ -94,22 +94,22 @@ class TestByHand:
         best of twelve: .4 .32 .3 .2, so (3) is out. Step 2, (0,0) alone is unexpanded: .288 .016; the best: .4 .32 .3 .288,
         so (2) is out too."""
         policy = sage.policy("spec_llava", budget=4, branch=2, steps=2, follow_kept=follow_kept)
-        tree, asked, _ = draft_tree(policy, SPEC_LLAVA)
+        tree, expanded, _ = draft_tree(policy, SPEC_LLAVA)
         assert paths_of(tree) == [(), (0,), (1,), (0, 0), (0, 0, 0)]
         # Kept only: the four, then (0,0). Else: as many of level 2 as four nodes can hold, two (with their parent).
         assert policy.widths == [4, 2, 2]
-        assert asked == (4 + 1 if follow_kept else 4 + 2)
+        assert expanded == (4 + 1 if follow_kept else 4 + 2)
 
-    @pytest.mark.parametrize(("follow_kept", "asked"), [(False, 6), (True, 3)])
-    def test_spec_llava_prunes_by_confidence(self, follow_kept: bool, asked: int) -> None:
-        """The same tree; .288 < .29 <= .3, so (0,0,0) goes, and of level 1 only (0) and (1) are worth asking about."""
+    @pytest.mark.parametrize(("follow_kept", "expanded"), [(False, 6), (True, 3)])
+    def test_spec_llava_prunes_by_confidence(self, follow_kept: bool, expanded: int) -> None:
+        """The same tree; .288 < .29 <= .3, so (0,0,0) goes, and of level 1 only (0) and (1) are expanded."""
         options = {"budget": 4, "branch": 2, "steps": 2, "min_confidence": 0.29, "follow_kept": follow_kept}
         tree, found, _ = draft_tree(sage.policy("spec_llava", **options), SPEC_LLAVA)
         assert paths_of(tree) == [(), (0,), (1,), (0, 0)]
-        assert found == asked
+        assert found == expanded
 
     def test_talon(self) -> None:
-        """K = 3, ratio .5, eight nodes. Level 1: all of .5 .3 .1, whatever they are worth. Level 2: .40 .05 .025 | .21 .06 .03
+        """K = 3, ratio .5, eight nodes. Level 1: all of .5 .3 .1, without a gate. Level 2: .40 .05 .025 | .21 .06 .03
         | .09 .005 .005; the gate is .5 * .40 = .20, so .40 and .21 stay. Level 3: .24 .14 .008 | .189 .0105 .0105; the gate
         is .12, three pass, two of eight nodes are left: .24 and .189."""
         table = {
@@ -120,13 +120,13 @@ class TestByHand:
             (0, 0): [0.6, 0.35, 0.02],
             (1, 0): [0.9, 0.05, 0.05],
         }
-        tree, asked, level = draft_tree(sage.policy("talon", total=8, top_k=3, ratio=0.5), said(table))
+        tree, expanded, level = draft_tree(sage.policy("talon", total=8, top_k=3, ratio=0.5), by_table(table))
         assert paths_of(tree) == [(), (0,), (1,), (2,), (0, 0), (1, 0), (0, 0, 0), (1, 0, 0)]
-        assert (asked, level) == (5, 3)
-        tree, _, level = draft_tree(sage.policy("talon", total=8, top_k=3, ratio=0.5, max_depth=2), said(table))
+        assert (expanded, level) == (5, 3)
+        tree, _, level = draft_tree(sage.policy("talon", total=8, top_k=3, ratio=0.5, max_depth=2), by_table(table))
         assert (len(tree), level) == (6, 2)
 
-    def test_talon_is_deep_where_the_draft_is_sure_and_wide_where_it_is_not(self) -> None:
+    def test_talon_is_deep_for_a_confident_draft_and_wide_otherwise(self) -> None:
         """.99 against .01: the second is below .03 of the first, a chain follows the first level. Four times .25: four times as
         many nodes every level, until 59 are drafted: 4 + 16 + 39."""
         sure, _, _ = draft_tree(sage.policy("talon", total=20, top_k=2), lambda path: [0.99, 0.01])
@@ -138,10 +138,10 @@ class TestByHand:
         ("check_every", "threshold", "levels"), [(1, 0.5, 4), (1, 0.6, 3), (2, 0.6, 4), (3, 0.5, 6), (1, 0.9, 1), (1, 0.1, 6)]
     )
     def test_ddd(self, check_every: int, threshold: float, levels: int) -> None:
-        """The draft says (.8, 0) everywhere, so the beam of two sums to .8, .64, .512, .41, .33, .26 at levels 1 to 6: below .5
-        first at level 4, below .6 at level 3, below .9 at level 1, below .1 never. The level that is found wanting stays in
-        the tree; a check every second level notices at level 4 what a check of each level notices at 3."""
-        draft = said({(): [0.8, 0.0]} | {(0,) * n: [0.8, 0.0] for n in range(1, 9)})
+        """The draft is (.8, 0) everywhere, so the beam of two sums to .8, .64, .512, .41, .33, .26 at levels 1 to 6: below .5
+        first at level 4, below .6 at level 3, below .9 at level 1, below .1 never. The level that fails the check stays in
+        the tree; a check every second level stops at level 4 where a check of each level stops at 3."""
+        draft = by_table({(): [0.8, 0.0]} | {(0,) * n: [0.8, 0.0] for n in range(1, 9)})
         policy = sage.policy("ddd", total=20, depth=6, top_k=2, threshold=threshold, check_every=check_every)
         tree, _, level = draft_tree(policy, draft)
         assert level == levels
@@ -149,7 +149,7 @@ class TestByHand:
         assert paths_of(tree) == paths_of(eagle2)
 
 
-# -- slow twins ----------------------------------------------------------------------------------------------------------
+# -- slow references ------------------------------------------------------------------------------------------------------
 
 WIDTH = 6
 
@@ -157,18 +157,18 @@ WIDTH = 6
 def dyadic_draft(seed: int, sharpness: float) -> Draft:
     """Probabilities that are multiples of 1/16: products of five are exact in float32, and ties are frequent."""
 
-    def says(path: Ranks) -> list[float]:
-        chance = random.Random(f"{seed}{path}")
+    def candidates(path: Ranks) -> list[float]:
+        generator = random.Random(f"{seed}{path}")
         sixteenths = [0] * WIDTH
         for _ in range(16):
-            sixteenths[int(WIDTH * chance.random() ** sharpness)] += 1
+            sixteenths[int(WIDTH * generator.random() ** sharpness)] += 1
         return sorted((n / 16 for n in sixteenths), reverse=True)
 
-    return says
+    return candidates
 
 
 def best(probs: dict[Ranks, float], count: int) -> list[Ranks]:
-    """The most probable paths; of equals the shallower, then the one further left."""
+    """Returns the most probable paths; ties go to the shallower, then to the one further left."""
     return sorted(probs, key=lambda path: (-probs[path], len(path), path))[:count]
 
 
@@ -176,7 +176,7 @@ def children(probs: dict[Ranks, float], parents: list[Ranks], draft: Draft, coun
     return {(*path, rank): probs[path] * p for path in parents for rank, p in enumerate(draft(path)[:count])}
 
 
-def eagle2_twin(
+def eagle2_reference(
     draft: Draft, total: int, depth: int, top_k: int, stop: Callable[[int, float], bool] | None = None
 ) -> set[Ranks]:
     probs, beam = {(): 1.0}, [()]
@@ -189,7 +189,7 @@ def eagle2_twin(
     return set(best(probs, total))
 
 
-def spec_llava_twin(draft: Draft, budget: int, branch: int, steps: int, min_confidence: float) -> set[Ranks]:
+def spec_llava_reference(draft: Draft, budget: int, branch: int, steps: int, min_confidence: float) -> set[Ranks]:
     probs = children({(): 1.0}, [()], draft, budget)
     kept, expanded = best(probs, budget), set[Ranks]()
     for _ in range(steps):
@@ -201,7 +201,7 @@ def spec_llava_twin(draft: Draft, budget: int, branch: int, steps: int, min_conf
     return {()} | {path for path in kept if probs[path] >= min_confidence}
 
 
-def talon_twin(draft: Draft, total: int, top_k: int, ratio: float, max_depth: int) -> set[Ranks]:
+def talon_reference(draft: Draft, total: int, top_k: int, ratio: float, max_depth: int) -> set[Ranks]:
     probs, layer = {(): 1.0}, [()]
     for level in range(1, max_depth + 1):
         new = children(probs, layer, draft, top_k)
@@ -217,20 +217,20 @@ seeds, sharpnesses = st.integers(0, 10**6), st.sampled_from([0.5, 1.0, 2.0, 5.0]
 few = settings(max_examples=60, deadline=None)
 
 
-def check_bounds(policy: Policy, tree: Tree, asked: int) -> None:
+def check_bounds(policy: Policy, tree: Tree, expanded: int) -> None:
     assert len(tree) <= policy.tree_capacity
-    assert asked < policy.tree_capacity  # the root, whose row is committed already, is counted too
+    assert expanded < policy.tree_capacity  # which includes the root
 
 
-class TestTwins:
+class TestReferences:
     @few
     @given(seeds, sharpnesses, st.integers(2, 25), st.integers(1, 5), st.integers(1, WIDTH))
     @example(0, 1.0, 2, 3, WIDTH)  # fewer nodes than the beam is wide
     def test_eagle2(self, seed: int, sharpness: float, total: int, depth: int, top_k: int) -> None:
         draft, policy = dyadic_draft(seed, sharpness), sage.policy("eagle2", total=total, depth=depth, top_k=top_k)
-        tree, asked, _ = draft_tree(policy, draft)
-        assert set(paths_of(tree)) == eagle2_twin(draft, total, depth, top_k)
-        check_bounds(policy, tree, asked)
+        tree, expanded, _ = draft_tree(policy, draft)
+        assert set(paths_of(tree)) == eagle2_reference(draft, total, depth, top_k)
+        check_bounds(policy, tree, expanded)
 
     @few
     @given(seeds, sharpnesses, st.integers(2, 20), st.integers(2, 5), st.integers(1, 4), st.floats(0.1, 0.9), st.integers(1, 4))
@@ -241,10 +241,12 @@ class TestTwins:
         options = {"total": total, "depth": depth, "top_k": top_k}
         policy = sage.policy("ddd", threshold=threshold, check_every=check_every, **options)
         draft = dyadic_draft(seed, sharpness)
-        tree, asked, _ = draft_tree(policy, draft)
-        twin = eagle2_twin(draft, total, depth, top_k, lambda level, mass: level % check_every == 0 and mass < threshold)
-        assert set(paths_of(tree)) == twin
-        check_bounds(policy, tree, asked)
+        tree, expanded, _ = draft_tree(policy, draft)
+        reference = eagle2_reference(
+            draft, total, depth, top_k, lambda level, mass: level % check_every == 0 and mass < threshold
+        )
+        assert set(paths_of(tree)) == reference
+        check_bounds(policy, tree, expanded)
 
     @few
     @given(
@@ -257,15 +259,15 @@ class TestTwins:
     )
     @example(1, 5.0, WIDTH, WIDTH, 4, 0.0)
     def test_spec_llava(self, seed: int, sharpness: float, budget: int, branch: int, steps: int, min_confidence: float) -> None:
-        draft, asked = dyadic_draft(seed, sharpness), []
+        draft, expanded = dyadic_draft(seed, sharpness), []
         options = {"budget": budget, "branch": branch, "steps": steps, "min_confidence": min_confidence}
         for follow_kept in (False, True):
             policy = sage.policy("spec_llava", follow_kept=follow_kept, **options)
-            tree, num_asked, _ = draft_tree(policy, draft)
-            assert set(paths_of(tree)) == spec_llava_twin(draft, **options)
-            check_bounds(policy, tree, num_asked)
-            asked.append(num_asked)
-        assert asked[1] <= asked[0]
+            tree, num_expanded, _ = draft_tree(policy, draft)
+            assert set(paths_of(tree)) == spec_llava_reference(draft, **options)
+            check_bounds(policy, tree, num_expanded)
+            expanded.append(num_expanded)
+        assert expanded[1] <= expanded[0]
 
     @few
     @given(
@@ -274,16 +276,16 @@ class TestTwins:
     def test_talon(self, seed: int, sharpness: float, total: int, top_k: int, ratio: float, max_depth: int) -> None:
         options = {"total": total, "top_k": top_k, "ratio": ratio, "max_depth": max_depth}
         policy, draft = sage.policy("talon", **options), dyadic_draft(seed, sharpness)
-        tree, asked, _ = draft_tree(policy, draft)
-        assert set(paths_of(tree)) == talon_twin(draft, **options)
-        check_bounds(policy, tree, asked)
+        tree, expanded, _ = draft_tree(policy, draft)
+        assert set(paths_of(tree)) == talon_reference(draft, **options)
+        check_bounds(policy, tree, expanded)
 
-    def test_negative_control_the_twins_notice_another_option(self) -> None:
+    def test_negative_control_other_options_give_other_trees(self) -> None:
         draft = dyadic_draft(3, 2.0)
         tree, _, _ = draft_tree(sage.policy("eagle2", total=12, depth=4, top_k=3), draft)
-        assert set(paths_of(tree)) != eagle2_twin(draft, 12, 4, 2)
+        assert set(paths_of(tree)) != eagle2_reference(draft, 12, 4, 2)
         tree, _, _ = draft_tree(sage.policy("talon", total=20, top_k=3, ratio=0.25), draft)
-        assert set(paths_of(tree)) != talon_twin(draft, 20, 3, 0.9, 99)
+        assert set(paths_of(tree)) != talon_reference(draft, 20, 3, 0.9, 99)
 
 
 # -- properties ----------------------------------------------------------------------------------------------------------
@@ -291,12 +293,12 @@ class TestTwins:
 
 @few
 @given(seeds, st.sampled_from([0.1, 1.0, 10.0, 200.0]), st.integers(1, 40))
-def test_the_best_nodes_are_a_tree_whatever_the_draft_says(seed: int, scale: float, count: int) -> None:
+def test_the_best_nodes_are_a_tree_for_any_draft(seed: int, scale: float, count: int) -> None:
     """Real softmax output, from flat to so sharp that probabilities are 1 and 0: `subtree` raises if a parent is missing."""
 
     def draft(path: Ranks) -> list[float]:
-        chance = random.Random(f"{seed}{path}")
-        logits = torch.tensor([chance.gauss(0, scale) for _ in range(4)])
+        generator = random.Random(f"{seed}{path}")
+        logits = torch.tensor([generator.gauss(0, scale) for _ in range(4)])
         return logits.softmax(0).sort(descending=True).values.tolist()
 
     tree, _, _ = draft_tree(sage.policy("eagle2", total=10**6, depth=4, top_k=4), draft)
@@ -306,8 +308,8 @@ def test_the_best_nodes_are_a_tree_whatever_the_draft_says(seed: int, scale: flo
     assert float(tree.path_probs[keep].sum()) == pytest.approx(float(tree.path_probs.topk(len(keep)).values.sum()), rel=1e-5)
 
 
-def test_negative_control_ties_the_other_way_are_no_tree() -> None:
-    """The stable order is what keeps ancestors: taking the last of equals instead drops a parent."""
+def test_negative_control_reversed_ties_are_not_a_tree() -> None:
+    """The stable order keeps ancestors: taking the last of equal nodes drops a parent."""
     tree, _, _ = draft_tree(sage.policy("eagle2", total=99, depth=4, top_k=1), lambda path: [1.0])
     assert best_nodes(tree, 3).tolist() == [0, 1, 2]
     last_of_equals = tree.path_probs[1:].flip(0).sort(descending=True, stable=True).indices[:2]
@@ -347,23 +349,23 @@ def grow_on_meta(policy: Policy, levels: int = 3) -> None:
 
 
 @pytest.mark.parametrize("name", ["eagle2", "spec_llava"])
-def test_the_host_never_waits_while_the_tree_grows(name: str) -> None:
+def test_drafting_needs_no_device_synchronization(name: str) -> None:
     grow_on_meta(sage.policy(name))
 
 
 @pytest.mark.parametrize("policy", [sage.policy("talon"), sage.policy("ddd"), sage.policy("spec_llava", follow_kept=True)])
-def test_negative_control_reading_a_value_is_noticed(policy: Policy) -> None:
+def test_negative_control_reading_a_value_is_detected(policy: Policy) -> None:
     with pytest.raises((RuntimeError, NotImplementedError)):
         grow_on_meta(policy)
 
 
-def test_ddd_waits_on_checked_levels_alone() -> None:
+def test_ddd_synchronizes_on_checked_levels_only() -> None:
     grow_on_meta(sage.policy("ddd", check_every=4))
     with pytest.raises((RuntimeError, NotImplementedError)):
         grow_on_meta(sage.policy("ddd", check_every=4), levels=4)
 
 
-def test_rounds_do_not_leak_into_each_other() -> None:
+def test_rounds_are_independent() -> None:
     draft = dyadic_draft(5, 2.0)
     for name in NAMES:
         options = {"budget": WIDTH, "branch": 2, "follow_kept": True} if name == "spec_llava" else {"top_k": 3}

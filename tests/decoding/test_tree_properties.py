@@ -1,4 +1,4 @@
-"""Properties of random trees: what every tree promises, acceptance as a walk, the tree pass as sequential passes."""
+"""Properties of random trees: invariants, acceptance against a walk, the tree pass against sequential passes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAKERS: dict[str, Callable[..., sage.Target]] = {"qwen2_5_vl": make_qwen, "llava
 
 @st.composite
 def random_trees(draw: st.DrawFn, vocabulary: int = 6, most_levels: int = 4, most_per_level: int = 4) -> SlowTree:
-    """Trees level by level; siblings have different tokens."""
+    """Generates trees level by level; siblings have different tokens."""
     tree = SlowTree.of_token(draw(st.integers(0, vocabulary - 1)))
     level = [0]
     for _ in range(draw(st.integers(0, most_levels))):
@@ -52,7 +52,7 @@ def token_paths(tree: SlowTree) -> list[Context]:
 
 
 def check_invariants(tree: SlowTree) -> None:
-    """What every tree promises."""
+    """Checks the invariants of a tree."""
     nodes = range(len(tree))
     assert tree.parents[0] == -1 and tree.depths[0] == 0 and tree.path_probs[0] == 1
     assert all(tree.parents[node] < node for node in nodes)
@@ -68,15 +68,15 @@ few = settings(max_examples=40, deadline=None)
 
 @few
 @given(random_trees())
-def test_trees_keep_their_promises(tree: SlowTree) -> None:
+def test_trees_keep_their_invariants(tree: SlowTree) -> None:
     check_invariants(tree)
     assert len(set(token_paths(tree))) == len(tree)
 
 
 @few
 @given(random_trees(), st.data())
-def test_any_part_with_its_ancestors_is_a_tree(tree: SlowTree, data: st.DataObject) -> None:
-    """`subtree` of any ancestor-closed set keeps paths, probabilities and what the draft was asked, and all invariants."""
+def test_any_ancestor_closed_part_is_a_tree(tree: SlowTree, data: st.DataObject) -> None:
+    """`subtree` of any ancestor-closed set keeps paths, probabilities, candidates and all invariants."""
     tree.note_candidates(torch.arange(len(tree)), torch.rand(len(tree), 2), torch.zeros(len(tree), 2, dtype=torch.long))
     some = data.draw(st.sets(st.integers(0, len(tree) - 1)))
     keep = sorted({0}.union(*(walk(tree, node) for node in some)))
@@ -100,8 +100,8 @@ def test_a_part_without_an_ancestor_is_refused(tree: SlowTree, data: st.DataObje
 
 @few
 @given(random_trees(), st.data())
-def test_acceptance_is_a_walk_and_looks_nowhere_else(tree: SlowTree, data: st.DataObject) -> None:
-    """Against a walk over token paths; then draws off the path are changed and nothing happens."""
+def test_acceptance_is_a_walk_and_ignores_other_nodes(tree: SlowTree, data: st.DataObject) -> None:
+    """Against a walk over token paths; changing the draws off the path changes nothing."""
     draw = st.lists(st.integers(0, 5), min_size=len(tree), max_size=len(tree))
     chosen = data.draw(draw)
     known = {path: node for node, path in enumerate(token_paths(tree))}
@@ -120,7 +120,7 @@ def test_acceptance_is_a_walk_and_looks_nowhere_else(tree: SlowTree, data: st.Da
 
 @few
 @given(random_trees(), st.integers(0, 2**31), st.integers(1, 5))
-def test_one_seed_chooses_the_same_whatever_else_is_in_the_tree(tree: SlowTree, seed: int, num_prompt: int) -> None:
+def test_one_seed_gives_the_same_tokens_in_any_tree(tree: SlowTree, seed: int, num_prompt: int) -> None:
     """A node's choice is a function of its logits, prefix, position and seed: in the tree, or along its path alone."""
     logits = torch.randn(len(tree), 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     sampler = TargetSampler(Sampling(temperature=1.0, seed=seed, repetition_penalty=1.5), torch.arange(num_prompt))
@@ -160,12 +160,11 @@ def leaves(tree: SlowTree) -> Iterator[int]:
     return (node for node in range(len(tree)) if node not in inner)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("family", "kv_heads", "tied"), [(f, *heads) for f in MAKERS for heads in ((2, False), (4, True))])
 @settings(max_examples=8, deadline=None)
 @given(tree=random_trees(vocabulary=50, most_levels=3, most_per_level=3))
-def test_a_tree_pass_is_the_sequential_passes_of_its_paths(family: str, kv_heads: int, tied: bool, tree: SlowTree) -> None:
-    """All nodes at once through the tree mask against one causal pass per leaf, float64, prompt with a picture."""
+def test_a_tree_pass_equals_sequential_passes_of_its_paths(family: str, kv_heads: int, tied: bool, tree: SlowTree) -> None:
+    """All nodes at once with the tree mask against one causal pass per leaf, float64, prompt with an image."""
     target, inputs, prompt = prompted(family, kv_heads, tied)
     cache = target.new_cache(64)
     target.prefill(prompt, cache)

@@ -1,4 +1,4 @@
-"""Trees and policies against hand-worked examples from their rules."""
+"""Trees and policies against examples computed by hand."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class TestSageEquations:
         torch.testing.assert_close(sage.trees.sage.confidence(certain, 4), torch.tensor(1.0))
         torch.testing.assert_close(sage.trees.sage.confidence(torch.zeros(3, 4), 4), torch.zeros(3))
 
-    def test_confidence_renormalises_the_top_k(self) -> None:
+    def test_confidence_renormalizes_the_top_k(self) -> None:
         """p = (.5, .25, .15, .1), k = 2: p~ = (2/3, 1/3), H = .6365, alpha = 1 - .6365 / ln 2 = .0817."""
         logits = torch.tensor([0.5, 0.25, 0.15, 0.1]).log()
         assert float(sage.trees.sage.confidence(logits, 2)) == pytest.approx(0.0817042, abs=1e-6)
 
-    def test_confidence_of_numbers_is_its_quick_twin(self) -> None:
+    def test_confidence_of_numbers_equals_that_of_tensors(self) -> None:
         for logits in (torch.randn(50, 10, generator=torch.Generator().manual_seed(0)) * scale for scale in (0.1, 3.0, 60.0)):
             slow = sage.trees.sage.confidence(logits.double(), 10)
             quick = [sage.trees.sage.confidence_of(row) for row in logits.double().softmax(-1).tolist()]
@@ -85,7 +85,7 @@ class TestSagePolicy:
         third = policy.next_level(Frontier(3, torch.tensor([[0.9, 0.1], [0.2, 0.1]]), torch.tensor([0.81, 0.09])))
         assert numbers(third)[1] == [0]  # .09 * .2 = .018 is below .0375
 
-    def test_node_threshold_judges_the_node_alone(self) -> None:
+    def test_node_threshold_ignores_the_path(self) -> None:
         policy = sage.policy("sage", top_k=2, history=False, threshold="node")
         policy._is_first = False
         policy.begin()
@@ -93,14 +93,14 @@ class TestSagePolicy:
         chosen = policy.next_level(Frontier(3, torch.tensor([[0.2, 0.1]])))
         assert numbers(chosen)[1] == [0]
 
-    def test_nothing_is_drafted_below_the_answers_end(self) -> None:
+    def test_nothing_is_drafted_below_a_token_that_ends_the_answer(self) -> None:
         policy = sage.policy("sage", top_k=2, history=False)
         policy._is_first = False
         for ends, expected in (([], [0, 1]), ([0], [1])):
             policy.begin()
             assert numbers(policy.next_level(Frontier(1, torch.tensor([[0.6, 0.4]]), ends=ends)))[1] == expected
 
-    def test_depth_ends_the_drafting_and_budget_caps_the_nodes(self) -> None:
+    def test_depth_ends_the_drafting_and_the_budget_limits_the_nodes(self) -> None:
         for budget in (2, 5, 17):
             policy = sage.policy("sage", max_nodes=budget, alpha_from="current")
             tree = grow_fully(policy, GEOMETRIC)
@@ -115,12 +115,12 @@ class TestSagePolicy:
         tree = grow_fully(policy, GEOMETRIC)
         node = 5  # path (0, 0), which the static tree expands
         tree.draft_topk = list(tree.draft_topk)
-        tree.draft_topk[node] = ([0.3, 0.3, 0.1], [0, 1, 2])  # a tie of the two that count, k = 2
+        tree.draft_topk[node] = ([0.3, 0.3, 0.1], [0, 1, 2])  # equal probabilities of the k = 2 candidates
         policy.observe(RoundOutcome(2, tree, [0, 1, node]))
         assert policy.alpha == pytest.approx(0.0, abs=1e-6)
         leaf = len(tree) - 1
         policy.observe(RoundOutcome(5, tree, [0, 1, node, leaf]))
-        assert policy.alpha == pytest.approx(0.0, abs=1e-6)  # the draft was never asked below a leaf: its parent speaks
+        assert policy.alpha == pytest.approx(0.0, abs=1e-6)  # a leaf is not expanded: alpha is taken at its parent
 
     def test_history_moves_the_ceiling_by_one_within_bounds(self) -> None:
         policy = sage.policy("sage", window=1, max_depth_ceiling=9)
@@ -149,16 +149,16 @@ class TestOtherPolicies:
     def test_chain_is_one_path(self) -> None:
         assert paths_of(grow_fully(sage.policy("chain", depth=3), GEOMETRIC)) == [(0,), (0, 0), (0, 0, 0)]
 
-    def test_static_tree_is_the_papers(self) -> None:
+    def test_static_tree_is_that_of_the_paper(self) -> None:
         tree = grow_fully(sage.policy("static"), GEOMETRIC)
         assert sorted(paths_of(tree)) == sorted(STATIC_TREE)
         assert tree.depths.bincount().tolist() == [1, 4, 8, 8, 3, 2]
 
-    def test_static_refuses_a_path_without_its_prefix(self) -> None:
+    def test_static_rejects_a_path_without_its_prefix(self) -> None:
         with refused("policy.static.paths", "(1, 0)"):
             sage.policy("static", paths=[(0,), (1, 0)])
 
-    def test_autoregressive_never_grows(self) -> None:
+    def test_autoregressive_never_drafts(self) -> None:
         policy = sage.policy("autoregressive")
         assert policy.next_level(Frontier(1, torch.ones(1, 1), torch.ones(1))) is None
 
