@@ -7,6 +7,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+DELAY_S = 1.0  # work that ends sooner shows no bar
+
 
 def progress_bar(
     items: Iterable[Any] | None, description: str, total: int | None = None, initial: int = 0, is_shown: bool = True
@@ -20,7 +22,7 @@ def progress_bar(
         is_shown: False shows nothing, on a terminal either.
     """
     is_disabled = None if is_shown else True
-    return tqdm(items, description, total, initial=initial, disable=is_disabled, delay=1.0, dynamic_ncols=True)
+    return tqdm(items, description, total, initial=initial, disable=is_disabled, delay=DELAY_S, dynamic_ncols=True)
 
 
 def progress_callback(description: str) -> Callable[[int, int], None]:

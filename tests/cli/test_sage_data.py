@@ -224,6 +224,7 @@ def test_check_from_the_command_line(
     assert len(rows.read_text().splitlines()) == 6
 
 
+@pytest.mark.slow
 def test_regenerate_from_the_command_line(
     target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -53,6 +53,7 @@ def test_cached_examples_equal_new_ones(family: str, tmp_path: Path) -> None:
         assert same(lazy[i], fresh)
 
 
+@pytest.mark.slow
 def test_cache_is_used_until_a_setting_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     processor = make_processor("qwen2_5_vl")
     first = build_dataset(pocket(tmp_path), processor)
