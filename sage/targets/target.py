@@ -1,6 +1,6 @@
-"""The frozen vision-language model as the decoder and the trainer see it.
+"""The frozen vision-language model: loading, embedding, features, causal prefill and tree pass.
 
-Owns: loading, one-pass embedding, features, the causal prefill and the tree pass. Does not own: acceptance, drafts, losses.
+Does not own: acceptance, drafts, losses.
 
 Shapes: B batch, T tokens, N tree nodes, S keys, D hidden, V vocabulary.
 """
@@ -34,9 +34,9 @@ class Features:
     """Hidden states of the text layers.
 
     Attributes:
-        last: [B, T, D], what goes into lm_head.
+        last: [B, T, D], the input of lm_head.
         levels: the requested `hidden_states[k]`, each [B, T, D].
-        attention: [P], what the text's queries pay to each visual token, mean over layers and heads; only if asked for.
+        attention: [P], attention of the text to each visual token, mean over layers, heads and queries; None unless requested.
     """
 
     last: Tensor
@@ -44,13 +44,13 @@ class Features:
     attention: Tensor | None = None
 
     def at(self, index: Tensor) -> Features:
-        """Those of some tokens, `index` LongTensor [M]."""
+        """Returns the features of some tokens, `index` LongTensor [M]."""
         levels = tuple(level.index_select(1, index) for level in self.levels)
         return Features(self.last.index_select(1, index), levels, self.attention)
 
     @staticmethod
     def join(parts: Sequence[Features]) -> Features:
-        """Features of consecutive stretches of one sequence."""
+        """Concatenates the features of consecutive parts of one sequence."""
         if len(parts) == 1:
             return parts[0]
         levels = zip(*(part.levels for part in parts), strict=True)
@@ -63,14 +63,14 @@ class Features:
 
 
 class Target:
-    """A Qwen2.5-VL or LLaVA-OneVision model in hand.
+    """A Qwen2.5-VL or LLaVA-OneVision model for decoding and training.
 
     Args:
         model: `Qwen2_5_VLForConditionalGeneration` or `LlavaOnevisionForConditionalGeneration`.
-        processor: ours or Hugging Face's; not needed while inputs are tensors.
+        processor: a `Processor` or a Hugging Face processor; not needed if inputs are tensors.
 
     Raises:
-        ValueError: the model is of no known family, or attends through a sliding window.
+        ValueError: the model is of no known family, or uses sliding-window attention.
     """
 
     def __init__(self, model: Any, processor: Any = None) -> None:
@@ -81,7 +81,8 @@ class Target:
         self.text_config = model.config.get_text_config()
         if "sliding_attention" in (getattr(self.text_config, "layer_types", None) or ()):
             raise ValueError(
-                f"target: {self.name} attends through a sliding window, which a tree cannot; set use_sliding_window=false"
+                f"target: {self.name} uses sliding-window attention, which tree passes do not support; set "
+                f"use_sliding_window=false"
             )
         self.text_model: nn.Module = model.model.language_model
         self.embed_tokens: nn.Module = model.get_input_embeddings()
@@ -129,7 +130,7 @@ class Target:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """What a draft must agree with: family and sizes."""
+        """Family and sizes, stored with each draft and compared when it is loaded."""
         return {
             "model_type": self.family.model_type,
             "hidden_size": self.hidden_size,
@@ -137,16 +138,14 @@ class Target:
             "num_layers": self.num_layers,
         }
 
-    # -- inputs -------------------------------------------------------------------------------------------------------
-
     def prepare(self, messages: Messages) -> BatchFeature:
-        """Chat messages -> inputs of one prompt, ending where the assistant begins.
+        """Chat messages -> inputs of one prompt, up to the beginning of the assistant's turn.
 
         Args:
-            messages: Hugging Face chat messages; images as path, URL or PIL picture, videos as frames, folder or file.
+            messages: Hugging Face chat messages; images as path, URL or PIL image, videos as frames, folder or file.
 
         Raises:
-            ValueError: no processor at hand, an empty prompt, or a picture that cannot be read.
+            ValueError: no processor, an empty prompt, or an image or video that cannot be read.
         """
         if self.processor is None:
             raise ValueError("target: has no processor, so it takes tensors only; use sage.load_target(path)")
@@ -154,19 +153,17 @@ class Target:
 
     @torch.no_grad()
     def embed(self, inputs: Inputs, past: Prompt | None = None) -> Prompt:
-        """Runs embedding and vision tower on inputs with any batch size.
+        """Runs embedding and vision tower on inputs of any batch size.
 
         Args:
-            past: an earlier prompt of the same conversation, whose visual embeddings are used where no picture has come since.
+            past: an earlier prompt of the same conversation, whose visual embeddings are reused if the pixel inputs are equal.
         """
         moved = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
         return self.family.embed(self.model, moved, past)
 
-    # -- text layers ----------------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def features(self, prompt: Prompt, levels: Sequence[int] = ()) -> Features:
-        """Hidden states of whole (padded) sequences, without a cache; for training.
+        """Returns the hidden states of complete (padded) sequences, without a cache; for training.
 
         Args:
             levels: indices k of `hidden_states` to return as well (0 = embeddings).
@@ -175,10 +172,10 @@ class Target:
 
     @torch.no_grad()
     def prefill(self, prompt: Prompt, cache: TreeCache, levels: Sequence[int] = (), wants_attention: bool = False) -> Features:
-        """Appends a prompt, or what is new of it, to a cache; features [1, T, D].
+        """Appends a prompt, or its new part, to a cache; returns features [1, T, D].
 
         Args:
-            wants_attention: also report how much attention the text pays to each visual token.
+            wants_attention: also return `Features.attention`.
         """
         recorder = AttentionRecorder(prompt.visual_mask[0]) if wants_attention else None
         length = prompt.embeds.shape[1]
@@ -192,16 +189,16 @@ class Target:
     def tree_pass(
         self, token_N: Tensor, position_N: Tensor, visible_NX: Tensor, cache: TreeCache, levels: Sequence[int] = ()
     ) -> Features:
-        """One pass over a tree on top of the cache; appends N rows to it.
+        """Runs one pass over a tree on top of the cache, and appends N rows to the cache.
 
         Args:
             token_N: LongTensor [N] node tokens, parents before children.
             position_N: LongTensor [N] rope positions.
-            visible_NX: BoolTensor [N, X], X >= N: what each node sees of the last X - N cached tokens and of the N nodes; it
-                sees all tokens before those. The usual X = N is the tree's `ancestors`.
+            visible_NX: BoolTensor [N, X], X >= N: attention of each node to the last X - N cached tokens and to the N nodes;
+                earlier tokens are visible to all nodes. With X = N it is the tree's `ancestors`.
 
         Returns:
-            Features [1, N, D]: those a sequential pass along each node's path would give.
+            Features [1, N, D], equal to those of a sequential pass along each node's path.
         """
         embeds = self.embed_tokens(token_N)[None]
         mask = None
@@ -235,7 +232,7 @@ class Target:
         return Features(out.last_hidden_state, tuple(out.hidden_states[k] for k in levels))
 
     def new_cache(self, capacity: int) -> TreeCache:
-        """An empty cache of this target's shape with room for `capacity` tokens."""
+        """Returns an empty cache for this target with a capacity in tokens."""
         return TreeCache(self.num_layers, self.num_kv_heads, self.head_dim, capacity, self.dtype, self.device)
 
 
@@ -245,11 +242,11 @@ def load_target(
     """Loads a target with its processor from a folder or a hub id.
 
     Args:
-        dtype: None keeps the checkpoint's own.
-        kwargs: handed to `from_pretrained`.
+        dtype: None keeps that of the checkpoint.
+        kwargs: arguments of `from_pretrained`.
 
     Raises:
-        ValueError: the folder does not exist, is damaged or incomplete, or holds no known vision-language model.
+        ValueError: the folder does not exist, is corrupt or incomplete, or holds no model of a known family.
     """
     path = str(path_or_id)
     if _looks_local(path) and not Path(path).is_dir():
@@ -261,10 +258,10 @@ def load_target(
 
 
 def load_processor(path: str) -> Processor:
-    """The tokenizer and image processor of a target's folder or hub id, without its weights.
+    """Loads the tokenizer and image processor from a target's folder or hub id, without weights.
 
     Raises:
-        ValueError: no target of a known family there, or files that are missing, damaged, or another model's.
+        ValueError: no target of a known family, or files that are missing, corrupt, or those of another model.
     """
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -287,7 +284,7 @@ def load_processor(path: str) -> Processor:
 
 
 def is_target_folder(path: str | Path) -> bool:
-    """Whether a folder's config.json is that of a model of a known family."""
+    """Returns whether a folder's config.json is that of a model of a known family."""
     try:
         kind = read_config(path).get("model_type")
     except ValueError:

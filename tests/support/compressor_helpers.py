@@ -11,7 +11,7 @@ from torch import Tensor
 
 import sage
 from sage.drafts import DraftHead
-from sage.targets import Processor
+from sage.inputs.processing import Processor
 
 COMPRESSORS: dict[str, dict[str, Any]] = {
     "prune": {"kind": "prune", "ratio": 3},
