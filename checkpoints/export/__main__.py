@@ -37,7 +37,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--check", metavar="DIR", help="check the folder of a draft, of this project or third-party")
     mode.add_argument("--inspect", metavar="DIR", help="describe a folder and verify its checksums")
-    mode.add_argument("--import", metavar="DIR", dest="foreign", help="convert a third-party EAGLE-3 draft")
+    mode.add_argument("--import", metavar="DIR", dest="import_dir", help="convert a third-party EAGLE-3 draft")
     parser.add_argument("--out", metavar="DIR", help="folder to write")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing export in --out")
     parser.add_argument(
@@ -101,12 +101,12 @@ def _run(args: argparse.Namespace) -> int:
     logging.disable_progress_bar()
     if args.check:
         return _check(args)
-    return _import(args) if args.foreign else _export(args)
+    return _import(args) if args.import_dir else _export(args)
 
 
 def _check_args(args: argparse.Namespace) -> None:
     """Refuses contradictory options and options without effect."""
-    mode = args.check or args.inspect or args.foreign
+    mode = args.check or args.inspect or args.import_dir
     if args.source and mode:
         raise ValueError(f"{args.source}: --check, --inspect and --import already give a folder; give one folder only")
     if not args.source and not mode:
@@ -115,7 +115,7 @@ def _check_args(args: argparse.Namespace) -> None:
         raise ValueError("--out: missing; give the folder to write")
     if args.json and not (args.check or args.inspect):
         raise ValueError("--json: has no effect without --check or --inspect")
-    if (args.levels or args.image_inputs or args.use_target_rope) and not args.foreign:
+    if (args.levels or args.image_inputs or args.use_target_rope) and not args.import_dir:
         raise ValueError("--levels, --image-inputs and --use-target-rope: have no effect without --import")
     if args.private and not args.push_to_hub:
         raise ValueError("--private: has no effect without --push-to-hub")
@@ -206,7 +206,7 @@ def _import(args: argparse.Namespace) -> int:
         except ValueError as error:
             raise ValueError(f"--levels {args.levels}: give three integers like 2,14,25") from error
     options = ImportOptions(levels=levels, image_inputs=args.image_inputs, use_target_rope=args.use_target_rope)
-    out = convert(args.foreign, args.target, args.out, options, args.overwrite)
+    out = convert(args.import_dir, args.target, args.out, options, args.overwrite)
     print(f"{out}: imported; measure it with sage-validate draft={out} target.path={args.target}")
     return cli.EXIT_DONE
 

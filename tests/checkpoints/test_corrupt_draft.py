@@ -37,12 +37,12 @@ def test_commands_exit_with_2_and_one_line(
     run: Path, target_folder: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     draft = run / "draft"
-    main, words = {
+    main, arguments = {
         "sage-generate": (generate_main, ["--target", target_folder, "--draft", draft, "--prompt", "Hi"]),
         "sage-validate": (validate_main, [f"checkpoint={run}"]),
         "sage-export": (export_main, [run, "--format", "eagle3", "--out", run / "out"]),
     }[command]
-    monkeypatch.setattr(sys, "argv", [command, *map(str, words)])
+    monkeypatch.setattr(sys, "argv", [command, *map(str, arguments)])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2

@@ -93,17 +93,17 @@ class TestEagle3:
     def test_embedding_of_a_target_in_the_hubs_cache(
         self, targets: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        asked: list[tuple[str, bool]] = []
+        calls: list[tuple[str, bool]] = []
 
         def snapshot(name: str, local_files_only: bool) -> str:
-            asked.append((name, local_files_only))
+            calls.append((name, local_files_only))
             return targets["qwen2_5_vl"].name
 
         monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
         draft = save_draft(tmp_path / "draft", targets["qwen2_5_vl"])
         edit_json(draft / "config.json", lambda config: config.update(target_path="Qwen/Tiny"))
         export_draft(draft, tmp_path / "out", "speculators")
-        assert asked == [("Qwen/Tiny", True)]
+        assert calls == [("Qwen/Tiny", True)]
         assert "embed_tokens.weight" in written(tmp_path / "out")[1]
 
     def test_unavailable_embedding(self, targets: Any, tmp_path: Path) -> None:
@@ -303,11 +303,11 @@ class TestReload:
 
 def draft_of_answer(target: sage.Target, answer: torch.Tensor, is_reduced: bool) -> Any:
     """Returns a random draft that proposes only tokens of the answer, so that some proposals are accepted."""
-    words = answer.unique()
-    draft = make_draft(target, vocabulary=words if is_reduced else None)
+    tokens = answer.unique()
+    draft = make_draft(target, vocabulary=tokens if is_reduced else None)
     if not is_reduced:
         others = torch.ones(target.vocab_size, dtype=torch.bool)
-        others[words] = False
+        others[tokens] = False
         draft.lm_head.weight.data[others] = 0
     return draft
 

@@ -43,8 +43,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     set_rng_state(before, torch.device("cpu"))
 
 
-def sage_export(monkeypatch: pytest.MonkeyPatch, *words: Any) -> None:
-    monkeypatch.setattr(sys, "argv", ["sage-export", *map(str, words)])
+def sage_export(monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> None:
+    monkeypatch.setattr(sys, "argv", ["sage-export", *map(str, arguments)])
     with pytest.raises(SystemExit) as ended:
         main()
     assert not ended.value.code

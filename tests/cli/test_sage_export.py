@@ -54,9 +54,9 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 class TestCommand:
     def test_debug_shows_the_traceback(self, tmp_path: Path, command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        words = [str(tmp_path / "nowhere"), "--format", "eagle3", "--out", str(tmp_path / "out")]
-        assert command(*words)[0] == 2
-        monkeypatch.setattr(sys, "argv", ["sage-export", *words, "--debug"])
+        arguments = [str(tmp_path / "nowhere"), "--format", "eagle3", "--out", str(tmp_path / "out")]
+        assert command(*arguments)[0] == 2
+        monkeypatch.setattr(sys, "argv", ["sage-export", *arguments, "--debug"])
         with pytest.raises(ValueError, match="nowhere"):
             main()
 
@@ -248,20 +248,20 @@ class TestHub:
     @pytest.fixture
     def hub(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
         """A fake hub that records its calls."""
-        asked: list[tuple[str, dict[str, Any]]] = []
+        calls: list[tuple[str, dict[str, Any]]] = []
 
         class Api:
             def create_repo(self, repo_id: str, **options: Any) -> None:
-                asked.append(("create", {"repo_id": repo_id, **options}))
+                calls.append(("create", {"repo_id": repo_id, **options}))
 
             def upload_folder(self, **options: Any) -> Any:
-                if "nobody" in options["repo_id"]:
+                if "forbidden" in options["repo_id"]:
                     raise OSError("401 Unauthorized")
-                asked.append(("upload", options))
+                calls.append(("upload", options))
                 return SimpleNamespace(commit_url="https://hub/commit/1")
 
         monkeypatch.setattr("huggingface_hub.HfApi", Api)
-        return asked
+        return calls
 
     def test_push(self, home: Path, tmp_path: Path, command: Any, hub: Any) -> None:
         options = ("--target-name", ID, "--push-to-hub", "me/draft", "--private", "--license", "mit")
@@ -277,8 +277,8 @@ class TestHub:
         with refused("--push-to-hub draft", "owner/name"):
             push_to_hub(home / "export", "draft")
         out = export_draft(home / "lone", tmp_path / "out", target_name=ID).folder
-        with refused("--push-to-hub nobody/draft", "401 Unauthorized", "hf auth login"):
-            push_to_hub(out, "nobody/draft")
+        with refused("--push-to-hub forbidden/draft", "401 Unauthorized", "hf auth login"):
+            push_to_hub(out, "forbidden/draft")
         (out / "README.md").write_text("")
         with refused("README.md", "0 bytes"):
             push_to_hub(out, "me/draft")

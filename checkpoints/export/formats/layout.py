@@ -38,7 +38,7 @@ class Flavour(StrEnum):
 EAGLE_CLASSES = {Flavour.vllm: "EagleLlamaForCausalLM", Flavour.sglang: "LlamaForCausalLMEagle"}
 EAGLE3_CLASS = "LlamaForCausalLMEagle3"
 SPECULATORS_CLASS = "Eagle3DraftModel"
-EAGLE3_FOREIGN_CLASSES = ("Eagle3LlamaForCausalLM", "LlamaForCausalLM")  # AngelSlim's and SafeAILab's
+EAGLE3_THIRD_PARTY_CLASSES = ("Eagle3LlamaForCausalLM", "LlamaForCausalLM")  # AngelSlim's and SafeAILab's
 
 
 @dataclass(frozen=True)

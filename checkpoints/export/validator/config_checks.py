@@ -8,7 +8,7 @@ from typing import Any
 from checkpoints.export.formats.layout import (
     DEFAULT_THETA,
     EAGLE3_CLASS,
-    EAGLE3_FOREIGN_CLASSES,
+    EAGLE3_THIRD_PARTY_CLASSES,
     EAGLE_CLASSES,
     FEATURE_LEVELS,
     LEVELS_KEY,
@@ -39,8 +39,8 @@ def _classes(given: CheckInput) -> Iterator[Finding]:
     if config.format == Format.eagle:
         expected = next(name for name in EAGLE_CLASSES.values() if name in names)
     if written != [expected]:
-        is_foreign = any(name in EAGLE3_FOREIGN_CLASSES for name in names)
-        effect = "vLLM loads it, SGLang does not load it as a draft" if is_foreign else "no engine loads it as a draft"
+        is_third_party = any(name in EAGLE3_THIRD_PARTY_CLASSES for name in names)
+        effect = "vLLM loads it, SGLang does not load it as a draft" if is_third_party else "no engine loads it as a draft"
         yield Finding("architectures", f"{written}, expected ['{expected}']", effect)
 
 
