@@ -85,7 +85,7 @@ def _measure(lab: Lab, target: str, tuned: Mapping[str, Any]) -> Json:
         "target": target,
         "prompts": len(prompts),
         "options": dict(tuned),
-        "rows": [{"label": label, **select(timed[label], TIMED), "replayed": own} for label, own in replayed.items()],
+        "rows": [{"label": label, **select(timed[label], TIMED), "replayed": summary} for label, summary in replayed.items()],
         "oracle": oracle(recordings, costs, CostAware().max_depth),
         "autoregressive_tokens_per_s": 1 / (costs.verify(1) + costs.overhead),
     }

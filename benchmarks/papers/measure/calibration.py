@@ -69,7 +69,7 @@ def _measure(lab: Lab, target: str) -> Json:
     by_depth = _errors(lab, target, policy, prompts)
     policy.learner.calibrator.load_state(frozen)
     recorded = zip(prompts, lab.recordings(target, prompts), strict=True)
-    nodes = [node for prompt, own in recorded for node in nodes_on_path(own, prompt.name, candidates)]
+    nodes = [node for prompt, recording in recorded for node in nodes_on_path(recording, prompt.name, candidates)]
     return {
         "target": target,
         "calibration_rounds": calibration_rounds,
@@ -115,7 +115,7 @@ def predictors(nodes: Sequence[PathNode], policy: CostAware) -> Json:
         "draft probability": [one.probs[0] for one in nodes],
         "calibrated": [policy.learner.calibrator.leading(one.probs, one.depth, 0.0)[0] for one in nodes],
     }
-    by_name = {name: _reliability(own, outcomes) for name, own in predicted.items()}
+    by_name = {name: _reliability(values, outcomes) for name, values in predicted.items()}
     return {"nodes": len(nodes), "accepted": _mean(outcomes), "by_name": by_name}
 
 

@@ -62,7 +62,7 @@ def _of_family(measurement: Measurement, family: str) -> Measurement:
     return replace(
         measurement,
         prompts=[measurement.prompts[index] for index in indices],
-        runs={name: [own[index] for index in indices] for name, own in measurement.runs.items()},
+        runs={name: [runs[index] for index in indices] for name, runs in measurement.runs.items()},
     )
 
 

@@ -23,9 +23,9 @@ def measure(lab: Lab) -> None:
 def _measure(lab: Lab, target: str) -> Json:
     study = lab.settings.entropy
     recordings = lab.recordings(target, lab.test_prompts(target, study))
-    tokens = [[confidence_of(one.probs) for one in nodes_on_path(own, "", study.candidates)] for own in recordings]
-    rounds = [_root_alphas(own, study.candidates) for own in recordings]
-    lengths = [_lengths(own) for own in recordings]
+    tokens = [[confidence_of(one.probs) for one in nodes_on_path(recording, "", study.candidates)] for recording in recordings]
+    rounds = [_root_alphas(recording, study.candidates) for recording in recordings]
+    lengths = [_lengths(recording) for recording in recordings]
     return {
         "prompts": len(recordings),
         "tokens": sum(map(len, tokens)),

@@ -43,6 +43,6 @@ def _segments(lab: Lab, target: str) -> list[Json]:
     rows = []
     for low, high in pairwise([*study.edges, limit]):
         inside = [place for place, position in enumerate(starts) if low <= position < high]
-        policies = {label: sum(own[i].emitted for i in inside) / max(len(inside), 1) for label, own in replayed.items()}
+        policies = {label: sum(rounds[i].emitted for i in inside) / max(len(inside), 1) for label, rounds in replayed.items()}
         rows.append({"from": low, "to": high, "rounds": len(inside), "policies": policies})
     return rows

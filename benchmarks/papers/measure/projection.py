@@ -72,8 +72,8 @@ def _overhead(lab: Lab, table: Mapping[str, Any], costs: Json) -> Json:
             "host_ms_per_round": 1e3 * host_s(part),
             "on_this_machine": on_this_machine.get(name),
             "projected": {
-                shape: {str(row["context"]): row["share"] for row in own if row["policy"] == name}
-                for shape, own in projected.items()
+                shape: {str(row["context"]): row["share"] for row in shares_of_shape if row["policy"] == name}
+                for shape, shares_of_shape in projected.items()
             },
         }
     return rows

@@ -28,14 +28,14 @@ def measure(lab: Lab) -> None:
 def _measure(lab: Lab, target: str, drafts: Mapping[str, str], options: Mapping[str, Any]) -> Json:
     study, prompts = lab.settings.pruning, lab.test_prompts(target, lab.settings.pruning)
 
-    def variant(kind: str, ratio: float) -> PolicyRunner:
+    def make_variant(kind: str, ratio: float) -> PolicyRunner:
         policy, draft = sage.policy(POLICY, **options), lab.draft(drafts[kind])
         return PolicyRunner(lab.target(target), draft, f"{kind} {ratio:g}", policy, Pruning(ratio=ratio))
 
-    variants = {(kind, ratio): variant(kind, ratio) for kind in drafts for ratio in study.ratios}
+    variants = {(kind, ratio): make_variant(kind, ratio) for kind in drafts for ratio in study.ratios}
     policies = compare(lab, target, list(variants.values()), prompts, study.repeats)["policies"]
     rows = [
-        {"draft": kind, "ratio": ratio, **visual_figures(policies[own.name], len(prompts))}
-        for (kind, ratio), own in variants.items()
+        {"draft": kind, "ratio": ratio, **visual_figures(policies[variant.name], len(prompts))}
+        for (kind, ratio), variant in variants.items()
     ]
     return {"target": target, "policy": POLICY, "options": options, "prompts": len(prompts), "rows": rows}

@@ -61,7 +61,7 @@ def _tune(lab: Lab, target: str) -> Json:
     costs = lab.costs(target)
     recordings = lab.recordings(target, lab.tuning_prompts(target))
     ranked = {name: rank(recordings, costs, name, grid(name, recordings, lab)) for name in ("static", *plan.grids)}
-    chosen = {name: with_default(own, plan.timed) for name, own in ranked.items()}
+    chosen = {name: with_default(candidates, plan.timed) for name, candidates in ranked.items()}
     speeds = _timed(lab, target, chosen)
     policies = {name: _entry(ranked[name], chosen[name], speeds[name]) for name in chosen}
     return {"costs": costs.state(), "rounds": sum(len(one.rounds) for one in recordings), "policies": policies}
@@ -134,6 +134,6 @@ def _timed(lab: Lab, target: str, chosen: Mapping[str, Sequence[Replayed]]) -> d
         for name, found in chosen.items()
     }
     prompts = lab.prompts(target, "validation", lab.settings.families, plan.timed_prompts, start=plan.prompts)
-    variants = [runner for own in runners.values() for runner in own]
+    variants = [runner for group in runners.values() for runner in group]
     measured = lab.run_comparison(target, [*variants, *lab.baselines(target)], prompts, plan.timed_repeats)
-    return {name: [decode_rate(measured.runs[runner.name]) for runner in own] for name, own in runners.items()}
+    return {name: [decode_rate(measured.runs[runner.name]) for runner in group] for name, group in runners.items()}

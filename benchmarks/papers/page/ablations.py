@@ -18,15 +18,15 @@ ORACLE_SHARE = 0.75
 
 def values(figures: Figures) -> dict[str, str]:
     """Returns the placeholders of ablations.md."""
-    own = figures["ablations"]
-    best = own["oracle"]
+    study = figures["ablations"]
+    best = study["oracle"]
     replayed = [f"{best['tokens_per_target_pass']:.2f}", f"{best['tokens_per_s']:.0f}"]
     oracle = ["oracle, replayed", "", f"{best['nodes_per_round']:.1f}", "", "", *replayed, ""]
     return {
-        "target": title_of(own["target"]),
-        "prompts": str(own["prompts"]),
-        "options": options_text(own["options"]) or "defaults",
-        "table": markdown_table(COLUMNS, [*map(_row, own["rows"]), oracle]),
+        "target": title_of(study["target"]),
+        "prompts": str(study["prompts"]),
+        "options": options_text(study["options"]) or "defaults",
+        "table": markdown_table(COLUMNS, [*map(_row, study["rows"]), oracle]),
         "assumed_costs": ASSUMED_COSTS,
         "assumed_level": f"{ASSUMED_LEVEL:.0%}",
     }

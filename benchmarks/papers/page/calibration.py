@@ -12,7 +12,7 @@ from sage.bench.tables import markdown_table
 
 def values(figures: Figures) -> dict[str, str]:
     """Returns the placeholders of calibration.md."""
-    return {"targets": join(*(_target(target, own) for target, own in by_target(figures, "calibration").items()))}
+    return {"targets": join(*(_target(target, part) for target, part in by_target(figures, "calibration").items()))}
 
 
 def _target(target: str, figures: Json) -> str:
@@ -61,12 +61,12 @@ def _examples(examples: Sequence[Json]) -> str:
 
 def expectations(figures: Figures) -> list[Expectation]:
     """Calibration lowers the error; alpha predicts acceptance; Lemma 4.3 and Theorem 4.4 hold."""
-    return [one for target, own in by_target(figures, "calibration").items() for one in _of_target(title_of(target), own)]
+    return [one for target, part in by_target(figures, "calibration").items() for one in _of_target(title_of(target), part)]
 
 
 def _of_target(title: str, figures: Json) -> list[Expectation]:
     by_name, lemma = figures["predictors"]["by_name"], figures["lemma"]
-    alpha, own = by_name["alpha"], by_name["draft probability"]
+    alpha, draft = by_name["alpha"], by_name["draft probability"]
     accepted, total = lemma["above_threshold_accepted"], lemma["above_threshold"]
     violated = f"violated at {lemma['below_bound']} of {lemma['nodes']} nodes"
     cause = "; the inequality points the wrong way: two equal candidates have a high alpha" if lemma["below_bound"] else ""
@@ -74,8 +74,8 @@ def _of_target(title: str, figures: Json) -> list[Expectation]:
         _lower_error(title, figures["by_depth"]),
         Expectation(
             f"SAGE: alpha predicts acceptance as well as the draft probability, {title}",
-            alpha["auc"] >= own["auc"] and alpha["error"] <= own["error"],
-            f"AUC {alpha['auc']:.3f} and {own['auc']:.3f}, error {alpha['error']:.3f} and {own['error']:.3f}",
+            alpha["auc"] >= draft["auc"] and alpha["error"] <= draft["error"],
+            f"AUC {alpha['auc']:.3f} and {draft['auc']:.3f}, error {alpha['error']:.3f} and {draft['error']:.3f}",
         ),
         Expectation(f"SAGE: Lemma 4.3 on recorded nodes, {title}", lemma["below_bound"] == 0, violated + cause),
         Expectation(

@@ -13,14 +13,14 @@ VISUAL_COLUMNS = ("draft context", "tokens/pass", "accepted", "speedup", "95%", 
 
 def values(figures: Figures) -> dict[str, str]:
     """Returns the placeholders of compressor.md."""
-    own = figures["compressor"]
-    rows = [[f"`{label_of(row)}`", f"`{row['policy']}`", *visual_cells(row)] for row in own["rows"]]
+    study = figures["compressor"]
+    rows = [[f"`{label_of(row)}`", f"`{row['policy']}`", *visual_cells(row)] for row in study["rows"]]
     return {
-        "target": title_of(own["target"]),
-        "prompts": str(own["prompts"]),
-        "prompt_tokens": f"{own['rows'][0]['prompt_tokens']:.0f}",
+        "target": title_of(study["target"]),
+        "prompts": str(study["prompts"]),
+        "prompt_tokens": f"{study['rows'][0]['prompt_tokens']:.0f}",
         "table": markdown_table(["compressor", "policy", *VISUAL_COLUMNS], rows, "<<>"),
-        "command": own["rows"][0]["command"],
+        "command": study["rows"][0]["command"],
     }
 
 
@@ -47,7 +47,7 @@ def expectations(figures: Figures) -> list[Expectation]:
     rows = figures["compressor"]["rows"]
     policies = dict.fromkeys(row["policy"] for row in rows)
     by_policy = {policy: [row for row in rows if row["policy"] == policy] for policy in policies}
-    return [_faster(policy, *own) for policy, own in by_policy.items() if len(own) > 1]
+    return [_faster(policy, *group) for policy, group in by_policy.items() if len(group) > 1]
 
 
 def _faster(policy: str, reference: Json, *others: Json) -> Expectation:

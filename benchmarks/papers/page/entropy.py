@@ -15,13 +15,13 @@ def values(figures: Figures) -> dict[str, str]:
     targets = figures["entropy"]["targets"]
     lags = range(1, len(next(iter(targets.values()))["by_token"]) + 1)
     rows = [
-        [title_of(target), f"{unit}s ({own[f'{unit}s']})", *map(_cell, own[f"by_{unit}"])]
-        for target, own in targets.items()
+        [title_of(target), f"{unit}s ({part[f'{unit}s']})", *map(_cell, part[f"by_{unit}"])]
+        for target, part in targets.items()
         for unit in ("token", "round")
     ]
     lengths = [
-        [title_of(target), _cell(own["length_from_this_round"]), _cell(own["length_from_last_round"])]
-        for target, own in targets.items()
+        [title_of(target), _cell(part["length_from_this_round"]), _cell(part["length_from_last_round"])]
+        for target, part in targets.items()
     ]
     return {
         "autocorrelation": markdown_table(["target", "lag in", *map(str, lags)], rows, "<<>"),
@@ -35,7 +35,7 @@ def _cell(value: float | None) -> str:
 
 def expectations(figures: Figures) -> list[Expectation]:
     """SAGE, Figure 2: entropy is autocorrelated, and the last round predicts the next."""
-    return [one for target, own in figures["entropy"]["targets"].items() for one in _of_target(title_of(target), own)]
+    return [one for target, part in figures["entropy"]["targets"].items() for one in _of_target(title_of(target), part)]
 
 
 def _of_target(title: str, figures: Json) -> list[Expectation]:

@@ -15,8 +15,8 @@ STATIC, SAGE = PUBLISHED.format("static"), PUBLISHED.format("sage")
 
 def values(figures: Figures) -> dict[str, str]:
     """Returns the placeholders of length.md."""
-    own = figures["length"]
-    forced, segments = own["forced"], own["segments"]
+    study = figures["length"]
+    forced, segments = study["forced"], study["segments"]
     names, labels = list(forced[0]["policies"]), list(segments[0]["policies"])
     columns = [f"`{name}` {what}" for what in ("tokens/pass", "speedup") for name in names]
     forced_rows = [_forced_row(row, names) for row in forced]
@@ -25,7 +25,7 @@ def values(figures: Figures) -> dict[str, str]:
         for row in segments
     ]
     return {
-        "target": title_of(own["target"]),
+        "target": title_of(study["target"]),
         "prompts": str(forced[0]["prompts"]),
         "forced": markdown_table(["length", *columns, "accepted, `sage` over `static`"], forced_rows),
         "segments": markdown_table(["position", "rounds", *(f"`{name}`" for name in labels)], segment_rows),
@@ -40,8 +40,8 @@ def _forced_row(row: Json, names: list[str]) -> list[str]:
 
 def _gain(row: Json) -> float:
     """Returns the relative gain in accepted drafted tokens, the measure of the paper."""
-    own, base = (row["policies"][name]["mean_accepted_draft"] for name in (SAGE, STATIC))
-    return float(own / max(base, 1e-9) - 1)
+    accepted, base = (row["policies"][name]["mean_accepted_draft"] for name in (SAGE, STATIC))
+    return float(accepted / max(base, 1e-9) - 1)
 
 
 def expectations(figures: Figures) -> list[Expectation]:

@@ -32,9 +32,9 @@ def title_of(target: str) -> str:
 
 def by_target(figures: Figures, prefix: str) -> dict[str, Json]:
     """Returns the figures `PREFIX_TARGET` by target, known targets first."""
-    found = {name.removeprefix(f"{prefix}_"): own for name, own in figures.items() if name.startswith(f"{prefix}_")}
+    parts = {name.removeprefix(f"{prefix}_"): part for name, part in figures.items() if name.startswith(f"{prefix}_")}
     known = list(TARGET_TITLES)
-    return dict(sorted(found.items(), key=lambda item: (known.index(item[0]) if item[0] in known else len(known), item[0])))
+    return dict(sorted(parts.items(), key=lambda item: (known.index(item[0]) if item[0] in known else len(known), item[0])))
 
 
 def listing(words: Sequence[str]) -> str:

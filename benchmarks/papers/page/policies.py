@@ -36,7 +36,7 @@ def values(figures: Figures) -> dict[str, str]:
     """Returns the placeholders of policies.md."""
     tables = by_target(figures, "policies")
     first = next(iter(tables.values()))
-    blocks = [_target(target, own, figures.get(f"tuning_{target}")) for target, own in tables.items()]
+    blocks = [_target(target, part, figures.get(f"tuning_{target}")) for target, part in tables.items()]
     counts = {"prompts": str(first["prompts"]), "repeats": str(first["repeats"])}
     return {**counts, "most_tokens": MOST_TOKENS, "targets": join(*blocks)}
 
@@ -69,7 +69,7 @@ def _speed_row(name: str, part: Json) -> list[str]:
 
 def _families(figures: Json) -> str:
     names = [name for name in figures["baselines"] if name != AUTOREGRESSIVE] + tuned_policies(figures)
-    rows = [[f"`{name}`", *(_family_cell(part_of(own, name)) for own in figures["by_family"].values())] for name in names]
+    rows = [[f"`{name}`", *(_family_cell(part_of(family, name)) for family in figures["by_family"].values())] for name in names]
     return markdown_table(["speedup (accepted)", *figures["by_family"]], rows)
 
 
@@ -134,7 +134,7 @@ def _options(figures: Json, tuning: Json | None) -> str:
 def expectations(figures: Figures) -> list[Expectation]:
     """Returns the expectations for every target."""
     checks = (_caption_speedup, _faster_than_policies, _faster_than_baselines, _sage_over_static, _identical_text)
-    results = [check(title_of(target), own) for target, own in by_target(figures, "policies").items() for check in checks]
+    results = [check(title_of(target), part) for target, part in by_target(figures, "policies").items() for check in checks]
     return [one for one in results if one is not None]
 
 
@@ -167,9 +167,9 @@ def _faster_than_baselines(title: str, figures: Json) -> Expectation | None:
     others = {name: part["speedup"] for name, part in figures["baselines"].items() if name != AUTOREGRESSIVE}
     if OURS not in figures["policies"] or not others:
         return None
-    best, own = max(others, key=lambda name: float(others[name])), figures["policies"][OURS]["speedup"]
-    evidence = f"{times(own)}; fastest Hugging Face decoder: `{best}`, {times(others[best])}"
-    return Expectation(f"{title}: `{OURS}` faster than every Hugging Face decoder", own > others[best], evidence)
+    best, speedup = max(others, key=lambda name: float(others[name])), figures["policies"][OURS]["speedup"]
+    evidence = f"{times(speedup)}; fastest Hugging Face decoder: `{best}`, {times(others[best])}"
+    return Expectation(f"{title}: `{OURS}` faster than every Hugging Face decoder", speedup > others[best], evidence)
 
 
 def _sage_over_static(title: str, figures: Json) -> Expectation | None:

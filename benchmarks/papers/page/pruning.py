@@ -13,12 +13,12 @@ PAPER_RATIO = 0.9
 
 def values(figures: Figures) -> dict[str, str]:
     """Returns the placeholders of pruning.md."""
-    own = figures["pruning"]
-    rows = [[row["draft"], f"{row['ratio']:g}", *visual_cells(row)] for row in own["rows"]]
+    study = figures["pruning"]
+    rows = [[row["draft"], f"{row['ratio']:g}", *visual_cells(row)] for row in study["rows"]]
     return {
-        "target": title_of(own["target"]),
-        "policy": own["policy"],
-        "prompts": str(own["prompts"]),
+        "target": title_of(study["target"]),
+        "policy": study["policy"],
+        "prompts": str(study["prompts"]),
         "table": markdown_table(["draft", "ratio", *VISUAL_COLUMNS], rows),
     }
 

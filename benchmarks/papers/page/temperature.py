@@ -42,7 +42,7 @@ def expectations(figures: Figures) -> list[Expectation]:
     by_target = {target: [row for row in rows if row["target"] == target] for target in targets}
     return [
         Expectation(claim, same == total, f"{same} of {total} texts"),
-        *(_decreases(title_of(target), own) for target, own in by_target.items()),
+        *(_decreases(title_of(target), group) for target, group in by_target.items()),
     ]
 
 

@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 from benchmarks.papers.page.markdown import title_of
 from train.report import style
 
-COLOURS = ("#2f6fa7", "#b23a6b", "#6f9e74", "#c97b4a")
+COLORS = ("#2f6fa7", "#b23a6b", "#6f9e74", "#c97b4a")
 
 
 def target_panels(figure: Figure, targets: Iterable[str], grid: str = "y") -> dict[str, Axes]:
@@ -34,9 +34,9 @@ def column_panels(figure: Figure, titles: Sequence[str]) -> list[Axes]:
     return panels
 
 
-def line(axes: Axes, x: Sequence[Any], y: Sequence[float], colour: str, label: str, **options: Any) -> None:
+def line(axes: Axes, x: Sequence[Any], y: Sequence[float], color: str, label: str, **options: Any) -> None:
     """Plots a line with markers."""
-    axes.plot(x, y, **{"color": colour, "label": label, "marker": "o", "markersize": 4.5, "linewidth": 1.6, **options})
+    axes.plot(x, y, **{"color": color, "label": label, "marker": "o", "markersize": 4.5, "linewidth": 1.6, **options})
 
 
 def policy_line(axes: Axes, x: Sequence[Any], y: Sequence[float], label: str, **options: Any) -> None:

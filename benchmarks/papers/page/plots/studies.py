@@ -7,7 +7,7 @@ from matplotlib.ticker import PercentFormatter
 
 from benchmarks.papers.page.markdown import Figures, by_target, title_of
 from benchmarks.papers.page.plots.panels import (
-    COLOURS,
+    COLORS,
     bar_labels,
     column_panels,
     integer_axis,
@@ -31,10 +31,10 @@ def draw_reliability(figures: Figures) -> Figure:
     panels = target_panels(figure, tables)
     for target, axes in panels.items():
         axes.plot([0, 1], [0, 1], color=style.BAND, linewidth=1.2)
-        for name, colour in PREDICTORS.items():
+        for name, color in PREDICTORS.items():
             curve = tables[target]["predictors"]["by_name"][name]["curve"]
             points = [(predicted, observed) for predicted, observed, count in curve if count >= MIN_NODES]
-            line(axes, [x for x, _ in points], [y for _, y in points], colour, name)
+            line(axes, [x for x, _ in points], [y for _, y in points], color, name)
         axes.set(xlim=(0, 1), ylim=(0, 1.02), xlabel="predicted acceptance probability")
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(PercentFormatter(1.0))
@@ -85,11 +85,11 @@ def draw_entropy(figures: Figures) -> Figure:
     subtitle = "correlation of alpha within an answer, by lag"
     figure = style.figure(3.3, "Autocorrelation of the draft's confidence", subtitle)
     axes = figure.subplots()
-    for colour, (target, own) in zip(COLOURS, figures["entropy"]["targets"].items(), strict=False):
+    for color, (target, study) in zip(COLORS, figures["entropy"]["targets"].items(), strict=False):
         for unit, linestyle in LINE_STYLES.items():
-            points = [(lag, value) for lag, value in enumerate(own[f"by_{unit}"], start=1) if value is not None]
+            points = [(lag, value) for lag, value in enumerate(study[f"by_{unit}"], start=1) if value is not None]
             label = f"{title_of(target)}, {unit}s"
-            line(axes, [x for x, _ in points], [y for _, y in points], colour, label, linestyle=linestyle)
+            line(axes, [x for x, _ in points], [y for _, y in points], color, label, linestyle=linestyle)
     axes.axhline(0.0, color=style.INK, linewidth=1.0)
     integer_axis(axes, "lag")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), handlelength=2.2)
@@ -99,14 +99,14 @@ def draw_entropy(figures: Figures) -> Figure:
 
 def draw_ablations(figures: Figures) -> Figure:
     """Draws the replayed tokens per second of every variant, the oracle last."""
-    own = figures["ablations"]
-    speeds = {row["label"]: row["replayed"]["tokens_per_s"] for row in own["rows"]}
-    speeds["oracle"] = own["oracle"]["tokens_per_s"]
+    study = figures["ablations"]
+    speeds = {row["label"]: row["replayed"]["tokens_per_s"] for row in study["rows"]}
+    speeds["oracle"] = study["oracle"]["tokens_per_s"]
     figure = style.figure(1.2 + 0.31 * len(speeds), "Ablations", "tokens per second, replayed on the same drafts")
     axes = figure.subplots()
     for place, (label, speed) in enumerate(speeds.items()):
-        colour = style.BAND if label == "oracle" else style.policy_color(label.split(",")[0])
-        axes.barh(place, speed, height=0.62, color=colour)
+        color = style.BAND if label == "oracle" else style.policy_color(label.split(",")[0])
+        axes.barh(place, speed, height=0.62, color=color)
         axes.text(speed, place, f" {speed:.0f}", va="center", fontsize=9)
     axes.margins(x=0.1)
     bar_labels(axes, list(speeds))
@@ -120,10 +120,10 @@ def draw_temperature(figures: Figures) -> Figure:
     figure = style.figure(3.3, "Temperature", "tokens per target pass, one seed")
     panels = target_panels(figure, dict.fromkeys(row["target"] for row in rows))
     for target, axes in panels.items():
-        own = [row for row in rows if row["target"] == target]
-        for name in own[0]["policies"]:
-            tokens = [row["policies"][name]["tokens_per_target_pass"] for row in own]
-            policy_line(axes, [row["temperature"] for row in own], tokens, name)
+        selected = [row for row in rows if row["target"] == target]
+        for name in selected[0]["policies"]:
+            tokens = [row["policies"][name]["tokens_per_target_pass"] for row in selected]
+            policy_line(axes, [row["temperature"] for row in selected], tokens, name)
         axes.set_xlabel("temperature")
     first = next(iter(panels.values()))
     first.set_ylim(bottom=0)

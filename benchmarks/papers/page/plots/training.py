@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from benchmarks.papers.page.compressor import label_of
 from benchmarks.papers.page.epochs import curve
 from benchmarks.papers.page.markdown import Figures
-from benchmarks.papers.page.plots.panels import COLOURS, bar_labels, column_panels, integer_axis, legend_below, line
+from benchmarks.papers.page.plots.panels import COLORS, bar_labels, column_panels, integer_axis, legend_below, line
 from train.report import style
 
 
@@ -16,10 +16,10 @@ def draw_epochs(figures: Figures) -> Figure:
     subtitle = "tokens per target pass of the static tree on held-out prompts"
     figure = style.figure(3.3, "Acceptance by training epoch", subtitle)
     axes = figure.subplots()
-    for colour, (name, run) in zip(COLOURS, figures["epochs"]["runs"].items(), strict=False):
+    for color, (name, run) in zip(COLORS, figures["epochs"]["runs"].items(), strict=False):
         epochs, (_, tokens) = [point["epoch"] for point in run["points"]], curve(run)
-        line(axes, epochs, tokens, colour, name)
-        axes.text(epochs[-1], tokens[-1], f"  {tokens[-1]:.2f}", va="center", fontsize=9, color=colour)
+        line(axes, epochs, tokens, color, name)
+        axes.text(epochs[-1], tokens[-1], f"  {tokens[-1]:.2f}", va="center", fontsize=9, color=color)
     integer_axis(axes, "epoch")
     axes.legend(loc="best", handlelength=1.4)
     style.despine(axes)
@@ -37,9 +37,9 @@ def draw_compressors(figures: Figures) -> Figure:
     columns = {"tokens_per_target_pass": "tokens per target pass", "speedup": "speedup"}
     for axes, (key, label) in zip(panels, columns.items(), strict=True):
         for policy in policies:
-            own = [row for row in rows if row["policy"] == policy]
-            places = [labels.index(label_of(row)) for row in own]
-            axes.scatter([row[key] for row in own], places, s=34, color=style.policy_color(policy), label=policy, zorder=2)
+            selected = [row for row in rows if row["policy"] == policy]
+            places = [labels.index(label_of(row)) for row in selected]
+            axes.scatter([row[key] for row in selected], places, s=34, color=style.policy_color(policy), label=policy, zorder=2)
         axes.set_xlabel(label)
         style.despine(axes, "x")
     bar_labels(panels[0], [f"{label} ({context[label]:.0f} tokens)" for label in labels])
@@ -54,9 +54,9 @@ def draw_pruning(figures: Figures) -> Figure:
     columns = {"mean_accepted_draft": "accepted tokens per round", "speedup": "speedup"}
     panels = column_panels(figure, list(columns.values()))
     for axes, key in zip(panels, columns, strict=True):
-        for colour, draft in zip(COLOURS, dict.fromkeys(row["draft"] for row in rows), strict=False):
-            own = [row for row in rows if row["draft"] == draft]
-            line(axes, [row["ratio"] for row in own], [row[key] for row in own], colour, draft)
+        for color, draft in zip(COLORS, dict.fromkeys(row["draft"] for row in rows), strict=False):
+            selected = [row for row in rows if row["draft"] == draft]
+            line(axes, [row["ratio"] for row in selected], [row[key] for row in selected], color, draft)
         axes.set_xlabel("share of visual tokens pruned")
         axes.set_ylim(bottom=0)
     panels[0].legend(loc="lower left", handlelength=1.4)
