@@ -67,8 +67,8 @@ RECIPES = {
         probe_steps=1300,
         has_positions=True,
         stages=(
-            Stage("name", 4, 250, 2e-3, NAMING_MIXTURE, min_lr_ratio=0.6),
-            Stage("talk", 4, 2000, 2e-3, FULL_MIXTURE, min_lr_ratio=0.1),
+            Stage("naming", 4, 250, 2e-3, NAMING_MIXTURE, min_lr_ratio=0.6),
+            Stage("language", 4, 2000, 2e-3, FULL_MIXTURE, min_lr_ratio=0.1),
             Stage("deep", 12, 550, 1e-3, FULL_MIXTURE, min_lr_ratio=0.02),
         ),
     ),
@@ -78,8 +78,8 @@ RECIPES = {
         probe_steps=3000,
         has_positions=False,
         stages=(
-            Stage("name", 4, 250, 2e-3, NAMING_MIXTURE, min_lr_ratio=0.6),
-            Stage("talk", 4, 3000, 2e-3, FULL_MIXTURE, min_lr_ratio=0.1),
+            Stage("naming", 4, 250, 2e-3, NAMING_MIXTURE, min_lr_ratio=0.6),
+            Stage("language", 4, 3000, 2e-3, FULL_MIXTURE, min_lr_ratio=0.1),
             Stage("deep", 12, 900, 1e-3, FULL_MIXTURE, min_lr_ratio=0.02),
         ),
     ),

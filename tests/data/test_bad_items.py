@@ -71,7 +71,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_images(folder, "good.png")
     Image.effect_noise((64, 64), 90).convert("RGB").save(folder / "cut.jpg")
     (folder / "cut.jpg").write_bytes((folder / "cut.jpg").read_bytes()[:900])
-    (folder / "text.png").write_text("no picture")
+    (folder / "text.png").write_text("not an image")
     make_image().save(folder / "clip.gif", save_all=True, append_images=[make_image(16, "blue")])
     (folder / "cut.gif").write_bytes((folder / "clip.gif").read_bytes()[:70])  # PIL: IndexError
     (folder / "header.gif").write_bytes((folder / "clip.gif").read_bytes()[:78])  # PIL: struct.error
@@ -137,7 +137,7 @@ def test_invalid_item_is_skipped_and_listed(name: str, cache: Cache, images: Pat
 
 
 @pytest.mark.parametrize("cache", list(Cache))
-@pytest.mark.parametrize("broken", [None, b"no picture"], ids=["missing", "broken"])
+@pytest.mark.parametrize("broken", [None, b"not an image"], ids=["missing", "broken"])
 def test_restored_image_is_used(broken: bytes | None, cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Items that are still invalid stay skipped, and without a change nothing is prepared again."""
     home = tmp_path / "img"
@@ -194,8 +194,8 @@ def folder_of(folder: Path, name: str, content: bytes, text: bytes = b"Red.") ->
 
 
 def messages_of(folder: Path, part: dict[str, Any]) -> SourceConfig:
-    save_images(folder, "a.png", "clip/1.png", "clip/2.png")
-    (folder / "clip" / "2.png").write_bytes(b"torn")
+    save_images(folder, "a.png", "frames/1.png", "frames/2.png")
+    (folder / "frames" / "2.png").write_bytes(b"corrupt")
     (folder / "empty").mkdir()
     parts = [{"type": "image", "image": "a.png"}, part, {"type": "image", "image": "a.png"}]
     question, answer = {"type": "text", "text": "What?"}, {"role": "assistant", "content": "Red."}
@@ -234,7 +234,7 @@ OTHER_LAYOUTS: dict[str, tuple[Callable[[Path], SourceConfig], str]] = {  # part
     "folder, text not UTF-8": (lambda folder: folder_of(folder, "b.png", jpeg(1.0), b"R\xe4d"), "b.txt: not UTF-8"),
     "folder, truncated image": (lambda folder: folder_of(folder, "b.jpg", jpeg(0.5)), "b.jpg"),
     "folder, not a video": (lambda folder: folder_of(folder, "b.gif", b"GIF89a, no more"), "b.gif"),
-    "messages, corrupt frame": (lambda folder: messages_of(folder, {"type": "video", "video": "clip"}), "2.png"),
+    "messages, corrupt frame": (lambda folder: messages_of(folder, {"type": "video", "video": "frames"}), "2.png"),
     "messages, no frames": (lambda folder: messages_of(folder, {"type": "video", "video": "empty"}), "empty"),
     "messages, missing video": (lambda folder: messages_of(folder, {"type": "video", "video": "gone.mp4"}), "gone.mp4"),
     "messages, not an image": (

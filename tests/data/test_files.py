@@ -26,7 +26,7 @@ def test_full_disk_names_the_output_and_leaves_no_file(tmp_path: Path) -> None:
 
 def test_errors_of_other_files_pass_unchanged(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="gone"), writing(tmp_path / "rows.jsonl"):
-        Path("/gone/picture.png").read_bytes()
+        Path("/gone/image.png").read_bytes()
     with pytest.raises(ValueError, match="bad row"), writing(tmp_path / "rows.jsonl"):
         raise ValueError("bad row")
 

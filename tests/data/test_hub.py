@@ -109,5 +109,5 @@ def test_unreachable_hub_is_one_line_with_name_and_cause(monkeypatch: pytest.Mon
         raise ConnectionError("Couldn't reach\nthe Hub")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with refused("nobody/nothing", "Couldn't reach the Hub;", "subset ''"):
-        load_table("nobody/nothing", "", "train", "", streaming=True)
+    with refused("owner/name", "Couldn't reach the Hub;", "subset ''"):
+        load_table("owner/name", "", "train", "", streaming=True)

@@ -78,10 +78,10 @@ def test_inserted_layers_do_not_change_the_output(tokenizers, family):
 
 @families
 def test_supervision_covers_the_answers_and_their_end(tokenizers, family):
-    talk = world.sample("train", 4, ["question"])
-    example = batches.Encoder(tokenizers[family], family)(talk)
+    conversation = world.sample("train", 4, ["question"])
+    example = batches.Encoder(tokenizers[family], family)(conversation)
     kept = [token for token, on in zip(example["ids"], example["mask"], strict=True) if on]
-    answers = [message["content"][0]["text"] for message in talk.messages if message["role"] == "assistant"]
+    answers = [message["content"][0]["text"] for message in conversation.messages if message["role"] == "assistant"]
     assert tokenizers[family].decode(kept) == "".join(f"{answer}<|im_end|>" for answer in answers)
 
 
@@ -134,16 +134,16 @@ def test_shipped_folders_load_with_the_auto_classes(family):
 @pytest.mark.parametrize("task", world.FAMILIES)
 def test_training_and_inference_encode_equally(family, task):
     processor = load_target(shipped(family), dtype=torch.float32).processor
-    talk = world.sample("train", 2, [task])
-    served, trained = build_example(talk, processor), batches.Encoder(processor.tokenizer, family)(talk)
-    count = len(served["input_ids"])  # the training example also contains the line break after the last answer
-    assert served["input_ids"].tolist() == trained["ids"][:count] and len(trained["ids"]) == count + 1
-    assert served["loss_mask"].tolist() == trained["mask"][:count]
+    conversation = world.sample("train", 2, [task])
+    encoded, trained = build_example(conversation, processor), batches.Encoder(processor.tokenizer, family)(conversation)
+    count = len(encoded["input_ids"])  # the training example also contains the line break after the last answer
+    assert encoded["input_ids"].tolist() == trained["ids"][:count] and len(trained["ids"]) == count + 1
+    assert encoded["loss_mask"].tolist() == trained["mask"][:count]
     batch = batches.collate([trained], family, processor.tokenizer)
     for key in ("pixel_values", "pixel_values_videos", "second_per_grid_ts"):
-        assert (key in served) == (key in batch)
-        if key in served and (key != "pixel_values" or family != "llava_onevision" or task != "compare"):
-            torch.testing.assert_close(served[key], batch[key])
+        assert (key in encoded) == (key in batch)
+        if key in encoded and (key != "pixel_values" or family != "llava_onevision" or task != "compare"):
+            torch.testing.assert_close(encoded[key], batch[key])
 
 
 def test_padding_moves_to_the_left():
@@ -168,7 +168,7 @@ def test_score_is_summed_over_families():
 @families
 def test_small_recipe_builds_a_loadable_folder(family, tmp_path):
     stages = (
-        training.Stage("talk", 1, 1, 1e-3, training.NAMING_MIXTURE),
+        training.Stage("language", 1, 1, 1e-3, training.NAMING_MIXTURE),
         training.Stage("deep", 2, 1, 1e-3, training.FULL_MIXTURE),
     )
     recipe = training.Recipe(
@@ -189,8 +189,8 @@ def test_shipped_targets_describe_a_held_out_image(family):
     from data_prep.pocket.score import answers
 
     target = load_target(shipped(family), dtype=torch.float32)
-    talk = world.sample("test", 1, ["caption"])
-    [(text, _, ended)] = answers(target, [talk.messages[:1]])
-    score = score_answer(text, talk.meta["truth"], [])
+    conversation = world.sample("test", 1, ["caption"])
+    [(text, _, ended)] = answers(target, [conversation.messages[:1]])
+    score = score_answer(text, conversation.meta["truth"], [])
     assert ended
     assert sum(n for (_, right), n in score.items() if right) >= 8

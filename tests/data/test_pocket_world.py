@@ -13,8 +13,8 @@ from data_prep.pocket.phrases import Phraser
 
 def images(conversation):
     parts = [part for message in conversation.messages for part in message["content"]]
-    clips = [frame for part in parts if part["type"] == "video" for frame in part["video"]]
-    return [part["image"] for part in parts if part["type"] == "image"] + clips
+    frames = [frame for part in parts if part["type"] == "video" for frame in part["video"]]
+    return [part["image"] for part in parts if part["type"] == "image"] + frames
 
 
 def texts(conversation):
@@ -23,14 +23,14 @@ def texts(conversation):
 
 @pytest.mark.parametrize("family", world.FAMILIES)
 def test_each_family_generates_a_conversation(family):
-    talk = world.sample("train", 3, [family])
-    assert talk.family == family and talk.source == "pocket"
-    assert [message["role"] for message in talk.messages] == ["user", "assistant"] * (len(talk.messages) // 2)
-    assert all(text.strip() == text and text for text in texts(talk))
-    assert all(text[-1] in '."' for text in texts(talk)[1::2])
-    assert bool(images(talk)) == (family != "text")
-    assert all(image.size == (palette.SIDE, palette.SIDE) for image in images(talk))
-    assert len(talk.meta["expect"]) == len(talk.messages) // 2
+    conversation = world.sample("train", 3, [family])
+    assert conversation.family == family and conversation.source == "pocket"
+    assert [message["role"] for message in conversation.messages] == ["user", "assistant"] * (len(conversation.messages) // 2)
+    assert all(text.strip() == text and text for text in texts(conversation))
+    assert all(text[-1] in '."' for text in texts(conversation)[1::2])
+    assert bool(images(conversation)) == (family != "text")
+    assert all(image.size == (palette.SIDE, palette.SIDE) for image in images(conversation))
+    assert len(conversation.meta["expect"]) == len(conversation.messages) // 2
 
 
 def test_the_same_index_gives_the_same_conversation():
@@ -62,10 +62,10 @@ def test_wording_varies_but_facts_do_not():
     obj = palette.SceneObject("small", "red", "circle", 0)
     from data_prep.pocket.phrases import statement
 
-    said = {statement(Phraser(rng), obj) for _ in range(60)}
-    assert len(said) > 40
-    assert all("red circle" in text for text in said)
-    for text in said:
+    statements = {statement(Phraser(rng), obj) for _ in range(60)}
+    assert len(statements) > 40
+    assert all("red circle" in text for text in statements)
+    for text in statements:
         score = grammar.score_answer(text, {"scenes": [[vars(obj)]]}, [])
         assert {kind for kind, right in score if right} == {"colour", "shape", "size", "position"}
         assert not any(count for (_, right), count in score.items() if not right)
@@ -74,10 +74,10 @@ def test_wording_varies_but_facts_do_not():
 @pytest.mark.parametrize("family", [name for name in world.FAMILIES if name != "text"])
 def test_grammar_scores_generated_answers_as_right(family):
     for index in range(40):
-        talk = world.sample("test", index, [family])
-        for turn, expected in enumerate(talk.meta["expect"]):
-            text = talk.messages[2 * turn + 1]["content"][0]["text"]
-            score = grammar.score_answer(text, talk.meta["truth"], expected)
+        conversation = world.sample("test", index, [family])
+        for turn, expected in enumerate(conversation.meta["expect"]):
+            text = conversation.messages[2 * turn + 1]["content"][0]["text"]
+            score = grammar.score_answer(text, conversation.meta["truth"], expected)
             assert score and not [kind for kind, right in score if not right], text
 
 

@@ -47,7 +47,7 @@ def chartqa(folder: Path) -> Path:
 def seed_bench(folder: Path) -> Path:
     (folder / "SEED-Bench-image").mkdir()
     make_image().save(folder / "SEED-Bench-image" / "1454426_2591111986", "PNG")
-    save_images(folder, "clips/12/1.png", "clips/12/2.png", "clips/12/3.png")
+    save_images(folder, "videos/12/1.png", "videos/12/2.png", "videos/12/3.png")
     choices = {f"choice_{letter}": word for letter, word in zip("abcd", ("One", "Two", "Three", "Four"), strict=True)}
     shared = {"question": "How many?", "answer": "A", "question_type_id": 5, **choices}
     image = {"data_id": "1454426_2591111986", "data_type": "image", "question_id": "101669", **shared}
@@ -141,7 +141,7 @@ def test_segments_of_videos(tmp_path: Path) -> None:
         source = SourceConfig(kind=kind, path=str(make(tmp_path / kind)), media_root=str(tmp_path / kind))
         found = prompts(DataConfig(validation={"it": source}, cache_dir=str(tmp_path / "cache")), "validation", 8)
         video = found[1].messages[0]["content"][0]
-        assert video["video"] == str(tmp_path / kind / ("clips/12" if kind == "seed_bench" else "video/tvqa/ep1"))
+        assert video["video"] == str(tmp_path / kind / ("videos/12" if kind == "seed_bench" else "video/tvqa/ep1"))
         assert (video["start"], video["end"]) == ((0.5, 1.0) if kind == "seed_bench" else (0.0, 0.3))
 
 

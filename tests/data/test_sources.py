@@ -40,15 +40,15 @@ def sharegpt(folder: Path) -> SourceConfig:
 
 
 def messages(folder: Path) -> SourceConfig:
-    save_images(folder, "a.png", "clip/1.png", "clip/2.png")
+    save_images(folder, "a.png", "frames/1.png", "frames/2.png")
     question = {"type": "text", "text": "What?"}
     answer = {"role": "assistant", "content": "Red."}
     media: list[dict[str, Any]] = [
         {"type": "image", "image": "a.png"},
         {"type": "image_url", "image_url": {"url": "a.png"}},
         {"type": "image", "path": "a.png"},
-        {"type": "video", "video": "clip", "start": None, "end": None},
-        {"type": "video", "video": ["clip/1.png", "clip/2.png"], "fps": 1},
+        {"type": "video", "video": "frames", "start": None, "end": None},
+        {"type": "video", "video": ["frames/1.png", "frames/2.png"], "fps": 1},
     ]
     rows: list[dict[str, Any]] = [{"messages": [{"role": "user", "content": [part, question]}, answer]} for part in media]
     rows.append({"messages": [{"role": "user", "content": [{"type": "image"}, question]}, answer], "images": ["a.png"]})
@@ -168,8 +168,8 @@ def test_message_rows(tmp_path: Path) -> None:
     found = opened(messages(tmp_path), tmp_path / "cache")
     media = [item.messages[0]["content"][0] for item in found]
     assert [part.get("image") for part in media[:3] + media[5:]] == [f"{tmp_path}/a.png"] * 5
-    assert media[3] == {"type": "video", "video": f"{tmp_path}/clip"}
-    assert media[4] == {"type": "video", "video": [f"{tmp_path}/clip/1.png", f"{tmp_path}/clip/2.png"], "fps": 1.0}
+    assert media[3] == {"type": "video", "video": f"{tmp_path}/frames"}
+    assert media[4] == {"type": "video", "video": [f"{tmp_path}/frames/1.png", f"{tmp_path}/frames/2.png"], "fps": 1.0}
     assert all(item.messages[0]["content"][1:] == [{"type": "text", "text": "What?"}] for item in found)
 
 
