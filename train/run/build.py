@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,58 +73,89 @@ def building(
     disable_progress_bar()  # of transformers, one per model file
     set_threads(config, ranks)
     seed_everything(config.seed, ranks.rank)
+    inputs = build_inputs(config, ranks)
+    target, dataset = inputs.target, inputs.dataset
+    loader = partial(build_loader, config, ranks, dataset, target)
+    steps, accumulation = total_steps(config, loader(0).steps_per_epoch), check_batch(config, ranks.world_size)
+    store = StateStore(state_folder(config.run.dir), config.train.keep_last, config.train.keep_every)
+    stop = stop or StopFlag()
+    _log_run(config, ranks, inputs, steps, accumulation)
+    with ExitStack() as stack:
+        engine = stack.enter_context(_open_engine(config, ranks, inputs.student, accumulation))
+        state = restore(config, store, engine, ranks, dataset)
+        tracker = stack.enter_context(closing(open_run_folder(config, ranks, target, dataset.fingerprint, state)))
+        display = stack.enter_context(closing(open_display(steps, state.step, config.train.log_interval_s, ranks.is_main)))
+        profile = stack.enter_context(closing(ProfileWindow(config.run.dir, config.train.profile, ranks.rank)))
+        feed = loader(state.step)
+        validation = InLoopValidation(
+            config=config,
+            ranks=ranks,
+            engine=engine,
+            target=target,
+            sharded=inputs.sharded,
+            tracker=tracker,
+            state=state,
+            stop=stop,
+            shard=inputs.shard,
+            validate=validate or measure_draft,
+        )
+        yield TrainingRun(
+            config=config,
+            ranks=ranks,
+            engine=engine,
+            teacher=build_teacher(config, target, inputs.student),
+            loader=feed,
+            store=store,
+            tracker=tracker,
+            display=display,
+            meter=Meter(feed, state.tokens, chain_depth(config.decode)),
+            state=state,
+            total_steps=steps,
+            validate=validation,
+            profile=profile,
+            stop=stop,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInputs:
+    """The loaded models and data of a run.
+
+    Attributes:
+        target: frozen; its text layers are sharded over the ranks if `sharded` is not None.
+        shard: the prompts that this rank decodes in validations.
+    """
+
+    target: sage.Target
+    sharded: ShardedTarget | None
+    dataset: Any
+    student: Student
+    shard: DecodeShard
+
+
+def build_inputs(config: Config, ranks: Ranks) -> RunInputs:
+    """Loads target, data, draft and prompts; settings that can be checked before are checked first."""
     check_tracking(config)
     build_policies(config.decode)
-    accumulation = check_batch(config, ranks.world_size)
+    check_batch(config, ranks.world_size)
     target, sharded = build_target(config, ranks)
     assert target.processor is not None
     dataset = build_dataset(config.data, target.processor, "train")
     student = build_student(config, target, dataset, ranks)
     shard = prepare_prompts(config, target, student.decoding_draft, ranks)
-    loader = partial(build_loader, config, ranks, dataset, target)
-    steps = total_steps(config, loader(0).steps_per_epoch)
-    store = StateStore(state_folder(config.run.dir), config.train.keep_last, config.train.keep_every)
-    _log_run(config, ranks, student, steps, accumulation, shard.num_turns)
+    return RunInputs(target=target, sharded=sharded, dataset=dataset, student=student, shard=shard)
+
+
+@contextmanager
+def _open_engine(config: Config, ranks: Ranks, student: Student, accumulation: int) -> Iterator[Engine]:
+    """Closes the engine at the end; after an error only with one rank, since closing could wait for ranks that have exited."""
     engine = Engine(student, config, ranks, accumulation)
     has_succeeded = False
     try:
-        state = restore(config, store, engine, ranks, dataset)
-        stop = stop or StopFlag()
-        with ExitStack() as stack:
-            tracker = stack.enter_context(closing(open_run_folder(config, ranks, target, dataset.fingerprint, state)))
-            display = stack.enter_context(closing(open_display(steps, state.step, config.train.log_interval_s, ranks.is_main)))
-            profile = stack.enter_context(closing(ProfileWindow(config.run.dir, config.train.profile, ranks.rank)))
-            feed = loader(state.step)
-            yield TrainingRun(
-                config=config,
-                ranks=ranks,
-                engine=engine,
-                teacher=build_teacher(config, target, student),
-                loader=feed,
-                store=store,
-                tracker=tracker,
-                display=display,
-                meter=Meter(feed, state.tokens, chain_depth(config.decode)),
-                state=state,
-                total_steps=steps,
-                validate=InLoopValidation(
-                    config=config,
-                    ranks=ranks,
-                    engine=engine,
-                    target=target,
-                    sharded=sharded,
-                    tracker=tracker,
-                    state=state,
-                    stop=stop,
-                    shard=shard,
-                    validate=validate or measure_draft,
-                ),
-                profile=profile,
-                stop=stop,
-            )
-            has_succeeded = True
+        yield engine
+        has_succeeded = True
     finally:
-        if has_succeeded or ranks.world_size == 1:  # otherwise closing could wait for ranks that have exited
+        if has_succeeded or ranks.world_size == 1:
             engine.close()
 
 
@@ -217,10 +249,10 @@ def set_threads(config: Config, ranks: Ranks) -> None:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // cluster_env.local_world_size()))
 
 
-def _log_run(config: Config, ranks: Ranks, student: Student, steps: int, accumulation: int, prompts: int) -> None:
-    size = f"{sum(p.numel() for p in student.draft.parameters() if p.requires_grad) / 1e6:.2f}M"
+def _log_run(config: Config, ranks: Ranks, inputs: RunInputs, steps: int, accumulation: int) -> None:
+    size = f"{sum(p.numel() for p in inputs.student.draft.parameters() if p.requires_grad) / 1e6:.2f}M"
     split = f"{ranks.world_size} rank(s) x {config.train.micro_batch_size} x {accumulation}"
     target = Path(config.target.path).name
     logger.info("%s: %s draft, %s parameters to train, for %s", config.run.dir, config.draft.kind, size, target)
     logger.info("%d steps of %d = %s, ZeRO %d", steps, config.train.global_batch_size, split, config.deepspeed.stage)
-    logger.info("%s on %s, %d held-out prompts", config.train.precision, ranks.device.type, prompts)
+    logger.info("%s on %s, %d held-out prompts", config.train.precision, ranks.device.type, inputs.shard.num_turns)
