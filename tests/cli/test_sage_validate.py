@@ -11,10 +11,11 @@ from support.messages import refused
 from support.validate_helpers import save_draft, save_run, save_target
 
 import sage
-from train.cli.validate import Checkpoint, _alias, find_checkpoint, overlay, run_validation, settle
+from train.cli.validate import _alias, run_validation
 from train.config.hydra_app import compose
 from train.config.schema import ConfigError, DecodeConfig, ValidateConfig
 from train.report.__main__ import main as draw
+from train.validation.selection import Checkpoint, find_checkpoint, overlay, settle
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from train.cli.train import main
-from train.cli.validate import Checkpoint, settle
 from train.config.hydra_app import compose
 from train.config.schema import Config, Precision, ValidateConfig
 from train.config.target_path import target_dtype, target_name, with_choice
+from train.validation.selection import Checkpoint, settle
 
 
 def folder_of(home: Path, **config: object) -> Path:

@@ -1,0 +1,141 @@
+"""Selection of the draft and the settings that sage-validate measures.
+
+Overrides on the command line come first; other settings come from the config.yaml of the run, and without a run the target from
+the config.json of the draft. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from checkpoints.run_folder import CONFIG as RUN_CONFIG
+from checkpoints.run_folder import is_run, run_of
+from train.config.overrides import key_of
+from train.config.schema import ConfigError, DataConfig, DecodeConfig, DraftChoice, TargetConfig, ValidateConfig
+from train.config.target_path import CHOICE, target_dtype, target_name
+
+Group = TypeVar("Group", TargetConfig, DataConfig, DecodeConfig)
+DRAFT_FILE = "config.json"
+CHOSEN = {"decode/policy": {"policies", "options"}, "data/validation": {"validation"}}  # fields set by a choice within a group
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """The folder of a draft, and the run it belongs to, if any."""
+
+    draft: Path
+    run: Path | None
+
+    @property
+    def home(self) -> Path:
+        """The folder for `validation/`."""
+        return self.run or self.draft
+
+
+def find_checkpoint(config: ValidateConfig) -> Checkpoint:
+    """Finds the draft's folder from `checkpoint` and `draft.path`.
+
+    Raises:
+        ConfigError: neither names a folder with a draft; names the drafts of the run.
+    """
+    named = Path(config.draft.path).expanduser()
+    if config.checkpoint is None:
+        if config.draft.path == DraftChoice().path:
+            raise ConfigError("checkpoint: missing; give checkpoint=RUN_FOLDER, or draft=DIR with target=NAME")
+        if not (named / DRAFT_FILE).is_file():
+            raise ConfigError(f"draft={named}: no draft there ({DRAFT_FILE} is missing); give a run's draft/ folder")
+        return Checkpoint(draft=named, run=run_of(named))
+    folder = Path(config.checkpoint).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(f"checkpoint={folder}: no such folder; give a run's folder or a draft's folder")
+    if (folder / DRAFT_FILE).is_file():
+        return Checkpoint(draft=folder, run=run_of(folder))
+    run = folder if is_run(folder) else None
+    for draft in (folder / config.draft.path, named):
+        if (draft / DRAFT_FILE).is_file():
+            return Checkpoint(draft=draft, run=run)
+    if run is None:
+        raise ConfigError(f"checkpoint={folder}: neither a run ({RUN_CONFIG}) nor a draft ({DRAFT_FILE}); give one of them")
+    saved = sorted(path.parent.name for path in folder.glob(f"draft*/{DRAFT_FILE}"))
+    remedy = f"it has {', '.join(saved)}" if saved else "the run has not saved one yet"
+    raise ConfigError(f"draft={config.draft.path}: no draft of that name in {folder}; {remedy}")
+
+
+def settle(config: ValidateConfig, checkpoint: Checkpoint, overrides: Sequence[str]) -> ValidateConfig:
+    """Returns the configuration with settings that are not overridden taken from the run, or from the draft itself.
+
+    Raises:
+        ConfigError: there is no target, or the run's config.yaml cannot be used.
+    """
+    overrides = [override for override in overrides if override != CHOICE]  # inserted by `with_choice`
+    if checkpoint.run is not None:
+        saved = _load(checkpoint.run / RUN_CONFIG)
+        return replace(
+            config,
+            target=overlay(config.target, _group(saved, "target", TargetConfig, checkpoint.run), "target", overrides),
+            data=overlay(config.data, _group(saved, "data", DataConfig, checkpoint.run), "data", overrides),
+            decode=overlay(config.decode, _group(saved, "decode", DecodeConfig, checkpoint.run), "decode", overrides),
+        )
+    keys = {key_of(override) for override in overrides}
+    if keys & {"target", "target.path"}:
+        return config
+    path = json.loads((checkpoint.draft / DRAFT_FILE).read_text(encoding="utf-8")).get("target_path")
+    if not path:
+        raise ConfigError(
+            f"target: missing; {checkpoint.draft} belongs to no run and does not name its target; "
+            "give target=NAME or target.path=DIR"
+        )
+    dtype = config.target.dtype if "target.dtype" in keys else target_dtype(path)
+    return replace(config, target=replace(config.target, name=target_name(path), path=path, dtype=dtype))
+
+
+def overlay(composed: Group, saved: Group, group: str, overrides: Sequence[str]) -> Group:
+    """Returns `saved` with the overridden fields taken from `composed`.
+
+    `group=NAME` overrides all fields; `decode/policy=NAMES` and `data/validation=NAMES` those set by such a choice.
+    """
+    keys = [key_of(override) for override in overrides]
+    if group in keys:
+        return composed
+    chosen = {name for key in keys if key.startswith(f"{group}/") for name in CHOSEN[key]}
+    named = {key.split(".")[1] for key in keys if key.startswith(f"{group}.")} - chosen
+    changed = {name: getattr(composed, name) for name in chosen}
+    changed |= {name: _merged(getattr(saved, name), getattr(composed, name)) for name in named}
+    return replace(saved, **changed)
+
+
+def _merged(saved: Any, composed: Any) -> Any:
+    """Merges mappings (options of policies) key by key, so that options that are not overridden keep the run's values."""
+    if not (isinstance(saved, dict) and isinstance(composed, dict)):
+        return composed
+    return saved | {key: _merged(saved.get(key), value) for key, value in composed.items()}
+
+
+def _load(path: Path) -> Any:
+    try:
+        return OmegaConf.load(path)
+    except Exception as error:  # PyYAML has a dozen error classes of its own
+        raise ConfigError(f"{path}: cannot be read ({' '.join(str(error).split())}); give a complete run folder") from error
+
+
+def _group(saved: Any, name: str, schema: type[Group], run: Path) -> Group:
+    """Returns one group of the run's configuration, typed; a field that this version does not have is an error."""
+    if name not in saved:
+        raise ConfigError(f"{run / RUN_CONFIG}: has no {name}; give a folder that sage-train made")
+    known = {field.name for field in fields(schema)}
+    if unknown := sorted(set(saved[name]) - known):
+        raise ConfigError(f"{run / RUN_CONFIG}: {name}.{unknown[0]} is unknown to this version; give {name}=NAME instead")
+    try:
+        found = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), saved[name]))
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{run / RUN_CONFIG}: {name}: {reason}; give {name}=NAME, or a complete run folder") from error
+    assert isinstance(found, schema)
+    return found
