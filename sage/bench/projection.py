@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sage.bench.report_table import HOST_STAGES, decode_shares
+from sage.bench.report_table import HOST_PHASES, decode_shares
 from sage.bench.tables import text_table
 from sage.costs.tables import Curve
 
@@ -37,7 +37,7 @@ def _row(name: str, part: Mapping[str, Any], costs: Mapping[str, Any], context: 
     width = max(part["nodes_per_round"] / levels, 1.0)
     compute_s = _curve(costs["verify"], "nodes", context)(round(part["nodes_per_round"]) + 1)
     compute_s += levels * _curve(costs["draft"], "width", context)(round(width))
-    host_s = sum(part["time_s"][stage] for stage in HOST_STAGES) / part["rounds"]
+    host_s = sum(part["time_s"][phase] for phase in HOST_PHASES) / part["rounds"]
     share = host_s / (host_s + compute_s)
     shares = decode_shares(part)
     return {

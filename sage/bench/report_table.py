@@ -34,7 +34,8 @@ SHARE_HEADER = (
     "levels",
 )
 
-HOST_STAGES = ("accept", "commit", "policy", "other")
+HOST_PHASES = ("accept", "commit", "policy", "other")
+TARGET_PREFILL_PHASES = ("vision", "target_prefill")  # all other phases are decoding
 SHARES = ("target passes", "draft", "acceptance", "cache commit", "policy and tree", "other", "host overhead")
 
 
@@ -47,14 +48,14 @@ def format_table(report: Mapping[str, Any]) -> str:
 def decode_shares(part: Mapping[str, Any]) -> list[float] | None:
     """Returns the shares of a policy's decoding time, one per name in `SHARES`; None without timed decoding.
 
-    Decoding time excludes the vision tower and the target's prefill. The last share sums up `HOST_STAGES`.
+    Decoding time excludes the vision tower and the target's prefill. The last share sums up `HOST_PHASES`.
     """
     time_s = part["time_s"]
-    total_s = sum(seconds for stage, seconds in time_s.items() if stage not in ("vision", "target_prefill"))
+    total_s = sum(seconds for phase, seconds in time_s.items() if phase not in TARGET_PREFILL_PHASES)
     if total_s <= 0:
         return None
     draft_s = time_s["draft_prefill"] + time_s["draft_steps"]
-    shares = [seconds / total_s for seconds in (time_s["verify"], draft_s, *(time_s[stage] for stage in HOST_STAGES))]
+    shares = [seconds / total_s for seconds in (time_s["verify"], draft_s, *(time_s[phase] for phase in HOST_PHASES))]
     return [*shares, sum(shares[2:])]
 
 

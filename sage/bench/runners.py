@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 import sage
+from sage.bench.report_table import TARGET_PREFILL_PHASES
 from sage.costs.timing import PHASES, now_s
 from sage.drafts import KEEP_ALL, Pruning
 from sage.drafts.model import ModelDraft, check_pair
@@ -34,7 +35,6 @@ PROMPT_LOOKUP = "hf_prompt_lookup"
 HF_ASSISTED = "hf_assisted"
 BASELINES = (AUTOREGRESSIVE, HF_GENERATE, HF_STATIC, PROMPT_LOOKUP, HF_ASSISTED)
 
-PREFILL_STAGES = ("vision", "target_prefill")  # all other phases are decoding
 PROMPT_LOOKUP_TOKENS = 10
 
 
@@ -47,7 +47,7 @@ class TimedRun:
     decode_s: float
     prefill_tokens: int = 1
     stats: Any = None  # the decoder's own statistics; None for Hugging Face
-    time_s: dict[str, float] = field(default_factory=dict)  # by stage, sums to wall_s; empty for Hugging Face
+    time_s: dict[str, float] = field(default_factory=dict)  # by phase, sums to wall_s; empty for Hugging Face
 
     @property
     def decode_tokens(self) -> int:
@@ -102,8 +102,8 @@ class PolicyRunner:
             sampling=sampling,
         )
         wall_s = now_s(self.target.device) - start
-        time_s = complete_stages(out.stats.time_s, wall_s)
-        decode_s = wall_s - sum(time_s[stage] for stage in PREFILL_STAGES)
+        time_s = complete_phases(out.stats.time_s, wall_s)
+        decode_s = wall_s - sum(time_s[phase] for phase in TARGET_PREFILL_PHASES)
         return TimedRun(tokens=out.tokens.tolist(), wall_s=wall_s, decode_s=decode_s, stats=out.stats, time_s=time_s)
 
 
@@ -193,10 +193,10 @@ def on_device(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]
     return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in inputs.items()}
 
 
-def complete_stages(time_s: Mapping[str, float], wall_s: float) -> dict[str, float]:
+def complete_phases(time_s: Mapping[str, float], wall_s: float) -> dict[str, float]:
     """Returns seconds per phase, with unattributed time added to `other`."""
     unaccounted_s = max(wall_s - sum(time_s.values()), 0.0)
-    return {stage: time_s.get(stage, 0.0) + (unaccounted_s if stage == "other" else 0.0) for stage in PHASES}
+    return {phase: time_s.get(phase, 0.0) + (unaccounted_s if phase == "other" else 0.0) for phase in PHASES}
 
 
 def baseline_runner(target: Any, name: str, assistant: Any = None) -> Runner:

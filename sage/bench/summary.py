@@ -186,7 +186,7 @@ def _differences(reference: Runs, own: Runs) -> list[int | None]:
 
 def _breakdown(runs: Runs) -> dict[str, float]:
     """Returns seconds per phase, summed over all runs."""
-    return {stage: sum(run.time_s.get(stage, 0.0) for repeats in runs for run in repeats) for stage in PHASES}
+    return {phase: sum(run.time_s.get(phase, 0.0) for repeats in runs for run in repeats) for phase in PHASES}
 
 
 def _per_prompt(measurement: Measurement, name: str) -> list[dict[str, Any]]:

@@ -112,9 +112,9 @@ def test_times_by_bandwidth_by_hand(monkeypatch, capsys):
 
 
 def report_of(host_s, rounds=10, levels=4.0, nodes=8.0):
-    stages = dict.fromkeys(("accept", "commit", "policy", "other"), host_s / 4) | {"verify": 3 * host_s}
-    stages |= {"draft_prefill": 0.0, "draft_steps": host_s, "vision": 9.0, "target_prefill": 9.0}
-    part = {"draft_steps_per_round": levels, "nodes_per_round": nodes, "rounds": rounds, "time_s": stages}
+    phases = dict.fromkeys(("accept", "commit", "policy", "other"), host_s / 4) | {"verify": 3 * host_s}
+    phases |= {"draft_prefill": 0.0, "draft_steps": host_s, "vision": 9.0, "target_prefill": 9.0}
+    part = {"draft_steps_per_round": levels, "nodes_per_round": nodes, "rounds": rounds, "time_s": phases}
     return {"target": "small", "policies": {"sage": part, "autoregressive": part | {"draft_steps_per_round": 0.0}}}
 
 

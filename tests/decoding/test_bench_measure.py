@@ -20,7 +20,7 @@ from sage.bench.runners import (
     HF_STATIC,
     PROMPT_LOOKUP,
     FirstTokens,
-    complete_stages,
+    complete_phases,
     on_device,
 )
 from sage.bench.summary import acceptance_by_depth, accepted_histogram, pooled_counts, summarize
@@ -46,7 +46,7 @@ class FakeRunner:
         self.log.append((self.name, sampling.max_new_tokens))
         rounds = [{"depth": 2, "nodes": 4, "accepted": 1}]
         stats = Stats(rounds=1, target_passes=1, draft_steps=2, accepted=[1], new_tokens=3, rounds_log=rounds)
-        time_s = complete_stages({"target_prefill": self.prefill_s, "verify": self.decode_s}, self.prefill_s + self.decode_s)
+        time_s = complete_phases({"target_prefill": self.prefill_s, "verify": self.decode_s}, self.prefill_s + self.decode_s)
         wall_s = self.prefill_s + self.decode_s
         return TimedRun(tokens=list(self.tokens), wall_s=wall_s, decode_s=self.decode_s, stats=stats, time_s=time_s)
 
@@ -189,9 +189,9 @@ def test_answers_of_one_token_have_no_decoding_speed():
 
 
 def test_unattributed_time_counts_as_other():
-    stages = complete_stages({"verify": 2.0, "other": 0.5}, 4.0)
-    assert stages["other"] == pytest.approx(2.0) and sum(stages.values()) == pytest.approx(4.0)
-    assert tuple(stages) == PHASES
+    phases = complete_phases({"verify": 2.0, "other": 0.5}, 4.0)
+    assert phases["other"] == pytest.approx(2.0) and sum(phases.values()) == pytest.approx(4.0)
+    assert tuple(phases) == PHASES
 
 
 def test_families_are_reported_separately():

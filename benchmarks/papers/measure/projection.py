@@ -14,7 +14,7 @@ from benchmarks.papers.lab import Lab
 from benchmarks.papers.measure.policies import policy_figures
 from sage.bench.costs import NODES, WIDTHS, measure_shape_costs
 from sage.bench.projection import project
-from sage.bench.report_table import HOST_STAGES, SHARES, decode_shares
+from sage.bench.report_table import HOST_PHASES, SHARES, decode_shares
 from sage.bench.roofline import roofline_costs
 from sage.bench.runners import AUTOREGRESSIVE
 from sage.bench.shapes import shape_named
@@ -114,4 +114,4 @@ def _speedup(recordings: list[Recording], name: str, table: Mapping[str, Any], c
 
 def host_s(part: Mapping[str, Any]) -> float:
     """Returns the host overhead per round in seconds."""
-    return sum(part["time_s"][stage] for stage in HOST_STAGES) / max(part["rounds"], 1)
+    return sum(part["time_s"][stage] for stage in HOST_PHASES) / max(part["rounds"], 1)
