@@ -1,4 +1,4 @@
-"""Whatever a prompt holds, both families: our text is Hugging Face's; and what the command says when it cannot answer."""
+"""Prompts of every kind, both families: the output equals that of Hugging Face; errors of the command line."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def messages(kind: str, folder: Path) -> list[dict[str, Any]]:
 
 
 class Shifted(LogitsProcessor):
-    """Favours the token after the prefix's last one: a rule that depends on each node's own path."""
+    """Favors the token after the last one of the prefix, a rule that depends on each node's path."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         scores = scores.clone()
@@ -83,7 +83,7 @@ def test_every_kind_of_prompt_gives_hugging_faces_text(ready: tuple[sage.Target,
 
 @pytest.mark.parametrize("policy", sage.POLICIES)
 def test_an_answer_may_fill_the_context_to_the_last_token(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trees far larger than the room that is left: nothing is drafted or written beyond it, and one token more is refused."""
+    """Trees larger than the remaining context: nothing is drafted or written beyond it, and one more token is refused."""
     target = make_qwen()
     inputs, draft = make_inputs(target), random_draft(target, seed=0)
     length = inputs["input_ids"].shape[1]
@@ -149,7 +149,7 @@ class TestCommand:
             cli.resolve_device("foo")
 
     def command(self, monkeypatch: pytest.MonkeyPatch, *words: str) -> Any:
-        """What the console script ends with."""
+        """Returns the exit code of the console script."""
         monkeypatch.setattr("sys.argv", ["sage-generate", "--prompt", "Hi", *words])
         with pytest.raises(SystemExit) as end:
             main()

@@ -26,7 +26,7 @@ def seed() -> None:
 
 
 def picture_spans() -> tuple[Spans, Tensor, list[Tensor]]:
-    """Spans of all lengths, their states padded with zeros, and the states one by one."""
+    """Returns spans of all lengths, their states padded with zeros, and the states of each span."""
     masks = torch.zeros(len(LENGTHS), 12, dtype=torch.bool)
     for row, length in enumerate(LENGTHS):
         masks[row, 2 : 2 + length] = True
@@ -47,7 +47,7 @@ def windows(span: Tensor, ratio: int) -> list[range]:
 
 
 def assert_rows(made: OperatorOutput, expected: list[list[tuple[int, Tensor]]]) -> None:
-    """Valid rows, span by span: (pair whose position it takes, state)."""
+    """Compares the valid rows of each span with (pair whose position the row has, state)."""
     rows = Rows(*made)
     for number, wanted in enumerate(expected):
         valid = rows.valid[number]
@@ -98,7 +98,7 @@ def test_prune_keeps_one_pair_of_each_window(is_sampling: bool) -> None:
 
 
 def test_what_decoding_keeps_is_spread_over_the_windows() -> None:
-    """And the same for a picture whatever other pictures are in the batch."""
+    """The numbers are evenly distributed, and do not depend on the other images of the batch."""
     share = hashed_uniform(4000, torch.device("cpu"))
     assert torch.equal(hashed_uniform(10, torch.device("cpu")), share[:10]) and bool(((share >= 0) & (share < 1)).all())
     counts = (share * 20).long().bincount(minlength=20)
@@ -165,7 +165,7 @@ def test_a_fresh_gate_has_no_preference() -> None:
 
 
 def test_marks_of_a_conversation_of_two_turns() -> None:
-    """v picture, E end of turn, a answer; the picture that an answer follows at once keeps its last pair."""
+    """v image, E end of turn, a answer; an image directly followed by an answer keeps its last pair."""
     tokens = "tvvvttEttaaEtvva"
     visual, ends, answer = (torch.tensor([[letter in kind for letter in tokens]]) for kind in ("v", "E", "a"))
     answer[0, 11] = True  # the answer's own end
@@ -181,7 +181,7 @@ def text_of(mask: Tensor) -> str:
 
 @pytest.mark.parametrize("number", range(5))
 def test_the_layout_of_random_sequences(number: int) -> None:
-    """Every tensor of it against a walk along each sequence."""
+    """Every tensor of a layout against a loop over each sequence."""
     torch.manual_seed(number)
     visual, most = torch.rand(3, 14) < 0.5, 3
     spans = Spans.of(visual)
@@ -204,7 +204,7 @@ def test_the_layout_of_random_sequences(number: int) -> None:
 
 
 def walk(visual: Tensor, own: list[int], spans: Spans, rows: Rows) -> list[tuple[int, int | None, int, int]]:
-    """Of each row of one sequence: its pair, the span it stands for and which of its rows it is, pairs of text right before."""
+    """Returns for each row of one sequence: its pair, its span, its index in the span, and the text pairs before it."""
     found: list[tuple[int, int | None, int, int]] = []
     run = 0
     for pair in range(len(visual)):

@@ -1,4 +1,4 @@
-"""A stranger's folder runs no code: neither by a pickle nor by Python that its config names."""
+"""Downloaded folders run no code: neither from a pickle nor from Python files that the config names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CODE = "from pathlib import Path\nPath({mark!r}).touch()\nfrom transformers impo
 
 @pytest.fixture
 def evil(tmp_path: Path) -> Path:
-    """A target whose config, tokenizer and image processor bring code of their own."""
+    """Returns a target folder whose config, tokenizer and image processor name remote code."""
     folder = save_target("qwen2_5_vl", tmp_path / "evil")
     (folder / "mine.py").write_text(CODE.format(mark=str(tmp_path / "ran"), base="PreTrainedTokenizerFast"))
     return folder
@@ -42,7 +42,7 @@ def name_code(folder: Path, file: str, keys: dict[str, str], **changes: str) -> 
 def test_code_of_a_target_is_not_run(
     evil: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, keys: dict[str, str], changes: dict[str, str]
 ) -> None:
-    """Nor is anybody asked whether it may: the question would wait in a batch job, and a yes is typed too easily."""
+    """There is no interactive question either: it would block a batch job."""
 
     asked: list[object] = []
     monkeypatch.setattr("builtins.input", lambda *question: asked.append(question) or "y")
@@ -57,7 +57,7 @@ def test_code_of_a_target_is_not_run(
 
 
 def test_every_pickle_is_opened_for_tensors_alone() -> None:
-    """torch.load with weights_only, no pickle module beside its errors, numpy without objects, no remote code."""
+    """torch.load only with weights_only, the pickle module only for its errors, numpy without objects, no remote code."""
     allowed = {"weights_only=True", "trust_remote_code=False", "pickle.UnpicklingError", "import pickle"}
     pattern = re.compile(
         r"weights_only=\w+|trust_remote_code=\w+|allow_pickle=\w+|import pickle|\bpickle\.\w+|joblib|torch\.load\([^)]*"

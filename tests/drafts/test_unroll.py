@@ -1,4 +1,4 @@
-"""The unrolled (training) forward against what decoding does: the session's own chain, and attention under a dense mask."""
+"""The unrolled forward of training against decoding: the chain of a session, and attention under a dense mask."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def head(target: sage.Target, kind: str) -> sage.drafts.DraftHead:
 
 
 def cut(inputs: dict[str, Tensor], length: int) -> dict[str, Tensor]:
-    """The first `length` tokens; every picture lies before."""
+    """Returns the inputs of the first `length` tokens, after all images."""
     total = inputs["input_ids"].shape[1]
     return {k: v[:, :length] if v.dim() == 2 and v.shape == (1, total) else v for k, v in inputs.items()}
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_unroll_is_what_the_decoder_drafts_along_a_chain(tiny_target: sage.Target, kind: str) -> None:
-    """Row s of step i equals the session that has read up to pair s and was then told i tokens of the text, one by one."""
+    """Row s of step i equals a session that has read up to pair s and then drafted the next i tokens of the text."""
     inputs = in_float64(tiny_target, make_inputs(tiny_target, length=14))
     draft = head(tiny_target, kind)
     prompt = tiny_target.embed(inputs)
@@ -65,7 +65,7 @@ def test_sequences_shorter_than_the_steps_end_early(tiny_qwen: sage.Target) -> N
 
 
 def naive(queries: list[Tensor], keys: list[Tensor], values: list[Tensor]) -> list[Tensor]:
-    """The same attention with all steps' keys side by side and a dense mask: [T, steps * T] weights."""
+    """Reference attention over the concatenated keys of all steps under a dense mask: [T, steps * T] weights."""
     batch, heads, pairs, size = queries[0].shape
     group = heads // keys[0].shape[1]
     outs = []
@@ -89,7 +89,7 @@ def chain_inputs(dtype: torch.dtype, spread: float = 1.0) -> list[list[Tensor]]:
 
 @pytest.mark.parametrize("spread", [1.0, 6.0])
 def test_attention_and_its_gradient_equal_the_dense_mask(spread: float) -> None:
-    """Spread 6 makes scores of some hundreds, where exp() alone would overflow."""
+    """A scale of 6 gives scores of several hundred, where exp() overflows."""
     results = []
     for attend in ("ours", "naive"):
         queries, keys, values = chain_inputs(torch.float64, spread)
@@ -109,7 +109,7 @@ def test_attention_and_its_gradient_equal_the_dense_mask(spread: float) -> None:
 
 
 def test_bf16_keeps_the_chains_share() -> None:
-    """Rounding inputs and weights to 8 bits costs about a percent; a share held in one bf16 number would cost ten."""
+    """Rounding inputs and weights to 8 bits costs about 1%; a share stored as a single bf16 number would cost 10%."""
     queries, keys, values = ([t.bfloat16() for t in group] for group in chain_inputs(torch.float64, 2.0))
     chains = Chains()
     ours = [chains.attend(q, k, v) for q, k, v in zip(queries, keys, values, strict=True)]
@@ -119,7 +119,7 @@ def test_bf16_keeps_the_chains_share() -> None:
 
 
 def test_negative_control_later_true_keys_are_not_seen(tiny_qwen: sage.Target) -> None:
-    """What the target says of token t + 1 must not reach a draft that has read only up to t."""
+    """The target's feature of token t + 1 must not reach a draft that has read up to token t."""
     draft = head(tiny_qwen, "eagle").double()
     embeds, features = torch.randn(2, 1, 8, 32, dtype=torch.float64)
     positions = torch.arange(8).expand(3, 1, 8)

@@ -1,4 +1,4 @@
-"""Conversations with pictures and clips as tensors, and a draft per compressor."""
+"""Conversations with images and videos as tensors, and a draft per compressor."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ CONVERSATIONS: dict[str, list[Any]] = {
 
 
 def draft_with(target: sage.Target, kind: str, compressor: dict[str, Any] | None, seed: int = 0) -> DraftHead:
-    """A random head, every weight of which matters, ready to decode."""
+    """Returns a head with random weights in evaluation mode."""
     options = {"feature_levels": [1, 2, 3]} if kind == "eagle3" else {}
     head: DraftHead = random_draft(target, kind, seed=seed, compressor=compressor, **options).eval()
     return head
 
 
 def example(target: sage.Target, pieces: list[Any]) -> dict[str, Tensor]:
-    """A training example of batch 1."""
+    """Returns a training example of batch 1."""
     ids: list[int] = []
     mask: list[int] = []
     for piece in pieces:
@@ -62,14 +62,14 @@ def example(target: sage.Target, pieces: list[Any]) -> dict[str, Tensor]:
 
 
 def prompt_of(target: sage.Target, whole: dict[str, Tensor], length: int) -> dict[str, Tensor]:
-    """The inputs of its first `length` tokens; a picture begins with its first placeholder."""
+    """Returns the inputs of the first `length` tokens; an image begins with its first placeholder."""
     ids = whole["input_ids"][:, :length]
     images, clips = (_runs(ids[0] == token) for token in (IMAGE_TOKEN, VIDEO_TOKEN))
     return {**_tokens(target, ids), **_pixels(target, images, clips)}
 
 
 def together(target: sage.Target, examples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Training examples as one right-padded batch."""
+    """Returns training examples as one right-padded batch."""
     tokens = {key for key, value in examples[0].items() if value.shape == examples[0]["input_ids"].shape}
     single = [{key: value[0] if key in tokens else value for key, value in example.items()} for example in examples]
     processor = Processor(SimpleNamespace(pad_token_id=0), None, target.family)
@@ -98,7 +98,7 @@ def _placeholders(target: sage.Target, piece: str, images: int) -> list[int]:
 
 
 def _pixels(target: sage.Target, images: int, clips: int) -> dict[str, Tensor]:
-    """The same picture at the same place of any conversation."""
+    """Returns pixel inputs that depend only on the index of an image."""
     generator = torch.Generator().manual_seed(7)
     found: dict[str, Tensor] = {}
     if target.family.model_type == "qwen2_5_vl":
