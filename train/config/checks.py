@@ -79,7 +79,7 @@ def check_decode(decode: DecodeConfig) -> None:
             _refuse("decode.policies", name, ", ".join(POLICIES), "remove or rename it")
     for name, options in decode.options.items():
         if not isinstance(options, dict):
-            _refuse(f"decode.options.{name}", options, "options by name", f"for example decode.options.{name}={{}}")
+            _refuse(f"decode.options.{name}", options, "a mapping of options", f"for example decode.options.{name}={{}}")
     if not names or len(set(names)) < len(names):
         _refuse("decode.policies", names, "one or more different names", "list each policy once")
     _at_least("decode.num_prompts", decode.num_prompts, 1)
@@ -98,13 +98,13 @@ def check_decode(decode: DecodeConfig) -> None:
 
 def _check_draft(config: Config) -> None:
     if type(config.draft) is not subschemas().get(("draft", config.draft.kind)):
-        _refuse("draft.kind", config.draft.kind, "the kind of the choice", "give draft=KIND instead")
+        _refuse("draft.kind", config.draft.kind, "the kind chosen by draft=KIND", "remove it")
     for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads"):
         _at_least(f"draft.{name}", getattr(config.draft, name, None), 1)
     heads = getattr(config.draft, "num_attention_heads", None)
     kv_heads = getattr(config.draft, "num_key_value_heads", None)
     if heads and kv_heads and heads % kv_heads:
-        _refuse("draft.num_key_value_heads", kv_heads, f"a divisor of draft.num_attention_heads={heads}", "change one")
+        _refuse("draft.num_key_value_heads", kv_heads, f"a divisor of draft.num_attention_heads={heads}", "change one of them")
     for name in SIZES:
         if config.draft.path is not None and getattr(config.draft, name, None) is not None:
             _refuse(f"draft.{name}", getattr(config.draft, name), "null with draft.path", "a saved draft has its own")
@@ -114,7 +114,7 @@ def _check_draft(config: Config) -> None:
     if isinstance(config.draft, ModelOptions):
         _at_least("draft.num_layers", config.draft.num_layers, 1)
         if config.draft.path is None and config.draft.num_layers is None:
-            raise ConfigError("draft=model: neither draft.path nor draft.num_layers is given; name a smaller model or a depth")
+            raise ConfigError("draft=model: neither draft.path nor draft.num_layers is given; give one of them")
 
 
 def _check_compressor(config: Config) -> None:
@@ -197,7 +197,7 @@ def _check_optim(config: Config) -> None:
     if optim.min_lr_ratio and optim.schedule is not Schedule.cosine:
         _refuse("optim.min_lr_ratio", optim.min_lr_ratio, "0 unless optim.schedule=cosine", "it would have no effect")
     if config.train.max_steps is not None and optim.warmup_steps >= config.train.max_steps:
-        _refuse("optim.warmup_steps", optim.warmup_steps, f"below train.max_steps={config.train.max_steps}", "shorten it")
+        _refuse("optim.warmup_steps", optim.warmup_steps, f"below train.max_steps={config.train.max_steps}", "reduce it")
 
 
 def _check_objective(config: Config) -> None:
@@ -228,7 +228,9 @@ def _check_score(config: Config) -> None:
     chosen = config.score.policy
     drafting = [name for name in config.decode.policies if name != AUTOREGRESSIVE]
     if chosen is not None and chosen not in drafting:
-        _refuse("score.policy", chosen, f"one of decode.policies that drafts: {', '.join(drafting)}", "measure it, or drop it")
+        _refuse(
+            "score.policy", chosen, f"one of decode.policies that drafts: {', '.join(drafting)}", "measure it, or remove it"
+        )
     if config.train.patience and not drafting:
         _refuse("train.patience", config.train.patience, "0 when no policy drafts", "add one to decode.policies")
 
@@ -276,11 +278,11 @@ def _check_launch(config: Config) -> None:
         _at_least(f"launch.{name}", getattr(launch, name), 1)
     for name in ("gpu_memory_gb", "gpu_tflops"):
         if not getattr(launch, name) > 0:
-            _refuse(f"launch.{name}", getattr(launch, name), "above 0", "it describes one GPU")
+            _refuse(f"launch.{name}", getattr(launch, name), "above 0", "give the figure of one GPU")
     if launch.gpus is not None and launch.ranks is not None and launch.gpus != launch.ranks:
         _refuse("launch.ranks", launch.ranks, f"the same as launch.gpus={launch.gpus}", "give one of them")
     if launch.device == "cpu" and config.train.precision is not Precision.fp32 and config.target.dtype is Precision.fp32:
-        _refuse("train.precision", config.train.precision, "fp32 with target.dtype=fp32 on a CPU", "set both alike")
+        _refuse("train.precision", config.train.precision, "fp32 with target.dtype=fp32 on a CPU", "set both to fp32")
     check_batch(config, launch.gpus or launch.ranks or 1)
 
 
