@@ -94,22 +94,22 @@ def draw_acceptance(report: Report) -> Figure | None:
 
 
 def draw_time(report: Report) -> Figure | None:
-    """Draws the decoding time per token, stacked by stage."""
+    """Draws the decoding time per token, stacked by phase."""
     policies = report["policies"]
-    stages = [stage for stage in style.STAGE_COLORS if any(part["time_s"].get(stage, 0) > 0 for part in policies.values())]
-    if not stages:
+    phases = [phase for phase in style.PHASE_COLORS if any(part["time_s"].get(phase, 0) > 0 for part in policies.values())]
+    if not phases:
         return None
     made = style.figure(
-        1.75 + 0.38 * len(policies), "Decoding time by stage", "milliseconds per generated token, after the target's prefill"
+        1.75 + 0.38 * len(policies), "Decoding time by phase", "milliseconds per generated token, after the target's prefill"
     )
     axes = made.subplots()
     longest = 0.0
     for place, part in enumerate(policies.values()):
         left = 0.0
-        for stage in stages:
-            width = 1e3 * part["time_s"].get(stage, 0.0) / max(part["tokens"], 1)
-            label = style.STAGE_NAMES[stage] if place == 0 else None
-            axes.barh(place, width, left=left, height=0.62, color=style.STAGE_COLORS[stage], label=label)
+        for phase in phases:
+            width = 1e3 * part["time_s"].get(phase, 0.0) / max(part["tokens"], 1)
+            label = style.PHASE_NAMES[phase] if place == 0 else None
+            axes.barh(place, width, left=left, height=0.62, color=style.PHASE_COLORS[phase], label=label)
             left += width
         axes.text(left, place, f"  {left:.2f} ms", va="center", fontsize=9.5)
         longest = max(longest, left)
@@ -180,7 +180,7 @@ def _whisker(axes: Any, place: int, part: Mapping[str, Any]) -> None:
 PLOTS: tuple[tuple[str, str, Callable[[Report], Figure | None]], ...] = (
     ("speed.png", "Decoding speed over the fastest autoregressive baseline of the same run.", draw_speed),
     ("acceptance.png", "Acceptance rate of drafted tokens, by draft position.", draw_acceptance),
-    ("time.png", "Decoding time per token by stage.", draw_time),
+    ("time.png", "Decoding time per token by phase.", draw_time),
     ("accepted.png", "Drafted tokens accepted per round.", draw_accepted),
     (
         "generation.png",

@@ -33,7 +33,7 @@ POLICY_COLORS = {
 }
 SPARE_COLORS = ("#5c6ac4", "#7d8c2f", "#a35f9c", "#3d7d6f", "#946c2b")
 
-STAGE_COLORS = {
+PHASE_COLORS = {
     "draft_prefill": "#f0c9a0",
     "draft_steps": "#d98e4a",
     "verify": "#2f6fa7",
@@ -42,7 +42,7 @@ STAGE_COLORS = {
     "policy": "#b23a6b",
     "other": "#c9d1d9",
 }
-STAGE_NAMES = {
+PHASE_NAMES = {
     "vision": "vision tower",
     "target_prefill": "target prefill",
     "draft_prefill": "draft prefill",

@@ -114,4 +114,4 @@ def _speedup(recordings: list[Recording], name: str, table: Mapping[str, Any], c
 
 def host_s(part: Mapping[str, Any]) -> float:
     """Returns the host overhead per round in seconds."""
-    return sum(part["time_s"][stage] for stage in HOST_PHASES) / max(part["rounds"], 1)
+    return sum(part["time_s"][phase] for phase in HOST_PHASES) / max(part["rounds"], 1)

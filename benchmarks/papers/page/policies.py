@@ -109,7 +109,7 @@ def _explain_speeds(parts: Mapping[str, Any], *names: str) -> str:
 
 def _round_text(name: str, part: Mapping[str, Any]) -> str:
     rounds = max(part["rounds"], 1)
-    ms = {stage: 1e3 * part["time_s"].get(stage, 0.0) / rounds for stage in PHASES}
+    ms = {phase: 1e3 * part["time_s"].get(phase, 0.0) / rounds for phase in PHASES}
     draft_ms, host_ms = ms["draft_prefill"] + ms["draft_steps"], ms["accept"] + ms["commit"] + ms["policy"] + ms["other"]
     round_ms = ms["verify"] + draft_ms + host_ms
     return (

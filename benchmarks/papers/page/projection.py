@@ -84,7 +84,7 @@ def measured_overhead(title: str, policies: Mapping[str, Any]) -> list[Expectati
     if above:
         worst = max(above, key=lambda name: float(above[name]))
         parts = policies[worst]["shares"]
-        part = max(("acceptance", "cache commit", "policy and tree", "other"), key=lambda stage: float(parts[stage]))
+        part = max(("acceptance", "cache commit", "policy and tree", "other"), key=lambda phase: float(parts[phase]))
         evidence += f", highest `{worst}` with {above[worst]:.1%} ({part} {parts[part]:.1%})"
     claim = f"{title}: {HOST_OVERHEAD} at most {MAX_MEASURED:.0%} of decoding time"
     both = ", ".join(f"`{name}` {shares[name]:.1%}" for name in ("sage", OURS))

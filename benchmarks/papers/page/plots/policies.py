@@ -75,16 +75,16 @@ def draw_families(figures: Figures) -> Figure:
 
 
 def draw_time(figures: Figures) -> Figure:
-    """Draws the milliseconds per token by stage, a bar per tuned policy. Ref: SAGE, arXiv 2602.00523, Table 6."""
+    """Draws the milliseconds per token by phase, a bar per tuned policy. Ref: SAGE, arXiv 2602.00523, Table 6."""
     tables = by_target(figures, "policies")
     names = [AUTOREGRESSIVE, *tuned_policies(next(iter(tables.values())))]
     subtitle = "ms per generated token, without vision tower and target prefill"
-    figure = style.figure(1.9 + 0.3 * len(names), "Decoding time by stage", subtitle)
+    figure = style.figure(1.9 + 0.3 * len(names), "Decoding time by phase", subtitle)
     panels = target_panels(figure, tables, "x")
     for target, axes in panels.items():
         for place, name in enumerate(names):
             if name in tables[target]["policies"]:
-                _stages(axes, place, tables[target]["policies"][name])
+                _phases(axes, place, tables[target]["policies"][name])
         axes.margins(x=0.12)
     first = next(iter(panels.values()))
     bar_labels(first, names)
@@ -92,11 +92,11 @@ def draw_time(figures: Figures) -> Figure:
     return figure
 
 
-def _stages(axes: Axes, place: int, part: Any) -> None:
+def _phases(axes: Axes, place: int, part: Any) -> None:
     left = 0.0
-    for stage, shade in style.STAGE_COLORS.items():
-        width = 1e3 * part["time_s"].get(stage, 0.0) / max(part["tokens"], 1)
-        label = style.STAGE_NAMES[stage] if place == 0 else None
+    for phase, shade in style.PHASE_COLORS.items():
+        width = 1e3 * part["time_s"].get(phase, 0.0) / max(part["tokens"], 1)
+        label = style.PHASE_NAMES[phase] if place == 0 else None
         axes.barh(place, width, left=left, height=0.62, color=shade, label=label)
         left += width
     axes.text(left, place, f" {left:.2f}", va="center", fontsize=8.5)
