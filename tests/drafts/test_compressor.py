@@ -110,7 +110,7 @@ def assert_equal(ours: Tensor, theirs: Tensor) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", COMPRESSORS)
 @torch.no_grad()
-def test_training_reads_and_says_what_the_session_does(world: World, kind: str, mode: str) -> None:
+def test_training_equals_the_session(world: World, kind: str, mode: str) -> None:
     """A padded batch of images, videos, text and turns against each of its prompts alone: rows, positions, outputs; then the
     session's drafted chain, and its logits after the target's features have replaced the drafted ones."""
     draft = compressed(world, kind, mode)
@@ -143,7 +143,7 @@ def test_training_reads_and_says_what_the_session_does(world: World, kind: str, 
 
 @pytest.mark.parametrize("mode", COMPRESSORS)
 @torch.no_grad()
-def test_what_stays_has_a_true_position_and_text_stays_as_it_was(world: World, mode: str) -> None:
+def test_rows_have_token_positions_and_text_is_unchanged(world: World, mode: str) -> None:
     draft = compressed(world, "eagle", mode)
     short, pairs = world.shorten(draft), world.pairs
     assert short.layout is not None
@@ -165,7 +165,7 @@ def test_what_stays_has_a_true_position_and_text_stays_as_it_was(world: World, m
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", COMPRESSORS)
-def test_the_answer_is_the_target_s_own_and_the_context_short(world: World, kind: str, mode: str, tmp_path: Path) -> None:
+def test_decoding_is_lossless_and_the_context_shorter(world: World, kind: str, mode: str, tmp_path: Path) -> None:
     draft = compressed(world, kind, mode)
     draft.save_pretrained(tmp_path)
     loaded: Any = sage.load_draft(tmp_path, world.target)
@@ -177,7 +177,7 @@ def test_the_answer_is_the_target_s_own_and_the_context_short(world: World, kind
     assert out.stats.accepted == sage.generate(world.target, draft, world.inputs, max_new_tokens=10).stats.accepted
 
 
-def test_rows_that_outnumber_a_tiny_picture_find_room(world: World) -> None:
+def test_cache_grows_if_a_tiny_image_gets_longer(world: World) -> None:
     draft = draft_with(world.target, "eagle", {"kind": "concat", "ratio": 1, "conv_ratio": 1, "queries": 9}).double()
     out = sage.generate(world.target, draft, world.inputs, policy="chain", max_new_tokens=10)
     assert out.stats.draft_context > out.stats.prompt_tokens and torch.equal(out.tokens, world.answer)
@@ -185,7 +185,7 @@ def test_rows_that_outnumber_a_tiny_picture_find_room(world: World) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_none_changes_nothing(world: World, kind: str, tmp_path: Path) -> None:
+def test_kind_none_changes_nothing(world: World, kind: str, tmp_path: Path) -> None:
     """Bit for bit: the tensors, weights and config of a draft without compressor."""
     draft, pairs = compressed(world, kind, None), world.pairs
     fused = draft.fuse(pairs.features)
@@ -204,7 +204,7 @@ def test_none_changes_nothing(world: World, kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", COMPRESSORS)
-def test_a_batch_of_text_is_untouched_yet_reaches_every_weight(world: World, mode: str) -> None:
+def test_text_batch_is_unchanged_and_reaches_every_weight(world: World, mode: str) -> None:
     draft = compressed(world, "eagle", mode).train()
     pairs = world.pairs_of(CONVERSATIONS["text only"])
     short = world.shorten(draft, pairs)
@@ -245,7 +245,7 @@ class TestGate:
         return seen[0]
 
     @pytest.mark.parametrize("mode", GATED)
-    def test_it_reads_the_question_and_nothing_after(self, world: World, mode: str) -> None:
+    def test_gate_reads_only_the_question(self, world: World, mode: str) -> None:
         """Only the turn of the image counts: not its answer, nor later turns, whose features depend on the image too."""
         draft = compressed(world, "eagle", mode)
         turn = [words(3, 1), "image", words(4, 2), [EOS], words(2, 3)]
@@ -255,14 +255,14 @@ class TestGate:
         assert (other - scores).abs().max() > 1e-3
 
     @torch.no_grad()
-    def test_another_question_can_get_another_operator(self, world: World) -> None:
+    def test_question_selects_the_operator(self, world: World) -> None:
         draft = compressed(world, "eagle", "select")
         questions = [[words(3, 1), "image", words(4, seed), [EOS], (*words(4, 4), EOS)] for seed in range(12)]
         assert len({int(self.asked(world, draft, pieces)[0].argmax()) for pieces in questions}) > 1
 
     @pytest.mark.parametrize("best", range(4))
     @torch.no_grad()
-    def test_decoding_takes_the_best_one(self, world: World, best: int) -> None:
+    def test_decoding_selects_the_highest_score(self, world: World, best: int) -> None:
         draft = compressed(world, "eagle", "select")
         mode = draft.compressor.mode
         mode.gate.outer.bias[best] += 1e3
@@ -273,7 +273,7 @@ class TestGate:
         assert torch.equal(ours.features, theirs.features) and torch.equal(ours.position_ids, theirs.position_ids)
         assert ours.weight is None
 
-    def test_training_draws_from_the_softmax_and_decoding_never_draws(self, world: World) -> None:
+    def test_training_samples_and_decoding_does_not(self, world: World) -> None:
         torch.manual_seed(0)
         scores = torch.tensor([1.0, 0.0, -1.0, 0.5])
         share = (scores + gumbel(scores.expand(20000, 4))).argmax(-1).bincount(minlength=4) / 20000
@@ -285,7 +285,7 @@ class TestGate:
         first, second = (world.shorten(draft.eval()).features for _ in range(2))
         assert torch.equal(first, second) and torch.equal(torch.get_rng_state(), state)
 
-    def test_a_draw_counts_exactly_one_and_its_gradient_is_that_of_the_relaxed_share(self, world: World) -> None:
+    def test_sample_weight_is_one_with_the_gradient_of_the_relaxed_share(self, world: World) -> None:
         """A score's gradient: d loss / d weight of the chosen operator's rows, times d share / d score."""
         draft = compressed(world, "eagle", "select").train()
         pairs = world.pairs_of(CONVERSATIONS["picture"])
@@ -314,7 +314,7 @@ class TestGate:
         torch.testing.assert_close(caught["scores"].grad[0], expected, rtol=1e-4, atol=1e-6)
 
 
-def test_pruning_draws_in_training_and_is_fixed_in_decoding(world: World) -> None:
+def test_pruning_samples_in_training_and_is_fixed_in_decoding(world: World) -> None:
     draft = compressed(world, "eagle", "prune")
     assert len({sources(world, draft.train()) for _ in range(6)}) > 1
     assert len({sources(world, draft.eval()) for _ in range(3)}) == 1
@@ -343,7 +343,7 @@ class TestMistakes:
         with refused("pruning.ratio: 0.5", "(pool)"):
             sage.generate(world.target, draft, world.inputs, pruning=sage.Pruning(0.5))
 
-    def test_a_draft_of_another_compressor_s_weights(self, world: World, tmp_path: Path) -> None:
+    def test_weights_of_another_compressor_are_refused(self, world: World, tmp_path: Path) -> None:
         compressed(world, "eagle", "conv").save_pretrained(tmp_path)
         config = tmp_path / "config.json"
         config.write_text(config.read_text().replace('"conv"', '"pool"'))

@@ -61,7 +61,7 @@ def test_tree_levels_equal_chains(tiny_target: sage.Target) -> None:
         torch.testing.assert_close(together[row], run([branch])[0], atol=1e-12, rtol=0)
 
 
-def test_round_trip_is_bit_exact_and_holds_nothing_of_the_target(tiny_target: sage.Target, tmp_path: Path) -> None:
+def test_round_trip_is_bit_exact_without_target_weights(tiny_target: sage.Target, tmp_path: Path) -> None:
     draft = random_draft(tiny_target, seed=5)
     draft.save_pretrained(tmp_path)
     loaded = sage.load_draft(tmp_path, tiny_target)
@@ -74,7 +74,7 @@ def test_round_trip_is_bit_exact_and_holds_nothing_of_the_target(tiny_target: sa
     assert first == second
 
 
-def test_image_inputs_token_hides_the_picture(tiny_qwen: sage.Target) -> None:
+def test_image_inputs_token_hides_the_image(tiny_qwen: sage.Target) -> None:
     prompt = tiny_qwen.embed(make_inputs(tiny_qwen))
     features = tiny_qwen.features(prompt)
     outs = []
@@ -98,7 +98,7 @@ class TestEagle3:
     def draft(self, target: sage.Target, vocabulary: torch.Tensor | None = None) -> Eagle3Draft:
         return random_draft(target, "eagle3", seed=0, vocabulary=vocabulary, feature_levels=[1, 2, 3])
 
-    def test_decodes_losslessly_with_whole_and_reduced_vocabulary(
+    def test_decodes_losslessly_with_complete_and_reduced_vocabulary(
         self, tiny_target: sage.Target, vocabulary: torch.Tensor
     ) -> None:
         inputs = in_float64(tiny_target, make_inputs(tiny_target))
@@ -107,7 +107,7 @@ class TestEagle3:
             out = sage.generate(tiny_target, self.draft(tiny_target, ids), inputs, policy="static", max_new_tokens=16)
             assert torch.equal(out.tokens, expected)
 
-    def test_drafts_only_words_of_its_vocabulary(self, tiny_qwen: sage.Target, vocabulary: torch.Tensor) -> None:
+    def test_drafts_only_tokens_of_the_draft_vocabulary(self, tiny_qwen: sage.Target, vocabulary: torch.Tensor) -> None:
         draft = self.draft(tiny_qwen, vocabulary)
         assert torch.equal(draft.token_map, vocabulary)
         assert draft.t2d.nonzero()[:, 0].tolist() == vocabulary.tolist()
@@ -147,7 +147,7 @@ class TestEagle3:
         with refused("draft.feature_levels", "3 layers"):
             default_levels(3)
 
-    def test_vocabulary_mistakes(self, tiny_qwen: sage.Target) -> None:
+    def test_invalid_vocabularies(self, tiny_qwen: sage.Target) -> None:
         for ids in (torch.tensor([3, 2]), torch.tensor([1, 400])):
             with refused("draft.draft_vocab_size"):
                 sage.new_draft(tiny_qwen, "eagle3", vocabulary=ids, feature_levels=[1, 2, 3])
@@ -185,7 +185,7 @@ class TestMistakes:
         with refused(str(tmp_path), "config.json"):
             sage.load_draft(tmp_path, tiny_qwen)
 
-    def test_another_target_names_both_sides(self, tiny_qwen: sage.Target, tiny_llava: sage.Target, tmp_path: Path) -> None:
+    def test_draft_for_another_target_names_both(self, tiny_qwen: sage.Target, tiny_llava: sage.Target, tmp_path: Path) -> None:
         sage.new_draft(tiny_llava).save_pretrained(tmp_path)
         with refused("made for llava_onevision (", "target is qwen2_5_vl ("):
             sage.load_draft(tmp_path, tiny_qwen)
@@ -226,7 +226,7 @@ class TestMistakes:
             assert error.startswith(f"error: {what}: {broken}: ") and len(error.splitlines()) == 1 and "REPORT" not in said
             assert message in error and "again" in error.rsplit(";", 1)[1]
 
-    def test_a_head_is_in_the_targets_dtype_and_a_smaller_model_in_any(self, tmp_path: Path) -> None:
+    def test_dtype_of_heads_and_of_smaller_models(self, tmp_path: Path) -> None:
         target = sage.load_target(save_target("qwen2_5_vl", tmp_path / "target"))
         random_draft(target).save_pretrained(tmp_path / "draft")
         with refused(f"draft: {tmp_path / 'draft'}", "torch.bfloat16", "torch.float32"):
@@ -249,7 +249,7 @@ class TestJoinedMaps:
     """Linear layers that share an input are fused for decoding; the separate layers are the reference."""
 
     @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-    def test_joined_equals_separate_on_the_same_memory(self, tiny_target: sage.Target, kind: str, tmp_path: Path) -> None:
+    def test_fused_linears_equal_separate_ones(self, tiny_target: sage.Target, kind: str, tmp_path: Path) -> None:
         options = {"feature_levels": [1, 2, 3]} if kind == "eagle3" else {}
         draft: Any = random_draft(tiny_target, kind, **options).double().eval()
         size = draft.config.hidden_size
@@ -268,7 +268,7 @@ class TestJoinedMaps:
         for name, value in open_draft(tmp_path, tiny_target, torch.float64).state_dict().items():
             assert torch.equal(value, draft.state_dict()[name]), name
 
-    def test_a_cast_or_a_gradient_step_is_never_read_from_stale_memory(self, tiny_target: sage.Target) -> None:
+    def test_fused_weights_are_not_stale_after_a_cast_or_a_step(self, tiny_target: sage.Target) -> None:
         draft: Any = sage.new_draft(tiny_target, "eagle", seed=0).eval()
         fuse_linears(draft)
         attention = draft.layer.self_attn
@@ -281,7 +281,7 @@ class TestJoinedMaps:
             assert torch.equal(attention.qkv(hidden), torch.cat([linear(hidden) for linear in attention.qkv.maps], -1))
 
     @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-    def test_a_draft_that_has_decoded_still_learns_everywhere(self, tiny_target: sage.Target, kind: str) -> None:
+    def test_all_weights_have_gradients_after_decoding(self, tiny_target: sage.Target, kind: str) -> None:
         options = {"feature_levels": [1, 2, 3]} if kind == "eagle3" else {}
         draft: Any = random_draft(tiny_target, kind, **options).eval()
         sage.generate(tiny_target, draft, make_inputs(tiny_target), policy="static", max_new_tokens=4)
@@ -293,7 +293,7 @@ class TestJoinedMaps:
         silent = [name for name, value in layer.named_parameters() if value.grad is None or not value.grad.any()]
         assert not silent
 
-    def test_a_draft_in_training_is_left_alone(self, tiny_target: sage.Target) -> None:
+    def test_drafts_in_training_are_not_fused(self, tiny_target: sage.Target) -> None:
         draft: Any = sage.new_draft(tiny_target, "eagle", seed=0).train()
         new_session(draft, tiny_target, 8)
         assert not draft.layer.self_attn.qkv.is_fused

@@ -1,4 +1,4 @@
-"""Pictures and clips of every odd sort: what they become, or the words in which they are refused."""
+"""Images and videos of unusual formats: conversion to RGB frames, or one-line errors."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image, UnidentifiedImageError
 from support.data_helpers import make_image, save_images
+from support.messages import check_message, refused
 
 from sage.inputs import media, video
 from sage.inputs.media import DEFAULT_FRAMES, MAX_PIXELS, check_image, open_image, open_video, open_video_part
@@ -38,7 +39,7 @@ def save_gif(path: Path, count: int, **options: Any) -> Path:
 
 
 def save_video(path: Path) -> Path:
-    """Two seconds, ever redder."""
+    """Saves two seconds of frames of increasing red."""
     av = importlib.import_module("av")
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mpeg4", rate=4)
@@ -50,18 +51,18 @@ def save_video(path: Path) -> Path:
     return path
 
 
-def damaged(whole: bytes, count: int) -> Iterator[bytes]:
-    """The same file with up to 20 bytes changed, some of them cut short as well."""
+def corrupted(complete: bytes, count: int) -> Iterator[bytes]:
+    """Yields copies of a file with up to 20 bytes changed, some of them truncated as well."""
     rng = random.Random(0)
     for _ in range(count):
-        data = bytearray(whole)
+        data = bytearray(complete)
         for _ in range(rng.randint(1, 20)):
             data[rng.randrange(len(data))] = rng.randrange(256)
         yield bytes(data if rng.random() < 0.7 else data[: rng.randrange(len(data))])
 
 
-def why_refused(path: Path, data: bytes) -> str:
-    """What a clip of these bytes is refused with, "" if it is not; any error but ValueError is passed on."""
+def error_of(path: Path, data: bytes) -> str:
+    """Returns the error of a video file with these bytes, "" if it is read; only ValueError is caught."""
     path.write_bytes(data)
     try:
         open_video(path, 4)
@@ -70,7 +71,7 @@ def why_refused(path: Path, data: bytes) -> str:
     return ""
 
 
-def test_sources_of_a_picture(tmp_path: Path) -> None:
+def test_sources_of_an_image(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     make_image().save(path)
     data = path.read_bytes()
@@ -85,13 +86,13 @@ def test_rotation_in_exif_is_applied() -> None:
     image = Image.new("RGB", (8, 4), "red")
     image.putpixel((0, 0), (0, 0, 255))
     exif = Image.Exif()
-    exif[0x0112] = 6  # to be turned a quarter to the right
+    exif[0x0112] = 6  # rotate by 90 degrees clockwise
     found = open_image(as_bytes(image, "PNG", exif=exif))
     assert found.size == (4, 8)
     assert found.getpixel((3, 0)) == (0, 0, 255)
 
 
-def test_transparent_lies_on_white() -> None:
+def test_transparency_is_composited_over_white() -> None:
     assert open_image(Image.new("RGBA", (4, 4), (0, 0, 0, 0))).getpixel((0, 0)) == (255, 255, 255)
     assert open_image(Image.new("LA", (4, 4), (0, 128))).getpixel((0, 0)) == (127, 127, 127)
     palette = Image.new("P", (4, 4))
@@ -100,76 +101,75 @@ def test_transparent_lies_on_white() -> None:
     assert open_image(as_bytes(palette, "PNG")).getpixel((0, 0)) == (10, 20, 30)
 
 
-def test_print_colours_become_screen_colours() -> None:
+def test_cmyk_is_converted_to_rgb() -> None:
     found = open_image(as_bytes(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "JPEG"))
     red, green, blue = found.getpixel((4, 4))  # type: ignore[misc]
     assert red > 200
     assert max(green, blue) < 60
 
 
-def test_sixteen_bits_are_scaled_not_clipped() -> None:
+def test_16_bit_gray_is_scaled_not_clipped() -> None:
     grey = Image.fromarray(np.array([[0, 32768], [65535, 257]], dtype=np.uint16))
     found = open_image(as_bytes(grey, "PNG"))
     assert [found.getpixel((x, y))[0] for y in (0, 1) for x in (0, 1)] == [0, 128, 255, 1]  # type: ignore[index]
 
 
-def test_animation_gives_its_first_frame() -> None:
+def test_first_frame_of_an_animation() -> None:
     data = as_bytes(make_image(8), "GIF", save_all=True, append_images=[make_image(8, "blue")], duration=10)
     assert open_image(data).getpixel((0, 0)) == (255, 0, 0)
 
 
 @pytest.mark.parametrize(
-    ("size", "reason"),
-    [((1, 1), "1x1 pixels, allowed: at least 2 a side"), ((20000, 20), "20000x20 pixels, allowed: sides within")],
+    ("size", "parts"), [((1, 1), ("1x1 pixels", "at least 2")), ((20000, 20), ("20000x20 pixels", "factor of 200"))]
 )
-def test_extreme_sizes_are_refused(size: tuple[int, int], reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
+def test_extreme_sizes_are_refused(size: tuple[int, int], parts: tuple[str, ...]) -> None:
+    with refused("image ", *parts):
         open_image(as_bytes(Image.new("L", size), "PNG"))
 
 
-def test_bomb_is_refused_before_it_is_decoded() -> None:
+def test_decompression_bomb_is_refused_before_decoding() -> None:
     side = int(MAX_PIXELS**0.5) + 100
-    with pytest.raises(ValueError, match=f"allowed: at most {MAX_PIXELS}"):
+    with refused("image ", f"at most {MAX_PIXELS}"):
         open_image(as_bytes(Image.new("1", (side, side)), "PNG"))
-    with pytest.raises(ValueError, match=f"too many pixels, allowed: at most {MAX_PIXELS}"):  # PIL's own limit
+    with refused("image ", f"at most {MAX_PIXELS}"):  # the limit of PIL itself
         open_image(as_bytes(Image.new("1", (2 * side, side)), "PNG"))
 
 
 @pytest.mark.slow
-def test_a_picture_just_below_the_limit_is_opened() -> None:
-    """PIL warns from 89.5 million pixels on; ours are 100 million."""
+def test_image_just_below_the_limit_is_opened() -> None:
+    """PIL warns above 89.5 million pixels; the limit here is 100 million."""
     assert open_image(as_bytes(Image.new("1", (10000, 9500)), "PNG")).size == (10000, 9500)
 
 
-def test_broken_files_are_named(tmp_path: Path) -> None:
+def test_unreadable_images_are_named(tmp_path: Path) -> None:
     whole = as_bytes(Image.effect_noise((64, 64), 90).convert("RGB"), "JPEG")
     (tmp_path / "cut.jpg").write_bytes(whole[: len(whole) // 2])
-    (tmp_path / "text.png").write_text("not a picture")
+    (tmp_path / "text.png").write_text("not an image")
     (tmp_path / "empty.png").write_bytes(b"")
-    with pytest.raises(ValueError, match="cut.jpg: corrupt or truncated"):
+    with refused(f"image {tmp_path}/cut.jpg"):
         open_image(tmp_path / "cut.jpg")
     for name in ("text.png", "empty.png"):
-        with pytest.raises(ValueError, match=f"{name}: not an image in a known format"):
+        with refused(f"image {tmp_path}/{name}"):
             open_image(tmp_path / name)
-    with pytest.raises(ValueError, match=f"^image {tmp_path}/gone.png: no such file$"):
+    with refused(f"image {tmp_path}/gone.png: no such file"):
         open_image(tmp_path / "gone.png")
     for empty in ("", " "):
         for opens in (open_image, open_video, check_image):
-            with pytest.raises(ValueError, match=f"^(image|video) '{empty}': an empty path; name a file$"):
+            with refused(repr(empty), "empty path"):
                 opens(empty)
-    with pytest.raises(ValueError, match=f"^image {'x' * 200}: no such file$"):  # base64 without `data:`, say
+    with refused(f"image {'x' * 200}: no such file"):  # such as base64 without `data:`
         open_image("x" * 5000)
-    with pytest.raises(ValueError, match=f"^image {tmp_path}: Is a directory$"):
+    with refused(f"image {tmp_path}: Is a directory"):
         open_image(tmp_path)
-    with pytest.raises(ValueError, match="a URL; download it"):
+    with refused("image https://example.com/a.png", "URL"):
         check_image("https://example.com/a.png")
-    with pytest.raises(ValueError, match="not valid base64"):
+    with refused("image ", "base64"):
         open_image("data:image/png;base64,@@")
 
 
-def test_a_url_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_download_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     class ConnectError(Exception):
-        """As the web client has it: not an OSError."""
+        """An error of the HTTP client, which is not an OSError."""
 
     def answer(error: Exception) -> Any:
         def load(url: str) -> Any:
@@ -178,14 +178,14 @@ def test_a_url_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) ->
         return load
 
     monkeypatch.setattr(media, "load_image", answer(ConnectError("Name or service not known")))
-    with pytest.raises(ValueError, match=r"^image https://x.org/a.png: could not be fetched \(Name or service not known\)$"):
+    with refused("image https://x.org/a.png", "(Name or service not known)"):
         open_image("https://x.org/a.png", allow_urls=True)
     monkeypatch.setattr(media, "load_image", answer(UnidentifiedImageError("page")))
-    with pytest.raises(ValueError, match="a.png: not an image in a known format"):
+    with refused("image https://x.org/a.png"):
         open_image("https://x.org/a.png", allow_urls=True)
 
 
-def test_clip_of_a_folder_in_natural_order(tmp_path: Path) -> None:
+def test_frames_of_a_folder_in_natural_order(tmp_path: Path) -> None:
     for i in range(12):
         Image.new("RGB", (8, 8), (i * 20, 0, 0)).save(tmp_path / f"frame{i}.png")
     (tmp_path / "notes.txt").write_text("no frame")
@@ -195,31 +195,31 @@ def test_clip_of_a_folder_in_natural_order(tmp_path: Path) -> None:
     assert [frame.getpixel((0, 0))[0] for frame in part.frames] == [80, 100, 120, 140]  # type: ignore[index]
 
 
-def test_clip_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no frames"):
+def test_unreadable_videos_are_named(tmp_path: Path) -> None:
+    with refused(f"video {tmp_path}", "no frames"):
         open_video(tmp_path, 4)
-    with pytest.raises(ValueError, match="video gone: no such file"):
+    with refused("video gone: no such file"):
         open_video("gone", 4)
     save_images(tmp_path, "a.png")
     make_image(8).save(tmp_path / "b.png")
-    with pytest.raises(ValueError, match="frames of different sizes"):
+    with refused(f"video {tmp_path}", "frames of different sizes"):
         open_video(tmp_path, 4)
-    (tmp_path / "b.png").write_text("no picture")
-    with pytest.raises(ValueError, match=rf"^video {tmp_path}: image {tmp_path}/b\.png: not an image in a known format$"):
+    (tmp_path / "b.png").write_text("not an image")
+    with refused(f"video {tmp_path}: image {tmp_path}/b.png"):
         open_video(tmp_path, 4)
 
 
 def test_video_file_needs_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.mp4").write_bytes(b"no video")
     monkeypatch.setattr(video, "READER", "no_such_reader")
-    with pytest.raises(ValueError, match="a.mp4: no video reader is installed; pip install"):
+    with refused("a.mp4", "pip install"):
         open_video(tmp_path / "a.mp4", 4)
 
 
 def test_video_file(tmp_path: Path) -> None:
     pytest.importorskip("av")
     path = save_video(tmp_path / "a.mp4")
-    clip = open_video(path, 4, frames_per_s=25.0)  # which is for frames, this file has a rate of its own
+    clip = open_video(path, 4, frames_per_s=25.0)  # ignored: the file has its own rate
     reds = [frame.getpixel((16, 16))[0] for frame in clip.frames]  # type: ignore[index]
     assert np.allclose(reds, [30, 90, 150, 210], atol=12)
     assert clip.fps == 2.0
@@ -227,17 +227,17 @@ def test_video_file(tmp_path: Path) -> None:
     assert (len(part.frames), part.fps) == (2, 4.0)
 
 
-def test_damaged_video_files_are_named(tmp_path: Path) -> None:
+def test_corrupt_video_files_are_named(tmp_path: Path) -> None:
     pytest.importorskip("av")
-    whole = save_video(tmp_path / "a.mp4").read_bytes()
-    told = [reason for data in damaged(whole, 60) if (reason := why_refused(tmp_path / "b.mp4", data))]
-    assert len(told) > 10
-    assert all(reason.startswith(f"video {tmp_path / 'b.mp4'}: ") and "\n" not in reason for reason in told)
+    complete = save_video(tmp_path / "a.mp4").read_bytes()
+    errors = [reason for data in corrupted(complete, 60) if (reason := error_of(tmp_path / "b.mp4", data))]
+    assert len(errors) > 10
+    assert all(reason.startswith(f"video {tmp_path / 'b.mp4'}: ") and "\n" not in reason for reason in errors)
 
 
 @pytest.mark.parametrize("name", ["FFmpegError", "DecoderNotFoundError"])
 def test_errors_of_the_reader_name_the_video(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Neither is an OSError, a ValueError or an IndexError."""
+    """Neither error is an OSError, a ValueError or an IndexError."""
     av = pytest.importorskip("av")
 
     def broken(*_: Any) -> Any:
@@ -245,16 +245,15 @@ def test_errors_of_the_reader_name_the_video(tmp_path: Path, monkeypatch: pytest
 
     path = save_video(tmp_path / "a.mp4")
     monkeypatch.setattr(av, "open", broken)
-    reason = why_refused(path, path.read_bytes())
-    assert reason.startswith(f"video {path}: not a readable video (")
-    assert "Decoder not found" in reason
+    reason = error_of(path, path.read_bytes())
+    check_message(reason, f"video {path}: ", "Decoder not found")
 
 
-def test_gif_file_is_a_clip_too(tmp_path: Path) -> None:
+def test_gif_file_is_a_video(tmp_path: Path) -> None:
     (tmp_path / "a.gif").write_bytes(as_bytes(make_image(8), "GIF", save_all=True, append_images=[make_image(8, "blue")]))
     clip = open_video(tmp_path / "a.gif", 4)
     assert [frame.getpixel((0, 0)) for frame in clip.frames] == [(255, 0, 0), (0, 0, 255)]
-    assert clip.fps == 10.0  # it says nothing of delays
+    assert clip.fps == 10.0  # the file has no delays
 
 
 def test_a_gif_has_seconds_and_segments(tmp_path: Path) -> None:
@@ -269,30 +268,30 @@ def test_a_gif_has_seconds_and_segments(tmp_path: Path) -> None:
     )  # 0 is a tenth, as in browsers
 
 
-def test_damaged_gifs_are_named(tmp_path: Path) -> None:
-    whole = save_gif(tmp_path / "a.gif", 6).read_bytes()
-    told = [reason for data in damaged(whole, 300) if (reason := why_refused(tmp_path / "b.gif", data))]
-    assert len(told) > 100
-    assert all(reason.startswith(f"video {tmp_path / 'b.gif'}: ") and "\n" not in reason for reason in told)
+def test_corrupt_gifs_are_named(tmp_path: Path) -> None:
+    complete = save_gif(tmp_path / "a.gif", 6).read_bytes()
+    errors = [reason for data in corrupted(complete, 300) if (reason := error_of(tmp_path / "b.gif", data))]
+    assert len(errors) > 100
+    assert all(reason.startswith(f"video {tmp_path / 'b.gif'}: ") and "\n" not in reason for reason in errors)
 
 
 @pytest.mark.parametrize("error", [IndexError("range"), struct.error("short"), KeyError(3), RuntimeError("no item")])
-def test_whatever_a_decoder_raises_names_the_gif(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_any_decoder_error_names_the_gif(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def broken(*_: Any) -> Any:
         raise error
 
     path = save_gif(tmp_path / "a.gif", 2)
     monkeypatch.setattr(Image.Image, "convert", broken)
-    assert why_refused(path, path.read_bytes()).startswith(f"video {path}: not a readable video (")
+    assert error_of(path, path.read_bytes()).startswith(f"video {path}: not a readable video (")
 
 
-def test_a_gif_that_is_a_bomb_is_refused_by_the_limit(tmp_path: Path) -> None:
+def test_gif_decompression_bomb_is_refused(tmp_path: Path) -> None:
     data = bytearray(save_gif(tmp_path / "a.gif", 2).read_bytes())
     data[6:10] = struct.pack("<HH", 65535, 65535)  # its width and height
-    assert why_refused(tmp_path / "b.gif", bytes(data)).endswith(f"b.gif: too many pixels, allowed: at most {MAX_PIXELS}")
+    assert error_of(tmp_path / "b.gif", bytes(data)).endswith(f"b.gif: too many pixels, allowed: at most {MAX_PIXELS}")
 
 
-def test_rate_of_what_was_sampled(tmp_path: Path) -> None:
+def test_rate_of_sampled_frames(tmp_path: Path) -> None:
     frames = [make_image(8)] * 12
     assert open_video(frames) == Video(frames, 2.0)
     assert open_video(frames, frames_per_s=3.0).fps == 3.0
@@ -304,7 +303,7 @@ def test_rate_of_what_was_sampled(tmp_path: Path) -> None:
     assert sample_frames(1800, 30.0, None, 16)[1] == pytest.approx(16 / 60)
 
 
-def test_part_of_a_message_names_a_segment_and_a_rate() -> None:
+def test_segment_and_rate_of_a_message_part() -> None:
     frames = [Image.new("RGB", (8, 8), (i * 20, 0, 0)) for i in range(12)]
     part = {"type": "video", "video": frames}
     assert open_video_part(part) == Video(frames, 2.0)
@@ -315,42 +314,42 @@ def test_part_of_a_message_names_a_segment_and_a_rate() -> None:
 
 
 @pytest.mark.parametrize(
-    ("times", "reason"),
+    ("times", "parts"),
     [
-        ({"fps": 0}, "fps 0, allowed: above 0, the frames per second"),
-        ({"fps": "many"}, "fps 'many', allowed: a number"),
-        ({"start": [1]}, r"start \[1\], allowed: a number"),
-        ({"end": float("nan")}, "end nan, allowed: a number"),
-        ({"start": 3, "end": 2.5}, "start 3 and end 2.5, allowed: seconds, the end not before the start"),
-        ({"end": -1}, "start 0 and end -1, allowed: seconds, the end not before the start"),
+        ({"fps": 0}, ("fps 0", "above 0")),
+        ({"fps": "many"}, ("fps 'many'", "a number")),
+        ({"start": [1]}, ("start [1]", "a number")),
+        ({"end": float("nan")}, ("end nan", "a number")),
+        ({"start": 3, "end": 2.5}, ("start 3 and end 2.5", "seconds")),
+        ({"end": -1}, ("start 0 and end -1", "seconds")),
     ],
 )
-def test_times_that_are_none(times: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ValueError, match=rf"^video \(list\): {reason}$"):
+def test_invalid_times_are_named(times: dict[str, Any], parts: tuple[str, ...]) -> None:
+    with refused("video (list): ", *parts):
         open_video_part({"type": "video", "video": [make_image(8)], **times})
 
 
-def test_video_file_that_is_none(tmp_path: Path) -> None:
+def test_invalid_video_files_are_named(tmp_path: Path) -> None:
     names = ["a.gif"] + (["a.mp4"] if importlib.util.find_spec("av") else [])
     for name in names:
-        (tmp_path / name).write_bytes(b"GIF89a, no more")
-        with pytest.raises(ValueError, match=rf"video .*{name}: not a readable video"):
+        (tmp_path / name).write_bytes(b"GIF89a, truncated")
+        with refused(f"video {tmp_path / name}"):
             open_video(tmp_path / name, 4)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no item"), TypeError("float"), KeyError(3), struct.error("short")])
-def test_whatever_a_decoder_raises_names_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_any_decoder_error_names_the_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     (tmp_path / "a.png").write_bytes(as_bytes(make_image(8), "PNG"))
 
     def broken(image: Any) -> Any:
         raise error
 
     monkeypatch.setattr(media.ImageOps, "exif_transpose", broken)
-    with pytest.raises(ValueError, match=r"image .*a\.png: corrupt or truncated"):
+    with refused(f"image {tmp_path}/a.png"):
         open_image(tmp_path / "a.png")
 
 
-def test_spacing() -> None:
+def test_evenly_spaced_frames() -> None:
     assert evenly_spaced(10, 2) == [2, 7]
     assert evenly_spaced(3, 5) == [0, 1, 2]
     assert evenly_spaced(8, 8) == list(range(8))

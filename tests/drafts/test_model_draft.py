@@ -48,7 +48,7 @@ def test_vocabularies_are_compared_once(tiny_target: sage.Target, monkeypatch: p
         sage.generate(make_qwen(), draft, make_inputs(tiny_target), policy="chain", max_new_tokens=2)
 
 
-def test_commit_reads_what_a_fresh_prefill_would(tiny_target: sage.Target) -> None:
+def test_commit_equals_a_fresh_prefill(tiny_target: sage.Target) -> None:
     inputs = in_float64(tiny_target, make_inputs(tiny_target))
     prompt = tiny_target.embed(inputs)
     session = ModelSession(ModelDraft(tiny_target, tiny_target), tiny_target, 64)
@@ -72,7 +72,7 @@ def test_pruning_changes_the_draft_and_never_the_output(method: str, ratio: floa
         assert out.tokens.tolist() == expected
 
 
-def test_kept_tokens_are_text_and_the_budget(tiny_target: sage.Target) -> None:
+def test_kept_tokens_are_the_text_and_the_budget(tiny_target: sage.Target) -> None:
     prompt = tiny_target.embed(make_inputs(tiny_target))
     features = tiny_target.prefill(prompt, tiny_target.new_cache(64), wants_attention=True)
     num_visual = int(prompt.visual_mask.sum())
@@ -109,7 +109,7 @@ def test_attention_is_recorded_only_on_request(tiny_qwen: sage.Target) -> None:
     assert tiny_qwen.text_model.config._attn_implementation == before
 
 
-def test_two_stages_by_hand() -> None:
+def test_two_stage_indices_by_hand() -> None:
     """Scores .3 .2 .1 .1 .1 .1 .05 .05 sum to 1: .3 is below 40%, .5 is not, so two are selected by attention; of the other
     six, a budget of four selects two evenly: the second and the fifth (indices 3 and 6)."""
     scores = torch.tensor([0.3, 0.2, 0.1, 0.1, 0.1, 0.1, 0.05, 0.05])
@@ -118,7 +118,7 @@ def test_two_stages_by_hand() -> None:
     assert two_stage_indices(scores, 0).tolist() == []
 
 
-def test_spread_is_even_and_distinct() -> None:
+def test_uniform_indices_are_even_and_distinct() -> None:
     assert uniform_indices(10, 5).tolist() == [1, 3, 5, 7, 9]
     for count in range(1, 20):
         for budget in range(count + 1):
@@ -166,7 +166,7 @@ def test_load_draft_takes_a_target_folder(tiny_qwen: sage.Target, tmp_path: Path
     assert isinstance(draft, ModelDraft)
 
 
-def test_different_words_are_refused(tiny_qwen: sage.Target) -> None:
+def test_different_vocabularies_are_refused(tiny_qwen: sage.Target) -> None:
     from support.processors import make_processor
 
     first, second = (sage.Target(make_qwen().model, make_processor(tiny_qwen)) for _ in range(2))

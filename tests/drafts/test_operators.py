@@ -67,7 +67,7 @@ def test_pool_is_the_mean_of_each_window(ratio: int) -> None:
 
 
 @pytest.mark.parametrize("ratio", [1, 3, 20])
-def test_conv_weighs_each_channel_and_begins_as_the_mean(ratio: int) -> None:
+def test_conv_weights_each_channel_and_is_initially_the_mean(ratio: int) -> None:
     spans, states, single = picture_spans()
     conv = Conv(ratio, CHANNELS).double()
     for ours, theirs in zip(conv(states, spans, False), Pool(ratio)(states, spans, False), strict=True):
@@ -97,7 +97,7 @@ def test_prune_keeps_one_pair_of_each_window(is_sampling: bool) -> None:
     assert (len(seen) > 1) == is_sampling
 
 
-def test_what_decoding_keeps_is_spread_over_the_windows() -> None:
+def test_fixed_pruning_is_evenly_distributed_in_the_windows() -> None:
     """The numbers are evenly distributed, and do not depend on the other images of the batch."""
     share = hashed_uniform(4000, torch.device("cpu"))
     assert torch.equal(hashed_uniform(10, torch.device("cpu")), share[:10]) and bool(((share >= 0) & (share < 1)).all())
@@ -107,7 +107,7 @@ def test_what_decoding_keeps_is_spread_over_the_windows() -> None:
 
 
 @pytest.mark.parametrize("queries", [1, 2, 5])
-def test_the_resampler_reads_the_whole_span(queries: int) -> None:
+def test_resampler_attends_to_the_complete_span(queries: int) -> None:
     spans, states, single = picture_spans()
     module = randomised(Resampler(queries, SIZES))
     assert_rows(module(states, spans, False), [resampled(module, span) for span in single])
@@ -130,14 +130,14 @@ def resampled(module: Resampler, span: Tensor) -> list[tuple[int, Tensor]]:
     return found
 
 
-def test_a_fresh_resampler_is_the_mean_of_its_parts() -> None:
+def test_fresh_resampler_is_the_mean_of_the_parts() -> None:
     spans, states, _ = picture_spans()
     fresh, pool = Resampler(1, SIZES).double()(states, spans, False), Pool(max(LENGTHS))(states, spans, False)
     for ours, theirs in zip(fresh, pool, strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
-def test_text_only_leaves_nothing() -> None:
+def test_text_only_removes_all_rows() -> None:
     spans, states, single = picture_spans()
     assert_rows(TextOnly()(states, spans, False), [[] for _ in single])
 
@@ -160,11 +160,11 @@ def test_weighted_mixes_by_the_softmax_of_the_gate() -> None:
     assert torch.equal(rows.offset, parts[2].offset) and torch.equal(rows.valid, parts[2].valid)
 
 
-def test_a_fresh_gate_has_no_preference() -> None:
+def test_fresh_gate_scores_all_operators_equally() -> None:
     assert not Gate(CHANNELS, 4, 0.5)(torch.randn(3, CHANNELS)).any()
 
 
-def test_marks_of_a_conversation_of_two_turns() -> None:
+def test_pair_masks_of_two_turns() -> None:
     """v image, E end of turn, a answer; an image directly followed by an answer keeps its last pair."""
     tokens = "tvvvttEttaaEtvva"
     visual, ends, answer = (torch.tensor([[letter in kind for letter in tokens]]) for kind in ("v", "E", "a"))
@@ -180,7 +180,7 @@ def text_of(mask: Tensor) -> str:
 
 
 @pytest.mark.parametrize("number", range(5))
-def test_the_layout_of_random_sequences(number: int) -> None:
+def test_layout_of_random_sequences(number: int) -> None:
     """Every tensor of a layout against a loop over each sequence."""
     torch.manual_seed(number)
     visual, most = torch.rand(3, 14) < 0.5, 3
@@ -217,7 +217,7 @@ def walk(visual: Tensor, own: list[int], spans: Spans, rows: Rows) -> list[tuple
     return found
 
 
-def test_a_weight_scales_what_is_read_of_a_row_and_not_how_much_it_is_looked_at() -> None:
+def test_weight_scales_the_attention_value_not_the_score() -> None:
     """Step 0 and a chained step against dense attention over scaled values."""
     query, key, value = (torch.randn(2, heads, 6, 4, dtype=torch.float64) for heads in (4, 2, 2))
     weight = torch.rand(2, 6, dtype=torch.float64)

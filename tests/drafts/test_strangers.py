@@ -56,7 +56,7 @@ def test_code_of_a_target_is_not_run(
     assert not (tmp_path / "ran").exists()
 
 
-def test_every_pickle_is_opened_for_tensors_alone() -> None:
+def test_pickles_are_opened_for_tensors_only() -> None:
     """torch.load only with weights_only, the pickle module only for its errors, numpy without objects, no remote code."""
     allowed = {"weights_only=True", "trust_remote_code=False", "pickle.UnpicklingError", "import pickle"}
     pattern = re.compile(

@@ -81,7 +81,7 @@ def test_placeholders_match_the_vision_tower_at_any_resolution(ready: sage.Targe
     torch.testing.assert_close(ready.lm_head(ready.features(prompt).last), expected, atol=1e-5, rtol=0)
 
 
-def test_several_pictures_and_video(ready: sage.Target) -> None:
+def test_several_images_and_a_video(ready: sage.Target) -> None:
     frames = {"type": "video", "video": [picture(16, 16, i) for i in range(4)]}
     for parts in (
         (image_part(8, 8), image_part(30, 11), "compare"),
@@ -129,7 +129,7 @@ def test_each_video_has_its_own_seconds_per_grid() -> None:
         processor.encode([(target.family.placeholders["video"], False)], videos=[[picture(8, 8)] * 4], fps=[1.0, 2.0])
 
 
-def test_a_file_tells_its_seconds_as_hugging_face_counts_them(tmp_path: Path) -> None:
+def test_seconds_of_a_video_file_equal_hugging_face(tmp_path: Path) -> None:
     """Of a minute with 48 frames, 16 are sampled: two of them, one temporal patch, are 7.5 s."""
     frames = [picture(8, 8, i) for i in range(48)]
     frames[0].save(tmp_path / "minute.gif", save_all=True, append_images=frames[1:], duration=1250)
@@ -140,7 +140,7 @@ def test_a_file_tells_its_seconds_as_hugging_face_counts_them(tmp_path: Path) ->
     assert inputs["second_per_grid_ts"].tolist() == pytest.approx([2 / theirs])
 
 
-def test_only_the_segment_of_a_clip_is_shown(ready: sage.Target, tmp_path: Path) -> None:
+def test_only_the_segment_of_a_video_is_encoded(ready: sage.Target, tmp_path: Path) -> None:
     frames = [picture(8, 8, i) for i in range(12)]
     for i, frame in enumerate(frames):
         frame.save(tmp_path / f"{i}.png")
@@ -152,7 +152,7 @@ def test_only_the_segment_of_a_clip_is_shown(ready: sage.Target, tmp_path: Path)
 
 
 @pytest.mark.parametrize("make", [make_qwen, make_llava])
-def test_clips_of_different_lengths_in_one_batch(make: Any) -> None:
+def test_videos_of_different_lengths_in_one_batch(make: Any) -> None:
     """The embeddings of each video equal those of the video alone, in order, without those of padded frames."""
     target = make()
     processor = make_processor(target)
@@ -164,7 +164,7 @@ def test_clips_of_different_lengths_in_one_batch(make: Any) -> None:
     assert len(together) == sum(int(clip["input_ids"].shape[0]) for clip in clips)
 
 
-def test_pieces_are_tokenised_on_their_own(ready: sage.Target) -> None:
+def test_segments_are_tokenized_separately(ready: sage.Target) -> None:
     example = ready.processor.encode([("ab", False), ("cd", True), ("ef", False)])
     ids, mask = example["input_ids"], example["loss_mask"]
     assert ready.processor.tokenizer.decode(ids[mask]) == "cd"
@@ -176,14 +176,14 @@ class TestMistakes:
         with refused("prompt: empty"):
             ready.prepare(user("  "))
 
-    def test_placeholder_without_picture_and_the_reverse(self, ready: sage.Target) -> None:
+    def test_numbers_of_placeholders_and_images_differ(self, ready: sage.Target) -> None:
         token = ready.family.placeholders["image"]
         with refused("prompt: ", repr(token)):
             ready.processor.encode([(f"see {token}", False)])
         with refused("prompt: 1", repr(token)):
             ready.processor.encode([("see", False)], images=[picture(8, 8)])
 
-    def test_not_a_picture(self, tmp_path: Path) -> None:
+    def test_file_is_not_an_image(self, tmp_path: Path) -> None:
         file = tmp_path / "photo.jpg"
         file.write_bytes(b"not a picture")
         with refused("photo.jpg: "):
@@ -191,7 +191,7 @@ class TestMistakes:
         with refused("none.jpg: no such file"):
             open_image(tmp_path / "none.jpg")
 
-    def test_empty_and_missing_clips(self, tmp_path: Path) -> None:
+    def test_empty_and_missing_videos(self, tmp_path: Path) -> None:
         with refused("video ", "no frames"):
             open_video(tmp_path)
         with refused("none: no such file"):
@@ -216,9 +216,7 @@ class TestMistakes:
             (["preprocessor_config.json"], "its tokenizer or image processor cannot be read"),
         ],
     )
-    def test_files_that_are_missing_beside_the_weights(
-        self, tmp_path: Path, family: str, files: list[str], message: str
-    ) -> None:
+    def test_missing_processor_files(self, tmp_path: Path, family: str, files: list[str], message: str) -> None:
         """For some families transformers creates an empty tokenizer if the files are missing."""
         folder = save_target(family, tmp_path / "target")
         for file in files:
@@ -234,25 +232,25 @@ class TestMistakes:
         with refused("target: ", "'<|image_pad|>'", "tokenizer"):
             sage.load_target(folder)
 
-    def test_weights_of_more_layers_are_said_to_be_left_aside(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_unused_layers_are_reported(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         folder = save_target("qwen2_5_vl", tmp_path / "target")
         state = load_file(folder / "model.safetensors")
         save_file(state | {"spare.weight": torch.zeros(2)}, folder / "model.safetensors", metadata={"format": "pt"})
         sage.load_target(folder)
         assert "target: 1 of its tensors are not used: spare.weight" in caplog.text
 
-    def test_tensors_without_processor_cannot_prepare(self, tiny_qwen: sage.Target) -> None:
+    def test_prepare_needs_a_processor(self, tiny_qwen: sage.Target) -> None:
         with refused("target: ", "processor"):
             tiny_qwen.prepare(user("hello"))
 
-    def test_text_and_pixels_that_disagree(self, tiny_qwen: sage.Target) -> None:
+    def test_text_and_pixels_differ(self, tiny_qwen: sage.Target) -> None:
         inputs = make_inputs(tiny_qwen)
         inputs["input_ids"] = inputs["input_ids"][:, :8]
         with refused("inputs: ", "4 visual embeddings"):
             tiny_qwen.embed(inputs)
 
 
-def test_rgba_exif_and_palette_pictures_become_rgb(tmp_path: Path) -> None:
+def test_rgba_exif_and_palette_images_become_rgb(tmp_path: Path) -> None:
     for mode in ("RGBA", "P", "L", "CMYK", "I;16"):
         file = tmp_path / f"{mode.replace(';', '')}.{'tiff' if mode in ('CMYK', 'I;16') else 'png'}"
         Image.new(mode, (6, 4)).save(file)

@@ -26,7 +26,7 @@ def cut(inputs: dict[str, Tensor], length: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_unroll_is_what_the_decoder_drafts_along_a_chain(tiny_target: sage.Target, kind: str) -> None:
+def test_unroll_equals_a_drafted_chain(tiny_target: sage.Target, kind: str) -> None:
     """Row s of step i equals a session that has read up to pair s and then drafted the next i tokens of the text."""
     inputs = in_float64(tiny_target, make_inputs(tiny_target, length=14))
     draft = head(tiny_target, kind)
@@ -50,7 +50,7 @@ def test_unroll_is_what_the_decoder_drafts_along_a_chain(tiny_target: sage.Targe
             torch.testing.assert_close(unrolled[step][0, root], session.hidden[0], atol=1e-11, rtol=1e-11)
 
 
-def test_one_step_is_the_plain_forward(tiny_target: sage.Target) -> None:
+def test_one_step_equals_forward(tiny_target: sage.Target) -> None:
     inputs = make_inputs(tiny_target)
     draft, prompt = head(tiny_target, "eagle"), tiny_target.embed(inputs)
     features = tiny_target.features(prompt).last
@@ -108,7 +108,7 @@ def test_attention_and_its_gradient_equal_the_dense_mask(spread: float) -> None:
         torch.testing.assert_close(ours, expected, atol=1e-10, rtol=1e-10)
 
 
-def test_bf16_keeps_the_chains_share() -> None:
+def test_bf16_keeps_the_share_of_the_chain() -> None:
     """Rounding inputs and weights to 8 bits costs about 1%; a share stored as a single bf16 number would cost 10%."""
     queries, keys, values = ([t.bfloat16() for t in group] for group in chain_inputs(torch.float64, 2.0))
     chains = Chains()
@@ -118,7 +118,7 @@ def test_bf16_keeps_the_chains_share() -> None:
         assert float((out.double() - expected).abs().max()) < 0.02 * float(expected.abs().max())
 
 
-def test_negative_control_later_true_keys_are_not_seen(tiny_qwen: sage.Target) -> None:
+def test_negative_control_later_keys_are_masked(tiny_qwen: sage.Target) -> None:
     """The target's feature of token t + 1 must not reach a draft that has read up to token t."""
     draft = head(tiny_qwen, "eagle").double()
     embeds, features = torch.randn(2, 1, 8, 32, dtype=torch.float64)
@@ -132,7 +132,7 @@ def test_negative_control_later_true_keys_are_not_seen(tiny_qwen: sage.Target) -
         assert changed == list(range(5, 8 - step))
 
 
-def test_heads_share_one_form() -> None:
+def test_heads_share_one_forward() -> None:
     from sage.drafts.head import DraftHead
 
     for kind in (sage.drafts.EagleDraft, sage.drafts.Eagle3Draft):
