@@ -244,8 +244,7 @@ def _prompt_lookup(target: Any) -> dict[str, Any]:
     Prompt lookup copies placeholders from the prompt, for which the model has no images. Suppressed tokens are not proposed. No
     trained target emits placeholders, so the text is the same.
     """
-    config = target.family.config
     return {
         "prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS,
-        "suppress_tokens": [config.image_token_id, config.video_token_id],
+        "suppress_tokens": list(target.family.placeholder_ids.values()),
     }

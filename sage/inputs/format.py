@@ -24,7 +24,7 @@ class InputFormat(ABC):
 
     Attributes:
         model_type: `model_type` of the configuration.
-        placeholders: "image" and "video" -> the token that the chat template writes for one.
+        placeholders: "image", and "video" if the family takes videos -> the token that the chat template writes for one.
         pixel_keys: names of the pixel inputs.
     """
 
@@ -49,14 +49,17 @@ class InputFormat(ABC):
     def encode_images(self, image_processor: Any, images: list[Any]) -> tuple[Inputs, list[int]]:
         """Returns the pixel inputs of one conversation's images and the number of visual tokens of each."""
 
-    @abstractmethod
     def encode_videos(self, image_processor: Any, videos: list[list[Any]], fps: list[float]) -> tuple[Inputs, list[int]]:
         """Returns the pixel inputs of one conversation's videos and the number of visual tokens of each.
 
         Args:
             videos: frames of each video.
             fps: frames per second of each video, as sampled.
+
+        Raises:
+            ValueError: the family takes no videos.
         """
+        raise ValueError(f"video: {self.model_type} takes no videos; give the frames as images")
 
     def token_inputs(self, input_ids: Tensor) -> Inputs:
         """Returns per-token inputs in addition to `input_ids` [T]; none by default."""

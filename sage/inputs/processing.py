@@ -131,13 +131,15 @@ class Processor:
         counts: dict[str, list[int]] = {token: [] for token in self.family.placeholders.values()}
         pixels: Inputs = {}
         if images:
-            found, counts[self.family.placeholders["image"]] = self.family.encode_images(self.image_processor, images)
+            found, num_tokens = self.family.encode_images(self.image_processor, images)
+            counts[self.family.placeholders["image"]] = num_tokens
             pixels |= found
         fps = [DEFAULT_FPS] * len(videos) if fps is None else fps
         if len(fps) != len(videos):
             raise ValueError(f"video: {len(videos)} video(s) and {len(fps)} value(s) of fps; give one for each video")
         if videos:
-            found, counts[self.family.placeholders["video"]] = self.family.encode_videos(self.image_processor, videos, fps)
+            found, num_tokens = self.family.encode_videos(self.image_processor, videos, fps)
+            counts[self.family.placeholders["video"]] = num_tokens
             pixels |= found
         return counts, pixels
 

@@ -16,7 +16,9 @@ from support.processors import image_part, make_processor, picture, user
 from transformers.video_utils import VideoMetadata
 
 import sage
+from sage.inputs.format import InputFormat
 from sage.inputs.media import open_image, open_video
+from sage.targets.families.llava_onevision import LlavaOnevision
 from sage.targets.target import load_processor
 
 
@@ -182,6 +184,17 @@ class TestMistakes:
             ready.processor.encode([(f"see {token}", False)])
         with refused("prompt: 1", repr(token)):
             ready.processor.encode([("see", False)], images=[picture(8, 8)])
+
+    def test_a_family_without_videos_refuses_them(self) -> None:
+        class ImagesOnly(LlavaOnevision):
+            placeholders = {"image": "<image>"}
+            encode_videos = InputFormat.encode_videos
+
+        processor = make_processor(make_llava())
+        processor.family = ImagesOnly(processor.family.config)
+        assert processor.family.placeholder_ids.keys() == {"image"}
+        with refused("video: ", "llava_onevision"):
+            processor.encode([("see", False)], videos=[[picture(8, 8)] * 2])
 
     def test_file_is_not_an_image(self, tmp_path: Path) -> None:
         file = tmp_path / "photo.jpg"
