@@ -263,9 +263,9 @@ def _describe_fingerprint(target: dict[str, Any]) -> str:
     if not target:
         return "unknown"
     name = f"{target['name']}: " if target.get("name") else ""
-    sizes = {"num_layers": "layers", "hidden_size": "hidden", "vocab_size": "tokens"}
-    return f"{name}{target.get('model_type')}, " + ", ".join(
-        f"{target[key]} {label}" for key, label in sizes.items() if key in target
+    sizes = {"num_layers": "{} layers", "hidden_size": "hidden size {}", "vocab_size": "vocabulary {}"}
+    return ", ".join(
+        [f"{name}{target.get('model_type')}", *(text.format(target[key]) for key, text in sizes.items() if key in target)]
     )
 
 

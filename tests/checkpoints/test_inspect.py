@@ -28,7 +28,7 @@ def test_run(home: Path) -> None:
     for line in (
         "steps trained 200",
         "data fingerprint f00d",
-        f"target {home / 'target'}: qwen2_5_vl, 3 layers, 32 hidden, 330 tokens",
+        f"target {home / 'target'}: qwen2_5_vl, 3 layers, hidden size 32, vocabulary 330",
         "drafts draft_best, draft",
         "draft sage_eagle3, 16,416 parameters",
         "validation tokens/pass accepted speedup identical",
