@@ -1,6 +1,6 @@
 """Time and peak memory of interleaved runs, on a CPU or a GPU, so that other load affects all variants alike.
 
-Owns: the clocks. Does not own: the measured functions.
+Owns: interleaving and peak memory. Does not own: the clock (sage.costs.timing), the measured functions.
 """
 
 from __future__ import annotations

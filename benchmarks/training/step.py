@@ -29,9 +29,9 @@ from train.distill.pairs import count_supervised
 from train.distill.student import Student
 from train.engine.engine import Engine
 from train.launch.ranks import Ranks
-from train.monitor.metrics import Meter
+from train.monitor.metrics import TrainingMetrics
 from train.monitor.profiler import ProfileWindow
-from train.monitor.progress import Silent
+from train.monitor.progress import NoDisplay
 from train.monitor.sinks import Tracker
 from train.run.build import build_teacher, building
 from train.run.loop import MicroBatches, TrainingRun, train_step
@@ -97,8 +97,8 @@ def run_of_shape(config: Config, ranks: Ranks, shape: Shape, num_layers: int, le
             loader=feed,
             store=StateStore(Path("unused"), 1),
             tracker=Tracker(),
-            display=Silent(),
-            meter=Meter(feed),
+            display=NoDisplay(),
+            metrics=TrainingMetrics(feed),
             state=TrainState(),
             total_steps=1,
             validate=lambda: ValidationOutcome(report=None, is_interrupted=False),

@@ -1,4 +1,4 @@
-"""Chains simulated on a batch's agreements, against a naive walk and against what a decoder would do."""
+"""Chains simulated from the agreements of a batch, compared with a naive walk."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sage.trees.chain import Chain
 from train.config.schema import DecodeConfig
-from train.monitor.acceptance_estimate import DEPTH, ChainEstimate, answers, chain_depth, simulate
+from train.monitor.acceptance_estimate import ChainEstimate, answers, chain_depth, simulate
 
 
 def rows(*bits: str) -> torch.Tensor:
@@ -20,7 +21,7 @@ def rows(*bits: str) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("agree", "depth", "passes"),
     [
-        ("1110111", 3, 2),  # the example of the module
+        ("1110111", 3, 2),  # the example in the module
         ("0000", 3, 4),  # one token a pass: the target alone
         ("1111", 9, 1),
         ("1111", 1, 2),  # one drafted token and the target's own
@@ -33,7 +34,7 @@ def test_passes_of_one_answer(agree: str, depth: int, passes: int) -> None:
     assert simulate(rows(agree), mask, depth).tolist() == [len(agree), passes]
 
 
-def test_deeper_steps_are_asked_at_their_depth() -> None:
+def test_each_depth_reads_its_unrolled_step() -> None:
     """Step 1 of an unrolled draft is wrong everywhere, so a chain keeps one token however often step 0 is right."""
     mask = torch.ones(1, 6, dtype=torch.bool)
     assert simulate(rows("111111", "000000"), mask, 5).tolist() == [6, 3]
@@ -68,23 +69,23 @@ def test_simulation_is_the_naive_walk(agree: list[bool], depth: int) -> None:
     assert simulate(torch.tensor([agree]), mask, depth).tolist() == [len(agree), naive(agree, depth)]
 
 
-def test_a_chain_of_independent_chances_has_the_known_mean() -> None:
+def test_independent_acceptance_has_the_known_mean() -> None:
     """(1 - a^(k+1)) / (1 - a) tokens per pass for acceptance a and depth k; 20000 tokens, so within two per cent."""
-    generator, chance, depth = random.Random(0), 0.7, 4
-    agree = torch.tensor([[generator.random() < chance for _ in range(20_000)]])
+    generator, probability, depth = random.Random(0), 0.7, 4
+    agree = torch.tensor([[generator.random() < probability for _ in range(20_000)]])
     tokens, passes = simulate(agree, torch.ones_like(agree), depth).tolist()
-    assert tokens / passes == pytest.approx((1 - chance ** (depth + 1)) / (1 - chance), rel=0.02)
+    assert tokens / passes == pytest.approx((1 - probability ** (depth + 1)) / (1 - probability), rel=0.02)
 
 
-def test_micro_batches_add_up_and_are_forgotten() -> None:
+def test_micro_batches_add_up_until_popped() -> None:
     estimate = ChainEstimate(3)
     mask = torch.ones(1, 4, dtype=torch.bool)
     estimate.add(rows("1111"), mask)
     estimate.add(rows("0000"), mask)
-    assert estimate.take().tolist() == [8, 5]
-    assert estimate.take().tolist() == [0, 0]
+    assert estimate.pop().tolist() == [8, 5]
+    assert estimate.pop().tolist() == [0, 0]
 
 
 def test_the_depth_is_that_of_the_measured_chain() -> None:
     assert chain_depth(DecodeConfig(policies=[], num_prompts=1, max_new_tokens=2, options={"chain": {"depth": 7}})) == 7
-    assert chain_depth(DecodeConfig(policies=[], num_prompts=1, max_new_tokens=2)) == DEPTH
+    assert chain_depth(DecodeConfig(policies=[], num_prompts=1, max_new_tokens=2)) == Chain.depth

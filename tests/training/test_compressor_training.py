@@ -72,7 +72,7 @@ def test_every_mode_learns(folder: Path, tmp_path: Path, mode: str, draft: list[
         losses = []
         for _ in range(STEPS):
             assert math.isfinite(train_step(run, batches, config.optim.lr))
-            losses.append(run.meter.reduce(run.ranks, run.state, lr=config.optim.lr, grad_norm=0.0)["loss"])
+            losses.append(run.metrics.reduce(run.ranks, run.state, lr=config.optim.lr, grad_norm=0.0)["loss"])
         assert all(map(math.isfinite, losses)) and losses[-1] < losses[0]
         if mode != "select":  # where a draw may never have fallen on an operator
             assert all(not torch.equal(value, before[name]) for name, value in head.compressor.named_parameters())

@@ -1,4 +1,4 @@
-"""What is written where, and that it survives resuming; the wandb run is real, offline."""
+"""Sinks, also of resumed runs (the wandb run is real, offline); provenance, schedule, metrics, display, score."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any, cast
 import pytest
 import torch
 from rich.console import Console
+from support.messages import refused
 
 from checkpoints.run_folder import read_metrics
 from checkpoints.store import SaveFailed
@@ -31,8 +32,8 @@ from train.config.schema import (
 )
 from train.engine.lr_schedule import learning_rate, total_steps
 from train.launch.ranks import Ranks
-from train.monitor.metrics import Meter
-from train.monitor.progress import Lines, Live, Silent, clock, describe, open_display
+from train.monitor.metrics import TrainingMetrics
+from train.monitor.progress import LiveDisplay, LogDisplay, NoDisplay, describe, open_display
 from train.monitor.sinks import Jsonl, Tracker, check_tracking, open_tracker, wandb_mode
 from train.run.build import open_run_folder
 from train.state.provenance import git_revision, write_provenance
@@ -56,7 +57,7 @@ def test_metrics_are_one_object_per_line(tmp_path: Path) -> None:
     assert [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()] == LINES
 
 
-def test_resuming_drops_what_was_logged_after_the_saved_step_and_a_torn_line(tmp_path: Path) -> None:
+def test_resuming_drops_later_lines_and_a_truncated_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in LINES) + '{"step": 4, "lo')
     sink = Jsonl(path, from_step=2)
@@ -65,27 +66,25 @@ def test_resuming_drops_what_was_logged_after_the_saved_step_and_a_torn_line(tmp
     assert read_metrics(path) == [*LINES[:2], {"step": 3, "loss": 9.0}]
 
 
-def test_a_full_disk_names_the_file_and_the_remedy(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_with_file_and_remedy(tmp_path: Path) -> None:
     """`/dev/full` answers every write as a full disk does; a run ends with exit code 1, as when a state cannot be saved."""
     sink = Jsonl(tmp_path / "metrics.jsonl", 0)
     sink.close()
     sink.file = io.TextIOWrapper(io.BufferedWriter(io.FileIO("/dev/full", "w")), line_buffering=True)
-    with pytest.raises(
-        SaveFailed, match=r"metrics\.jsonl: could not be saved \(.*No space left.*then go on with run\.resume=true"
-    ):
+    with refused("metrics.jsonl", "No space left", "run.resume=true", error=SaveFailed):
         sink.log({"step": 1}, 1)
     with pytest.raises(OSError, match="No space left"):
         sink.close()
     (tmp_path / "file").write_text("")
-    with pytest.raises(SaveFailed, match=r"file/metrics\.jsonl: could not be saved \(.*File exists"):
+    with refused("file/metrics.jsonl", "File exists", error=SaveFailed):
         Jsonl(tmp_path / "file" / "metrics.jsonl", 0)
     assert SaveFailed.exit_code == 1
 
 
-def test_a_run_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_a_run_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     ranks, target = Ranks(0, 1, torch.device("cpu")), cast(Any, None)
-    with pytest.raises(SaveFailed, match=r"file/run: could not be saved \(.*Not a directory.*then start again"):
+    with refused("file/run", "Not a directory", error=SaveFailed):
         open_run_folder(config_in(tmp_path / "file" / "run"), ranks, target, "abc", TrainState())
 
 
@@ -95,7 +94,7 @@ def test_a_new_run_starts_an_empty_file(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "none.jsonl") == []
 
 
-def test_a_sink_that_fails_to_close_is_reported_and_the_others_are_closed(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_on_closing_a_sink_is_logged_and_the_others_are_closed(caplog: pytest.LogCaptureFixture) -> None:
     closed = []
 
     class Broken:
@@ -111,7 +110,7 @@ def test_a_sink_that_fails_to_close_is_reported_and_the_others_are_closed(caplog
 
 
 @pytest.mark.slow
-def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
+def test_tensorboard_receives_every_metric(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     tracker = open_tracker(config_in(tmp_path, "tracking=tensorboard"), {}, 0)
     for line in LINES:
@@ -123,12 +122,12 @@ def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
     ]
 
 
-def test_a_missing_tensorboard_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_tensorboard_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_in(tmp_path)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     check_tracking(config)
     config.tracking.kind = TrackingKind.tensorboard
-    with pytest.raises(ConfigError, match=r"tracking=tensorboard: .* pip install 'sage-draft\[tensorboard\]'"):
+    with refused("tracking=tensorboard", "sage-draft[tensorboard]", error=ConfigError):
         check_tracking(config)
 
 
@@ -149,14 +148,14 @@ def test_wandb_offline_is_a_real_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def logged_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No key in the environment, in wandb's settings or in a .netrc; the question itself is wandb's own."""
+    """No key in the environment, in wandb's settings or in a .netrc; the lookup itself is wandb's."""
     for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "wandb"))
 
 
-LOGIN = r"tracking=wandb: nobody is logged in to wandb here; run `wandb login` .*, or .* tracking\.mode=offline$"
+LOGIN = ("tracking=wandb", "wandb login", "tracking.mode=offline")
 
 
 @pytest.mark.usefixtures("logged_out")
@@ -164,13 +163,13 @@ def test_wandb_without_a_login_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = config_in(tmp_path / "run", "tracking=wandb")
-    with pytest.raises(ConfigError, match=LOGIN):
+    with refused(*LOGIN, error=ConfigError):
         check_tracking(config)
     monkeypatch.setattr("sys.argv", ["sage-train", "tracking=wandb", f"run.dir={tmp_path}/run"])
     with pytest.raises(SystemExit) as ended:
         main()
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and said.startswith("error: tracking=wandb: nobody") and said.count("\n") == 1
+    shown = capsys.readouterr().err
+    assert ended.value.code == 2 and shown.startswith("error: tracking=wandb: ") and shown.count("\n") == 1
     assert not (tmp_path / "run").exists()
 
 
@@ -179,7 +178,7 @@ def test_wandb_without_a_login_is_refused_before_anything_is_written(
 def test_wandb_needs_a_login_on_rank_0_and_online_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     monkeypatch.setattr("train.monitor.sinks._has_login", lambda: "WANDB_API_KEY" in os.environ)
     config = config_in(tmp_path, "tracking=wandb")
-    with pytest.raises(ConfigError, match=LOGIN):
+    with refused(*LOGIN, error=ConfigError):
         check_tracking(config)
     monkeypatch.setenv(*change.split("="))
     check_tracking(config)
@@ -187,7 +186,7 @@ def test_wandb_needs_a_login_on_rank_0_and_online_only(tmp_path: Path, monkeypat
     check_tracking(config_in(tmp_path, "tracking=wandb", "tracking.mode=offline"))
 
 
-def test_the_environment_may_keep_wandb_offline_and_the_command_line_wins(
+def test_the_command_line_takes_precedence_over_wandb_mode_of_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
@@ -197,14 +196,14 @@ def test_the_environment_may_keep_wandb_offline_and_the_command_line_wins(
 
 
 @pytest.mark.parametrize("kind", ["UsageError", "CommError"])
-def test_what_wandb_refuses_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_errors_of_wandb_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     wandb = pytest.importorskip("wandb")
 
     def refuse(**_: object) -> None:
         raise getattr(wandb.errors, kind)("server\nsays no")
 
     monkeypatch.setattr(wandb, "init", refuse)
-    with pytest.raises(ConfigError, match=r"tracking=wandb: server says no; run `wandb login`"):
+    with refused("tracking=wandb: server says no", "wandb login", error=ConfigError):
         open_tracker(config_in(tmp_path, "tracking=wandb"), {}, 0)
 
 
@@ -246,7 +245,7 @@ def test_total_steps(tmp_path: Path, overrides: list[str], per_epoch: float | No
 
 
 def test_a_stream_needs_max_steps(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="train.max_steps: missing; streamed data"):
+    with refused("train.max_steps", error=ConfigError):
         total_steps(config_in(tmp_path), None)
 
 
@@ -261,46 +260,48 @@ def test_learning_rates() -> None:
     assert all(one >= other for one, other in zip(rates[1:], rates[2:], strict=False))
 
 
-# -- meter, display, score ------------------------------------------------------------------------------------------------
+# -- metrics, display, score ------------------------------------------------------------------------------------------------
 
 
-def test_the_meter_divides_sums_by_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_are_sums_divided_by_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ranks, "sum", lambda self, values: 2 * values)  # two ranks that saw the same
     loader = SimpleNamespace(wait_s=1.0)
-    meter, state = Meter(loader), TrainState(step=3, tokens=100)
+    metrics, state = TrainingMetrics(loader), TrainState(step=3, tokens=100)
     mask = torch.ones(1, 4, dtype=torch.bool)
-    meter.add(torch.tensor([2.0, 4.0, 6.0, 1.0, 3.0, 2.0, 10.0]), torch.tensor([[True, True, True, True]]), mask)
-    meter.add(torch.tensor([4.0, 4.0, 2.0, 1.0, 3.0, 4.0, 10.0]), torch.tensor([[False, False, True, True]]), mask)
+    metrics.add(torch.tensor([2.0, 4.0, 6.0, 1.0, 3.0, 2.0, 10.0]), torch.tensor([[True, True, True, True]]), mask)
+    metrics.add(torch.tensor([4.0, 4.0, 2.0, 1.0, 3.0, 4.0, 10.0]), torch.tensor([[False, False, True, True]]), mask)
     loader.wait_s = 1.5
-    line = meter.reduce(Ranks(0, 2, torch.device("cpu")), state, lr=0.1, grad_norm=2.0)
+    line = metrics.reduce(Ranks(0, 2, torch.device("cpu")), state, lr=0.1, grad_norm=2.0)
     names = ("loss", "loss_ce", "loss_feature", "agreement", "kl")
     assert [line[key] for key in names] == pytest.approx([0.3, 0.4, 0.4, 0.1, 0.3])
     assert line["estimated_tokens_per_pass"] == 8 / 4  # four tokens in one pass, four in three
     assert line["memory_gib"] > 0
     assert line["step"] == 3 and line["tokens"] == 100 and line["lr"] == 0.1
     assert line["data_wait"] == pytest.approx(0.5 / line["time_s"]) and state.time_s == line["time_s"]
-    assert meter.latest["loss"] == pytest.approx(0.3)
+    assert metrics.latest["loss"] == pytest.approx(0.3)
     with pytest.raises(AssertionError, match="before any step"):
-        meter.reduce(Ranks(0, 2, torch.device("cpu")), state)
+        metrics.reduce(Ranks(0, 2, torch.device("cpu")), state)
 
 
-def test_pauses_are_no_training_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pauses_are_excluded_from_the_training_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     monkeypatch.setattr(Ranks, "sum", lambda self, values: values)
-    meter, state = Meter(None), TrainState(step=1, tokens=10)
-    meter.add(torch.ones(7), torch.ones(1, 1, dtype=torch.bool), torch.ones(1, 1, dtype=torch.bool))
+    metrics, state = TrainingMetrics(None), TrainState(step=1, tokens=10)
+    metrics.add(torch.ones(7), torch.ones(1, 1, dtype=torch.bool), torch.ones(1, 1, dtype=torch.bool))
     now[0] = 2.0
-    with meter.paused():
+    with metrics.paused():
         now[0] = 50.0
-    assert meter.reduce(Ranks(0, 1, torch.device("cpu")), state)["tokens_per_s"] == 5.0
+    assert metrics.reduce(Ranks(0, 1, torch.device("cpu")), state)["tokens_per_s"] == 5.0
 
 
-def test_lines_come_at_intervals_with_the_time_left(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_log_lines_at_intervals_with_the_remaining_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     logging.getLogger("train").propagate = True
-    lines = Lines(total=100, first=0, interval_s=10)
+    lines = LogDisplay(total=100, first=0, interval_s=10)
     with caplog.at_level(logging.INFO, logger="train.monitor.progress"):
         for step in (1, 2, 10, 11, 100):
             now[0] = float(step)
@@ -311,18 +312,17 @@ def test_lines_come_at_intervals_with_the_time_left(monkeypatch: pytest.MonkeyPa
     ]
 
 
-def test_the_live_line_shows_what_is_known_and_the_time_left() -> None:
+def test_the_live_line_shows_present_metrics_and_the_remaining_time() -> None:
     screen = io.StringIO()
-    live = Live(total=10, first=2, console=Console(file=screen, force_terminal=True, width=120))
+    live = LiveDisplay(total=10, first=2, console=Console(file=screen, force_terminal=True, width=120))
     live.update(5, {"loss": 0.5, "agreement": 0.875, "tokens_per_s": 900.0})
     live.close()
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
     assert "5/10" in shown and "loss 0.5000  agree 0.875  900 tokens/s" in shown and "left" in shown
 
 
-def test_other_ranks_are_silent_and_clocks_read_well() -> None:
-    assert isinstance(open_display(10, 0, 1.0, is_main=False), Silent)
-    assert (clock(59.9), clock(3723)) == ("00:59", "1:02:03")
+def test_other_ranks_display_nothing() -> None:
+    assert isinstance(open_display(10, 0, 1.0, is_main=False), NoDisplay)
     assert describe({}) == ""
 
 

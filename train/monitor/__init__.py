@@ -1,1 +1,1 @@
-"""A run while it trains: metrics, their sinks (the only room that imports wandb), the progress line, profiler traces."""
+"""Monitoring of a run: metrics, their trackers (the only place that imports wandb), the progress display, profiler traces."""

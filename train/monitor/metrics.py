@@ -1,4 +1,7 @@
-"""Metrics as sums and counts, reduced over ranks once per log step; and the clock of pure training time."""
+"""Training metrics: sums and counts of micro-batches, reduced over ranks once per log step, and the training time.
+
+Owns: the content of a line of metrics.jsonl. Does not own: where it is written (train.monitor.sinks).
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,16 @@ from train.monitor.acceptance_estimate import ChainEstimate
 from train.state.resume import TrainState
 
 
-class Meter:
-    """Adds up what steps report until the next log step.
+class TrainingMetrics:
+    """Accumulates the metrics of micro-batches until the next log step.
 
     Args:
-        loader: its `wait_s`, `num_tokens` and `num_padded_tokens` are read where it has them, to report the share of time
-            spent waiting for data and of tokens that are padding.
-        tokens: those seen before this start.
-        depth: of the chains that estimate tokens per target pass.
+        loader: `wait_s`, `num_tokens` and `num_padded_tokens` are read if present, for the shares of data wait and padding.
+        tokens: tokens processed before this start.
+        depth: depth of the chains that estimate tokens per target pass.
+
+    Attributes:
+        latest: the last line returned by `reduce`.
     """
 
     def __init__(self, loader: Any, tokens: int = 0, depth: int = Chain.depth) -> None:
@@ -33,13 +38,13 @@ class Meter:
         self.estimate = ChainEstimate(depth)
         self.latest: dict[str, float] = {}
         self._sums: Tensor | None = None
-        self._tokens = tokens
-        self._waited = self._wait_s()
-        self._handed = self._handed_out()
+        self._last_tokens = tokens
+        self._last_wait_s = self._wait_s()
+        self._last_loaded = self._loaded_tokens()
         self._start = time.perf_counter()
 
     def add(self, sums: Tensor, agree_KS: Tensor, mask_BP: Tensor) -> None:
-        """Takes what a micro-batch reports; stays on the device.
+        """Adds a micro-batch without device synchronization.
 
         Args:
             sums: `LossSums.stacked()`.
@@ -50,53 +55,51 @@ class Meter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens inside is no training time."""
+        """Excludes the enclosed block from the training time."""
         begin = time.perf_counter()
         try:
             yield
         finally:
             self._start += time.perf_counter() - begin
 
-    def reduce(self, ranks: Ranks, state: TrainState, **facts: float) -> dict[str, float | int]:
-        """Global means since the last call, as one line of metrics.jsonl. Every rank has to call it."""
+    def reduce(self, ranks: Ranks, state: TrainState, **extra: float) -> dict[str, float | int]:
+        """Returns global means since the last call, as a line of metrics.jsonl. Collective: call it on every rank."""
         assert self._sums is not None, "reduce() before any step"
-        handed = self._handed_out()
-        totals = ranks.sum(torch.cat((self._sums.cpu(), self.estimate.take(), handed - self._handed)))
-        *sums, count, kept, passes, real, slots = totals.tolist()
+        loaded = self._loaded_tokens()
+        totals = ranks.sum(torch.cat((self._sums.cpu(), self.estimate.pop(), loaded - self._last_loaded)))
+        *sums, count, chain_tokens, chain_passes, real, padded = totals.tolist()
         now = time.perf_counter()
-        elapsed = now - self._start
-        state.time_s += elapsed
-        means = {name: value / count for name, value in zip(METRIC_NAMES, sums, strict=True)}
+        elapsed_s = now - self._start
+        state.time_s += elapsed_s
         line: dict[str, float | int] = {
             "step": state.step,
             "tokens": state.tokens,
-            **means,
-            "estimated_tokens_per_pass": kept / passes,
-            **facts,
-            "tokens_per_s": (state.tokens - self._tokens) / elapsed,
+            **{name: value / count for name, value in zip(METRIC_NAMES, sums, strict=True)},
+            "estimated_tokens_per_pass": chain_tokens / chain_passes,
+            **extra,
+            "tokens_per_s": (state.tokens - self._last_tokens) / elapsed_s,
             "time_s": state.time_s,
-            "data_wait": (self._wait_s() - self._waited) / elapsed,
+            "data_wait": (self._wait_s() - self._last_wait_s) / elapsed_s,
+            "memory_gib": peak_memory(ranks.device) / 2**30,
         }
-        line["memory_gib"] = peak_memory(ranks.device) / 2**30
-        if slots:
-            line["padding"] = 1 - real / slots
-        self._sums, self._tokens, self._waited, self._start = None, state.tokens, self._wait_s(), now
-        self._handed = handed
+        if padded:
+            line["padding"] = 1 - real / padded
+        self._sums, self._start = None, now
+        self._last_tokens, self._last_wait_s, self._last_loaded = state.tokens, self._wait_s(), loaded
         self.latest = {key: float(value) for key, value in line.items()}
         return line
 
     def _wait_s(self) -> float:
         return float(getattr(self.loader, "wait_s", 0.0))
 
-    def _handed_out(self) -> Tensor:
-        """[2] float64, tokens this rank was handed, without and with padding."""
-        return torch.tensor(
-            [getattr(self.loader, name, 0) for name in ("num_tokens", "num_padded_tokens")], dtype=torch.float64
-        )
+    def _loaded_tokens(self) -> Tensor:
+        """[2] float64, tokens loaded on this rank without and with padding."""
+        names = ("num_tokens", "num_padded_tokens")
+        return torch.tensor([getattr(self.loader, name, 0) for name in names], dtype=torch.float64)
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes that were in use so far: allocated on a GPU, resident on a CPU."""
+    """Returns the peak memory of this process in bytes: allocated on a GPU, resident on a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB

@@ -1,4 +1,4 @@
-"""A window of steps under torch's profiler, as a trace that chrome://tracing and Perfetto open."""
+"""Traces a range of steps with torch.profiler, for chrome://tracing and Perfetto."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ FOLDER = "profile"
 
 
 class ProfileWindow:
-    """Traces steps `first` to `last`; nothing without a window.
+    """Traces steps `first` to `last`.
 
     Args:
-        run_dir: the traces go to `profile/rank_00000.json` in there, one per rank.
-        window: `train.profile`, [first, last], counted from 1.
+        run_dir: a trace per rank is written to `profile/rank_00000.json` in this folder.
+        window: `train.profile`, [first, last], counted from 1; None traces nothing.
     """
 
     def __init__(self, run_dir: str | Path, window: list[int] | None, rank: int) -> None:
@@ -27,7 +27,7 @@ class ProfileWindow:
         self._profile: Any = None
 
     def at(self, step: int) -> None:
-        """Call before every step with the number of finished ones."""
+        """Starts or stops the trace; call before every step with the number of finished steps."""
         if self.window is None:
             return
         first, last = self.window
@@ -39,7 +39,7 @@ class ProfileWindow:
             self.close()
 
     def close(self) -> None:
-        """Ends the window and writes the trace, if one is open."""
+        """Stops the trace and writes it, if one was started."""
         if self._profile is None:
             return
         self._profile.stop()

@@ -1,6 +1,6 @@
-"""Where metrics go: `metrics.jsonl` always, TensorBoard or Weights & Biases if asked. The only file that imports wandb.
+"""Destinations of metrics: `metrics.jsonl` always, and a tracker (TensorBoard or Weights & Biases) if configured.
 
-Owns: the line format, sinks and their life time. Does not own: what is measured. Rank 0 alone has a tracker.
+Owns: the sinks, the table of trackers, the only import of wandb. Does not own: the metrics. Only rank 0 has sinks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from checkpoints.run_folder import METRICS, read_metrics
 from checkpoints.store import saving
@@ -22,48 +22,62 @@ from train.config.schema import Config, ConfigError, TrackingKind, WandbConfig, 
 from train.launch import cluster_env
 
 logger = logging.getLogger(__name__)
-NO_LOGIN = ("offline", "disabled", "dryrun")  # ways of wandb that ask nothing of its server
+WANDB_ID = "wandb_id"  # file of a run folder
+NO_LOGIN_MODES = ("offline", "disabled", "dryrun")  # wandb modes that need no server
 WANDB_REMEDY = "run `wandb login` or set WANDB_API_KEY, or keep it in the run folder with tracking.mode=offline"
 Metrics = Mapping[str, float | int]
 
 
 class Sink(Protocol):
-    """Something that takes one dictionary per log step."""
+    """Receives one dictionary per log step."""
 
     def log(self, metrics: Metrics, step: int) -> None: ...
 
     def close(self) -> None: ...
 
 
+class TrackerSink(Sink, Protocol):
+    """A sink that `tracking=NAME` adds to metrics.jsonl; see `TRACKERS`."""
+
+    @classmethod
+    def check(cls, config: Config) -> None:
+        """Raises ConfigError if it cannot be opened; called before anything is written."""
+
+    @classmethod
+    def open(cls, config: Config, resolved: dict[str, Any], from_step: int) -> Self:
+        """Opens the sink; arguments as for `open_tracker`."""
+        ...
+
+
 class Tracker:
-    """All sinks of a run; closes every one of them at the end, whatever happens."""
+    """All sinks of a run."""
 
     def __init__(self, sinks: Iterable[Sink] = ()) -> None:
         self.sinks = list(sinks)
 
     def log(self, metrics: Metrics, step: int) -> None:
-        """Hands one log step to every sink."""
+        """Passes the metrics of a log step to every sink."""
         for sink in self.sinks:
             sink.log(metrics, step)
 
     def close(self) -> None:
-        """Flushes and closes; a sink that fails to close is reported and does not keep the others open."""
+        """Closes all sinks; an error of one is logged and does not prevent closing the others."""
         for sink in self.sinks:
             try:
                 sink.close()
-            except Exception as error:  # the metrics are safe in metrics.jsonl; losing a mirror must not fail the run
-                logger.error("%s did not close: %s", type(sink).__name__, error)
+            except Exception as error:  # metrics.jsonl is complete; losing a copy of it must not fail the run
+                logger.error("%s was not closed: %s", type(sink).__name__, error)
 
 
 class Jsonl:
-    """One JSON object per line. A resumed run drops the lines after the step it resumes from.
+    """Writes one JSON object per line. A resumed run drops the lines after the step it resumes from.
 
     Args:
         path: `runs/NAME/metrics.jsonl`.
-        from_step: steps already behind the run.
+        from_step: finished steps.
 
     Raises:
-        SaveFailed: the file cannot be written; so does `log`.
+        SaveFailed: the file cannot be written; `log` raises it as well.
     """
 
     def __init__(self, path: Path, from_step: int) -> None:
@@ -83,12 +97,21 @@ class Jsonl:
 
 
 class TensorBoard:
-    """TensorBoard event files in `runs/NAME/tensorboard`."""
+    """Writes TensorBoard event files to `runs/NAME/tensorboard`."""
 
     def __init__(self, folder: Path, from_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self.writer = SummaryWriter(str(folder), purge_step=from_step + 1)
+
+    @classmethod
+    def check(cls, config: Config) -> None:
+        if importlib.util.find_spec("tensorboard") is None:
+            raise ConfigError("tracking=tensorboard: package tensorboard is missing; pip install 'sage-draft[tensorboard]'")
+
+    @classmethod
+    def open(cls, config: Config, resolved: dict[str, Any], from_step: int) -> Self:
+        return cls(Path(config.run.dir) / "tensorboard", from_step)
 
     def log(self, metrics: Metrics, step: int) -> None:
         for name, value in metrics.items():
@@ -100,7 +123,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """One Weights & Biases run; resumed under the same id.
+    """Logs to a Weights & Biases run; a resumed run keeps its id.
 
     Raises:
         ConfigError: wandb refuses, or its server cannot be reached.
@@ -110,7 +133,7 @@ class Wandb:
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
 
-        identity = folder / "wandb_id"
+        identity = folder / WANDB_ID
         if not identity.exists():
             write_text(identity, uuid.uuid4().hex[:12])
         try:
@@ -128,6 +151,18 @@ class Wandb:
         except wandb.errors.Error as error:
             raise ConfigError(f"tracking=wandb: {' '.join(str(error).split())}; {WANDB_REMEDY}") from error
 
+    @classmethod
+    def check(cls, config: Config) -> None:
+        assert isinstance(config.tracking, WandbConfig)
+        needs_login = wandb_mode(config.tracking) not in NO_LOGIN_MODES
+        if needs_login and cluster_env.is_main_rank() and not _has_login():  # other ranks have no sinks
+            raise ConfigError(f"tracking=wandb: not logged in to wandb; {WANDB_REMEDY}")
+
+    @classmethod
+    def open(cls, config: Config, resolved: dict[str, Any], from_step: int) -> Self:
+        assert isinstance(config.tracking, WandbConfig)
+        return cls(Path(config.run.dir), config.tracking, config.run.name, resolved)
+
     def log(self, metrics: Metrics, step: int) -> None:
         self.run.log(dict(metrics), step=step)
 
@@ -135,62 +170,52 @@ class Wandb:
         self.run.finish()
 
 
+TRACKERS: dict[TrackingKind, type[TrackerSink]] = {
+    TrackingKind.tensorboard: TensorBoard,
+    TrackingKind.wandb: Wandb,
+}
+
+
 def open_tracker(config: Config, resolved: dict[str, Any], from_step: int) -> Tracker:
-    """The sinks a configuration asks for.
+    """Opens metrics.jsonl and the configured tracker.
 
     Args:
-        resolved: the whole configuration as plain data, for sinks that show it.
-        from_step: 0, or the step a resumed run goes on from.
+        resolved: the complete configuration as plain data, for trackers that display it.
+        from_step: 0, or the step a run is resumed from.
 
     Raises:
-        ConfigError: wandb does not let us in.
+        ConfigError: the tracker cannot be opened.
     """
     tracker = Tracker([Jsonl(Path(config.run.dir) / METRICS, from_step)])
     try:
-        tracker.sinks += _mirrors(config, resolved, from_step)
+        if config.tracking.kind in TRACKERS:
+            tracker.sinks.append(TRACKERS[config.tracking.kind].open(config, resolved, from_step))
     except BaseException:
         tracker.close()
         raise
     return tracker
 
 
-def _mirrors(config: Config, resolved: dict[str, Any], from_step: int) -> list[Sink]:
-    """What is asked for beside metrics.jsonl."""
-    folder = Path(config.run.dir)
-    if config.tracking.kind is TrackingKind.tensorboard:
-        return [TensorBoard(folder / "tensorboard", from_step)]
-    if isinstance(config.tracking, WandbConfig):
-        return [Wandb(folder, config.tracking, config.run.name, resolved)]
-    return []
-
-
 def check_tracking(config: Config) -> None:
-    """Refuses a sink whose package is missing, and wandb where nobody is logged in, before anything is written.
+    """Checks that the tracker can be opened, before anything is written.
 
     Raises:
-        ConfigError: names the package, or how to log in.
+        ConfigError: its package or a login is missing.
     """
-    if config.tracking.kind is TrackingKind.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError("tracking=tensorboard: the package tensorboard is missing; pip install 'sage-draft[tensorboard]'")
-    if (
-        isinstance(config.tracking, WandbConfig)
-        and cluster_env.is_main_rank()  # other ranks have no tracker
-        and wandb_mode(config.tracking) not in NO_LOGIN
-        and not _has_login()
-    ):
-        raise ConfigError(f"tracking=wandb: nobody is logged in to wandb here; {WANDB_REMEDY}")
+    if config.tracking.kind in TRACKERS:
+        TRACKERS[config.tracking.kind].check(config)
 
 
 def wandb_mode(config: WandbConfig) -> str:
-    """`tracking.mode`; the environment's WANDB_MODE goes before `online`, the default."""
+    """Returns `tracking.mode`; the environment's WANDB_MODE takes precedence over the default, `online`."""
     return str(config.mode) if config.mode is not WandbMode.online else os.environ.get("WANDB_MODE") or str(config.mode)
 
 
 def _has_login() -> bool:
-    """Whether wandb finds an API key or token, in the environment or its files; asks neither a person nor the server."""
+    """Whether wandb finds an API key or token in the environment or its files; without a prompt or a request."""
     os.environ.setdefault("WANDB_SILENT", "true")
     import wandb
 
     if "prompt" in inspect.signature(wandb.login).parameters:
         return bool(wandb.login(prompt=False, verify=False))
-    return bool(os.environ.get("WANDB_IDENTITY_TOKEN_FILE") or wandb.api.api_key)  # older ones have no such question
+    return bool(os.environ.get("WANDB_IDENTITY_TOKEN_FILE") or wandb.api.api_key)  # versions without `prompt`

@@ -40,7 +40,7 @@ from train.launch import cluster_env
 from train.launch.ranks import Ranks
 from train.launch.signals import StopFlag
 from train.monitor.acceptance_estimate import chain_depth
-from train.monitor.metrics import Meter
+from train.monitor.metrics import TrainingMetrics
 from train.monitor.profiler import ProfileWindow
 from train.monitor.progress import open_display
 from train.monitor.sinks import Tracker, check_tracking, open_tracker
@@ -108,7 +108,7 @@ def building(
             store=store,
             tracker=tracker,
             display=display,
-            meter=Meter(feed, state.tokens, chain_depth(config.decode)),
+            metrics=TrainingMetrics(feed, state.tokens, chain_depth(config.decode)),
             state=state,
             total_steps=steps,
             validate=validation,

@@ -20,7 +20,7 @@ from train.engine.engine import Engine
 from train.engine.lr_schedule import learning_rate
 from train.launch.ranks import Ranks
 from train.launch.signals import StopFlag
-from train.monitor.metrics import Meter
+from train.monitor.metrics import TrainingMetrics
 from train.monitor.profiler import ProfileWindow
 from train.monitor.progress import Display
 from train.monitor.sinks import Tracker
@@ -61,7 +61,7 @@ class TrainingRun:
     store: StateStore
     tracker: Tracker
     display: Display
-    meter: Meter
+    metrics: TrainingMetrics
     state: TrainState
     total_steps: int
     validate: Callable[[], ValidationOutcome]
@@ -97,9 +97,9 @@ def _fit(run: TrainingRun, steps: Iterator[MicroBatches]) -> bool:
         grad_norm = train_step(run, next(steps), lr)
         state.step += 1
         if _is_due(state.step, train.log_every) or state.step == run.total_steps or run.is_stopping:
-            metrics = run.meter.reduce(run.ranks, state, lr=lr, grad_norm=grad_norm)
-            run.tracker.log(metrics, state.step)
-        run.display.update(state.step, run.meter.latest)
+            line = run.metrics.reduce(run.ranks, state, lr=lr, grad_norm=grad_norm)
+            run.tracker.log(line, state.step)
+        run.display.update(state.step, run.metrics.latest)
         if _is_due(state.step, train.validate_every) and not run.is_stopping:
             validated_at = _validate(run)
         if _is_due(state.step, train.save_every) or run.is_stopping:
@@ -115,7 +115,7 @@ def _fit(run: TrainingRun, steps: Iterator[MicroBatches]) -> bool:
 
 def _validate(run: TrainingRun) -> int | None:
     """Validates the draft; returns the step, None if a signal interrupted it."""
-    with run.meter.paused():
+    with run.metrics.paused():
         outcome = run.validate()
     run.is_stopping = outcome.is_interrupted
     if outcome.is_interrupted:
@@ -128,7 +128,7 @@ def _validate(run: TrainingRun) -> int | None:
 
 def _save(run: TrainingRun) -> TrainState:
     """Saves a checkpoint; returns a copy of the saved `TrainState`."""
-    with run.meter.paused():
+    with run.metrics.paused():
         save_state(run.store, run.engine, run.ranks, run.state)
     return replace(run.state)
 
@@ -149,7 +149,7 @@ def train_step(run: TrainingRun, micro_batches: MicroBatches, lr: float) -> floa
         pairs = run.teacher(batch)
         loss, sums, agree_KS = run.engine(pairs, run.teacher.lm_head)
         run.engine.backward(loss / count)
-        run.meter.add(sums, agree_KS, pairs.mask)
+        run.metrics.add(sums, agree_KS, pairs.mask)
         flags.append(~loss.detach().isfinite() | run.engine.take_bad_gradient())
     is_bad = torch.stack(flags) if flags else torch.zeros(1, dtype=torch.bool, device=device)
     if run.ranks.sum(is_bad.any()) > 0:
