@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.messages import refused
 from support.models import make_llava, make_qwen, random_draft
-from support.processors import make_processor, picture
+from support.processors import make_processor, random_image
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import sage
@@ -47,9 +47,9 @@ def test_turns_equal_a_new_request(ready: sage.Target, kind: str, has_second_ima
     options = {"feature_levels": [1, 2, 3]} if kind == "eagle3" else {}
     draft = random_draft(target, kind, seed=0, **options)
     chat = sage.Chat(target, draft, policy="static", max_new_tokens=LENGTH)
-    chat.ask("one", images=[picture(16, 8)])
+    chat.ask("one", images=[random_image(16, 8)])
     messages = [*chat.messages]
-    images = [picture(9, 9, 3)] if has_second_image else []
+    images = [random_image(9, 9, 3)] if has_second_image else []
     generation = chat.start("two", images)
     known = generation.request.cache.length
     for _ in generation.rounds():
@@ -73,7 +73,7 @@ def test_pruning_keeps_the_same_visual_tokens_in_a_later_turn(ready: sage.Target
     draft = random_draft(target, seed=0)
     options = {"policy": "static", "max_new_tokens": LENGTH, "pruning": sage.Pruning(0.5)}
     chat = sage.Chat(target, draft, **options)
-    first = chat.start("one", [picture(16, 8)])
+    first = chat.start("one", [random_image(16, 8)])
     for _ in first.rounds():
         pass
     chat.finish(first)
@@ -103,7 +103,7 @@ def test_prefix_ends_at_the_first_difference(tiny_qwen: sage.Target) -> None:
 def test_vision_tower_runs_once_per_image(ready: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
     target = in_double(ready)
     chat = sage.Chat(target, None, policy="autoregressive", max_new_tokens=3)
-    chat.ask("one", images=[picture(16, 8)])
+    chat.ask("one", images=[random_image(16, 8)])
     monkeypatch.setattr(target.family, "visual_features", lambda *_: pytest.fail("the vision tower ran again"))
     chat.ask("two")
 
@@ -128,7 +128,7 @@ class Breaks(LogitsProcessor):
 def test_unfinished_turn_leaves_the_conversation_unchanged(ready: sage.Target) -> None:
     target = in_double(ready)
     chat = sage.Chat(target, None, policy="autoregressive", max_new_tokens=3)
-    chat.ask("one", images=[picture(16, 8)])
+    chat.ask("one", images=[random_image(16, 8)])
     before = [*chat.messages]
     chat.options["logits_processor"] = LogitsProcessorList([Breaks()])
     with pytest.raises(ValueError, match="in the middle"):

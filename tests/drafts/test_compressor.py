@@ -43,7 +43,7 @@ class World:
 
     Attributes:
         prompts: (sequence of the batch, first token of the answer, prompt, its features).
-        inputs: of the prompt with two pictures; `answer`: the target's own to it, greedily.
+        inputs: of the prompt with two images; `answer`: the greedy answer of the target.
     """
 
     target: sage.Target
@@ -77,7 +77,7 @@ def world(request: pytest.FixtureRequest) -> World:
         for start in starts_of_answers(whole["loss_mask"]):
             prompt = target.embed(in_double(prompt_of(target, whole, start)))
             prompts.append((number, start, prompt, target.features(prompt, LEVELS)))
-    whole = examples["two pictures"]
+    whole = examples["two images"]
     inputs = in_double(prompt_of(target, whole, starts_of_answers(whole["loss_mask"])[0]))
     answer = sage.generate(target, None, inputs, policy="autoregressive", max_new_tokens=10).tokens
     torch.set_rng_state(generator)
@@ -156,9 +156,9 @@ def test_rows_have_token_positions_and_text_is_unchanged(world: World, mode: str
         length = int(slots[-1]) + 1
         kept = source[number, :length]
         assert torch.equal(short.position_ids[..., number, :length], pairs.position_ids[..., number, kept])
-        of_pictures = length - len(text)
-        assert bool(of_pictures) == bool(visual[number].any() and mode != "text_only")
-        assert of_pictures < int(visual[number].sum()) or mode in ("concat", "text_only") or not of_pictures
+        num_visual_rows = length - len(text)
+        assert bool(num_visual_rows) == bool(visual[number].any() and mode != "text_only")
+        assert num_visual_rows < int(visual[number].sum()) or mode in ("concat", "text_only") or not num_visual_rows
     supervised = short.move_mask(pairs.mask).nonzero(as_tuple=True)
     assert torch.equal(short.features[supervised], pairs.features.last[pairs.mask])  # in the order of the wanted features
 
@@ -173,7 +173,7 @@ def test_decoding_is_lossless_and_the_context_shorter(world: World, kind: str, m
     out = sage.generate(world.target, loaded, world.inputs, max_new_tokens=10)
     assert torch.equal(out.tokens, world.answer)
     assert out.stats.prompt_tokens == world.inputs["input_ids"].shape[1]
-    assert out.stats.draft_context < out.stats.prompt_tokens or mode == "concat"  # these pictures are tiny
+    assert out.stats.draft_context < out.stats.prompt_tokens or mode == "concat"  # these images are tiny
     assert out.stats.accepted == sage.generate(world.target, draft, world.inputs, max_new_tokens=10).stats.accepted
 
 
@@ -236,7 +236,7 @@ class TestGate:
     """The gate's scores depend on the question."""
 
     @staticmethod
-    def asked(world: World, draft: Any, pieces: list[Any]) -> Tensor:
+    def scores_of(world: World, draft: Any, pieces: list[Any]) -> Tensor:
         seen: list[Tensor] = []
         hook = draft.compressor.mode.gate.register_forward_hook(lambda _, args, out: seen.append(out))
         with torch.no_grad():
@@ -249,16 +249,23 @@ class TestGate:
         """Only the turn of the image counts: not its answer, nor later turns, whose features depend on the image too."""
         draft = compressed(world, "eagle", mode)
         turn = [words(3, 1), "image", words(4, 2), [EOS], words(2, 3)]
-        scores = self.asked(world, draft, [*turn, (*words(4, 4), EOS)])
-        assert_equal(self.asked(world, draft, [*turn, (*words(6, 14), EOS), words(5, 15), [EOS], (*words(3, 16), EOS)]), scores)
-        other = self.asked(world, draft, [words(3, 1), "image", words(4, 99), [EOS], words(2, 3), (*words(4, 4), EOS)])
+        scores = self.scores_of(world, draft, [*turn, (*words(4, 4), EOS)])
+        assert_equal(
+            self.scores_of(world, draft, [*turn, (*words(6, 14), EOS), words(5, 15), [EOS], (*words(3, 16), EOS)]),
+            scores,
+        )
+        other = self.scores_of(
+            world,
+            draft,
+            [words(3, 1), "image", words(4, 99), [EOS], words(2, 3), (*words(4, 4), EOS)],
+        )
         assert (other - scores).abs().max() > 1e-3
 
     @torch.no_grad()
     def test_question_selects_the_operator(self, world: World) -> None:
         draft = compressed(world, "eagle", "select")
         questions = [[words(3, 1), "image", words(4, seed), [EOS], (*words(4, 4), EOS)] for seed in range(12)]
-        assert len({int(self.asked(world, draft, pieces)[0].argmax()) for pieces in questions}) > 1
+        assert len({int(self.scores_of(world, draft, pieces)[0].argmax()) for pieces in questions}) > 1
 
     @pytest.mark.parametrize("best", range(4))
     @torch.no_grad()
@@ -288,7 +295,7 @@ class TestGate:
     def test_sample_weight_is_one_with_the_gradient_of_the_relaxed_share(self, world: World) -> None:
         """A score's gradient: d loss / d weight of the chosen operator's rows, times d share / d score."""
         draft = compressed(world, "eagle", "select").train()
-        pairs = world.pairs_of(CONVERSATIONS["picture"])
+        pairs = world.pairs_of(CONVERSATIONS["image"])
         caught: dict[str, Tensor] = {}
 
         def catch(_: Any, __: Any, out: Tensor) -> None:

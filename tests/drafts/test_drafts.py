@@ -27,16 +27,16 @@ def test_unroll_equals_step_by_step(tiny_target: sage.Target) -> None:
     prompt = tiny_target.embed(inputs)
     features = tiny_target.features(prompt)
     with torch.no_grad():
-        whole = draft(prompt.embeds[:, 1:], features.last[:, :-1], prompt.position_ids[..., :-1])
+        complete = draft(prompt.embeds[:, 1:], features.last[:, :-1], prompt.position_ids[..., :-1])
         session = new_session(draft, tiny_target, 64)
-        for t in range(whole.shape[1]):
+        for t in range(complete.shape[1]):
             step = draft(
                 prompt.embeds[:, t + 1 : t + 2],
                 features.last[:, t : t + 1],
                 prompt.position_ids[..., t : t + 1],
                 cache=session.cache,
             )
-            torch.testing.assert_close(step[0, 0], whole[0, t], atol=1e-12, rtol=0)
+            torch.testing.assert_close(step[0, 0], complete[0, t], atol=1e-12, rtol=0)
 
 
 def test_tree_levels_equal_chains(tiny_target: sage.Target) -> None:
@@ -124,14 +124,14 @@ class TestEagle3:
         first = session.prefill(prompt, features, torch.tensor([5]))
         second = session.expand(torch.tensor([0]), torch.tensor([9]))
         with torch.no_grad():
-            words = tiny_target.embed_tokens(torch.tensor([[5, 9]]))
-            embeds = torch.cat((prompt.embeds[:, 1:], words), 1)
+            next_embeds = tiny_target.embed_tokens(torch.tensor([[5, 9]]))
+            embeds = torch.cat((prompt.embeds[:, 1:], next_embeds), 1)
             fused = draft.fuse(features)
             position = tiny_target.family.decode_positions(prompt.next_position)
             positions = torch.cat((prompt.position_ids, position), -1)
-            whole = draft(embeds[:, :-1], fused, positions[..., :-1])
-            torch.testing.assert_close(draft.logits(whole[0, -1:], tiny_target), first, atol=1e-10, rtol=0)
-            again = draft(embeds, torch.cat((fused, whole[:, -1:]), 1), positions)
+            complete = draft(embeds[:, :-1], fused, positions[..., :-1])
+            torch.testing.assert_close(draft.logits(complete[0, -1:], tiny_target), first, atol=1e-10, rtol=0)
+            again = draft(embeds, torch.cat((fused, complete[:, -1:]), 1), positions)
         torch.testing.assert_close(draft.logits(again[0, -1:], tiny_target), second, atol=1e-10, rtol=0)
 
     def test_round_trip_is_bit_exact(self, tiny_target: sage.Target, vocabulary: torch.Tensor, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from support.data_helpers import save_target
 from support.messages import check_message, refused
 from support.models import make_inputs, make_llava, make_qwen, random_draft
-from support.processors import image_part, make_processor, picture, user
+from support.processors import image_part, make_processor, random_image, user
 from support.toy_helpers import make_policy
 from transformers import LogitsProcessor, LogitsProcessorList
 
@@ -33,26 +33,26 @@ def ready(request: pytest.FixtureRequest) -> tuple[sage.Target, Any]:
 
 def clip_folder(folder: Path) -> str:
     for number in range(5):
-        picture(8, 8, number).save(folder / f"frame{number}.png")
+        random_image(8, 8, number).save(folder / f"frame{number}.png")
     return str(folder)
 
 
 def clip_file(folder: Path) -> str:
-    frames = [picture(8, 8, number) for number in range(3)]
-    frames[0].save(folder / "clip.gif", save_all=True, append_images=frames[1:])
-    return str(folder / "clip.gif")
+    frames = [random_image(8, 8, number) for number in range(3)]
+    frames[0].save(folder / "video.gif", save_all=True, append_images=frames[1:])
+    return str(folder / "video.gif")
 
 
 def messages(kind: str, folder: Path) -> list[dict[str, Any]]:
-    clip: dict[str, Any] = {"type": "video", "video": [picture(8, 8, number) for number in range(4)]}
+    video: dict[str, Any] = {"type": "video", "video": [random_image(8, 8, number) for number in range(4)]}
     turns = {
-        "text": user("no picture at all"),
+        "text": user("no image"),
         "several": user(image_part(8, 8), image_part(16, 8), "which?", image_part(9, 31)),
         "tall": user(image_part(3, 90), "look"),
-        "frames": user(clip, "what happens?"),
+        "frames": user(video, "what happens?"),
         "folder": user({"type": "video", "video": clip_folder(folder)}, "and here?"),
         "file": user({"type": "video", "video": clip_file(folder)}, "and there?"),
-        "both": user(image_part(16, 8), clip, "compare"),
+        "both": user(image_part(16, 8), video, "compare"),
     }
     return turns[kind]
 

@@ -28,8 +28,8 @@ def as_bytes(image: Image.Image, kind: str, **options: object) -> bytes:
     return stream.getvalue()
 
 
-def shades(clip: Video) -> list[int]:
-    return [frame.getpixel((0, 0))[0] for frame in clip.frames]  # type: ignore[index]
+def shades(opened: Video) -> list[int]:
+    return [frame.getpixel((0, 0))[0] for frame in opened.frames]  # type: ignore[index]
 
 
 def save_gif(path: Path, count: int, **options: Any) -> Path:
@@ -142,8 +142,8 @@ def test_image_just_below_the_limit_is_opened() -> None:
 
 
 def test_unreadable_images_are_named(tmp_path: Path) -> None:
-    whole = as_bytes(Image.effect_noise((64, 64), 90).convert("RGB"), "JPEG")
-    (tmp_path / "cut.jpg").write_bytes(whole[: len(whole) // 2])
+    complete = as_bytes(Image.effect_noise((64, 64), 90).convert("RGB"), "JPEG")
+    (tmp_path / "cut.jpg").write_bytes(complete[: len(complete) // 2])
     (tmp_path / "text.png").write_text("not an image")
     (tmp_path / "empty.png").write_bytes(b"")
     with refused(f"image {tmp_path}/cut.jpg"):
@@ -219,10 +219,10 @@ def test_video_file_needs_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_video_file(tmp_path: Path) -> None:
     pytest.importorskip("av")
     path = save_video(tmp_path / "a.mp4")
-    clip = open_video(path, 4, frames_per_s=25.0)  # ignored: the file has its own rate
-    reds = [frame.getpixel((16, 16))[0] for frame in clip.frames]  # type: ignore[index]
+    opened = open_video(path, 4, frames_per_s=25.0)  # ignored: the file has its own rate
+    reds = [frame.getpixel((16, 16))[0] for frame in opened.frames]  # type: ignore[index]
     assert np.allclose(reds, [30, 90, 150, 210], atol=12)
-    assert clip.fps == 2.0
+    assert opened.fps == 2.0
     part = open_video(path, 4, (1.0, 1.5))
     assert (len(part.frames), part.fps) == (2, 4.0)
 
@@ -251,9 +251,9 @@ def test_errors_of_the_reader_name_the_video(tmp_path: Path, monkeypatch: pytest
 
 def test_gif_file_is_a_video(tmp_path: Path) -> None:
     (tmp_path / "a.gif").write_bytes(as_bytes(make_image(8), "GIF", save_all=True, append_images=[make_image(8, "blue")]))
-    clip = open_video(tmp_path / "a.gif", 4)
-    assert [frame.getpixel((0, 0)) for frame in clip.frames] == [(255, 0, 0), (0, 0, 255)]
-    assert clip.fps == 10.0  # the file has no delays
+    opened = open_video(tmp_path / "a.gif", 4)
+    assert [frame.getpixel((0, 0)) for frame in opened.frames] == [(255, 0, 0), (0, 0, 255)]
+    assert opened.fps == 10.0  # the file has no delays
 
 
 def test_a_gif_has_seconds_and_segments(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from support.data_helpers import save_target
 from support.messages import refused
 from support.models import in_float64, make_inputs, make_llava, make_qwen
-from support.processors import image_part, make_processor, picture, user
+from support.processors import image_part, make_processor, random_image, user
 from transformers.video_utils import VideoMetadata
 
 import sage
@@ -84,7 +84,7 @@ def test_placeholders_match_the_vision_tower_at_any_resolution(ready: sage.Targe
 
 
 def test_several_images_and_a_video(ready: sage.Target) -> None:
-    frames = {"type": "video", "video": [picture(16, 16, i) for i in range(4)]}
+    frames = {"type": "video", "video": [random_image(16, 16, i) for i in range(4)]}
     for parts in (
         (image_part(8, 8), image_part(30, 11), "compare"),
         (frames, "what happens?"),
@@ -101,39 +101,39 @@ def test_video_frames_land_in_the_temporal_axis() -> None:
     """Two different frames form one patch row of Qwen2.5-VL: half of its values are from each frame."""
     target = make_qwen()
     processor = make_processor(target)
-    first, second = picture(8, 8, 1), picture(8, 8, 2)
-    clip = processor.encode([(target.family.placeholders["video"], False)], videos=[[first, second]])
+    first, second = random_image(8, 8, 1), random_image(8, 8, 2)
+    video = processor.encode([(target.family.placeholders["video"], False)], videos=[[first, second]])
     stills = [
         processor.encode([(target.family.placeholders["image"], False)], images=[p])["pixel_values"] for p in (first, second)
     ]
-    as_frames = clip["pixel_values_videos"].view(-1, 3, 2, 16)
+    as_frames = video["pixel_values_videos"].view(-1, 3, 2, 16)
     for i, still in enumerate(stills):
         assert torch.equal(as_frames[:, :, i], still.view(-1, 3, 2, 16)[:, :, 0])
-    assert clip["video_grid_thw"].tolist() == [[1, 2, 2]]
+    assert video["video_grid_thw"].tolist() == [[1, 2, 2]]
 
 
 def test_odd_frame_is_repeated_and_lengths_must_agree_for_llava() -> None:
     qwen, llava = make_qwen(), make_llava()
-    clip = make_processor(qwen).encode([(qwen.family.placeholders["video"], False)], videos=[[picture(8, 8)] * 3])
-    assert clip["video_grid_thw"].tolist() == [[2, 2, 2]]
+    video = make_processor(qwen).encode([(qwen.family.placeholders["video"], False)], videos=[[random_image(8, 8)] * 3])
+    assert video["video_grid_thw"].tolist() == [[2, 2, 2]]
     with refused("video: ", "[2, 3] frames"):
         make_processor(llava).encode(
-            [(llava.family.placeholders["video"] * 2, False)], videos=[[picture(8, 8)] * 2, [picture(8, 8)] * 3]
+            [(llava.family.placeholders["video"] * 2, False)], videos=[[random_image(8, 8)] * 2, [random_image(8, 8)] * 3]
         )
 
 
 def test_each_video_has_its_own_seconds_per_grid() -> None:
     target = make_qwen()
     processor = make_processor(target)
-    clips = [{"type": "video", "video": [picture(8, 8)] * 4, **rate} for rate in ({"fps": 1}, {}, {"fps": 4.0})]
-    assert processor.prepare(user(*clips, "when?"))["second_per_grid_ts"].tolist() == [2.0, 1.0, 0.5]
+    videos = [{"type": "video", "video": [random_image(8, 8)] * 4, **rate} for rate in ({"fps": 1}, {}, {"fps": 4.0})]
+    assert processor.prepare(user(*videos, "when?"))["second_per_grid_ts"].tolist() == [2.0, 1.0, 0.5]
     with refused("video: 1", "2 value(s) of fps"):
-        processor.encode([(target.family.placeholders["video"], False)], videos=[[picture(8, 8)] * 4], fps=[1.0, 2.0])
+        processor.encode([(target.family.placeholders["video"], False)], videos=[[random_image(8, 8)] * 4], fps=[1.0, 2.0])
 
 
 def test_seconds_of_a_video_file_equal_hugging_face(tmp_path: Path) -> None:
     """Of a minute with 48 frames, 16 are sampled: two of them, one temporal patch, are 7.5 s."""
-    frames = [picture(8, 8, i) for i in range(48)]
+    frames = [random_image(8, 8, i) for i in range(48)]
     frames[0].save(tmp_path / "minute.gif", save_all=True, append_images=frames[1:], duration=1250)
     inputs = make_processor(make_qwen()).prepare(user({"type": "video", "video": str(tmp_path / "minute.gif")}, "when?"))
     assert inputs["video_grid_thw"][0, 0] == 8
@@ -143,7 +143,7 @@ def test_seconds_of_a_video_file_equal_hugging_face(tmp_path: Path) -> None:
 
 
 def test_only_the_segment_of_a_video_is_encoded(ready: sage.Target, tmp_path: Path) -> None:
-    frames = [picture(8, 8, i) for i in range(12)]
+    frames = [random_image(8, 8, i) for i in range(12)]
     for i, frame in enumerate(frames):
         frame.save(tmp_path / f"{i}.png")
     expected = ready.prepare(user({"type": "video", "video": frames[3:9], "fps": 3}, "what?"))
@@ -154,16 +154,16 @@ def test_only_the_segment_of_a_video_is_encoded(ready: sage.Target, tmp_path: Pa
 
 
 @pytest.mark.parametrize("make", [make_qwen, make_llava])
-def test_videos_of_different_lengths_in_one_batch(make: Any) -> None:
+def test_videosof_different_lengths_in_one_batch(make: Any) -> None:
     """The embeddings of each video equal those of the video alone, in order, without those of padded frames."""
     target = make()
     processor = make_processor(target)
     text = (target.family.placeholders["video"], False)
-    clips = [processor.encode([text], videos=[[picture(8, 8, i) for i in range(n)]]) for n in (2, 5, 4)]
-    together = target.embed(processor.collate(clips)).visual[target.family.placeholder_ids["video"]]
-    alone = [target.embed(processor.collate([clip])).visual[target.family.placeholder_ids["video"]] for clip in clips]
+    videos = [processor.encode([text], videos=[[random_image(8, 8, i) for i in range(n)]]) for n in (2, 5, 4)]
+    together = target.embed(processor.collate(videos)).visual[target.family.placeholder_ids["video"]]
+    alone = [target.embed(processor.collate([video])).visual[target.family.placeholder_ids["video"]] for video in videos]
     torch.testing.assert_close(together, torch.cat(alone), atol=1e-6, rtol=0)
-    assert len(together) == sum(int(clip["input_ids"].shape[0]) for clip in clips)
+    assert len(together) == sum(int(video["input_ids"].shape[0]) for video in videos)
 
 
 def test_segments_are_tokenized_separately(ready: sage.Target) -> None:
@@ -183,9 +183,9 @@ class TestMistakes:
         with refused("prompt: ", repr(token)):
             ready.processor.encode([(f"see {token}", False)])
         with refused("prompt: 1", repr(token)):
-            ready.processor.encode([("see", False)], images=[picture(8, 8)])
+            ready.processor.encode([("see", False)], images=[random_image(8, 8)])
 
-    def test_a_family_without_videos_refuses_them(self) -> None:
+    def test_a_family_without_videosrefuses_them(self) -> None:
         class ImagesOnly(LlavaOnevision):
             placeholders = {"image": "<image>"}
             encode_videos = InputFormat.encode_videos
@@ -194,11 +194,11 @@ class TestMistakes:
         processor.family = ImagesOnly(processor.family.config)
         assert processor.family.placeholder_ids.keys() == {"image"}
         with refused("video: ", "llava_onevision"):
-            processor.encode([("see", False)], videos=[[picture(8, 8)] * 2])
+            processor.encode([("see", False)], videos=[[random_image(8, 8)] * 2])
 
     def test_file_is_not_an_image(self, tmp_path: Path) -> None:
         file = tmp_path / "photo.jpg"
-        file.write_bytes(b"not a picture")
+        file.write_bytes(b"not an image")
         with refused("photo.jpg: "):
             open_image(file)
         with refused("none.jpg: no such file"):

@@ -38,7 +38,7 @@ def test_unroll_equals_a_drafted_chain(tiny_target: sage.Target, kind: str) -> N
         unrolled = draft.unroll(prompt.embeds[:, 1:], fused, prompt.position_ids[..., :-1], STEPS)
     pairs = len(tokens) - 1
     assert [step.shape[1] for step in unrolled] == [pairs - i for i in range(STEPS)]
-    first = int(prompt.visual_mask[0].nonzero().max()) + 1  # the first root after the picture
+    first = int(prompt.visual_mask[0].nonzero().max()) + 1  # the first root after the image
     for root in range(first, pairs):
         session = new_session(draft, tiny_target, 64)
         known = prompt.at(torch.arange(root + 1))

@@ -31,10 +31,19 @@ def words(count: int, seed: int) -> list[int]:
 
 # Lists are text, tuples are answers.
 CONVERSATIONS: dict[str, list[Any]] = {
-    "picture": [words(3, 1), "image", words(4, 2), [EOS], words(2, 3), (*words(4, 4), EOS)],
+    "image": [words(3, 1), "image", words(4, 2), [EOS], words(2, 3), (*words(4, 4), EOS)],
     "no end of turn": [words(3, 1), "image", words(5, 2), tuple(words(5, 4))],
     "text only": [words(6, 5), [EOS], words(2, 3), (*words(5, 6), EOS)],
-    "two pictures": [words(2, 1), "image", words(2, 2), "image", words(3, 7), [EOS], words(2, 3), (*words(4, 8), EOS)],
+    "two images": [
+        words(2, 1),
+        "image",
+        words(2, 2),
+        "image",
+        words(3, 7),
+        [EOS],
+        words(2, 3),
+        (*words(4, 8), EOS),
+    ],
     "video": [words(2, 1), "video", words(4, 9), [EOS], words(2, 3), (*words(4, 10), EOS)],
     "two turns": [
         *[words(2, 1), "image", words(3, 2), [EOS], words(2, 3), (*words(4, 4), EOS)],
@@ -94,7 +103,7 @@ def _placeholders(target: sage.Target, piece: str, images: int) -> list[int]:
     token = VIDEO_TOKEN if piece == "video" else IMAGE_TOKEN
     if target.family.model_type == "qwen2_5_vl":
         return [62, *[token] * (8 if piece == "video" else 4), 63]
-    return [token] * (5 if piece == "video" or images > 1 else 10)  # only a picture by itself has tiles
+    return [token] * (5 if piece == "video" or images > 1 else 10)  # only a single image has tiles
 
 
 def _pixels(target: sage.Target, images: int, clips: int) -> dict[str, Tensor]:

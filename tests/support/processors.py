@@ -47,7 +47,7 @@ def make_processor(target: sage.Target) -> Processor:
     return Processor(tokenizer, images, family, template)
 
 
-def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+def random_image(width: int, height: int, seed: int = 0) -> Image.Image:
     pixels = torch.randint(0, 255, (height, width, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
     return Image.fromarray(pixels.numpy())
 
@@ -58,4 +58,4 @@ def user(*parts: Any) -> list[dict[str, Any]]:
 
 
 def image_part(width: int, height: int) -> dict[str, Any]:
-    return {"type": "image", "image": picture(width, height)}
+    return {"type": "image", "image": random_image(width, height)}
