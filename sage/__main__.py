@@ -8,6 +8,7 @@ from typing import Any
 
 from sage import cli
 from sage.dtypes import SHORT_NAMES, torch_dtype
+from sage.trees.names import POLICIES
 
 GREEN, RESET, DIM = "\x1b[32m", "\x1b[0m", "\x1b[2m"
 
@@ -22,7 +23,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--image", action="append", default=[], help="path or URL of an image; can be repeated")
     parser.add_argument("--video", action="append", default=[], help="video file or folder of frames; can be repeated")
     parser.add_argument("--prompt", required=True, help="text of the prompt")
-    parser.add_argument("--policy", default="sage", help="tree policy, a name in sage.POLICIES (default: %(default)s)")
+    parser.add_argument("--policy", default="sage", help=f"tree policy, one of {', '.join(POLICIES)} (default: %(default)s)")
     parser.add_argument(
         "--max-new-tokens", type=int, default=256, help="maximum number of generated tokens (default: %(default)s)"
     )

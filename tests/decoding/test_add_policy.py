@@ -81,6 +81,7 @@ def test_it_is_in_the_help_of_the_commands(checkout: Path) -> None:
     lines = python(checkout, "-m", "train.cli.train", "--help").splitlines()
     [choices] = [line for line in lines if "decode/policy:" in line]
     assert "pair" in choices
+    assert "pair" in python(checkout, "-m", "sage", "--help")
     printed = python(checkout, "-c", "from sage.bench.__main__ import main; main(['policies']); main(['--help'])")
     assert "| `pair` | The two most probable tokens at level 1 | `depth` 1 |" in printed
     assert "pair" in printed.split("--policies A,B")[-1]
