@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -48,6 +48,9 @@ from train.validation.prompts import PromptSet
 logger = logging.getLogger(__name__)
 
 
+Validate = Callable[..., dict[str, Any] | None]  # the signature of `validate`
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReportInfo:
     """Names the draft in a report, and the folder the report is written to.
@@ -67,22 +70,6 @@ class ReportInfo:
     @property
     def folder(self) -> Path:
         return validation_folder(self.run_dir, self.step)
-
-
-class Validate(Protocol):
-    """The signature of `validate`; tests pass a faster one to `train.run.rank.run_rank`."""
-
-    def __call__(
-        self,
-        decode: DecodeConfig,
-        target: Any,
-        draft: Any,
-        prompts: PromptSet,
-        info: ReportInfo,
-        *,
-        progress: Callable[[int, int], None] | None = None,
-        merge: Callable[[Measurement], Measurement | None] = ...,
-    ) -> dict[str, Any] | None: ...
 
 
 def validate(
