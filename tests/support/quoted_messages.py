@@ -1,0 +1,166 @@
+"""Messages quoted in docs/troubleshooting.md, rendered from the sources: `make docs` renews the marked blocks.
+
+A message is found by a fragment of its text and filled in with example values, so that its wording stands in the code alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from sage.bench.tables import markdown_table
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "troubleshooting.md"
+BLOCK = re.compile(r"(<!-- messages: (\w+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
+PLACEHOLDER = "\0"
+PLACEHOLDERS = re.compile(
+    r"%[sd]|\{\w+(?::[^}]*)?\}"
+)  # of logging and str.format; those of f-strings are found in the syntax tree
+
+
+@dataclass(frozen=True)
+class Part:
+    """A string of the sources with example values.
+
+    Attributes:
+        file: module that contains it.
+        fragment: text that only this string of the module contains.
+        values: one per placeholder.
+    """
+
+    file: str
+    fragment: str
+    values: tuple[str, ...] = ()
+
+    def render(self) -> str:
+        """Returns the string with its values.
+
+        Raises:
+            ValueError: no message, or more than one, contains the fragment, or the number of values is wrong.
+        """
+        found = {text for text in texts(self.file) if self.fragment in text and "\n" not in text}
+        if len(found) != 1:
+            raise ValueError(f"{self.file}: {len(found)} strings contain {self.fragment!r}; adapt {Path(__file__).name}")
+        pieces = found.pop().split(PLACEHOLDER)
+        if len(pieces) != len(self.values) + 1:
+            raise ValueError(f"{self.file}: {self.fragment!r} has {len(pieces) - 1} placeholders, not {len(self.values)}")
+        return "".join(text for pair in zip(pieces, (*self.values, ""), strict=True) for text in pair)
+
+
+@cache
+def texts(file: str) -> tuple[str, ...]:
+    """Returns all strings of a module, with PLACEHOLDER in place of values."""
+    return tuple(_strings(ast.parse((ROOT / file).read_text(encoding="utf-8"))))
+
+
+def _strings(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.JoinedStr):
+        yield "".join(part.value if isinstance(part, ast.Constant) else PLACEHOLDER for part in node.values)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield PLACEHOLDERS.sub(PLACEHOLDER, node.value)
+    else:
+        for child in ast.iter_child_nodes(node):
+            yield from _strings(child)
+
+
+LAYOUT, TENSORS = "checkpoints/export/formats/layout.py", "checkpoints/export/validator/tensor_checks.py"
+CONFIGS, COMPATIBILITY = "checkpoints/export/validator/config_checks.py", "checkpoints/export/compatibility.py"
+RUN_CHECKS, WARNINGS, MEDIA = "train/config/run_checks.py", "train/report/warnings.py", "sage/inputs/media.py"
+ITEM, SKIP = "error: chats.jsonl: item 0: ", Part("data_prep/dataset/skip_log.py", "data.on_bad=skip skips")
+SIZES = "(hidden_size 192, num_layers 12, vocab_size {})"
+MADE_FOR = ("a/draft", f"qwen2_5_vl {SIZES.format(1030)}", f"llava_onevision {SIZES.format(1028)}")
+LEVELS = "eagle_aux_hidden_state_layer_ids"
+READ = f"{LEVELS} and eagle_config.{LEVELS}: vLLM reads hidden_states[1, 2, 3], SGLang reads hidden_states[0, 1, 2]"
+AT_IMAGES = ("vLLM", "the placeholder token's embedding", "the visual embedding", "token")
+CHANGE = "train.micro_batch_size=2 deepspeed.offload_optimizer=cpu"
+
+Message = tuple[Part | str, ...]
+MESSAGES: dict[str, list[Message]] = {
+    "plan": [
+        (
+            Part(
+                "train/plan/text.py",
+                "it fits with",
+                (Part("train/plan/text.py", "does not fit", ("  9.40 GB",)).render(), CHANGE),
+            ),
+        )
+    ],
+    "template": [
+        (ITEM, Part("data_prep/chat.py", "located in the rendered text")),
+        (ITEM, Part("sage/inputs/processing.py", "its tokenizer has no chat template")),
+    ],
+    "images": [
+        (ITEM, "image ", Part(MEDIA, "no such file", ("gone/a.png: ",)), SKIP),
+        (ITEM, "image bad/a.png: ", Part(MEDIA, "corrupt or truncated", ("image file is truncated",)), SKIP),
+    ],
+    "length": [
+        ("error: ", Part("data_prep/tools/cli.py", "became an example", ("4", "cache/index/4ee35c74b3151eb7/skipped.jsonl")))
+    ],
+    "finite": [("error: ", Part("train/run/loop.py", "is not finite for", ("2", "train-9, train-4, train-5, train-8", "1")))],
+    "estimate": [(Part(WARNINGS, "estimated on the training batches", ("40", "1.20", "3.00")),)],
+    "acceptance": [(Part(WARNINGS, "acceptance rate is near zero", ("1.00",)),)],
+    "target": [("error: ", Part("sage/drafts/head.py", "give the draft trained for", MADE_FOR))],
+    "state": [
+        (
+            "warning: ",
+            Part(
+                "checkpoints/store.py",
+                "using the previous state",
+                (
+                    Part(
+                        "sage/manifest.py", "its sha256", ("a/state/step_00000004/exp_avg.safetensors", "manifest.json")
+                    ).render(),
+                ),
+            ),
+        ),
+        (Part("train/state/resume.py", "resumed from", ("a/state/step_00000002",)),),
+    ],
+    "run": [
+        ("error: ", Part(RUN_CHECKS, "already holds a run", ("a",))),
+        ("error: ", Part(RUN_CHECKS, "was started with", ("seed", "5", "a", "0"))),
+    ],
+}
+EXPORTS: list[tuple[Message, str]] = [
+    (
+        ("error: d2t: ", Part(TENSORS, "absolute target ids"), "; ", Part(TENSORS, "mapped to the wrong")),
+        "subtract the draft ids",
+    ),
+    (("error: d2t: missing; ", Part(LAYOUT, "take draft ids")), "export again"),
+    (("error: lm_head.weight: missing; ", Part(LAYOUT, "or a random one")), "export again"),
+    (
+        ("error: fc.weight: missing; ", Part(LAYOUT, "left uninitialized")),
+        "a save that lost tensors, ZeRO-3 without gathering for example",
+    ),
+    (
+        ("error: max_position_embeddings: 64, the target's is 512; ", Part(CONFIGS, "is served at acceptance", ("64",))),
+        "set it to the target's",
+    ),
+    ((f"error: {READ}; ", Part(CONFIGS, "one of the engines")), "SGLang's list is one lower than vLLM's"),
+    (("warning: ", Part(COMPATIBILITY, "At image positions", AT_IMAGES)), "train with `draft.image_inputs=token`"),
+]
+
+
+def render_blocks() -> dict[str, str]:
+    """Returns the content of every block of the page by name."""
+    blocks = {name: "\n".join(["```", *map(_text, messages), "```"]) for name, messages in MESSAGES.items()}
+    rows = [(f"`{_text(message)}`", remedy) for message, remedy in EXPORTS]
+    return blocks | {"exports": markdown_table(("message", "cause or remedy"), rows, "<")}
+
+
+def _text(message: Message) -> str:
+    return "".join(part if isinstance(part, str) else part.render() for part in message)
+
+
+def with_messages(page: str) -> str:
+    """Returns the page with all blocks renewed."""
+    blocks = render_blocks()
+    return BLOCK.sub(lambda found: found.group(1) + blocks[found.group(2)] + found.group(3), page)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_messages(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
