@@ -15,9 +15,8 @@ from benchmarks.papers import runs
 from benchmarks.papers.figures import FigureStore, Json
 from benchmarks.papers.settings import Settings, StudySettings
 from data_prep.pocket import world
-from sage.bench import BenchPrompt, PolicyRunner, Runner, baseline_runner, measure
-from sage.bench.measurement import Measurement
-from sage.bench.runners import AUTOREGRESSIVE, HF_ASSISTED, find_assistant
+from sage.bench.measurement import BenchPrompt, Measurement, measure
+from sage.bench.runners import AUTOREGRESSIVE, HF_ASSISTED, PolicyRunner, Runner, baseline_runner, find_assistant
 from sage.costs.measure import measure_costs
 from sage.costs.tables import Costs
 from sage.drafts import Draft

@@ -9,10 +9,10 @@ from support.messages import refused
 from support.models import make_inputs, make_llava, make_qwen
 
 import sage
-from sage.bench import BenchPrompt, HFRunner, PolicyRunner, TimedRun, baseline_runner, build_report, measure
 from sage.bench.intervals import rate_interval, ratio_interval
 from sage.bench.losslessness import earliest_difference, first_difference, top2_gap
-from sage.bench.measurement import rotated
+from sage.bench.measurement import BenchPrompt, measure, rotated
+from sage.bench.report import build_report
 from sage.bench.runners import (
     AUTOREGRESSIVE,
     HF_ASSISTED,
@@ -20,6 +20,10 @@ from sage.bench.runners import (
     HF_STATIC,
     PROMPT_LOOKUP,
     FirstTokens,
+    HFRunner,
+    PolicyRunner,
+    TimedRun,
+    baseline_runner,
     complete_phases,
     on_device,
 )

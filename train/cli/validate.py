@@ -78,7 +78,7 @@ def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     import sage
     from checkpoints.export import load_any
     from data_prep.build import prompts
-    from sage.bench import format_table
+    from sage.bench.report_table import format_table
     from sage.dtypes import torch_dtype
     from sage.progress import progress_callback
     from train.launch.ranks import pick_device

@@ -49,7 +49,7 @@ def run_rank(config: Config, validate: Validate | None = None) -> int:
 
 def _summarize(run: TrainingRun, is_done: bool) -> str:
     """The table of the last validation and the paths of report and draft."""
-    from sage.bench import format_table
+    from sage.bench.report_table import format_table
 
     folder = run.config.run.dir
     if not is_done:

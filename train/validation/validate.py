@@ -20,24 +20,17 @@ from torch import nn
 
 from checkpoints.run_folder import REPORT, REPORT_PAGE, validation_folder
 from checkpoints.store import saving
-from sage.bench import (
-    AUTOREGRESSIVE,
-    PolicyRunner,
-    Runner,
-    baseline_runner,
-    build_report,
-    measure,
-)
 from sage.bench.calibration import calibration
-from sage.bench.measurement import Measurement
+from sage.bench.measurement import Measurement, measure
 from sage.bench.replays import all_policies, replays
-from sage.bench.report import PACKAGES, versions
-from sage.bench.runners import HF_ASSISTED, find_assistant
+from sage.bench.report import PACKAGES, build_report, versions
+from sage.bench.runners import HF_ASSISTED, PolicyRunner, Runner, baseline_runner, find_assistant
 from sage.dtypes import torch_dtype
 from sage.files import write_json, write_text
 from sage.sampling import Sampling
 from sage.trees import Policy
 from sage.trees import policy as new_policy
+from sage.trees.names import AUTOREGRESSIVE
 from sage.trees.options import OptionError
 from train.config.schema import DecodeConfig
 from train.report.page import render_page

@@ -10,7 +10,7 @@ from benchmarks.papers.figures import Json
 from benchmarks.papers.lab import Lab
 from benchmarks.papers.measure.comparison import compare, select
 from benchmarks.papers.measure.tuning import tuned_options
-from sage.bench import PolicyRunner
+from sage.bench.runners import PolicyRunner
 from sage.costs.tables import Costs, Curve
 from sage.replay.recording import RecordedRound, Recording
 from sage.replay.replay import replay

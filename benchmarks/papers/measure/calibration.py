@@ -15,7 +15,7 @@ import torch
 import sage
 from benchmarks.papers.figures import Json
 from benchmarks.papers.lab import Lab
-from sage.bench import BenchPrompt
+from sage.bench.measurement import BenchPrompt
 from sage.costs.calibration import Reliability
 from sage.replay.recording import Recording, TokenPath
 from sage.trees.cost_aware.policy import CostAware

@@ -8,8 +8,8 @@ from typing import Any
 
 from benchmarks.papers.figures import Json
 from benchmarks.papers.lab import Lab
-from sage.bench import BenchPrompt, PolicyRunner
-from sage.bench.measurement import Measurement
+from sage.bench.measurement import BenchPrompt, Measurement
+from sage.bench.runners import PolicyRunner
 from sage.bench.summary import summarize
 
 STORED = (
