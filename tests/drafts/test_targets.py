@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from support.processors import image_part, make_processor, random_image, user
 from transformers.video_utils import VideoMetadata
 
 import sage
+import sage.inputs
 from sage.inputs.format import InputFormat
 from sage.inputs.media import open_image, open_video
 from sage.targets.families.llava_onevision import LlavaOnevision
@@ -273,3 +275,9 @@ def test_rgba_exif_and_palette_images_become_rgb(tmp_path: Path) -> None:
     exif[0x0112] = 6
     Image.new("RGB", (6, 4)).save(rotated, exif=exif)
     assert open_image(rotated).size == (4, 6)
+
+
+def test_inputs_do_not_import_targets() -> None:
+    """Not even for type checking: the rooms have one direction."""
+    sources = {path: path.read_text() for path in Path(sage.inputs.__path__[0]).glob("*.py")}
+    assert sources and not [path for path, text in sources.items() if re.search(r"^\s*(from|import) sage\.targets", text, re.M)]
