@@ -1,6 +1,6 @@
-"""The frozen vision-language model: loading, embedding, features, causal prefill and tree pass.
+"""The frozen vision-language model: embedding, features, causal prefill and tree pass.
 
-Does not own: acceptance, drafts, losses.
+Does not own: loading (sage.targets.loading), acceptance, drafts, losses.
 
 Shapes: B batch, T tokens, N tree nodes, S keys, D hidden, V vocabulary.
 """
@@ -9,24 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForImageTextToText, BatchFeature
+from transformers import BatchFeature
 
 from sage.attention import AttentionRecorder, causal_mask, tile_mask, use_tree_attention
 from sage.cache import TreeCache
 from sage.inputs.format import Inputs
 from sage.inputs.processing import Messages, Processor
-from sage.model_files import in_one_line, load_weights, read_config
-from sage.targets.families.llava_onevision import LlavaOnevision
-from sage.targets.families.qwen2_5_vl import Qwen2_5_VL
-from sage.targets.family import Family, Prompt
-
-FAMILIES: tuple[type[Family], ...] = (Qwen2_5_VL, LlavaOnevision)
+from sage.targets.families import family_of
+from sage.targets.family import Prompt
 
 
 @dataclass
@@ -75,7 +69,7 @@ class Target:
 
     def __init__(self, model: Any, processor: Any = None) -> None:
         self.model = model.eval().requires_grad_(False)
-        self.family = _family(model.config)
+        self.family = family_of(model.config)
         self.processor = None if processor is None else Processor.wrap(processor, self.family)
         self.name = str(model.config._name_or_path or self.family.model_type)
         self.text_config = model.config.get_text_config()
@@ -234,74 +228,6 @@ class Target:
     def new_cache(self, capacity: int) -> TreeCache:
         """Returns an empty cache for this target with a capacity in tokens."""
         return TreeCache(self.num_layers, self.num_kv_heads, self.head_dim, capacity, self.dtype, self.device)
-
-
-def load_target(
-    path_or_id: str | Path, dtype: torch.dtype | None = None, device: str | torch.device = "cpu", **kwargs: Any
-) -> Target:
-    """Loads a target with its processor from a folder or a hub id.
-
-    Args:
-        dtype: None keeps that of the checkpoint.
-        kwargs: arguments of `from_pretrained`.
-
-    Raises:
-        ValueError: the folder does not exist, is corrupt or incomplete, or holds no model of a known family.
-    """
-    path = str(path_or_id)
-    if _looks_local(path) and not Path(path).is_dir():
-        raise ValueError(f"target: {path}: no such folder; give a local folder or a hub id like Qwen/Qwen2.5-VL-7B-Instruct")
-    processor = load_processor(path)
-    kind = AutoModelForImageTextToText
-    model = load_weights(kind, path, "target", allow_unused=True, dtype=dtype or "auto", **kwargs)
-    return Target(model.to(device), processor)
-
-
-def load_processor(path: str) -> Processor:
-    """Loads the tokenizer and image processor from a target's folder or hub id, without weights.
-
-    Raises:
-        ValueError: no target of a known family, or files that are missing, corrupt, or those of another model.
-    """
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError, StrictDataclassError) as error:
-        raise ValueError(f"target: {path}: cannot read its config.json ({in_one_line(error)}); copy the model again") from error
-    family = _family(config, f"{path}: ")
-    remedy = "copy the files that came with the model (tokenizer.json, tokenizer_config.json, preprocessor_config.json)"
-    try:
-        processor = Processor.from_pretrained(path, family)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"target: {path}: its tokenizer or image processor cannot be read ({in_one_line(error)}); {remedy}"
-        ) from error
-    wanted, token = family.placeholder_ids["image"], family.placeholders["image"]
-    if processor.tokenizer.convert_tokens_to_ids(token) != wanted:
-        raise ValueError(
-            f"target: {path}: its tokenizer does not know {token!r} as {wanted}, the image token in config.json; {remedy}"
-        )
-    return processor
-
-
-def is_target_folder(path: str | Path) -> bool:
-    """Returns whether a folder's config.json is that of a model of a known family."""
-    try:
-        kind = read_config(path).get("model_type")
-    except ValueError:
-        return False
-    return kind in {family.model_type for family in FAMILIES}
-
-
-def _family(config: Any, where: str = "") -> Family:
-    for family in FAMILIES:
-        if config.model_type == family.model_type:
-            return family(config)
-    known = ", ".join(family.model_type for family in FAMILIES)
-    raise ValueError(f"target: {where}model_type {config.model_type!r} is not a known family; known: {known}")
-
-
-def _looks_local(path: str) -> bool:
-    return path.startswith((".", "/", "~")) or path.count("/") != 1 or Path(path).exists()
 
 
 def _as_list(value: Any) -> list[int]:

@@ -161,7 +161,7 @@ def test_padding_of_the_vocabulary_may_differ(tiny_qwen: sage.Target) -> None:
 
 def test_load_draft_takes_a_target_folder(tiny_qwen: sage.Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_qwen.model.save_pretrained(tmp_path)
-    monkeypatch.setattr("sage.targets.target.load_processor", lambda path: None)
+    monkeypatch.setattr("sage.targets.loading.load_processor", lambda path: None)
     draft = sage.load_draft(tmp_path, tiny_qwen)
     assert isinstance(draft, ModelDraft)
 

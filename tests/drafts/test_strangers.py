@@ -11,7 +11,7 @@ from support.data_helpers import save_target
 
 import sage
 from checkpoints.export import TargetFacts
-from sage.targets.target import load_processor
+from sage.targets.loading import load_processor
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = "from pathlib import Path\nPath({mark!r}).touch()\nfrom transformers import PreTrainedConfig as Config, {base} as Mine\n"

@@ -21,7 +21,7 @@ import sage.inputs
 from sage.inputs.format import InputFormat
 from sage.inputs.media import open_image, open_video
 from sage.targets.families.llava_onevision import LlavaOnevision
-from sage.targets.target import load_processor
+from sage.targets.loading import load_processor
 
 
 @pytest.fixture(params=[make_qwen, make_llava], ids=["qwen2_5_vl", "llava_onevision"])

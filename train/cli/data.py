@@ -87,7 +87,7 @@ def run(config: DataCommand) -> int:
     if config.action is Action.regenerate:
         return _regenerate_on_ranks(config)
     from data_prep.tools import cli
-    from sage.targets.target import load_processor
+    from sage.targets.loading import load_processor
 
     processor = load_processor(config.target.path)
     if config.action is Action.convert:

@@ -1,1 +1,27 @@
-"""One module per target family, each with one `Family`."""
+"""The target families: one module each, with one `Family`, and the list of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sage.targets.families.llava_onevision import LlavaOnevision
+from sage.targets.families.qwen2_5_vl import Qwen2_5_VL
+from sage.targets.family import Family
+
+FAMILIES: tuple[type[Family], ...] = (Qwen2_5_VL, LlavaOnevision)
+
+
+def family_of(config: Any, where: str = "") -> Family:
+    """Returns the family of a model's configuration.
+
+    Args:
+        where: prefix of the message.
+
+    Raises:
+        ValueError: an unknown `model_type`; names those that are known.
+    """
+    for family in FAMILIES:
+        if config.model_type == family.model_type:
+            return family(config)
+    known = ", ".join(family.model_type for family in FAMILIES)
+    raise ValueError(f"target: {where}model_type {config.model_type!r} is not a known family; known: {known}")

@@ -1,0 +1,75 @@
+"""Loads targets and their processors from folders or the hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from sage.inputs.processing import Processor
+from sage.model_files import in_one_line, load_weights, read_config
+from sage.targets.families import FAMILIES, family_of
+from sage.targets.target import Target
+
+
+def load_target(
+    path_or_id: str | Path, dtype: torch.dtype | None = None, device: str | torch.device = "cpu", **kwargs: Any
+) -> Target:
+    """Loads a target with its processor from a folder or a hub id.
+
+    Args:
+        dtype: None keeps that of the checkpoint.
+        kwargs: arguments of `from_pretrained`.
+
+    Raises:
+        ValueError: the folder does not exist, is corrupt or incomplete, or holds no model of a known family.
+    """
+    path = str(path_or_id)
+    if _looks_local(path) and not Path(path).is_dir():
+        raise ValueError(f"target: {path}: no such folder; give a local folder or a hub id like Qwen/Qwen2.5-VL-7B-Instruct")
+    processor = load_processor(path)
+    kind = AutoModelForImageTextToText
+    model = load_weights(kind, path, "target", allow_unused=True, dtype=dtype or "auto", **kwargs)
+    return Target(model.to(device), processor)
+
+
+def load_processor(path: str) -> Processor:
+    """Loads the tokenizer and image processor from a target's folder or hub id, without weights.
+
+    Raises:
+        ValueError: no target of a known family, or files that are missing, corrupt, or those of another model.
+    """
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError, StrictDataclassError) as error:
+        raise ValueError(f"target: {path}: cannot read its config.json ({in_one_line(error)}); copy the model again") from error
+    family = family_of(config, f"{path}: ")
+    remedy = "copy the files that came with the model (tokenizer.json, tokenizer_config.json, preprocessor_config.json)"
+    try:
+        processor = Processor.from_pretrained(path, family)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"target: {path}: its tokenizer or image processor cannot be read ({in_one_line(error)}); {remedy}"
+        ) from error
+    wanted, token = family.placeholder_ids["image"], family.placeholders["image"]
+    if processor.tokenizer.convert_tokens_to_ids(token) != wanted:
+        raise ValueError(
+            f"target: {path}: its tokenizer does not know {token!r} as {wanted}, the image token in config.json; {remedy}"
+        )
+    return processor
+
+
+def is_target_folder(path: str | Path) -> bool:
+    """Returns whether a folder's config.json is that of a model of a known family."""
+    try:
+        kind = read_config(path).get("model_type")
+    except ValueError:
+        return False
+    return kind in {family.model_type for family in FAMILIES}
+
+
+def _looks_local(path: str) -> bool:
+    return path.startswith((".", "/", "~")) or path.count("/") != 1 or Path(path).exists()
