@@ -119,8 +119,8 @@ def test_a_comparison_is_written_best_run_first(runs: list[Path], tmp_path: Path
     assert content["runs"][0]["policies"]["sage"]["match"] == 4
     text = (tmp_path / "compare.md").read_text()
     assert text.startswith("# Comparison of 3 runs") and "| b * | 0.0003 | 2/4 |" in text and "(compare.png)" in text
-    with Image.open(tmp_path / "compare.png") as picture:
-        assert picture.width > 1000 and len(picture.convert("L").getcolors(256) or []) > 10
+    with Image.open(tmp_path / "compare.png") as image:
+        assert image.width > 1000 and len(image.convert("L").getcolors(256) or []) > 10
 
 
 def test_without_a_validation_there_is_a_table_and_no_plot(runs: list[Path], tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_a_single_job_is_not_compared(runs: list[Path], tmp_path: Path, capsys: 
 
 
 def test_a_job_is_named_by_what_the_sweep_changes() -> None:
-    words = [
+    arguments = [
         "-m",
         "optim.lr=1e-4,3e-4",
         "run.dir=x",
@@ -205,7 +205,7 @@ def test_a_job_is_named_by_what_the_sweep_changes() -> None:
         "oops",
         "decode.policies=[sage,chain]",
     ]
-    assert swept_keys(words) == ["optim.lr", "a.b", "seed"]
+    assert swept_keys(arguments) == ["optim.lr", "a.b", "seed"]
     assert swept_keys(["optim.lr=tag(log,interval(1e-5,1e-3))"]) == ["optim.lr"]
     overrides = ["optim.lr=1e-4", "run.dir=x", "+a.b=1"]
     assert job_name(overrides, ["optim.lr", "a.b"], "all") == "optim.lr=1e-4 a.b=1"
@@ -229,8 +229,8 @@ def test_the_page_of_a_run_compares_estimate_and_measurement(runs: list[Path]) -
     assert "Best tokens_per_target_pass of `sage`: **2.00**, after step 4" in text
     assert "| 4 | 2.00 | 0.75 | 1.50 | 2.00 | 2.00x | 8/8 |" in text and "chains of 5 drafted tokens" in text
     assert "[validation at step 4](validation/step_00000004/report.md)" in text
-    with Image.open(runs[0] / "curves.png") as picture:
-        assert picture.height > 1000
+    with Image.open(runs[0] / "curves.png") as image:
+        assert image.height > 1000
 
 
 def test_a_validation_is_compared_with_the_estimate_before_it() -> None:

@@ -121,11 +121,11 @@ def test_two_ranks_under_zero_3_of_which_one_has_no_image(folder: Path, tmp_path
     ]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = ["data=messages", f"data.path={tmp_path}/chats.jsonl", f"data.media_root={tmp_path}", "data.holdout=0"]
-    words = [word for word in command(folder / "target_qwen2_5_vl", tmp_path / "run") if not word.startswith("data")]
+    arguments = [text for text in command(folder / "target_qwen2_5_vl", tmp_path / "run") if not text.startswith("data")]
     batch = ["train.micro_batch_size=1", "train.global_batch_size=2", "train.max_steps=3", "objective.feature_weight=0"]
     where = ["launch.ranks=2", "launch.device=cpu", "deepspeed=zero3", f"data.cache_dir={tmp_path}/cache"]
     done = sage_train(
-        *words, *data, "data/validation=pocket", "data.num_workers=1", *batch, *where, *options("select"),
+        *arguments, *data, "data/validation=pocket", "data.num_workers=1", *batch, *where, *options("select"),
         cwd=tmp_path, timeout_s=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -50,7 +50,7 @@ def build_student(config: Config, target: sage.Target, dataset: Any, ranks: Rank
 def check_kind(chosen: DraftConfig, draft: Draft) -> None:
     """Raises ConfigError if the draft in `draft.path` is not of the configured kind."""
     if draft.kind != chosen.kind:
-        raise ConfigError(f"draft.path={chosen.path}: holds draft={draft.kind}, but draft={chosen.kind} is asked for")
+        raise ConfigError(f"draft.path={chosen.path}: holds draft={draft.kind}, but draft={chosen.kind} is configured")
 
 
 def _check_same(chosen: DraftConfig, draft: Any) -> None:
