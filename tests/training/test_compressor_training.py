@@ -59,6 +59,7 @@ def configure(folder: Path, run: Path, *overrides: str) -> Config:
     return config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "draft"), [(mode, EAGLE3 if number % 2 else []) for number, mode in enumerate(COMPRESSORS)], ids=COMPRESSORS
 )

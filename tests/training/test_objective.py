@@ -111,6 +111,7 @@ def test_chunk_size_and_a_borrowed_head_change_nothing(chunk: int, same_head: bo
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_gradcheck() -> None:
     """Away from ties of p and q, where tv and lk are not differentiable."""
     x = make()

@@ -213,6 +213,7 @@ def test_the_suggested_change_makes_the_run_fit(memory: int) -> None:
 SMALLER = ["draft=model", "draft.num_layers=2", "train.global_batch_size=64"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "overrides", "never"),
     [
