@@ -1,6 +1,7 @@
 """The run folder: names of its files, and what can be read from them.
 
     config.yaml              the resolved configuration; makes the folder a run
+    config_2_from_step_########.yaml   the configuration after a resume that changed it, and so on
     provenance.json          git revision, versions, command line, data fingerprint
     metrics.jsonl            one JSON object per log step
     state/step_########/     checkpoints to resume from (checkpoints.store)
@@ -28,6 +29,8 @@ STATE, VALIDATION = "state", "validation"
 DRAFT, BEST_DRAFT = "draft", "draft_best"
 REPORT, REPORT_PAGE = "report.json", "report.md"
 STEP_NAME = re.compile(r"step_(\d{8})")
+CHANGED_CONFIG = re.compile(r"config_(\d+)_from_step_(\d{8})\.yaml")
+RECIPE = ("optim.", "objective.")  # prefixes of the settings that may change during a run and alter what is trained
 DEFAULT_METRIC = "tokens_per_target_pass"
 
 Report = dict[str, Any]
@@ -70,13 +73,59 @@ def list_steps(folder: Path) -> list[int]:
 # -- readers -----------------------------------------------------------------------------------------------------------
 
 
+def config_files(run: Path) -> list[tuple[int, Path]]:
+    """Returns the configurations of a run as (first step, path): config.yaml, then those of resumes that changed it."""
+    names = (CHANGED_CONFIG.fullmatch(path.name) for path in (run.iterdir() if run.is_dir() else ()))
+    changed = sorted((int(match.group(1)), int(match.group(2)), match.group(0)) for match in names if match)
+    return [(0, run / CONFIG), *((step, run / name) for _, step, name in changed)]
+
+
+def next_config(run: Path, step: int) -> Path:
+    """Returns the path for the configuration that takes effect at `step`; an earlier configuration is never overwritten."""
+    return run / f"config_{len(config_files(run)) + 1}_from_step_{step:08d}.yaml" if is_run(run) else run / CONFIG
+
+
 def read_run_config(run: Path) -> dict[str, Any]:
-    """Reads config.yaml as nested plain values.
+    """Reads the configuration last used, as nested plain values.
 
     Raises:
         ValueError: the file is missing or cannot be parsed.
     """
-    path = run / CONFIG
+    return _read_config(config_files(run)[-1][1])
+
+
+def recipe_changes(run: Path) -> list[tuple[int, dict[str, tuple[Any, Any]]]]:
+    """Returns the changes of the training recipe as (step, {dotted key: (before, after)}); empty if it never changed.
+
+    Raises:
+        ValueError: a configuration cannot be parsed.
+    """
+    files = config_files(run)
+    recipes = [{k: v for k, v in dotted_keys(_read_config(path)).items() if k.startswith(RECIPE)} for _, path in files]
+    found = []
+    for (step, _), before, after in zip(files[1:], recipes, recipes[1:], strict=False):
+        keys = [key for key in sorted(before | after) if before.get(key) != after.get(key)]
+        if keys:
+            found.append((step, {key: (before.get(key), after.get(key)) for key in keys}))
+    return found
+
+
+def describe_recipe_changes(run: Path) -> list[str]:
+    """Returns one line per change of the recipe: `from step 200: optim.lr 0.008 -> 0.001`."""
+    return [
+        f"from step {step:,}: " + ", ".join(f"{key} {before} -> {after}" for key, (before, after) in changed.items())
+        for step, changed in recipe_changes(run)
+    ]
+
+
+def dotted_keys(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Flattens nested mappings: {"a": {"b": 1}} -> {"a.b": 1}."""
+    if not isinstance(tree, dict) or not tree:
+        return {prefix.rstrip("."): tree}
+    return {key: value for name, part in tree.items() for key, value in dotted_keys(part, f"{prefix}{name}.").items()}
+
+
+def _read_config(path: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 
 from sage.cli import EXIT_DONE
 from train.config.checks import check
 from train.config.hydra_app import configure_logging, run_app
+from train.config.overrides import given_keys
+from train.config.resuming import changes
 from train.config.schema import Config
 from train.launch import cluster_env
 from train.report.compare import SweepComparison
+
+logger = logging.getLogger(__name__)
 
 
 def main() -> None:
@@ -19,12 +24,16 @@ def main() -> None:
 
 def train(config: Config) -> int:
     """Checks the configuration before torch is imported, then trains or plans."""
+    if config.run.resume and cluster_env.detect_launcher() is not None and not {"launch.gpus", "launch.ranks"} & given_keys():
+        config.launch.gpus = config.launch.ranks = None  # those of the run's last launch: the launcher decides
     check(config)
     if not config.launch.plan:
         from train.monitor.sinks import check_tracking
 
         check_tracking(config)
     configure_logging(config.debug)
+    for change in changes(config):
+        logger.info("%s: resumed with %s", config.run.dir, change)
     if config.launch.plan:
         from train.plan.search import plan
         from train.plan.text import render

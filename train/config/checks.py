@@ -2,7 +2,7 @@
 
 `check(config)` runs before anything is loaded or written. Properties of loaded objects (does the draft fit the target?) are
 checked where these are built, still before the first file is written. Does not own: the checks of the run folder
-(train.config.run_checks).
+(train.config.run_checks, train.config.resuming).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from sage.drafts.options import Eagle3Options, ModelOptions, TrainedPart
 from sage.drafts.registry import KINDS
 from sage.trees.names import AUTOREGRESSIVE, POLICIES
 from train.config.draft import CompressorKind
-from train.config.run_checks import check_run_folder, check_same_run
+from train.config.resuming import check_same_run
+from train.config.run_checks import check_run_folder
 from train.config.schema import (
     Baseline,
     Config,

@@ -21,9 +21,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from checkpoints.run_folder import is_run
 from sage.cli import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_USER, pop_debug_flag
 from train.config import sweep
 from train.config.errors import explain, is_config_mistake, refuse_unknown
+from train.config.overrides import task_overrides, with_resume
+from train.config.resuming import with_own_config
 from train.config.schema import ConfigError
 from train.config.store import config_dir, register
 from train.config.sweep import SweepScore
@@ -55,8 +58,11 @@ def run_app(
     Returns:
         the exit code: the task's (the largest of a sweep), 2 after a user's mistake, 1 after any other error.
     """
+    try:
+        sys.argv[1:] = with_choice(with_resume(sys.argv[1:]))
+    except ConfigError as error:
+        return report(error, schema, is_main())
     before = {name: os.environ.get(name) for name in (FULL_ERROR, sweep.FOLDER)}
-    sys.argv[1:] = with_choice(sys.argv[1:])
     job = SweepJob(schema, task, is_main, sweep_score, pop_debug_flag(), sweep.swept_keys(sys.argv[1:]))
     os.environ[FULL_ERROR] = "1"  # makes Hydra raise errors instead of printing them and exiting
     register()
@@ -115,7 +121,7 @@ class SweepJob:
         configs: list[Any] = []
 
         def work() -> int:
-            configs.append(to_object(composed, self.schema, self.swept_keys))
+            configs.append(to_object(composed, self.schema, task_overrides(), self.swept_keys))
             return self.task(configs[0])
 
         self.error = None
@@ -197,13 +203,20 @@ def name_of_job(swept_keys: Sequence[str]) -> str:
     return sweep.job_name(list(current.overrides.task), swept_keys, current.job.override_dirname)
 
 
-def to_object(composed: DictConfig, schema: type, swept_keys: Sequence[str] = ()) -> Any:
-    """Converts a DictConfig to its dataclass; gives each job of a sweep a run folder named by the `swept_keys`."""
+def to_object(composed: DictConfig, schema: type, overrides: Sequence[str], swept_keys: Sequence[str] = ()) -> Any:
+    """Converts a DictConfig to its dataclass.
+
+    Each job of a sweep gets a run folder named by the `swept_keys`. A resumed run has its own configuration with the
+    `overrides` applied to it; a job of a sweep that had not started starts anew.
+    """
     refuse_unknown(composed, schema)
+    if "run" in composed:
+        if is_sweep():
+            composed.run.dir = str(Path(composed.run.dir) / sweep.folder_name(name_of_job(swept_keys)))
+        if composed.run.resume and (is_run(Path(composed.run.dir)) or not is_sweep()):
+            composed = with_own_config(composed, overrides)
     config = OmegaConf.to_object(composed)
     assert isinstance(config, schema), f"{type(config).__name__} is not {schema.__name__}"
-    if is_sweep() and hasattr(config, "run"):
-        config.run.dir = str(Path(config.run.dir) / sweep.folder_name(name_of_job(swept_keys)))
     return config
 
 
@@ -217,7 +230,8 @@ def compose(config_name: str, overrides: list[str], schema: type) -> Any:
     register_resolvers()
     try:
         with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
-            return to_object(hydra.compose(config_name, overrides=with_choice(overrides)), schema)
+            words = with_choice(overrides)
+            return to_object(hydra.compose(config_name, overrides=words), schema, words)
     except Exception as error:
         if is_config_mistake(error):
             raise ConfigError(explain(error, schema)) from error

@@ -15,9 +15,34 @@ def key_of(override: str) -> str:
     return override.split("=", 1)[0].lstrip("+~").split("@")[0]
 
 
+def with_resume(arguments: Sequence[str]) -> list[str]:
+    """Replaces `--resume RUN` (or `--resume=RUN`) by `run.dir=RUN run.resume=true`.
+
+    Raises:
+        ConfigError: no folder after `--resume`.
+    """
+    found: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        option, equals, folder = argument.partition("=")
+        if option != "--resume":
+            found.append(argument)
+            continue
+        folder = folder if equals else next(rest, "")
+        if not folder or folder.startswith("-"):
+            raise ConfigError("--resume: missing folder; give --resume RUN")
+        found += [f"run.dir={folder}", "run.resume=true"]
+    return found
+
+
 def task_overrides() -> list[str]:
     """Returns the overrides of this process's command line, `key=value`; empty if Hydra does not run it."""
     return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
+
+
+def given_keys() -> set[str]:
+    """Returns the keys of this process's command line."""
+    return {key_of(override) for override in task_overrides()}
 
 
 def refuse_unused(overrides: Sequence[str], unused: Mapping[str, str]) -> None:

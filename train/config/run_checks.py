@@ -1,22 +1,12 @@
-"""Checks of the run folder: new, or a run to be resumed with the same settings, and writable."""
+"""Checks of the run folder: new, or a run to be resumed, and writable. Does not own: its settings (train.config.resuming)."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
-from omegaconf import OmegaConf
 
 from checkpoints.run_folder import CONFIG, is_run
 from data_prep.files import CannotWrite, check_writable
-from train.config.schema import Config, ConfigError, RunConfig
-
-# Prefixes of the keys that may not change when a run is resumed.
-FIXED = (
-    *("seed", "target.path", "target.revision", "target.dtype", "draft.", "data.", "score."),
-    *("train.global_batch_size", "train.precision", "train.length_window"),
-)
-CHANGEABLE = ("data.num_workers", "data.bad_list")  # not data.cache: known lengths change the batches
+from train.config.schema import ConfigError, RunConfig
 
 
 def check_run_folder(run: RunConfig) -> None:
@@ -39,32 +29,3 @@ def check_run_folder(run: RunConfig) -> None:
     except CannotWrite as error:
         reason = getattr(error.__cause__, "strerror", None) or error
         raise ConfigError(f"run.dir={folder}: cannot be written ({reason}); give a folder with write permission") from error
-
-
-def check_same_run(config: Config) -> None:
-    """Refuses to resume a run with other settings of the keys in `FIXED`.
-
-    Raises:
-        ConfigError: names the first changed key.
-    """
-    path = Path(config.run.dir) / CONFIG
-    if not path.exists():
-        return
-    try:
-        saved = dotted_keys(OmegaConf.to_container(OmegaConf.load(path)))
-    except Exception as error:  # PyYAML has a dozen error classes of its own
-        raise ConfigError(f"{path}: cannot be read ({' '.join(str(error).split())}); give another run.dir") from error
-    current = dotted_keys(OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(OmegaConf.structured(config)))))
-    for key in sorted(saved.keys() | current.keys()):
-        if key.startswith(FIXED) and not key.startswith(CHANGEABLE) and saved.get(key) != current.get(key):
-            raise ConfigError(
-                f"{key}={current.get(key)}: the run in {config.run.dir} was started with {saved.get(key)}; "
-                f"resume with that value, or start another run.dir"
-            )
-
-
-def dotted_keys(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Flattens nested mappings: {"a": {"b": 1}} -> {"a.b": 1}."""
-    if not isinstance(tree, dict) or not tree:
-        return {prefix.rstrip("."): tree}
-    return {key: value for name, part in tree.items() for key, value in dotted_keys(part, f"{prefix}{name}.").items()}

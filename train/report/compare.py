@@ -19,7 +19,6 @@ from typing import Any
 from checkpoints import run_folder
 from checkpoints.run_folder import is_run
 from sage.files import write_text
-from train.config.run_checks import dotted_keys
 from train.config.schema import Config, ConfigError, ScoreConfig
 from train.config.sweep import Job
 from train.report.compare_table import page, table
@@ -74,7 +73,7 @@ def read_run(folder: Path, chosen: ScoreConfig | None = None) -> RunSummary:
     config = run_folder.read_run_config(folder)
     metrics = run_folder.read_metrics(folder / run_folder.METRICS)
     metric, policy = (str(chosen.metric), chosen.policy) if chosen else run_folder.score_settings(config)
-    summary = RunSummary(folder=folder, config=dotted_keys(config), score_metric=metric, score_policy=policy)
+    summary = RunSummary(folder=folder, config=run_folder.dotted_keys(config), score_metric=metric, score_policy=policy)
     if metrics:
         summary.steps, summary.loss = metrics[-1]["step"], metrics[-1].get("loss")
     for step, report in run_folder.read_reports(folder):

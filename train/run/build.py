@@ -20,8 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import sage
 from checkpoints.files import remove_leftovers
-from checkpoints.run_folder import CONFIG as RUN_CONFIG
-from checkpoints.run_folder import state_folder
+from checkpoints.run_folder import is_run, next_config, state_folder
 from checkpoints.store import StateStore, saving
 from data_prep import StepLoader, build_dataset
 from data_prep import prompts as held_out_prompts
@@ -29,6 +28,7 @@ from sage.drafts.options import ImageInputs
 from sage.dtypes import torch_dtype
 from sage.files import write_text
 from train.config.checks import check_batch
+from train.config.resuming import changes
 from train.config.schema import Config
 from train.distill.build import build_student
 from train.distill.student import Student
@@ -223,7 +223,7 @@ def prepare_prompts(config: Config, target: sage.Target, draft: Any, ranks: Rank
 
 
 def open_run_folder(config: Config, ranks: Ranks, target: sage.Target, data_fingerprint: str, state: TrainState) -> Tracker:
-    """Writes config.yaml and provenance.json and opens the sinks on rank 0.
+    """Writes configuration and provenance and opens the sinks on rank 0. A resumed run keeps its earlier configurations.
 
     Raises:
         SaveFailed: the folder cannot be written.
@@ -233,10 +233,12 @@ def open_run_folder(config: Config, ranks: Ranks, target: sage.Target, data_fing
     folder = Path(config.run.dir)
     text = OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
     resolved = OmegaConf.to_container(OmegaConf.create(text))
+    changed = changes(config)
     with saving(folder, then="start again"):
         remove_leftovers(folder)
-        write_text(folder / RUN_CONFIG, text)
-        write_provenance(folder, ranks, target, data_fingerprint, state.step)
+        if changed or not is_run(folder):
+            write_text(next_config(folder, state.step), text)
+        write_provenance(folder, ranks, target, data_fingerprint, state.step, {c.key: [c.before, c.now] for c in changed})
     assert isinstance(resolved, dict)
     return open_tracker(config, {str(key): value for key, value in resolved.items()}, state.step)
 

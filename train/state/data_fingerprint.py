@@ -1,7 +1,7 @@
 """Fingerprints of the training data in a state, so that a run is not resumed with other examples.
 
 Does not own: the content of a source (`Source.fingerprint` in data_prep.sources), the settings of the data
-(train.config.run_checks).
+(train.config.resuming).
 """
 
 from __future__ import annotations

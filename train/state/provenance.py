@@ -21,8 +21,14 @@ PACKAGES = ("sage-draft", "torch", "transformers", "deepspeed", "datasets", "hyd
 GIT_TIMEOUT_S = 5
 
 
-def write_provenance(folder: Path, ranks: Ranks, target: Any, data_fingerprint: str, from_step: int) -> None:
-    """Writes `provenance.json`; when the run is resumed, appends to its `resumed` entries."""
+def write_provenance(
+    folder: Path, ranks: Ranks, target: Any, data_fingerprint: str, from_step: int, changed: dict[str, list[Any]]
+) -> None:
+    """Writes `provenance.json`; when the run is resumed, appends to its `resumed` entries.
+
+    Args:
+        changed: settings changed by the resume: dotted key -> [before, after].
+    """
     path = folder / PROVENANCE
     entry = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -36,6 +42,7 @@ def write_provenance(folder: Path, ranks: Ranks, target: Any, data_fingerprint: 
         "device": _device(ranks.device),
         "target": {"name": target.name, **target.fingerprint},
         "data_fingerprint": data_fingerprint,
+        **({"changed": changed} if changed else {}),
     }
     previous = json.loads(path.read_text()) if path.exists() else {}
     content = {**previous, "resumed": [*previous.get("resumed", []), entry]} if previous else entry

@@ -1,0 +1,144 @@
+"""Resuming a run with its own configuration: what the command line overrides, and which overrides are allowed.
+
+    length, launch, saving, tracking, decoding   may change
+    optim, objective                             may change; recorded with the step at which the change takes effect
+    seed, target, draft, data, score, batch      would make it another run: refused
+
+Does not own: the states of a run (train.state), the files of a run folder (checkpoints.run_folder).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from checkpoints.run_folder import CONFIG, RECIPE, dotted_keys, is_run, read_run_config
+from train.config.overrides import key_of
+from train.config.schema import Config, ConfigError
+from train.config.store import subschemas
+from train.config.target_path import CHOICE
+
+# Prefixes of the keys that may not change when a run is resumed.
+FIXED = (
+    *("seed", "target.path", "target.revision", "target.dtype", "draft.", "data.", "score."),
+    *("train.global_batch_size", "train.precision", "train.length_window"),
+)
+CHANGEABLE = ("data.num_workers", "data.bad_list")  # not data.cache: known lengths change the batches
+UNRECORDED = ("run.", "debug", "launch.plan")  # settings of the command rather than of the run
+# Choices that identify a run, by the key in which two of them differ: the run's own choice changes nothing else.
+IDENTITIES = {"target": "target.path", "draft": "draft.kind", "draft/compressor": "draft.compressor.kind", "data": "data.name"}
+UNUSED_GROUPS = ("experiment", "sweep")  # compositions to start with; a run's own configuration contains their values
+POLICY_GROUP = "decode/policy"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A setting that differs from the run's own configuration."""
+
+    key: str
+    before: Any
+    now: Any
+
+    @property
+    def is_recipe(self) -> bool:
+        """Whether the setting changes what is trained, so that it is recorded with its step."""
+        return self.key.startswith(RECIPE)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the setting identifies the run, so that it may not change."""
+        return self.key.startswith(FIXED) and not self.key.startswith(CHANGEABLE)
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.before} -> {self.now}{' (training recipe)' if self.is_recipe else ''}"
+
+
+def with_own_config(composed: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """Returns the configuration of the run in `run.dir`, with the overrides of the command line applied to it.
+
+    Args:
+        composed: the configuration that the overrides give to a new run.
+        overrides: of the command line. `experiment=` and `sweep=` are not applied again, and neither is the
+            run's own target, draft or data.
+
+    Raises:
+        ConfigError: no run in `run.dir`, or its configuration cannot be read or has keys that this version does not know.
+    """
+    folder = Path(composed.run.dir)
+    if not is_run(folder):
+        raise ConfigError(f"run.dir={folder}: no run to resume there ({CONFIG} is missing); give the folder of a run")
+    config = _read_typed(folder)
+    for override in overrides:
+        key = key_of(override)
+        if override == CHOICE or key in UNUSED_GROUPS:
+            continue
+        for name in _keys_of(key):
+            OmegaConf.update(config, name, OmegaConf.select(composed, name), merge=False, force_add=True)
+    config.run.dir, config.run.resume = str(folder), True
+    config.debug = composed.debug
+    return config
+
+
+def changes(config: Config) -> list[Change]:
+    """Returns the settings of a configuration that differ from those last used in its run folder; none for a new run.
+
+    Raises:
+        ConfigError: the run's configuration cannot be read.
+    """
+    folder = Path(config.run.dir)
+    if not is_run(folder):
+        return []
+    before = dotted_keys(_read(folder))
+    now = dotted_keys(OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(OmegaConf.structured(config)))))
+    keys = [key for key in sorted(before.keys() | now.keys()) if not key.startswith(UNRECORDED)]
+    return [Change(key, before.get(key), now.get(key)) for key in keys if before.get(key) != now.get(key)]
+
+
+def check_same_run(config: Config) -> None:
+    """Refuses to resume a run with other settings of the keys that identify it.
+
+    Raises:
+        ConfigError: names the first changed key.
+    """
+    for change in changes(config):
+        if change.is_fixed:
+            raise ConfigError(
+                f"{change.key}={change.now}: the run in {config.run.dir} was started with {change.before}; "
+                f"resume without {change.key}, or start another run.dir"
+            )
+
+
+def _keys_of(key: str) -> tuple[str, ...]:
+    """Dotted keys that an override sets; of a group choice all keys of the group, of an identifying one its identity."""
+    if key == POLICY_GROUP:
+        return "decode.policies", "decode.options"
+    return (IDENTITIES.get(key, key.replace("/", ".")),)
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    try:
+        return read_run_config(folder)
+    except ValueError as error:
+        raise ConfigError(f"{error}; give another run.dir") from error
+
+
+def _read_typed(folder: Path) -> DictConfig:
+    """The run's configuration with the types of the schema."""
+    saved = _read(folder)
+    config = OmegaConf.structured(Config)
+    try:
+        for group in ("draft", "draft/compressor", "tracking"):
+            key = group.replace("/", ".")
+            if kind := dotted_keys(saved).get(f"{key}.kind"):
+                OmegaConf.update(config, key, OmegaConf.structured(subschemas()[(group, str(kind))]), merge=False)
+        merged = OmegaConf.merge(config, saved)
+    except (OmegaConfBaseException, KeyError) as error:
+        reason = " ".join(str(error).split("\n")[0].split())
+        raise ConfigError(f"{folder}: its configuration does not fit this version ({reason}); start another run.dir") from error
+    assert isinstance(merged, DictConfig)
+    return merged
