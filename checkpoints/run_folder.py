@@ -73,11 +73,15 @@ def list_steps(folder: Path) -> list[int]:
 # -- readers -----------------------------------------------------------------------------------------------------------
 
 
-def config_files(run: Path) -> list[tuple[int, Path]]:
-    """Returns the configurations of a run as (first step, path): config.yaml, then those of resumes that changed it."""
+def config_files(run: Path, step: int | None = None) -> list[tuple[int, Path]]:
+    """Returns the configurations of a run as (first step, path): config.yaml, then those of resumes that changed it.
+
+    Args:
+        step: only those in effect before this many steps were trained; None: all.
+    """
     names = (CHANGED_CONFIG.fullmatch(path.name) for path in (run.iterdir() if run.is_dir() else ()))
     changed = sorted((int(match.group(1)), int(match.group(2)), match.group(0)) for match in names if match)
-    return [(0, run / CONFIG), *((step, run / name) for _, step, name in changed)]
+    return [(0, run / CONFIG), *((first, run / name) for _, first, name in changed if step is None or first < step)]
 
 
 def next_config(run: Path, step: int) -> Path:
@@ -85,36 +89,36 @@ def next_config(run: Path, step: int) -> Path:
     return run / f"config_{len(config_files(run)) + 1}_from_step_{step:08d}.yaml" if is_run(run) else run / CONFIG
 
 
-def read_run_config(run: Path) -> dict[str, Any]:
-    """Reads the configuration last used, as nested plain values.
+def read_run_config(run: Path, step: int | None = None) -> dict[str, Any]:
+    """Reads the configuration last used (up to `step`), as nested plain values.
 
     Raises:
         ValueError: the file is missing or cannot be parsed.
     """
-    return _read_config(config_files(run)[-1][1])
+    return _read_config(config_files(run, step)[-1][1])
 
 
-def recipe_changes(run: Path) -> list[tuple[int, dict[str, tuple[Any, Any]]]]:
-    """Returns the changes of the training recipe as (step, {dotted key: (before, after)}); empty if it never changed.
+def recipe_changes(run: Path, step: int | None = None) -> list[tuple[int, dict[str, tuple[Any, Any]]]]:
+    """Returns the changes of the training recipe (up to `step`) as (first step, {dotted key: (before, after)}).
 
     Raises:
         ValueError: a configuration cannot be parsed.
     """
-    files = config_files(run)
+    files = config_files(run, step)
     recipes = [{k: v for k, v in dotted_keys(_read_config(path)).items() if k.startswith(RECIPE)} for _, path in files]
     found = []
-    for (step, _), before, after in zip(files[1:], recipes, recipes[1:], strict=False):
+    for (first, _), before, after in zip(files[1:], recipes, recipes[1:], strict=False):
         keys = [key for key in sorted(before | after) if before.get(key) != after.get(key)]
         if keys:
-            found.append((step, {key: (before.get(key), after.get(key)) for key in keys}))
+            found.append((first, {key: (before.get(key), after.get(key)) for key in keys}))
     return found
 
 
-def describe_recipe_changes(run: Path) -> list[str]:
-    """Returns one line per change of the recipe: `from step 200: optim.lr 0.008 -> 0.001`."""
+def describe_recipe_changes(run: Path, step: int | None = None) -> list[str]:
+    """Returns one line per change of the recipe (up to `step`): `from step 200: optim.lr 0.008 -> 0.001`."""
     return [
-        f"from step {step:,}: " + ", ".join(f"{key} {before} -> {after}" for key, (before, after) in changed.items())
-        for step, changed in recipe_changes(run)
+        f"from step {first:,}: " + ", ".join(f"{key} {before} -> {after}" for key, (before, after) in changed.items())
+        for first, changed in recipe_changes(run, step)
     ]
 
 

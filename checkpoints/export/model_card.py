@@ -188,8 +188,9 @@ def _recipe(card: ModelCard) -> str:
         origin.append(f"* code: {commit}{' with uncommitted changes' if known['git'].get('is_dirty') else ''}")
     versions = ", ".join(f"{name} {value}" for name, value in (known.get("versions") or {}).items() if value)
     origin += [f"* versions: {versions}"] if versions else []
+    changed = [f"* recipe changed {line}" for line in source.recipe_changes]
     method = "Online distillation: features and logits of the frozen target are computed in the training step."
-    return "\n".join(["## Training", "", method, "", *origin, *lines])
+    return "\n".join(["## Training", "", method, "", *origin, *lines, *changed])
 
 
 def _data_sources(recipe: dict[str, Any]) -> list[str]:

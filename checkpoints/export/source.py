@@ -7,7 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints.export.weight_files import CONFIG
-from checkpoints.run_folder import BEST_DRAFT, DRAFT, PROVENANCE, draft_report, draft_step, is_run, read_run_config, run_of
+from checkpoints.run_folder import (
+    BEST_DRAFT,
+    DRAFT,
+    PROVENANCE,
+    describe_recipe_changes,
+    draft_report,
+    draft_step,
+    is_run,
+    read_run_config,
+    run_of,
+)
 from checkpoints.run_folder import CONFIG as RUN_CONFIG
 from sage.drafts import DraftHead
 from sage.drafts.registry import head_kind
@@ -27,7 +37,8 @@ class DraftSource:
         draft: folder of the trained draft.
         run: the run that contains it, if any.
         step: optimizer steps it was trained for; None if unknown.
-        recipe: the run's config.yaml.
+        recipe: the run's configuration when the draft was saved.
+        recipe_changes: earlier changes of the recipe, one line each.
         provenance: the run's provenance.json.
         report: the validation report of this draft.
     """
@@ -36,6 +47,7 @@ class DraftSource:
     run: Path | None = None
     step: int | None = None
     recipe: dict[str, Any] = field(default_factory=dict)
+    recipe_changes: list[str] = field(default_factory=list)
     provenance: dict[str, Any] = field(default_factory=dict)
     report: dict[str, Any] | None = None
 
@@ -67,11 +79,13 @@ def find_source(path: Path, name: str | None = None) -> DraftSource:
 
 
 def _of_run(draft: Path, run: Path) -> DraftSource:
+    step = draft_step(draft)
     return DraftSource(
         draft=draft,
         run=run,
-        step=draft_step(draft),
-        recipe=read_run_config(run),
+        step=step,
+        recipe=read_run_config(run, step),
+        recipe_changes=describe_recipe_changes(run, step),
         provenance=read_json(run / PROVENANCE) if (run / PROVENANCE).is_file() else {},
         report=draft_report(draft),
     )

@@ -63,7 +63,6 @@ def configure(folder: Path, run: Path, *overrides: str) -> Config:
 @pytest.mark.parametrize(
     ("mode", "draft"), [(mode, EAGLE3 if number % 2 else []) for number, mode in enumerate(COMPRESSORS)], ids=COMPRESSORS
 )
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
 def test_every_mode_reduces_the_loss(folder: Path, tmp_path: Path, mode: str, draft: list[str]) -> None:
     """The loop's own step, on one batch over and over: the loss falls and every weight of the compressor moves."""
     config = configure(folder, tmp_path / "run", *options(mode), *draft)
@@ -89,7 +88,6 @@ def planned_without(config: Config) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
 @pytest.mark.parametrize(("mode", "draft"), [("select", []), ("weighted", EAGLE3)], ids=["eagle-select", "eagle3-weighted"])
 def test_the_saved_draft_decodes_and_resuming_is_exact(folder: Path, tmp_path: Path, mode: str, draft: list[str]) -> None:
     """From command line to decoder; a resumed run is the uninterrupted one, draws included."""

@@ -88,7 +88,6 @@ def test_a_planned_draft_has_the_parameters_of_the_real_one(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (0, "bf16"), (1, "bf16"), (2, "fp32"), (2, "bf16"), (3, "bf16")])
 def test_planned_weights_and_optimizer_states_match_the_engine(stage: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On one rank, without sharding: weights in the training precision, master weights and both moments in float32."""

@@ -174,7 +174,6 @@ def test_one_batch_is_overfitted(targets: dict[str, Path], cache: Path, tmp_path
     assert last["agreement"] > max(0.5, first["agreement"])
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_stage_on_one_rank_equals_no_sharding(targets: dict[str, Path], cache: Path, tmp_path: Path, stage: int) -> None:
     plain, sharded = tmp_path / "plain", tmp_path / "sharded"

@@ -68,7 +68,6 @@ def assert_close(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], 
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
 @pytest.mark.parametrize("kind", KINDS)
 def test_sharding_and_splitting_give_the_same_steps(folder: Path, tmp_path: Path, kind: str) -> None:
     """ZeRO-3, which has to gather a draft's own lm_head for the objective, and other micro-batches. Sums run in another order;

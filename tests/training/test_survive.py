@@ -26,7 +26,7 @@ from train.engine.optimizer_state import KINDS
 from train.launch.ranks import process_group
 from train.state.resume import rng_state, set_rng_state
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")]
+pytestmark = pytest.mark.slow
 
 # Killed after half of the second file of the third state.
 KILLED = """

@@ -93,8 +93,8 @@ def changes(config: Config) -> list[Change]:
     folder = Path(config.run.dir)
     if not is_run(folder):
         return []
-    before = dotted_keys(_read(folder))
-    now = dotted_keys(OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(OmegaConf.structured(config)))))
+    before = _settings(_read(folder))
+    now = _settings(OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(OmegaConf.structured(config)))))
     keys = [key for key in sorted(before.keys() | now.keys()) if not key.startswith(UNRECORDED)]
     return [Change(key, before.get(key), now.get(key)) for key in keys if before.get(key) != now.get(key)]
 
@@ -118,6 +118,11 @@ def _keys_of(key: str) -> tuple[str, ...]:
     if key == POLICY_GROUP:
         return "decode.policies", "decode.options"
     return (IDENTITIES.get(key, key.replace("/", ".")),)
+
+
+def _settings(tree: Any) -> dict[str, Any]:
+    """Dotted keys without empty mappings."""
+    return {key: value for key, value in dotted_keys(tree).items() if value != {}}
 
 
 def _read(folder: Path) -> dict[str, Any]:

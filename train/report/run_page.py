@@ -77,6 +77,8 @@ def page(folder: Path, lines: Sequence[dict[str, Any]], measured: Sequence[dict[
     """Returns the content of report.md."""
     last, run = lines[-1], read_run(folder)
     parts = [f"# Run `{folder.name}`", _headline(run, last), f"![Curves of the run]({CURVES})"]
+    if changed := run_folder.describe_recipe_changes(folder):
+        parts.append("\n".join(["The training recipe was changed:", "", *(f"* {line}" for line in changed)]))
     if measured:
         parts += [
             "## Estimated and measured acceptance",

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from checkpoints.run_folder import CONFIG as RUN_CONFIG
-from checkpoints.run_folder import is_run, run_of
+from checkpoints.run_folder import config_files, is_run, run_of
 from train.config.overrides import key_of
 from train.config.schema import ConfigError, DataConfig, DecodeConfig, DraftChoice, TargetConfig, ValidateConfig
 from train.config.target_path import CHOICE, target_dtype, target_name
@@ -76,7 +76,7 @@ def settle(config: ValidateConfig, checkpoint: Checkpoint, overrides: Sequence[s
     """
     overrides = [override for override in overrides if override != CHOICE]  # inserted by `with_choice`
     if checkpoint.run is not None:
-        saved = _load(checkpoint.run / RUN_CONFIG)
+        saved = _load(config_files(checkpoint.run)[-1][1])
         return replace(
             config,
             target=overlay(config.target, _group(saved, "target", TargetConfig, checkpoint.run), "target", overrides),
