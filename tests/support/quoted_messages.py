@@ -70,7 +70,8 @@ def _strings(node: ast.AST) -> Iterator[str]:
 
 LAYOUT, TENSORS = "checkpoints/export/formats/layout.py", "checkpoints/export/validator/tensor_checks.py"
 CONFIGS, COMPATIBILITY = "checkpoints/export/validator/config_checks.py", "checkpoints/export/compatibility.py"
-RUN_CHECKS, WARNINGS, MEDIA = "train/config/run_checks.py", "train/report/warnings.py", "sage/inputs/media.py"
+RUN_CHECKS, RESUMING = "train/config/run_checks.py", "train/config/resuming.py"
+WARNINGS, MEDIA = "train/report/warnings.py", "sage/inputs/media.py"
 ITEM, SKIP = "error: chats.jsonl: item 0: ", Part("data_prep/dataset/skip_log.py", "data.on_bad=skip skips")
 SIZES = "(hidden_size 192, num_layers 12, vocab_size {})"
 MADE_FOR = ("a/draft", f"qwen2_5_vl {SIZES.format(1030)}", f"llava_onevision {SIZES.format(1028)}")
@@ -122,7 +123,7 @@ MESSAGES: dict[str, list[Message]] = {
     ],
     "run": [
         ("error: ", Part(RUN_CHECKS, "already holds a run", ("a",))),
-        ("error: ", Part(RUN_CHECKS, "was started with", ("seed", "5", "a", "0"))),
+        ("error: ", Part(RESUMING, "was started with", ("seed", "5", "a", "0", "seed"))),
     ],
 }
 EXPORTS: list[tuple[Message, str]] = [

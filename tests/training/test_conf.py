@@ -320,8 +320,9 @@ def test_a_run_folder_that_cannot_be_written_is_refused(tmp_path: Path, monkeypa
     for run in ("file", "file/run", "file/below/run"):
         with refused(f"run.dir={tmp_path}/{run}:", error=ConfigError):
             check(config_in(tmp_path, f"run.dir={tmp_path}/{run}"))
+    saved = OmegaConf.to_yaml(OmegaConf.structured(config_in(tmp_path)))
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").write_text("seed: 0")
+    (tmp_path / "run" / "config.yaml").write_text(saved)
 
     def fail(*_: object, **__: object) -> None:  # root may write anywhere, so a read-only folder is simulated
         raise PermissionError(13, "Permission denied")
