@@ -53,6 +53,7 @@ def _summarize(run: TrainingRun, is_done: bool) -> str:
 
     folder = run.config.run.dir
     if not is_done:
-        return f"{folder}: stopped at step {run.state.step} of {run.total_steps} and saved; continue with sage-train --resume {folder}"
+        step = f"step {run.state.step} of {run.total_steps}"
+        return f"{folder}: stopped at {step} and saved; continue with sage-train --resume {folder}"
     assert run.report is not None
     return f"{format_table(run.report)}\nreport: {run.report['path']}/report.md\ndraft: {folder}/draft"
