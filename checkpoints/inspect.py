@@ -16,8 +16,9 @@ from checkpoints.export.source import find_source
 from checkpoints.export.validator.validator import check_folder
 from checkpoints.export.weight_files import CONFIG, Weights
 from checkpoints.files import restore_interrupted
-from checkpoints.run_folder import BEST_DRAFT, DRAFT, is_run, list_steps, run_of, state_folder, step_name
+from checkpoints.run_folder import BEST_DRAFT, DRAFT, is_run, list_checks, list_steps, run_of, state_folder, step_name
 from checkpoints.store import verify_state
+from sage.bench.report_table import measured_with
 from sage.bench.tables import text_table
 from sage.drafts.registry import head_kind
 from sage.dtypes import dtype_name
@@ -38,6 +39,7 @@ class Description:
         facts: label -> value, in printing order; empty values are not printed.
         problems: what is corrupt or missing.
         table: figures of the validation, by policy.
+        measured_with: settings of that validation.
     """
 
     folder: Path
@@ -45,6 +47,7 @@ class Description:
     facts: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     table: dict[str, Any] = field(default_factory=dict)
+    measured_with: str = ""
 
     @property
     def is_intact(self) -> bool:
@@ -74,7 +77,13 @@ class Description:
             ]
             for name, figures in self.table.items()
         ]
-        return text_table(["validation", *FIGURES.values(), "identical"], rows, indent=2, ruled=False)
+        table = text_table(["validation", *FIGURES.values(), "identical"], rows, indent=2, ruled=False)
+        return "\n".join([table, *([f"  {self.measured_with}"] if self.measured_with else [])])
+
+    def add_report(self, report: dict[str, Any] | None) -> None:
+        """Adds the figures and settings of a report, if there is one."""
+        self.table = (report or {}).get("policies", {})
+        self.measured_with = measured_with(report or {})
 
 
 def _format(value: Any) -> str:
@@ -154,7 +163,8 @@ def _describe_run(found: Description) -> None:
     if drafts:
         source = find_source(folder, DRAFT if DRAFT in drafts else drafts[0])
         found.facts["steps trained"] = source.step
-        found.table = (source.report or {}).get("policies", {})
+        found.add_report(source.report)
+    found.facts["later checks"] = [f"{path.parent.name}/{path.name}" for path in list_checks(folder)]
 
 
 def _read_provenance(found: Description, run: Path) -> dict[str, Any]:
@@ -193,7 +203,7 @@ def _describe_draft(found: Description) -> None:
     elif run_of(folder):
         source = find_source(folder)
         found.facts |= {"steps trained": source.step, "data fingerprint": source.provenance.get("data_fingerprint")}
-        found.table = (source.report or {}).get("policies", {})
+        found.add_report(source.report)
     if has_manifest(folder):
         _verify(found)
 
@@ -247,7 +257,7 @@ def _add_export_info(found: Description, folder: Path) -> None:
         "data fingerprint": info.get("data_fingerprint"),
         "warnings": info.get("warnings"),
     }
-    found.table = (info.get("validation") or {}).get("policies", {})
+    found.add_report(info.get("validation"))
 
 
 def _verify(found: Description) -> None:

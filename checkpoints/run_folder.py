@@ -6,13 +6,15 @@
     metrics.jsonl            one JSON object per log step
     state/step_########/     checkpoints to resume from (checkpoints.store)
     draft/, draft_best/      the latest draft, and the one with the highest validation score
-    validation/step_########/report.json
+    validation/step_########/report.json   measured by the run itself
+    checks/DRAFT_step_########/report.json  measured later by sage-validate; never replaces another measurement
 
 Owns: names, readers, the validation score. Does not own: writing (train), checkpoints (checkpoints.store).
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -25,7 +27,7 @@ from sage.manifest import has_manifest, read_manifest
 from sage.trees.names import AUTOREGRESSIVE, SAGE
 
 CONFIG, PROVENANCE, METRICS = "config.yaml", "provenance.json", "metrics.jsonl"
-STATE, VALIDATION = "state", "validation"
+STATE, VALIDATION, CHECKS = "state", "validation", "checks"
 DRAFT, BEST_DRAFT = "draft", "draft_best"
 REPORT, REPORT_PAGE = "report.json", "report.md"
 STEP_NAME = re.compile(r"step_(\d{8})")
@@ -57,6 +59,29 @@ def state_folder(run: str | Path) -> Path:
 def validation_folder(run: str | Path, step: int) -> Path:
     """Returns the folder of the validation at `step`."""
     return Path(run) / VALIDATION / step_name(step)
+
+
+def next_check(home: Path, draft: str, step: int) -> Path:
+    """Returns a new folder for a later measurement: `checks/draft_best_step_00000100`, then `..._2`, and so on.
+
+    Args:
+        home: a run, or the folder of a draft without a run.
+        draft: name of the draft's folder.
+        step: optimizer steps that the draft was trained for.
+    """
+    first = home / CHECKS / f"{draft}_{step_name(step)}"
+    candidates = itertools.chain([first], (first.with_name(f"{first.name}_{number}") for number in itertools.count(2)))
+    return next(folder for folder in candidates if not folder.exists())
+
+
+def is_check(folder: Path) -> bool:
+    """Returns whether the folder holds a later measurement, below a run or a draft."""
+    return folder.absolute().parent.name == CHECKS and (folder / REPORT).is_file()
+
+
+def list_checks(home: Path) -> list[Path]:
+    """Returns the folders of the later measurements of a run or draft, sorted by name."""
+    return sorted(folder for folder in (home / CHECKS).glob("*") if is_check(folder))
 
 
 def step_name(step: int) -> str:
@@ -147,11 +172,23 @@ def read_reports(run: Path) -> list[tuple[int, Report]]:
     for step in list_steps(run / VALIDATION):
         path = validation_folder(run, step) / REPORT
         if path.is_file():
-            try:
-                found.append((step, dict(json.loads(path.read_text(encoding="utf-8")))))
-            except (ValueError, TypeError) as error:
-                raise ValueError(f"{path}: cannot be read ({error}); validate that run again") from error
+            found.append((step, read_report(path)))
     return found
+
+
+def read_report(path: Path) -> Report:
+    """Reads one report.json.
+
+    Raises:
+        ValueError: it is missing or cannot be parsed.
+    """
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path}: cannot be read ({error}); validate that run again") from error
+    if not isinstance(report, dict) or "policies" not in report:
+        raise ValueError(f"{path}: has no policies; give a report.json of sage-validate or sage.bench")
+    return report
 
 
 def draft_step(draft: Path) -> int | None:
@@ -164,7 +201,7 @@ def draft_step(draft: Path) -> int | None:
 
 
 def draft_report(draft: Path) -> Report | None:
-    """Returns the validation report of a run's draft: the one at the step the draft was saved at.
+    """Returns the validation report of a run's draft: the run's own, at the step the draft was saved at, never a later check.
 
     Raises:
         ValueError: the draft's manifest or a report of the run cannot be parsed.

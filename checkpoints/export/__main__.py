@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from checkpoints.export.validator.findings import CheckResult
 
 EXPORT_ONLY = (
-    *("format", "flavour", "draft", "target_name", "license", "license_link", "push_to_hub"),
+    *("format", "flavour", "draft", "report", "target_name", "license", "license_link", "push_to_hub"),
     *("allow_unserved", "allow_uncompressed"),
 )
 
@@ -59,6 +59,9 @@ def _add_export(group: argparse._ArgumentGroup) -> None:
         "--target-name", metavar="ID", help="name of the target in configs and serve commands; default: as it was loaded"
     )
     group.add_argument("--draft", choices=("draft", "draft_best"), help="which draft of a run; default: the best one")
+    group.add_argument(
+        "--report", metavar="DIR", help="measurements of the model card, such as RUN/checks/NAME; default: the run's own"
+    )
     group.add_argument(
         "--embedding",
         action=argparse.BooleanOptionalAction,
@@ -187,6 +190,7 @@ def _options(args: argparse.Namespace) -> ExportOptions:
         overwrite=args.overwrite,
         name=args.push_to_hub,
         draft=args.draft,
+        report=args.report,
         license=args.license,
         license_link=args.license_link,
         allow_unserved=args.allow_unserved,

@@ -19,7 +19,7 @@ from checkpoints.export.formats.layout import Flavour, Format
 from checkpoints.export.formats.speculators import speculators_config, speculators_tensors
 from checkpoints.export.model_card import ModelCard, render_card
 from checkpoints.export.reload_check import RoundingError, check_reload
-from checkpoints.export.source import DraftSource, find_source, load_trained, summarize_report
+from checkpoints.export.source import DraftSource, find_source, load_trained, summarize_report, with_report
 from checkpoints.export.target_facts import EMBEDDING, TargetFacts, read_target_embedding
 from checkpoints.export.validator.findings import CheckResult, InvalidExport
 from checkpoints.export.validator.validator import check_folder
@@ -47,6 +47,7 @@ class ExportOptions:
         overwrite: replace an existing export.
         name: the export's name in the card's commands; None = its folder.
         draft: which draft of a run (`draft`, `draft_best`); None = the best.
+        report: the report.json with the card's measurements, or its folder; None = the run's own.
         license, license_link: for the model card; None = not stated.
         allow_unserved: export although no engine serves the target's family.
         allow_uncompressed: export without the draft's visual compressor.
@@ -60,6 +61,7 @@ class ExportOptions:
     overwrite: bool = False
     name: str | None = None
     draft: str | None = None
+    report: str | None = None
     license: str | None = None
     license_link: str | None = None
     allow_unserved: bool = False
@@ -91,6 +93,8 @@ def export(path: Path | str, out: Path | str, format_: Format | str, options: Ex
     """
     out, format_, options = Path(out), _parse_format(format_), options or ExportOptions()
     source = find_source(Path(path), options.draft)
+    if options.report is not None:
+        source = with_report(source, Path(options.report))
     trained = load_trained(source.draft)
     facts = find_facts(trained.config, options.target)
     warnings = check_compatible(

@@ -17,6 +17,7 @@ from checkpoints.export.formats.speculators import SPECULATIVE_TOKENS
 from checkpoints.export.reload_check import RoundingError
 from checkpoints.export.source import DraftSource
 from checkpoints.export.target_facts import TargetFacts
+from sage.bench.report_table import measured_with
 from sage.bench.tables import markdown_table
 
 RECIPE_KEYS = ("seed", "data.num_examples", "data.max_length", "launch.gpus", "launch.ranks")
@@ -127,11 +128,10 @@ def _warnings(card: ModelCard) -> str:
 def _measurements(card: ModelCard) -> str:
     report = card.source.report
     if report is None:
-        return "## Measurements\n\nNothing was measured: there is no validation/report.json for this draft."
+        return "## Measurements\n\nNothing was measured: the run has no report for this draft."
     table = markdown_table(POLICY_COLUMNS, [_policy_row(name, figures) for name, figures in report["policies"].items()])
     note = (
-        f"Measured with this project's lossless decoder, not with a serving engine: {report['prompts']} prompts, up to "
-        f"{report['max_new_tokens']} tokens, temperature {report['temperature']:g}, {report['dtype']} on {report['device']}, "
+        f"Measured with this project's lossless decoder, not with a serving engine: {measured_with(report)}, "
         f"target {report['target']}, seed {report['seed']}. Speedups are relative to the fastest autoregressive decoder of the "
         f"same run; *identical* counts outputs that equal the target's own."
     )

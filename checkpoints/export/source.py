@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,12 @@ from checkpoints.run_folder import (
     BEST_DRAFT,
     DRAFT,
     PROVENANCE,
+    REPORT,
     describe_recipe_changes,
     draft_report,
     draft_step,
     is_run,
+    read_report,
     read_run_config,
     run_of,
 )
@@ -26,7 +28,7 @@ from sage.manifest import refuse_corrupt_draft
 from sage.model_files import load_weights, read_config
 from sage.targets import is_target_folder
 
-REPORT_SETTINGS = ("step", "target", "device", "dtype", "prompts", "max_new_tokens", "temperature", "seed")
+REPORT_SETTINGS = ("step", "target", "device", "dtype", "prompts", "repeats", "max_new_tokens", "temperature", "seed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +42,7 @@ class DraftSource:
         recipe: the run's configuration when the draft was saved.
         recipe_changes: earlier changes of the recipe, one line each.
         provenance: the run's provenance.json.
-        report: the validation report of this draft.
+        report: the validation report of this draft: the run's own, unless `with_report` chose another.
     """
 
     draft: Path
@@ -89,6 +91,24 @@ def _of_run(draft: Path, run: Path) -> DraftSource:
         provenance=read_json(run / PROVENANCE) if (run / PROVENANCE).is_file() else {},
         report=draft_report(draft),
     )
+
+
+def with_report(source: DraftSource, path: Path) -> DraftSource:
+    """Replaces the run's own measurement by another, for example a later check.
+
+    Args:
+        path: a report.json, or the folder that contains one.
+
+    Raises:
+        ValueError: there is no report, or it measured the draft after another number of steps.
+    """
+    report = read_report(path / REPORT if path.is_dir() else path)
+    if report.get("step") not in (None, source.step or 0):
+        raise ValueError(
+            f"--report {path}: measured a draft after {report['step']} steps, {source.draft} has {source.step or 0}; "
+            "give a report of this draft"
+        )
+    return replace(source, report=report)
 
 
 def summarize_report(report: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from textwrap import fill
 from typing import Any
 
@@ -119,11 +119,22 @@ def _marked(name: str, report: Mapping[str, Any]) -> str:
 
 
 def _footnote(report: Mapping[str, Any]) -> str:
-    prompts, runs = _counted(report["prompts"], "prompt"), _counted(report["repeats"], "run")
-    return (
-        f"* fastest autoregressive baseline. {prompts}, {runs} each, "
-        f"{report['dtype']} on {report['device']}, temperature {report['temperature']:g}."
+    return f"* fastest autoregressive baseline. {measured_with(report)}."
+
+
+def measured_with(report: Mapping[str, Any]) -> str:
+    """Returns the settings of a measurement: `16 prompts, 3 runs each, float32 on cpu, temperature 0, at most 128 new tokens`.
+
+    Every table of figures states them. Settings that a report does not contain are left out.
+    """
+    forms: tuple[tuple[str, Callable[[Any], str]], ...] = (
+        ("prompts", lambda count: _counted(count, "prompt")),
+        ("repeats", lambda count: f"{_counted(count, 'run')} each"),
+        ("dtype", lambda dtype: f"{dtype} on {report['device']}"),
+        ("temperature", lambda temperature: f"temperature {temperature:g}"),
+        ("max_new_tokens", lambda count: f"at most {_counted(count, 'new token')}"),
     )
+    return ", ".join(form(report[key]) for key, form in forms if key in report)
 
 
 def _counted(count: int, noun: str) -> str:

@@ -11,7 +11,7 @@ from support.export_helpers import edit_json, policy_figures, save_run, save_tar
 from support.messages import refused
 
 from checkpoints import run_folder
-from checkpoints.export.source import find_source
+from checkpoints.export.source import find_source, with_report
 from checkpoints.inspect import inspect_folder
 from checkpoints.run_folder import score
 
@@ -74,6 +74,28 @@ def test_a_draft_saved_after_the_last_validation_has_no_report(run: Path) -> Non
     edit_json_manifest(run / "draft", 350)
     source = find_source(run, "draft")
     assert (source.step, source.report) == (350, None)
+
+
+def test_a_later_check_replaces_no_measurement(run: Path, tmp_path: Path) -> None:
+    own = run_folder.validation_folder(run, 200) / "report.json"
+    checks = []
+    for prompts in (3, 5):
+        checks.append(run_folder.next_check(run, "draft_best", 200))
+        checks[-1].mkdir(parents=True)
+        edited = json.loads(own.read_text()) | {"prompts": prompts, "step": 200}
+        (checks[-1] / "report.json").write_text(json.dumps(edited))
+    assert [check.name for check in checks] == ["draft_best_step_00000200", "draft_best_step_00000200_2"]
+    assert run_folder.list_checks(run) == checks and not run_folder.is_check(run / "validation" / "step_00000200")
+    source = find_source(run)
+    assert source.report is not None and source.report["prompts"] == 4
+    assert inspect_folder(run / "draft_best").measured_with.startswith("4 prompts")
+    for path, prompts in ((checks[0], 3), (checks[1] / "report.json", 5)):
+        chosen = with_report(source, path).report
+        assert chosen is not None and chosen["prompts"] == prompts
+    with refused(str(checks[0]), "200", "300"):
+        with_report(find_source(run, "draft"), checks[0])
+    with refused(str(tmp_path / "none")):
+        with_report(source, tmp_path / "none")
 
 
 def test_unreadable_files_are_named(run: Path) -> None:

@@ -173,9 +173,24 @@ class TestCard:
     def test_table_of_the_report(self, home: Path, tmp_path: Path) -> None:
         _, body = self.card(home, tmp_path)
         assert "| `sage` | 2.50 | 1.50 | 50.0 | 1.75x | 1.50x | 4/4 |" in body
-        assert "4 prompts, up to 64 tokens, temperature 0, float32 on cpu" in body
+        assert "4 prompts, float32 on cpu, temperature 0, at most 64 new tokens" in body
         _, body = self.card(home, tmp_path / "last", draft="draft")
         assert "| `sage` | 2.25 |" in body
+
+    def test_measurements_of_a_later_check(self, home: Path, tmp_path: Path, command: Any) -> None:
+        check = tmp_path / "check"
+        shutil.copytree(home / "run" / "validation" / "step_00000100", check)
+        edit_json(check / "report.json", lambda content: content.update(step=100, prompts=7))
+        arguments = [home / "run", "--format", "eagle3", "--allow-unserved", "--report", check, "--out"]
+        assert command(*arguments, tmp_path / "out")[0] == 0
+        assert "7 prompts, float32 on cpu" in (tmp_path / "out" / "README.md").read_text()
+        edit_json(check / "report.json", lambda content: content.update(step=50))
+        code, _, err = command(*arguments, tmp_path / "other")
+        assert code == 2 and not (tmp_path / "other").exists()
+        check_message(err, str(check), "50", "100")
+        code, _, err = command("--inspect", home / "run", "--report", check)
+        assert code == 2
+        check_message(err, "--report", "--inspect")
 
     def test_serve_commands(self, home: Path, tmp_path: Path) -> None:
         _, body = self.card(home, tmp_path, target_name=ID, name="me/draft")

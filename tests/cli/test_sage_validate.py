@@ -1,8 +1,10 @@
 """sage-validate: the selected draft, target and settings, and one line for every mistake."""
 
 import json
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,10 @@ from support.messages import refused
 from support.validate_helpers import save_draft, save_run, save_target
 
 import sage
+from checkpoints.export.source import find_source, with_report
+from checkpoints.inspect import inspect_folder
+from checkpoints.run_folder import list_checks
+from train.cli import validate as validate_cli
 from train.cli.validate import _alias, run_validation
 from train.config.hydra_app import compose
 from train.config.schema import ConfigError, DecodeConfig, ValidateConfig
@@ -39,12 +45,34 @@ def measured(*arguments):
 @pytest.mark.slow
 def test_a_run_folder_is_measured_with_its_own_settings(run, capsys):
     assert measured(f"checkpoint={run}") == 0
-    report = json.loads((run / "validation" / "step_00000012" / "report.json").read_text())
+    report = json.loads((run / "checks" / "draft_step_00000012" / "report.json").read_text())
     assert list(report["policies"]) == ["autoregressive", "static"]
     assert (report["prompts"], report["max_new_tokens"], report["target"]) == (2, 6, "target")
     assert report["policies"]["static"]["match"] == report["policies"]["static"]["match_hf"] == 2
     shown = capsys.readouterr().out
-    assert "tokens/pass" in shown and str(run / "validation" / "step_00000012" / "report.md") in shown
+    assert "tokens/pass" in shown and str(run / "checks" / "draft_step_00000012" / "report.md") in shown
+    assert "2 prompts, 1 run each, float32 on cpu, temperature 0, at most 6 new tokens" in shown
+    page = (run / "checks" / "draft_step_00000012" / "report.md").read_text()
+    assert "2 prompts, 1 run each, float32 on cpu, temperature 0, at most 6 new tokens" in page
+
+
+@pytest.mark.slow
+def test_a_check_replaces_neither_the_measurement_of_the_run_nor_an_earlier_check(run, tmp_path):
+    run = Path(shutil.copytree(run, tmp_path / "run"))
+    shutil.rmtree(run / "checks", ignore_errors=True)
+    (run / "provenance.json").write_text("{}")
+    own = run / "validation" / "step_00000012" / "report.json"
+    own.parent.mkdir(parents=True)
+    own.write_text('{"step": 12, "prompts": 9, "policies": {}}')
+    few = ["decode.policies=[autoregressive]", "decode.num_prompts=1", "decode.max_new_tokens=2", "decode.baselines=[]"]
+    assert measured(f"checkpoint={run}", *few) == measured(f"checkpoint={run}/draft", *few) == 0
+    assert [path.name for path in list_checks(run)] == ["draft_step_00000012", "draft_step_00000012_2"]
+    assert [path.name for path in (run / "validation").iterdir()] == ["step_00000012"]
+    assert json.loads(own.read_text())["prompts"] == 9
+    assert find_source(run).report["prompts"] == 9
+    check = with_report(find_source(run), run / "checks" / "draft_step_00000012_2")
+    assert check.report["prompts"] == 1 and check.report["max_new_tokens"] == 2
+    assert inspect_folder(run).facts["later checks"] == ["checks/draft_step_00000012", "checks/draft_step_00000012_2"]
 
 
 @pytest.mark.slow
@@ -61,6 +89,10 @@ def test_an_unwritable_report_is_refused_before_anything_is_loaded(run, tmp_path
     (tmp_path / "file").write_text("")
     with refused("file/here/validation/step_00000012/report.json", error=OSError):
         measured(f"checkpoint={run}", f"out={tmp_path}/file/here")
+    monkeypatch.setattr(validate_cli, "find_checkpoint", lambda _: Checkpoint(draft=run / "draft", run=tmp_path / "file"))
+    monkeypatch.setattr(validate_cli, "settle", lambda config, *_: config)
+    with refused("file/checks/draft_step_00000012/report.json", error=OSError):
+        measured(f"checkpoint={run}")
 
 
 @pytest.mark.slow
@@ -69,7 +101,7 @@ def test_a_draft_folder_without_a_run_takes_its_target_from_the_command_line(run
     draft = save_draft(tmp_path / "mine", sage.load_target(target_folder))
     overrides = [f"target.path={target_folder}", "decode.policies=[chain]", "decode.num_prompts=1", "decode.max_new_tokens=4"]
     assert measured(f"draft={draft}", *overrides) == 0
-    assert (draft / "validation" / "step_00000000" / "report.md").is_file()
+    assert (draft / "checks" / "mine_step_00000000" / "report.md").is_file()
 
 
 def test_a_draft_made_for_another_target_is_refused_with_both_sides(run, tmp_path):
@@ -200,7 +232,7 @@ def test_the_commands_help_names_its_keys():
 
 
 def test_reports_can_be_drawn_again(run, tmp_path, monkeypatch, capsys):
-    report = run / "validation" / "step_00000012" / "report.json"
+    report = run / "checks" / "draft_step_00000012" / "report.json"
     if not report.is_file():
         measured(f"checkpoint={run}")
     monkeypatch.setattr("sys.argv", ["report", str(report), "--out", str(tmp_path)])

@@ -11,6 +11,7 @@ import yaml
 from PIL import Image
 from support.messages import check_message, refused
 
+from checkpoints.run_folder import next_check
 from train.cli import validate as validate_cli
 from train.config.hydra_app import compose
 from train.config.schema import Config, ConfigError, ScoreConfig, ScoreMetric
@@ -36,6 +37,11 @@ BASE: dict[str, Any] = {
     "objective": {"feature_weight": 1.0},
     "decode": {"options": {"chain": {"depth": 5}}},
 }
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "128")
 
 
 def figures(tokens: float, speedup: float = 2.0, match: int = 4) -> dict[str, Any]:
@@ -121,6 +127,46 @@ def test_a_comparison_is_written_best_run_first(runs: list[Path], tmp_path: Path
     assert text.startswith("# Comparison of 3 runs") and "| b * | 0.0003 | 2/4 |" in text and "(compare.png)" in text
     with Image.open(tmp_path / "compare.png") as image:
         assert image.width > 1000 and len(image.convert("L").getcolors(256) or []) > 10
+
+
+@pytest.mark.parametrize("width", [40, 80, 118])
+@pytest.mark.parametrize("num_runs", [2, 9])
+def test_a_table_of_many_long_keys_fits_the_terminal(tmp_path: Path, width: int, num_runs: int) -> None:
+    policies = {name: figures(2.0) for name in ("chain", "static", "eagle2", "spec_llava", "sage", "cost_aware")}
+    runs = [read_run(write_run(tmp_path / f"run-{'x' * 60}-{n}", 1e-4 * (n + 1), {4: policies})) for n in range(num_runs)]
+    for n, run in enumerate(runs):
+        run.config["data.sources.images_and_questions.media_root"] = f"/mnt/{'folder/' * 8}part-{n}"
+        run.config["data.sources.images_and_answers.media_root"] = f"/mnt/{'folder/' * 70}part-{n}"
+        run.config["data.max_length"] = 4096
+    shown = compare(runs, tmp_path / "out", width)
+    *lines, last = shown.splitlines()
+    assert max(map(len, lines)) <= width and last.startswith("comparison: ")
+    labels = [line.split()[0] for line in lines if line.startswith("[")]
+    assert labels == [f"[{n}]" for n in range(1, num_runs + 1)]
+    assert "".join(lines).replace(" ", "").count("sagetok/pass") >= 1 and "max_length" not in shown
+    assert shown.count(f"part-{num_runs - 1}") >= 1 or width == 40
+    page = (tmp_path / "out" / "compare.md").read_text()
+    assert f"{'folder/' * 70}part-{num_runs - 1}" in page  # complete
+
+
+def test_options_count_among_the_runs_that_measure_the_policy(runs: list[Path]) -> None:
+    first, second = read_run(runs[0]), read_run(runs[1])
+    first.config |= {"decode.policies": ["chain", "sage"], "decode.options.sage.top_k": 4, "decode.options.chain.depth": 5}
+    second.config |= {"decode.policies": ["chain"], "decode.options.chain.depth": 7}
+    assert changed_keys([first, second]) == ["decode.options.chain.depth", "optim.lr", "decode.policies"]
+
+
+def test_a_check_is_compared_only_when_it_is_named(runs: list[Path], tmp_path: Path) -> None:
+    check = next_check(runs[0], "draft", 4)
+    check.mkdir(parents=True)
+    settings = {"step": 4, "prompts": 64, "repeats": 3, "dtype": "float32", "device": "cpu"}
+    content = settings | {"temperature": 0.5, "max_new_tokens": 256, "policies": {"sage": figures(9.0)}}
+    (check / "report.json").write_text(json.dumps(content))
+    assert read_run(runs[0]).score == 2.0 and find_runs([str(tmp_path)]) == runs
+    text = run_command([str(runs[0]), str(check)])
+    assert text.splitlines()[2].split()[:2] == ["a/checks/draft_step_00000004", "*"] and " 9.00 " in text
+    assert "64 prompts, 3 runs each, float32 on cpu, temperature 0.5, at most 256 new tokens" in " ".join(text.split())
+    assert text.endswith(f"comparison: {tmp_path / 'compare.md'}")
 
 
 def test_without_a_validation_there_is_a_table_and_no_plot(runs: list[Path], tmp_path: Path) -> None:

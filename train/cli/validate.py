@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from checkpoints.run_folder import REPORT, draft_step, validation_folder
+from checkpoints.run_folder import REPORT, draft_step
 from data_prep.files import check_writable
 from sage.cli import EXIT_DONE, run
 from train.config.checks import check_decode, check_path
@@ -85,8 +85,13 @@ def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     from train.validation.prompts import PromptSet
     from train.validation.validate import ReportInfo, build_policies, validate
 
-    home, step = config.out or checkpoint.home, (draft_step(checkpoint.draft) or 0) if checkpoint.run else 0
-    check_writable(validation_folder(home, step) / REPORT)
+    info = ReportInfo(
+        run_dir=config.out or checkpoint.home,
+        step=(draft_step(checkpoint.draft) or 0) if checkpoint.run else 0,
+        draft_name=str(checkpoint.draft),
+        check=None if config.out else checkpoint.draft.absolute().name,
+    )
+    check_writable(info.folder / REPORT)
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     if config.launch.threads is not None:
@@ -98,7 +103,6 @@ def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     target = sage.load_target(config.target.path, dtype=dtype, device=device, **options)
     draft = load_any(checkpoint.draft, target)
     held_out = prompts(config.data, "validation", config.decode.num_prompts)
-    info = ReportInfo(run_dir=home, step=step, draft_name=str(checkpoint.draft))
     prompt_set, progress = PromptSet(target, config.decode, held_out), progress_callback("measuring")
     report = validate(config.decode, target, draft, prompt_set, info, progress=progress)
     assert report is not None

@@ -297,7 +297,7 @@ class ValidateConfig:
 
     Attributes:
         checkpoint: a run folder or the folder of a draft.
-        out: `validation/step_########/` is written below it; default: the checkpoint.
+        out: `validation/step_########/` is written below it; default: a new folder in `checks/` of the run.
     """
 
     checkpoint: str | None = None

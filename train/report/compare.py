@@ -11,13 +11,15 @@ import argparse
 import glob
 import json
 import os
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from checkpoints import run_folder
-from checkpoints.run_folder import is_run
+from checkpoints.run_folder import is_check, is_run
+from sage.bench.report_table import measured_with
 from sage.files import write_text
 from train.config.schema import Config, ConfigError, ScoreConfig
 from train.config.sweep import Job
@@ -27,21 +29,24 @@ SCHEMA = 1
 STEM = "compare"
 # Prefixes of keys that differ between runs without affecting the result: names, folders, the machine.
 IGNORED_KEYS = ("run.", "target.path", "target.revision", "data.cache_dir", "launch.", "debug")
+OPTIONS = "decode.options."  # of policies: compared among the runs that measure the policy
+NO_TERMINAL = (80, 24)
 FIGURES = ("tokens_per_target_pass", "mean_accepted_draft", "speedup", "tokens_per_s", "match", "total")
 
 
 @dataclass(kw_only=True)
 class RunSummary:
-    """One run, read from its folder.
+    """One run, read from its folder, or a later check of its draft.
 
     Attributes:
-        folder: the run folder.
+        folder: the folder of the run or check.
         config: the configuration by dotted key.
         steps: optimizer steps logged.
         best_step: step of the validation with the best score.
         loss: the last one logged.
         score: of that validation; None without one.
         policies: figures of that validation by policy.
+        measured_with: its settings.
         error: the reason of a failure, if known.
         score_metric, score_policy: definition of the score (checkpoints.run_folder.score).
     """
@@ -53,30 +58,32 @@ class RunSummary:
     loss: float | None = None
     score: float | None = None
     policies: dict[str, dict[str, float]] = field(default_factory=dict)
+    measured_with: str = ""
     error: str | None = None
     score_metric: str = run_folder.DEFAULT_METRIC
     score_policy: str | None = None
 
 
 def read_run(folder: Path, chosen: ScoreConfig | None = None) -> RunSummary:
-    """Summarizes a run folder.
+    """Summarizes a run with its own best validation, or the folder of a later check.
 
     Args:
         chosen: definition of the score; None = that of the run.
 
     Raises:
-        ConfigError: `folder` is not a run.
+        ConfigError: `folder` is neither a run nor a check.
         ValueError: its config.yaml or a report cannot be parsed.
     """
-    if not is_run(folder):
-        raise ConfigError(f"{folder}: not a run folder ({run_folder.CONFIG} is missing); give folders written by sage-train")
-    config = run_folder.read_run_config(folder)
-    metrics = run_folder.read_metrics(folder / run_folder.METRICS)
+    home = home_of(folder)
+    if not is_run(home):
+        raise ConfigError(f"{home}: not a run folder ({run_folder.CONFIG} is missing); give folders written by sage-train")
+    config = run_folder.read_run_config(home)
+    metrics = run_folder.read_metrics(home / run_folder.METRICS)
     metric, policy = (str(chosen.metric), chosen.policy) if chosen else run_folder.score_settings(config)
     summary = RunSummary(folder=folder, config=run_folder.dotted_keys(config), score_metric=metric, score_policy=policy)
     if metrics:
         summary.steps, summary.loss = metrics[-1]["step"], metrics[-1].get("loss")
-    for step, report in run_folder.read_reports(folder):
+    for step, report in _reports(folder):
         score = run_folder.score(report, metric, policy)
         if summary.best_step is None or (score is not None and (summary.score is None or score > summary.score)):
             summary.best_step, summary.score = step, score
@@ -84,22 +91,50 @@ def read_run(folder: Path, chosen: ScoreConfig | None = None) -> RunSummary:
                 name: {figure: part[figure] for figure in FIGURES if figure in part}
                 for name, part in report["policies"].items()
             }
+            summary.measured_with = measured_with(report)
     return summary
 
 
+def _reports(folder: Path) -> list[tuple[int, dict[str, Any]]]:
+    """Returns the reports of a run by step, or that of a check."""
+    if not is_check(folder):
+        return run_folder.read_reports(folder)
+    report = run_folder.read_report(folder / run_folder.REPORT)
+    return [(int(report.get("step", 0)), report)]
+
+
+def home_of(folder: Path) -> Path:
+    """Returns the run that a check belongs to; a run itself unchanged."""
+    return folder.absolute().parents[1] if is_check(folder) else folder
+
+
 def changed_keys(runs: Sequence[RunSummary]) -> list[str]:
-    """Returns the dotted keys in which the runs differ, in the order of the configuration, without derived keys."""
+    """Returns the dotted keys in which the runs differ, in the order of the configuration, without derived keys.
+
+    The options of a policy count among the runs that measure it.
+    """
     known = [run.config for run in runs if run.config]
     keys = list(dict.fromkeys(key for config in known for key in config))
-    differing = [key for key in keys if len({json.dumps(config.get(key), default=str) for config in known}) > 1]
+    differing = [key for key in keys if len({json.dumps(config.get(key), default=str) for config in _with(key, known)}) > 1]
     changed = [key for key in differing if not key.startswith(IGNORED_KEYS)]
     if "target.dtype" in changed and "train.precision" in changed:
         changed.remove("train.precision")
     return changed
 
 
-def compare(runs: Sequence[RunSummary], out: Path) -> str:
+def _with(key: str, configs: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    """Returns the configurations to compare by `key`: for an option of a policy those that measure it, else all."""
+    if not key.startswith(OPTIONS):
+        return configs
+    policy = key.removeprefix(OPTIONS).partition(".")[0]
+    return [config for config in configs if policy in (config.get("decode.policies") or [policy])]
+
+
+def compare(runs: Sequence[RunSummary], out: Path, width: int | None = None) -> str:
     """Writes compare.json, compare.md and, if any run was validated, compare.png into `out`.
+
+    Args:
+        width: columns of the terminal; None: those of this one, 80 without a terminal.
 
     Returns:
         the text to print: the table and the path of compare.md.
@@ -118,7 +153,8 @@ def compare(runs: Sequence[RunSummary], out: Path) -> str:
             style.save(figure, out / plot)
     write_text(out / f"{STEM}.json", json.dumps(content, indent=2, default=str) + "\n")
     write_text(out / f"{STEM}.md", page(content, plot))
-    return f"{table(content)}\ncomparison: {out / f'{STEM}.md'}"
+    columns = width or shutil.get_terminal_size(NO_TERMINAL).columns
+    return f"{table(content, columns)}\ncomparison: {out / f'{STEM}.md'}"
 
 
 def describe(runs: Sequence[RunSummary]) -> dict[str, Any]:
@@ -139,6 +175,7 @@ def describe(runs: Sequence[RunSummary]) -> dict[str, Any]:
                 "score": run.score,
                 "scored_by": _scored_by(run),
                 "policies": run.policies,
+                "measured_with": run.measured_with,
                 "error": run.error,
             }
             for name, run in zip(names, runs, strict=True)
@@ -155,7 +192,9 @@ def short_names(folders: Sequence[Path]) -> list[str]:
     """Returns the folders relative to their common parent."""
     if len(folders) == 1:
         return [folders[0].name]
-    shared = os.path.commonpath([folder.absolute() for folder in folders])
+    shared = Path(os.path.commonpath([folder.absolute() for folder in folders]))
+    if shared in [folder.absolute() for folder in folders]:  # a run beside a check of it
+        shared = shared.parent
     return [os.path.relpath(folder.absolute(), shared) for folder in folders]
 
 
@@ -182,14 +221,14 @@ def find_runs(patterns: Iterable[str]) -> list[Path]:
 
 
 def _runs_in(path: Path) -> list[Path]:
-    if is_run(path):
+    if is_run(path) or is_check(path):
         return [path]
     return sorted(folder for folder in path.glob("*") if is_run(folder))
 
 
 def output_folder(folders: Sequence[Path]) -> Path:
     """Returns the folder that contains the runs; a folder named after all of them if they are in several."""
-    parents = list(dict.fromkeys(folder.absolute().parent for folder in folders))
+    parents = list(dict.fromkeys(home_of(folder).absolute().parent for folder in folders))
     if len(parents) == 1:
         return parents[0]
     shared = Path(os.path.commonpath(parents))
@@ -203,7 +242,7 @@ def run_command(arguments: Sequence[str]) -> str:
         ConfigError: an argument contains no run.
     """
     parser = argparse.ArgumentParser(prog="sage-validate --compare", description="Compares finished runs.")
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="run folders, patterns, or folders of runs")
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="run folders, patterns, folders of runs, or RUN/checks/NAME")
     parser.add_argument("--out", metavar="DIR", help="output folder; default: that of the runs")
     args = parser.parse_args(arguments)
     folders = find_runs(args.runs)

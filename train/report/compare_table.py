@@ -1,14 +1,22 @@
-"""A comparison as a text table and as the page compare.md. `content` is that of compare.json (train.report.compare)."""
+"""A comparison as a text table and as the page compare.md. `content` is that of compare.json (train.report.compare).
+
+A table too wide for the terminal is transposed: a row per key and figure, a column per run, in blocks of as many runs as fit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from sage.bench.tables import RULE, markdown_table, text_table
 from sage.trees.names import AUTOREGRESSIVE
 
 BEST_MARK = "*"
+ABSENT = "-"  # a run without the key or figure
+GAP = 2  # blanks between two columns
+MIN_CELL, MAX_CELL_LINES = 14, 4  # of the transposed table: least width of a run's column, lines of a cell
+ELLIPSIS = "..."
 
 
 def cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
@@ -21,9 +29,9 @@ def cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     rows = []
     for place, run in enumerate(runs):
         mark = f" {BEST_MARK}" if place == 0 and run["score"] is not None and len(runs) > 1 else ""
-        row = [run["run"] + mark, *(_value(run["changed"].get(key, "")) for key in changed)]
+        row = [run["run"] + mark, *(_value(run["changed"].get(key)) for key in changed)]
         row += [f"{run['best_step']}/{run['steps']}" if run["best_step"] is not None else str(run["steps"])]
-        row += ["-" if run["loss"] is None else f"{run['loss']:.4f}"]
+        row += [ABSENT if run["loss"] is None else f"{run['loss']:.4f}"]
         row += [_figure(run, name, "tokens_per_target_pass", "{:.2f}") for name in policies]
         row += [_figure(run, name, "speedup", "{:.2f}x") for name in policies]
         rows.append([*row, _identical(run)])
@@ -43,12 +51,14 @@ def _short(keys: Sequence[str]) -> list[str]:
 
 
 def _value(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if value is None:
+        return ABSENT
+    return f"{value:g}" if isinstance(value, float) else " ".join(str(value).split())
 
 
 def _figure(run: dict[str, Any], policy: str, figure: str, form: str) -> str:
     value = run["policies"].get(policy, {}).get(figure)
-    return "-" if value is None else form.format(value)
+    return ABSENT if value is None else form.format(value)
 
 
 def _identical(run: dict[str, Any]) -> str:
@@ -59,23 +69,67 @@ def _identical(run: dict[str, Any]) -> str:
     return f"{sum(int(part['match']) for part in parts)}/{sum(int(part['total']) for part in parts)}"
 
 
-def table(content: dict[str, Any]) -> str:
-    """Returns the comparison for a terminal."""
+def table(content: dict[str, Any], width: int) -> str:
+    """Returns the comparison for a terminal of `width` columns."""
     head, rows = cells(content)
-    return f"{text_table(head, [*rows, RULE], '<')}\n{legend(content)}"
+    found = text_table(head, [*rows, RULE], "<")
+    if max(map(len, found.splitlines())) > width:
+        found = "\n\n".join(_transposed(head, rows, width))
+    return "\n".join([found, *(textwrap.fill(line, width, subsequent_indent="  ") for line in notes(content))])
 
 
-def legend(content: dict[str, Any]) -> str:
-    """Returns the explanation of marks and columns."""
+def _transposed(head: list[str], rows: list[list[str]], width: int) -> Iterator[str]:
+    """Yields the names of the runs by number, then blocks of as many runs as fit into `width`."""
+    labels = [f"[{number}]" for number in range(1, len(rows) + 1)]
+    names = [f"{label} {row[0]}" for label, row in zip(labels, rows, strict=True)]
+    yield "\n".join(textwrap.fill(name, width, subsequent_indent="    ", break_on_hyphens=False) for name in names)
+    keys = _column(head[1:], width // 3)
+    key_width = max(len(line) for lines in keys for line in lines)
+    per_block = max(1, (width - key_width) // (MIN_CELL + GAP))
+    for first in range(0, len(rows), per_block):
+        chosen = rows[first : first + per_block]
+        cell_width = (width - key_width) // len(chosen) - GAP
+        columns = [_column(row[1:], cell_width) for row in chosen]
+        block = [line for cells in zip(keys, *columns, strict=True) for line in _side_by_side(cells)]
+        yield text_table(["run", *labels[first : first + per_block]], block, "<")
+
+
+def _column(texts: Sequence[str], width: int) -> list[list[str]]:
+    """Wraps each text into lines of at most `width` characters, shortened in the middle beyond `MAX_CELL_LINES` lines."""
+    return [_split(_shorten(text, MAX_CELL_LINES * width), width) for text in texts]
+
+
+def _shorten(text: str, length: int) -> str:
+    if len(text) <= length:
+        return text
+    kept = length - len(ELLIPSIS)
+    return text[: kept // 2] + ELLIPSIS + text[len(text) - (kept - kept // 2) :]
+
+
+def _split(text: str, width: int) -> list[str]:
+    return [text[at : at + width] for at in range(0, len(text), width)] or [""]
+
+
+def _side_by_side(cells: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Returns the lines of one row of wrapped cells."""
+    return [[cell[line] if line < len(cell) else "" for cell in cells] for line in range(max(map(len, cells)))]
+
+
+def notes(content: dict[str, Any]) -> list[str]:
+    """Returns the explanation of marks and columns, and the settings of the measurements: once if equal, else per run."""
     scored = next((run["scored_by"] for run in content["runs"] if run["scored_by"]), None)
     by = f"{BEST_MARK} best by {scored}. " if scored else ""
-    return f"{by}steps: best validation / trained; identical: outputs identical to the target's."
+    lines = [f"{by}steps: best validation / trained; identical: outputs identical to the target's."]
+    measured = {run["run"]: run["measured_with"] for run in content["runs"] if run["measured_with"]}
+    if len(set(measured.values())) == 1:
+        return [*lines, f"Measured with {next(iter(measured.values()))}."]
+    return [*lines, *(f"{name}: measured with {settings}" for name, settings in measured.items())]
 
 
 def page(content: dict[str, Any], plot: str | None) -> str:
     """Returns the content of compare.md."""
     head, rows = cells(content)
-    parts = [f"# Comparison of {len(rows)} runs", markdown_table(head, rows, "<"), legend(content)]
+    parts = [f"# Comparison of {len(rows)} runs", markdown_table(head, rows, "<"), *notes(content)]
     if plot:
         parts.append(f"![Tokens per target pass and speedup of every run]({plot})")
     if any(part["error"] for part in content["runs"]):

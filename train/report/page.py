@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sage.bench.report_table import SHARES, decode_shares, interval, margins
+from sage.bench.report_table import SHARES, decode_shares, interval, margins, measured_with
 from sage.bench.tables import markdown_table
 from sage.trees.names import AUTOREGRESSIVE
 from train.report.plots import Plot
@@ -84,7 +84,8 @@ def _policies(report: Report) -> str:
     rows += [[f"`{name}`", "", "", *_speeds(part)] for name, part in baselines.items()]
     failed = [f"`{name}` was left out: {reason}." for name, reason in report["failed_baselines"].items()]
     ahead = f"{margins(report)}." if margins(report) else ""
-    return "\n\n".join(part for part in [markdown_table(head, rows), SPEED_NOTE, ahead, *failed] if part)
+    parts = [markdown_table(head, rows), f"Measured with {measured_with(report)}.", SPEED_NOTE, ahead, *failed]
+    return "\n\n".join(part for part in parts if part)
 
 
 def _speeds(part: Mapping[str, Any]) -> list[str]:

@@ -35,7 +35,7 @@ class Checkpoint:
 
     @property
     def home(self) -> Path:
-        """The folder for `validation/`."""
+        """The folder that contains `checks/`."""
         return self.run or self.draft
 
 

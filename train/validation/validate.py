@@ -1,6 +1,6 @@
 """Measures a draft with the decoder on held-out prompts and writes the report.
 
-Owns: the runners that a configuration asks for, and the folder `validation/step_########/`. Does not own: measuring
+Owns: the runners that a configuration asks for, and the content of a report's folder. Does not own: measuring
 (sage.bench), drawing (train.report), prompts (train.validation.prompts), when a run validates (train.run.loop).
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from checkpoints.run_folder import REPORT, REPORT_PAGE, validation_folder
+from checkpoints.run_folder import REPORT, REPORT_PAGE, next_check, validation_folder
 from checkpoints.store import saving
 from sage.bench.calibration import calibration
 from sage.bench.measurement import Measurement, measure
@@ -49,19 +49,24 @@ class ReportInfo:
     """Names the draft in a report, and the folder the report is written to.
 
     Attributes:
-        run_dir: the report is written to `validation/step_########/` below it.
+        run_dir: the report is written to `validation/step_########/` below it, a check to a new folder in `checks/`.
         step: optimizer steps that the draft was trained for.
         draft_name: default: `run_dir`.
         command: the command line that repeats the measurement; default: that of this process.
+        check: name of the draft's folder, for a later check; None: the run's own measurement.
     """
 
     run_dir: str | Path
     step: int
     draft_name: str | None = None
     command: str | None = None
+    check: str | None = None
 
     @property
     def folder(self) -> Path:
+        """The folder for the report; that of a check does not exist yet."""
+        if self.check is not None:
+            return next_check(Path(self.run_dir), self.check, self.step)
         return validation_folder(self.run_dir, self.step)
 
 
@@ -109,10 +114,11 @@ def validate(
             command=info.command or this_command(),
         )
     report["versions"] = versions((*PACKAGES, "deepspeed"))
-    write(report, info.folder)
+    folder = info.folder
+    write(report, folder)
     if warning := low_acceptance_warning(report):
         logger.warning("%s", warning)
-    return report | {"path": str(info.folder)}
+    return report | {"path": str(folder)}
 
 
 def write(report: Mapping[str, Any], folder: Path) -> None:
