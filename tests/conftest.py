@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support import messages
 from support.models import make_llava, make_qwen
+from support.train_helpers import make_target
 
 import sage
 
@@ -35,6 +37,19 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
         connect(self, address)
 
     monkeypatch.setattr(socket.socket, "connect", guarded)
+
+
+@pytest.fixture(scope="session")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of untrained pocket targets, by family; shared by all tests, not to be changed."""
+    where = tmp_path_factory.mktemp("pocket_targets")
+    return {family: make_target(where, family) for family in ("qwen2_5_vl", "llava_onevision")}
+
+
+@pytest.fixture(scope="session")
+def target(targets: dict[str, Path]) -> Path:
+    """Folder of an untrained pocket Qwen2.5-VL."""
+    return targets["qwen2_5_vl"]
 
 
 @pytest.fixture(params=["qwen2_5_vl", "llava_onevision"])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.messages import refused
-from support.train_helpers import command, make_target
+from support.train_helpers import command
 
 from benchmarks.training import __main__ as bench
 from benchmarks.training.measuring import interleaved, peak, reset_peak
@@ -66,10 +66,10 @@ def test_objective_prints_the_floor_both_losses_and_their_ratio(
 
 @pytest.mark.slow
 def test_step_prints_the_parts_of_a_target_and_of_a_shape(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     few = ["step", "--measured", "2", "--warmup", "1", "--device", "cpu", "deepspeed=zero0"]
-    text = printed([*few, *command(make_target(tmp_path), tmp_path / "run")], monkeypatch, capsys)
+    text = printed([*few, *command(target, tmp_path / "run")], monkeypatch, capsys)
     assert "draft=eagle, 2 steps of 4 = 2 x 2" in text and "step / parts:" in text and "data wait" in text
     assert not (tmp_path / "run").exists()
     monkeypatch.setitem(SHAPES, "tiny", TINY)

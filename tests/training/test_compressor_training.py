@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from support.compressor_helpers import COMPRESSORS
 from support.messages import check_message, refused
-from support.train_helpers import command, make_target, sage_train, single_process, train_quickly
+from support.train_helpers import command, sage_train, single_process, train_quickly
 
 import sage
 from data_prep.build import prompts
@@ -33,10 +33,10 @@ STEPS = 5
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target and the cache of its data."""
+def folder(tmp_path_factory: pytest.TempPathFactory, target: Path) -> Path:
+    """Runs and the cache of their data, beside a link to the target."""
     where = tmp_path_factory.mktemp("compressor")
-    make_target(where)
+    (where / target.name).symlink_to(target)
     return where
 
 

@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 from support.messages import check_message, refused
-from support.train_helpers import ROOT, command, environment, make_target
+from support.train_helpers import ROOT, command, environment
 
 from checkpoints.store import SaveFailed
 from train.config.hydra_app import compose
@@ -40,11 +40,6 @@ def launch(config: Config) -> int:
 
 
 TINY_REPORT = ["decode.policies=[autoregressive]", "decode.max_new_tokens=2"]
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")

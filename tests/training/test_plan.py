@@ -10,7 +10,6 @@ import torch
 from support.compressor_helpers import COMPRESSORS
 from support.messages import refused
 from support.models import make_qwen
-from support.train_helpers import make_target
 
 import sage
 from sage.drafts.compressor.spans import PairMasks
@@ -71,20 +70,19 @@ def test_every_kind_of_draft_is_planned(draft: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_planned_draft_has_the_parameters_of_the_real_one(tmp_path: Path) -> None:
-    folder = make_target(tmp_path)
-    planned = build_on_meta(configure(f"target.path={folder}"))
-    draft = sage.new_draft(sage.load_target(folder), "eagle", seed=0)
+def test_a_planned_draft_has_the_parameters_of_the_real_one(target: Path, tmp_path: Path) -> None:
+    planned = build_on_meta(configure(f"target.path={target}"))
+    draft = sage.new_draft(sage.load_target(target), "eagle", seed=0)
     assert planned.draft_parameters == sum(p.numel() for p in draft.parameters())
     draft.save_pretrained(tmp_path / "draft")
-    again = build_on_meta(configure(f"target.path={folder}", f"draft.path={tmp_path / 'draft'}"))
+    again = build_on_meta(configure(f"target.path={target}", f"draft.path={tmp_path / 'draft'}"))
     assert again.draft_parameters == planned.draft_parameters
     (tmp_path / "draft" / "config.json").write_text("{")
     with refused("draft", "config.json"):
-        build_on_meta(configure(f"target.path={folder}", f"draft.path={tmp_path / 'draft'}"))
+        build_on_meta(configure(f"target.path={target}", f"draft.path={tmp_path / 'draft'}"))
     (tmp_path / "draft" / "config.json").write_text('{"model_type": "gpt2"}')
     with refused("draft.path", "config.json", error=ConfigError):
-        build_on_meta(configure(f"target.path={folder}", f"draft.path={tmp_path / 'draft'}"))
+        build_on_meta(configure(f"target.path={target}", f"draft.path={tmp_path / 'draft'}"))
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.train_helpers import ROOT, command, environment, make_target, train_quickly, train_until_signal
+from support.train_helpers import ROOT, command, environment, train_quickly, train_until_signal
 
 from train.config.hydra_app import compose
 from train.config.schema import Config
@@ -36,10 +36,9 @@ WHERE = ["launch.device=cpu", "data.cache=examples"]
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(tmp_path_factory: pytest.TempPathFactory, target: Path) -> Path:
     """A folder of runs: `one_*` by this process, the others by two ranks."""
     home = tmp_path_factory.mktemp("ranks")
-    target = make_target(home)
     generators = rng_state(torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
@@ -181,11 +180,11 @@ def test_negative_control_a_run_without_its_moments_is_another_run(home: Path) -
         assert_same_run(home / "one_2", home / "from_two")
 
 
-def test_a_draft_saved_under_zero_3_loads_without_deepspeed(home: Path) -> None:
+def test_a_draft_saved_under_zero_3_loads_without_deepspeed(home: Path, target: Path) -> None:
     code = (
         "import sys; sys.modules['deepspeed'] = None\n"
         "import torch, sage\n"
-        f"target = sage.load_target({str(home / 'target_qwen2_5_vl')!r}, dtype=torch.float32)\n"
+        f"target = sage.load_target({str(target)!r}, dtype=torch.float32)\n"
         f"draft = sage.load_draft({str(home / 'complete_3' / 'draft')!r}, target)\n"
         "print(sum(p.double().abs().sum().item() for p in draft.parameters()))"
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 from support.messages import refused
-from support.train_helpers import command, make_target, single_process, train_quickly
+from support.train_helpers import command, single_process, train_quickly
 
 from checkpoints import run_folder
 from checkpoints.export.source import find_source
@@ -110,8 +110,8 @@ def test_a_configuration_of_another_version_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("alone")
-def test_recipe_changes_are_recorded_with_their_step(tmp_path: Path) -> None:
-    target, run = make_target(tmp_path), tmp_path / "run"
+def test_recipe_changes_are_recorded_with_their_step(tmp_path: Path, target: Path) -> None:
+    run = tmp_path / "run"
     first = command(target, run, "optim.lr=8e-3", "train.max_steps=2")
     assert train_quickly(compose("config", first, Config)) == 0
     original = (run / "config.yaml").read_bytes()
@@ -140,8 +140,8 @@ def test_recipe_changes_are_recorded_with_their_step(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("alone")
-def test_a_resume_without_changes_leaves_the_configuration_alone(tmp_path: Path) -> None:
+def test_a_resume_without_changes_leaves_the_configuration_alone(tmp_path: Path, target: Path) -> None:
     run = tmp_path / "run"
-    assert train_quickly(compose("config", command(make_target(tmp_path), run, "train.max_steps=1"), Config)) == 0
+    assert train_quickly(compose("config", command(target, run, "train.max_steps=1"), Config)) == 0
     assert train_quickly(resumed(run)) == 0
     assert len(run_folder.config_files(run)) == 1

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.messages import check_message, refused
-from support.train_helpers import command, make_target, train_quickly, train_until_signal
+from support.train_helpers import command, train_quickly, train_until_signal
 
 import sage
 from checkpoints.export.importer import load_any
@@ -30,12 +30,6 @@ from train.run.rank import run_rank
 from train.state.resume import rng_state, seed_everything, set_rng_state
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    where = tmp_path_factory.mktemp("targets")
-    return {family: make_target(where, family) for family in ("qwen2_5_vl", "llava_onevision")}
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +234,10 @@ def iter_second_step(run: TrainingRun) -> list[dict[str, Any]]:
 def test_a_batch_without_answers_is_refused(targets: dict[str, Path], cache: Path, tmp_path: Path) -> None:
     from train.run.build import building
 
-    with process_group("cpu", 60) as ranks, building(configure(targets["qwen2_5_vl"], tmp_path / "run", cache), ranks) as run:
+    with (
+        process_group("cpu", 60) as ranks,
+        building(configure(targets["qwen2_5_vl"], tmp_path / "run", cache), ranks) as run,
+    ):
         steps = run.loader.__iter__()
         batches = next(steps)
         steps.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.messages import refused
-from support.train_helpers import command, make_target, single_process, train_quickly
+from support.train_helpers import command, single_process, train_quickly
 
 from sage.manifest import write_manifest
 from train.config.hydra_app import compose
@@ -46,9 +46,9 @@ def configure(home: Path, *overrides: str) -> Config:
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Path:
+def home(tmp_path: Path, target: Path) -> Path:
     """A run of two steps whose data has grown since."""
-    make_target(tmp_path)
+    (tmp_path / target.name).symlink_to(target)
     append_rows(tmp_path / "rows.jsonl", WORDS, 40)
     assert train_quickly(configure(tmp_path)) == 0
     append_rows(tmp_path / "rows.jsonl", OTHERS, 200)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.messages import refused
-from support.train_helpers import command, make_target, quick_report, single_process, train_until_signal
+from support.train_helpers import command, quick_report, single_process, train_until_signal
 
 from checkpoints.store import StateStore
 from train.config.hydra_app import compose
@@ -23,11 +23,6 @@ from train.launch.signals import StopFlag
 from train.run.rank import run_rank
 from train.validation.decode_ranks import Interrupted, shard_prompts
 from train.validation.prompts import PromptSet
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from support.messages import refused
 from support.models import make_inputs, make_qwen, random_draft
-from support.train_helpers import command, make_target, single_process, train_quickly
+from support.train_helpers import command, single_process, train_quickly
 
 import sage
 from data_prep.dataset.vocabulary import most_frequent
@@ -31,10 +31,10 @@ KINDS = {"eagle3": EAGLE3, "model": MODEL}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target and the cache of its data."""
+def folder(tmp_path_factory: pytest.TempPathFactory, target: Path) -> Path:
+    """Runs and the cache of their data, beside a link to the target."""
     where = tmp_path_factory.mktemp("students")
-    make_target(where)
+    (where / target.name).symlink_to(target)
     return where
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.messages import refused
-from support.train_helpers import command, environment, make_target, single_process, train_quickly
+from support.train_helpers import command, environment, single_process, train_quickly
 from torch import nn
 
 from checkpoints.store import SaveFailed, StateStore
@@ -45,11 +45,6 @@ from train.cli.train import main
 sys.argv[0] = "sage-train"
 main()
 """
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.train_helpers import command, make_target, sage_train
+from support.train_helpers import command, sage_train
 
 import sage
 from data_prep.build import prompts as held_out_prompts
@@ -21,8 +21,7 @@ COUNTS = ("tokens_per_target_pass", "mean_accepted_draft", "match", "total", "ac
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_two_by_two_sweep_of_two_ranks_each_ends_in_one_comparison(tmp_path: Path) -> None:
-    target = make_target(tmp_path)
+def test_a_two_by_two_sweep_of_two_ranks_each_ends_in_one_comparison(tmp_path: Path, target: Path) -> None:
     arguments = command(target, tmp_path / "sweep", "train.max_steps=2", "launch.ranks=2", "train.micro_batch_size=1")
     own = ["decode.policies=[autoregressive,static]", "decode.num_prompts=3", "train.validate_on=all", "launch.device=cpu"]
     grid = ["optim.lr=1e-3,4e-3", "objective.feature_weight=0.5,1"]
