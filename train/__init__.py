@@ -1,1 +1,29 @@
-"""The training run: configuration, launch, teacher, objective, engine, loop. Importing it is cheap; its modules are not."""
+"""Training of draft heads: `train.run(train.compose("target=pocket_qwen2_5_vl", "data=pocket"))`.
+
+Importing the package is cheap; torch is imported when a run starts.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from train.config.schema import Config, ConfigError
+    from train.job.api import compose, run
+    from train.job.callbacks import Callback
+
+_HOME = {
+    "Callback": "train.job.callbacks",
+    "Config": "train.config.schema",
+    "ConfigError": "train.config.schema",
+    "compose": "train.job.api",
+    "run": "train.job.api",
+}
+__all__ = ["Callback", "Config", "ConfigError", "compose", "run"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'train' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

@@ -28,13 +28,13 @@ from train.distill.build import build_student
 from train.distill.pairs import count_supervised
 from train.distill.student import Student
 from train.engine.engine import Engine
+from train.job.build import build_teacher, building
+from train.job.loop import MicroBatches, TrainingRun, train_step
 from train.launch.ranks import Ranks
 from train.monitor.metrics import TrainingMetrics
 from train.monitor.profiler import ProfileWindow
 from train.monitor.progress import NoDisplay
 from train.monitor.sinks import Tracker
-from train.run.build import build_teacher, building
-from train.run.loop import MicroBatches, TrainingRun, train_step
 from train.state.resume import TrainState
 from train.validation.in_loop import ValidationOutcome
 

@@ -19,7 +19,7 @@ from data_prep import DataConfig, prompts
 from sage.dtypes import dtype_name
 from train.config.hydra_app import compose
 from train.config.schema import Config
-from train.run.rank import run_rank
+from train.job.rank import run_rank
 from train.state.resume import rng_state, set_rng_state
 
 TARGET = ROOT / "data_prep" / "pocket" / "targets" / "pocket_qwen2_5_vl"  # a trained target

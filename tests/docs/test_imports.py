@@ -116,26 +116,26 @@ def test_no_package_imports_a_forbidden_third_party() -> None:
 
 def test_negative_control_forbidden_imports_are_found() -> None:
     assert forbidden_imports("sage/x.py", imported_modules("def f():\n    from hydra.core import main")) == {"hydra"}
-    assert forbidden_imports("train/run/loop.py", imported_modules("import deepspeed.runtime")) == {"deepspeed"}
+    assert forbidden_imports("train/job/loop.py", imported_modules("import deepspeed.runtime")) == {"deepspeed"}
     assert forbidden_imports("train/engine/engine.py", imported_modules("import deepspeed")) == set()
 
 
 def test_negative_control_wrong_arrows_are_found_and_drawn() -> None:
-    lazy = "def f():\n    from train.run.loop import fit\nif TYPE_CHECKING:\n    from train import state"
+    lazy = "def f():\n    from train.job.loop import fit\nif TYPE_CHECKING:\n    from train import state"
     sources = {
         "train/__init__.py": set[str](),
         "train/config/a.py": imported_modules(lazy),
-        "train/run/b.py": imported_modules("import train.config.a"),
+        "train/job/b.py": imported_modules("import train.config.a"),
         "train/state/c.py": imported_modules("from train.config import a"),
     }
     graph = room_graph(sources)
-    assert graph == {"config": {"run", "state"}, "run": {"config"}, "state": {"config"}}
-    drawn = drawn_graph("rooms", "```rooms\nrun -> config\nstate -> config, run\nconfig -> run\n```\n")
+    assert graph == {"config": {"job", "state"}, "job": {"config"}, "state": {"config"}}
+    drawn = drawn_graph("rooms", "```rooms\njob -> config\nstate -> config, job\nconfig -> job\n```\n")
     assert problems(graph, drawn) == [
-        "config -> run: points up",
+        "config -> job: points up",
         "config -> state: imported, not drawn",
-        "state -> run: drawn, not imported",
-        "state -> run: points up",
+        "state -> job: drawn, not imported",
+        "state -> job: points up",
     ]
     assert "cycle  config" in draw(graph)
     assert draw({"a": {"b"}, "b": set()}).splitlines()[0] == "2 names, 2 floors, 1 arrows"

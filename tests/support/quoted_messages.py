@@ -102,7 +102,7 @@ MESSAGES: dict[str, list[Message]] = {
     "length": [
         ("error: ", Part("data_prep/tools/cli.py", "became an example", ("4", "cache/index/4ee35c74b3151eb7/skipped.jsonl")))
     ],
-    "finite": [("error: ", Part("train/run/loop.py", "is not finite for", ("2", "train-9, train-4, train-5, train-8", "1")))],
+    "finite": [("error: ", Part("train/job/loop.py", "is not finite for", ("2", "train-9, train-4, train-5, train-8", "1")))],
     "estimate": [(Part(WARNINGS, "estimated on the training batches", ("40", "1.20", "3.00")),)],
     "acceptance": [(Part(WARNINGS, "acceptance rate is near zero", ("1.00",)),)],
     "target": [("error: ", Part("sage/drafts/head.py", "give the draft trained for", MADE_FOR))],

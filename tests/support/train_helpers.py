@@ -67,7 +67,7 @@ def quick_validation(*_: Any, **__: Any) -> dict[str, Any]:
 
 def train_quickly(config: Config, validate: Validate = quick_validation) -> int:
     """Trains on one rank of this process with a validation that decodes nothing; returns the exit code."""
-    from train.run.rank import run_rank
+    from train.job.rank import run_rank
 
     return run_rank(config, validate)
 
@@ -88,8 +88,8 @@ def command(target: Path, run: Path, *overrides: str) -> list[str]:
 
 def train_until_signal(config: Config, ranks: Ranks, step: int, validate: Validate = quick_validation) -> None:
     """Trains until a signal is received during step `step`."""
-    from train.run.build import building
-    from train.run.loop import fit
+    from train.job.build import building
+    from train.job.loop import fit
 
     with building(config, ranks, validate=validate) as run:
         feed = run.loader

@@ -18,13 +18,13 @@ import torch
 from support.train_helpers import quick_validation, train_until_signal
 
 import sage
-import train.run.build
+import train.job.build
 from train.config.hydra_app import compose
 from train.config.schema import Config
 from train.engine.sharded_teacher import ShardedTarget
+from train.job.rank import run_rank
 from train.launch.cluster_env import detect_launcher
 from train.launch.ranks import process_group
-from train.run.rank import run_rank
 
 LIMIT_S = 280
 
@@ -45,7 +45,7 @@ def main(jobs: Path, observations: Path) -> None:
     observations.write_text(json.dumps(seen))
 
 
-def record_targets(seen: dict[str, Any], name: str, load: Any = train.run.build.load_sharded) -> None:
+def record_targets(seen: dict[str, Any], name: str, load: Any = train.job.build.load_sharded) -> None:
     """Compares a sharded target with a complete one as soon as it is loaded; rank 0 reads an image, rank 1 text alone."""
 
     def load_and_record(load_target: Any, config: Config, ranks: Any) -> ShardedTarget:
@@ -65,7 +65,7 @@ def record_targets(seen: dict[str, Any], name: str, load: Any = train.run.build.
         }
         return shards
 
-    train.run.build.load_sharded = load_and_record
+    train.job.build.load_sharded = load_and_record
 
 
 def image_file(folder: Path) -> str:

@@ -22,11 +22,11 @@ from data_prep.build import prompts
 from train.cli.train import train as train_command
 from train.config.hydra_app import compose, run_app
 from train.config.schema import Config
+from train.job.build import building
+from train.job.loop import train_step
 from train.launch.cluster_env import is_main_rank
 from train.launch.ranks import process_group
 from train.plan.meta import build_on_meta
-from train.run.build import building
-from train.run.loop import train_step
 
 EAGLE3 = ["draft=eagle3", "draft.feature_levels=[0,1,2]", "objective.steps=3"]
 STEPS = 5

@@ -21,8 +21,8 @@ from sage.sampling import Sampling
 from sage.targets import Target
 from train.config.hydra_app import compose
 from train.config.schema import Config, DecodeConfig, ValidateOn
+from train.job.rank import run_rank
 from train.launch.ranks import Ranks
-from train.run.rank import run_rank
 from train.validation.decode_ranks import all_ranks_decode, interleave, shard_prompts
 from train.validation.prompts import PromptSet, limit_turns
 from train.validation.validate import validate

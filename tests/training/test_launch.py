@@ -24,13 +24,13 @@ from support.train_helpers import ROOT, command, environment
 from checkpoints.store import SaveFailed
 from train.config.hydra_app import compose
 from train.config.schema import Config, ConfigError
+from train.job.rank import run_rank
 from train.launch.cluster_env import detect_launcher, first_host
 from train.launch.failures import RankFailed, describe
 from train.launch.launcher import check_devices
 from train.launch.launcher import launch as launch_work
 from train.launch.signals import StopFlag
 from train.launch.supervisor import Supervisor
-from train.run.rank import run_rank
 
 START_S = 200
 

@@ -24,9 +24,9 @@ from checkpoints.inspect import inspect_folder
 from sage.manifest import write_manifest
 from train.config.hydra_app import compose
 from train.config.schema import Config
+from train.job.loop import TrainingError, TrainingRun, fit
+from train.job.rank import run_rank
 from train.launch.ranks import process_group
-from train.run.loop import TrainingError, TrainingRun, fit
-from train.run.rank import run_rank
 from train.state.resume import rng_state, seed_everything, set_rng_state
 
 pytestmark = pytest.mark.slow
@@ -207,7 +207,7 @@ class NonFinite:
 def test_a_loss_that_is_not_finite_stops_before_the_step_and_names_the_batch(
     targets: dict[str, Path], cache: Path, tmp_path: Path
 ) -> None:
-    from train.run.build import building
+    from train.job.build import building
 
     config = configure(targets["qwen2_5_vl"], tmp_path / "run", cache, "train.max_steps=3")
     with process_group("cpu", 60) as ranks, building(config, ranks) as run:
@@ -232,7 +232,7 @@ def iter_second_step(run: TrainingRun) -> list[dict[str, Any]]:
 
 
 def test_a_batch_without_answers_is_refused(targets: dict[str, Path], cache: Path, tmp_path: Path) -> None:
-    from train.run.build import building
+    from train.job.build import building
 
     with (
         process_group("cpu", 60) as ranks,
@@ -258,7 +258,7 @@ def test_nothing_is_written_before_everything_fits(
 ) -> None:
     run = tmp_path / "run"
     with monkeypatch.context() as patch:
-        patch.setattr("train.run.build.build_target", lambda *_: pytest.fail("loaded a model before the options were checked"))
+        patch.setattr("train.job.build.build_target", lambda *_: pytest.fail("loaded a model before the options were checked"))
         for option in ("max_depth=1", "window=0"):
             with refused("decode.options.sage", *option.split("=")):
                 train_quickly(configure(targets["qwen2_5_vl"], run, cache, f"decode.options.sage.{option}"))
@@ -273,7 +273,7 @@ def test_nothing_is_written_before_everything_fits(
 def test_a_prompt_that_cannot_be_prepared_is_refused_before_training(
     targets: dict[str, Path], cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("train.run.build.held_out_prompts", lambda *_: [[{"role": "user", "content": " "}]])
+    monkeypatch.setattr("train.job.build.held_out_prompts", lambda *_: [[{"role": "user", "content": " "}]])
     with refused("validation prompt prompt-0"):
         train_quickly(configure(targets["qwen2_5_vl"], tmp_path / "run", cache))
     assert not (tmp_path / "run").exists()

@@ -65,7 +65,7 @@ def test_changed_data_is_refused_by_name_and_restored_data_accepted(home: Path) 
 
 
 def test_a_state_without_data_fingerprint_keeps_its_draft_vocabulary(home: Path) -> None:
-    from train.run.build import building
+    from train.job.build import building
 
     state = home / "run" / "state" / "step_00000002"
     trainer = json.loads((state / "trainer.json").read_text())

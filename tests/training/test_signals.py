@@ -16,11 +16,11 @@ from support.train_helpers import command, quick_report, single_process, train_u
 from checkpoints.store import StateStore
 from train.config.hydra_app import compose
 from train.config.schema import Config
+from train.job.rank import run_rank
 from train.launch.failures import RankFailed
 from train.launch.launcher import launch
 from train.launch.ranks import Ranks, process_group
 from train.launch.signals import StopFlag
-from train.run.rank import run_rank
 from train.validation.decode_ranks import Interrupted, shard_prompts
 from train.validation.prompts import PromptSet
 

@@ -31,11 +31,11 @@ from train.config.schema import (
     WandbMode,
 )
 from train.engine.lr_schedule import learning_rate, total_steps
+from train.job.build import open_run_folder
 from train.launch.ranks import Ranks
 from train.monitor.metrics import TrainingMetrics
 from train.monitor.progress import LiveDisplay, LogDisplay, NoDisplay, describe, open_display
 from train.monitor.sinks import Jsonl, Tracker, check_tracking, open_tracker, wandb_mode
-from train.run.build import open_run_folder
 from train.state.provenance import git_revision, write_provenance
 from train.state.resume import TrainState
 from train.validation.in_loop import flatten
@@ -213,8 +213,8 @@ def test_errors_of_wandb_are_one_line(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_provenance_keeps_the_first_start_and_adds_later_ones(tmp_path: Path) -> None:
     target = SimpleNamespace(name="tiny", fingerprint={"hidden_size": 32})
     ranks = Ranks(0, 1, torch.device("cpu"))
-    write_provenance(tmp_path, ranks, target, "abc", 0)
-    write_provenance(tmp_path, ranks, target, "abc", 7)
+    write_provenance(tmp_path, ranks, target, "abc", 0, {})
+    write_provenance(tmp_path, ranks, target, "abc", 7, {"optim.lr": [1, 2]})
     found = json.loads((tmp_path / "provenance.json").read_text())
     assert found["from_step"] == 0 and [entry["from_step"] for entry in found["resumed"]] == [7]
     assert found["data_fingerprint"] == "abc" and found["target"] == {"name": "tiny", "hidden_size": 32}

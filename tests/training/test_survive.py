@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from support.messages import refused
 from support.train_helpers import command, environment, single_process, train_quickly
@@ -122,7 +123,8 @@ def test_a_full_disk_ends_in_one_line_and_the_run_resumes_later(
 def test_a_state_folder_that_cannot_be_written_is_named(target: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    (run / "config.yaml").write_text("{}")
+    config = configure(target, run)
+    (run / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
     (run / "state").write_text("a file")
     with refused("run/state", "step 1", "Not a directory", error=SaveFailed):
         train_quickly(configure(target, run, "run.resume=true"))

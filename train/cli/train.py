@@ -42,8 +42,8 @@ def train(config: Config) -> int:
         build_policies(config.decode)
         print(render(plan(config)))
         return EXIT_DONE
+    from train.job.rank import run_rank
     from train.launch.launcher import launch
-    from train.run.rank import run_rank
 
     return launch(config, run_rank)
 

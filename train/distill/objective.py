@@ -2,7 +2,7 @@
 
 Owns: the weighted sum of all terms, the weights of unrolled steps, the metrics beside the loss. Does not own: the terms and
 their chunked computation (train.distill.chunked_loss), the supervised positions (train.distill.pairs), the division by the
-number of supervised tokens over all ranks (train.run.loop).
+number of supervised tokens over all ranks (train.job.loop).
 
 Shapes: K steps, S supervised positions, D draft hidden size, E target hidden size, U draft vocabulary.
 """

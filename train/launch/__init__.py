@@ -1,4 +1,4 @@
 """The ranks of a run: starting and supervising them, the process group, the launchers' variables, signals.
 
-Does not own: the work of a rank (train.run).
+Does not own: the work of a rank (train.job).
 """

@@ -157,7 +157,7 @@ def set_rng_state(state: Mapping[str, Tensor], device: torch.device) -> None:
 
 
 def seed_everything(seed: int, rank: int) -> None:
-    """Seeds the generators, differently on each rank; fresh weights are drawn from `seed` alone (see train.run.build)."""
+    """Seeds the generators, differently on each rank; fresh weights are drawn from `seed` alone (see train.job.build)."""
     mixed = seed * 1_000_003 + rank
     random.seed(mixed)
     np.random.seed(mixed % 2**32)

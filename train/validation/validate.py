@@ -1,7 +1,7 @@
 """Measures a draft with the decoder on held-out prompts and writes the report.
 
 Owns: the runners that a configuration asks for, and the content of a report's folder. Does not own: measuring
-(sage.bench), drawing (train.report), prompts (train.validation.prompts), when a run validates (train.run.loop).
+(sage.bench), drawing (train.report), prompts (train.validation.prompts), when a run validates (train.job.loop).
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ from train.distill.teacher import Teacher
 from train.engine.engine import Engine
 from train.engine.lr_schedule import total_steps
 from train.engine.sharded_teacher import ShardedTarget, load_sharded
+from train.job.loop import TrainingRun
 from train.launch import cluster_env
 from train.launch.ranks import Ranks
 from train.launch.signals import StopFlag
@@ -44,7 +45,6 @@ from train.monitor.metrics import TrainingMetrics
 from train.monitor.profiler import ProfileWindow
 from train.monitor.progress import open_display
 from train.monitor.sinks import Tracker, check_tracking, open_tracker
-from train.run.loop import TrainingRun
 from train.state.data_fingerprint import check_same_data, fingerprint_data
 from train.state.provenance import write_provenance
 from train.state.resume import TrainState, load_state, seed_everything

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from checkpoints.run_folder import state_folder, step_name
 from checkpoints.store import StateStore
 from sage.cli import EXIT_CRASH
 from train.config.schema import Config
@@ -18,6 +19,7 @@ from train.distill.pairs import count_supervised
 from train.distill.teacher import Teacher
 from train.engine.engine import Engine
 from train.engine.lr_schedule import learning_rate
+from train.job.callbacks import Callback
 from train.launch.ranks import Ranks
 from train.launch.signals import StopFlag
 from train.monitor.metrics import TrainingMetrics
@@ -45,12 +47,13 @@ class TrainingError(RuntimeError):
 
 @dataclass(kw_only=True)
 class TrainingRun:
-    """The objects of the training loop, built in train.run.build.
+    """The objects of the training loop, built in train.job.build.
 
     Attributes:
         validate: validates the draft; updates the best score in `state`.
         stop: set by a signal on this rank; `is_stopping` is the same on every rank.
         report: of the last validation, on rank 0.
+        callbacks: on rank 0; empty on the others.
     """
 
     config: Config
@@ -69,6 +72,7 @@ class TrainingRun:
     stop: StopFlag = field(default_factory=StopFlag)
     is_stopping: bool = False
     report: dict[str, Any] | None = None
+    callbacks: Sequence[Callback] = ()
 
     @property
     def has_stalled(self) -> bool:
@@ -99,6 +103,8 @@ def _fit(run: TrainingRun, steps: Iterator[MicroBatches]) -> bool:
         if _is_due(state.step, train.log_every) or state.step == run.total_steps or run.is_stopping:
             line = run.metrics.reduce(run.ranks, state, lr=lr, grad_norm=grad_norm)
             run.tracker.log(line, state.step)
+            for callback in run.callbacks:
+                callback.on_log(state.step, line)
         run.display.update(state.step, run.metrics.latest)
         if _is_due(state.step, train.validate_every) and not run.is_stopping:
             validated_at = _validate(run)
@@ -122,6 +128,8 @@ def _validate(run: TrainingRun) -> int | None:
         return None
     if outcome.report is not None:
         run.report = outcome.report
+        for callback in run.callbacks:
+            callback.on_validate(run.state.step, outcome.report)
     run.state.validated_step = run.state.step
     return run.state.step
 
@@ -130,6 +138,8 @@ def _save(run: TrainingRun) -> TrainState:
     """Saves a checkpoint; returns a copy of the saved `TrainState`."""
     with run.metrics.paused():
         save_state(run.store, run.engine, run.ranks, run.state)
+    for callback in run.callbacks:
+        callback.on_save(run.state.step, state_folder(run.config.run.dir) / step_name(run.state.step))
     return replace(run.state)
 
 

@@ -14,15 +14,19 @@ from train.config.schema import Config, Device
 from train.launch.signals import StopFlag
 
 if TYPE_CHECKING:
-    from train.run.loop import TrainingRun
+    from collections.abc import Sequence
+
+    from train.job.callbacks import Callback
+    from train.job.loop import TrainingRun
     from train.validation.validate import Validate
 
 
-def run_rank(config: Config, validate: Validate | None = None) -> int:
+def run_rank(config: Config, validate: Validate | None = None, callbacks: Sequence[Callback] = ()) -> int:
     """Trains on this process's rank.
 
     Args:
         validate: replaces `train.validation.validate.validate`.
+        callbacks: called on rank 0.
 
     Returns:
         the exit code: 0 done, 3 stopped by a signal after saving.
@@ -33,12 +37,13 @@ def run_rank(config: Config, validate: Validate | None = None) -> int:
 
         if config.launch.device is Device.cpu or not torch.cuda.is_available():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed probes for one when transformers imports it
+        from train.job.build import building
+        from train.job.loop import fit
         from train.launch.ranks import process_group
-        from train.run.build import building
-        from train.run.loop import fit
 
         ranks = stack.enter_context(process_group(str(config.launch.device), config.launch.timeout_s))
         run = stack.enter_context(building(config, ranks, stop, validate))
+        run.callbacks = callbacks if ranks.is_main else ()
         stop.is_polled = True
         is_done = fit(run)
         summary = _summarize(run, is_done) if ranks.is_main else None

@@ -1,1 +1,0 @@
-"""The composition root, the training loop, and the work of one rank."""
