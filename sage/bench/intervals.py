@@ -39,11 +39,7 @@ def ratio_interval(
 
 
 def rate_interval(
-    tokens: Sequence[float],
-    seconds: Sequence[float],
-    level: float = LEVEL,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
+    tokens: Sequence[float], seconds: Sequence[float], level: float = LEVEL, resamples: int = RESAMPLES, seed: int = 0
 ) -> tuple[float, float] | None:
     """Returns the interval of sum tokens / sum seconds under resampling of prompts; None for fewer than two prompts."""
     drawn = _draws(len(tokens), resamples, seed)

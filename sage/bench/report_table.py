@@ -9,17 +9,7 @@ from typing import Any
 from sage.bench.tables import RULE, text_table
 
 WIDTH = 118
-HEADER = (
-    "policy",
-    "tokens/pass",
-    "accepted",
-    "tokens/s",
-    "speedup",
-    "95% interval",
-    "end to end",
-    "identical",
-    "to HF",
-)
+HEADER = ("policy", "tokens/pass", "accepted", "tokens/s", "speedup", "95% interval", "end to end", "identical", "to HF")
 SHARE_HEADER = (
     "of decoding time",
     "target",

@@ -93,14 +93,7 @@ class PolicyRunner:
         """Generates once; times the complete call."""
         inputs = on_device(inputs, self.target.device)
         start = now_s(self.target.device)
-        out = sage.generate(
-            self.target,
-            self.draft,
-            inputs,
-            policy=self.policy,
-            pruning=self.pruning,
-            sampling=sampling,
-        )
+        out = sage.generate(self.target, self.draft, inputs, policy=self.policy, pruning=self.pruning, sampling=sampling)
         wall_s = now_s(self.target.device) - start
         time_s = complete_phases(out.stats.time_s, wall_s)
         decode_s = wall_s - sum(time_s[phase] for phase in TARGET_PREFILL_PHASES)
@@ -115,12 +108,7 @@ class HFRunner:
     """
 
     def __init__(
-        self,
-        target: Any,
-        name: str = HF_GENERATE,
-        is_autoregressive: bool = True,
-        assistant: Any = None,
-        **generation: Any,
+        self, target: Any, name: str = HF_GENERATE, is_autoregressive: bool = True, assistant: Any = None, **generation: Any
     ) -> None:
         self.target, self.name, self.is_autoregressive = target, name, is_autoregressive
         self.may_fail = name != HF_GENERATE
@@ -244,7 +232,4 @@ def _prompt_lookup(target: Any) -> dict[str, Any]:
     Prompt lookup copies placeholders from the prompt, for which the model has no images. Suppressed tokens are not proposed. No
     trained target emits placeholders, so the text is the same.
     """
-    return {
-        "prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS,
-        "suppress_tokens": list(target.family.placeholder_ids.values()),
-    }
+    return {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS, "suppress_tokens": list(target.family.placeholder_ids.values())}

@@ -127,11 +127,7 @@ def _text_config(shape: Shape, num_layers: int, context: int) -> dict[str, Any]:
         "num_key_value_heads": shape.num_kv_heads,
         "vocab_size": shape.vocab_size,
         "max_position_embeddings": context,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e6,
-            "mrope_section": [half - 2 * height, height, height],
-        },
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [half - 2 * height, height, height]},
         "tie_word_embeddings": shape.is_tied,
         "bos_token_id": 0,
         "eos_token_id": 0,

@@ -10,17 +10,7 @@ from typing import Any
 
 import torch
 
-PHASES = (
-    "vision",
-    "target_prefill",
-    "draft_prefill",
-    "draft_steps",
-    "verify",
-    "accept",
-    "commit",
-    "policy",
-    "other",
-)
+PHASES = ("vision", "target_prefill", "draft_prefill", "draft_steps", "verify", "accept", "commit", "policy", "other")
 UNTIMED = "untimed"
 
 
