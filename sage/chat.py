@@ -9,8 +9,8 @@ from sage.drafts import Draft
 from sage.generation import Generation, Output, start
 from sage.prefix import CachedPrefix
 from sage.targets import Target
-from sage.trees import Policy
 from sage.trees import policy as new_policy
+from sage.trees.base import Policy
 
 
 class Chat:

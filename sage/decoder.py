@@ -23,7 +23,9 @@ from sage.host_tensors import cached_index
 from sage.stats import Stats
 from sage.stopping_rules import StopCriterion
 from sage.targets import Features, Prompt, Target
-from sage.trees import Frontier, Policy, RoundOutcome, Tree, new_builder
+from sage.trees.base import Policy
+from sage.trees.level import new_builder
+from sage.trees.tree import Frontier, RoundOutcome, Tree
 from sage.verify import Verdict, Verifier
 
 

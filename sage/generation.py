@@ -20,8 +20,8 @@ from sage.sampling import Sampling, TargetSampler
 from sage.stats import Stats
 from sage.stopping_rules import StopCriterion
 from sage.targets import Features, Target
-from sage.trees import Policy
 from sage.trees import policy as new_policy
+from sage.trees.base import Policy
 from sage.verify import Verifier
 
 REPLACEMENT_CHARACTER = "\ufffd"  # decoded bytes of an incomplete character

@@ -16,7 +16,7 @@ from sage.costs.tables import Costs
 from sage.replay.recording import WIDE, Recording, record
 from sage.replay.replay import ReplayResult, replay
 from sage.sampling import Sampling
-from sage.trees import Policy
+from sage.trees.base import Policy
 
 
 def replays(

@@ -17,8 +17,8 @@ from sage.drafts import Draft, DraftSession
 from sage.generation import Generation, start
 from sage.host_tensors import Tokens
 from sage.targets import Features, Prompt, Target
-from sage.trees import Policy
 from sage.trees import policy as new_policy
+from sage.trees.base import Policy
 
 TokenPath = tuple[int, ...]  # tokens from below the root to a node
 Candidates = tuple[Tensor, Tensor]  # probabilities and target tokens, [K] each, in descending order of probability

@@ -23,8 +23,9 @@ from sage.costs.tables import Costs
 from sage.costs.timing import RoundTimes
 from sage.host_tensors import CPU
 from sage.replay.recording import Candidates, RecordedRound, Recording, TokenPath
-from sage.trees import Policy, RoundOutcome, Tree, new_builder
-from sage.trees.tree import TopK
+from sage.trees.base import Policy
+from sage.trees.level import new_builder
+from sage.trees.tree import RoundOutcome, TopK, Tree
 from sage.verify import Verdict
 
 NO_TOKEN = -1  # matches no drafted token

@@ -1,7 +1,4 @@
-"""Draft trees and the policies that shape them: one module per policy.
-
-Names are loaded on first use, so that `sage.trees.names` comes without torch.
-"""
+"""Draft trees and the policies that shape them: one module per policy, loaded on first use, so that names need no torch."""
 
 from __future__ import annotations
 
@@ -12,38 +9,17 @@ from sage.trees.names import POLICIES
 
 if TYPE_CHECKING:
     from sage.trees import sage as sage
-    from sage.trees.base import Policy, RoundPlan
-    from sage.trees.level import TreeBuilder, new_builder
-    from sage.trees.tree import Columns, DraftedTree, Frontier, NextLevel, RoundOutcome, Tree
-
-_HOME = {
-    "Columns": "tree",
-    "DraftedTree": "tree",
-    "Frontier": "tree",
-    "NextLevel": "tree",
-    "Policy": "base",
-    "RoundOutcome": "tree",
-    "RoundPlan": "base",
-    "Tree": "tree",
-    "TreeBuilder": "level",
-    "new_builder": "level",
-}
+    from sage.trees.base import Policy
 
 
 def __getattr__(name: str) -> Any:
-    if name in POLICIES:
-        return import_module(f"sage.trees.{name}")
-    if name not in _HOME:
+    if name not in POLICIES:
         raise AttributeError(f"module 'sage.trees' has no attribute {name!r}")
-    return getattr(import_module(f"sage.trees.{_HOME[name]}"), name)
+    return import_module(f"sage.trees.{name}")
 
 
 def policy_class(name: str) -> type[Policy]:
-    """Returns the class of a policy, from the module of its name.
-
-    Raises:
-        ValueError: an unknown name; lists the known ones.
-    """
+    """Returns the class of a policy, from the module of its name; ValueError for an unknown name lists the known ones."""
     if name not in POLICIES:
         raise ValueError(f"policy: {name!r} is unknown; choose one of {', '.join(POLICIES)}")
     members = vars(import_module(f"sage.trees.{name}")).values()
@@ -68,18 +44,4 @@ def policy(name: str, **options: Any) -> Policy:
     return kind(**options)
 
 
-__all__ = [
-    "POLICIES",
-    "Columns",
-    "DraftedTree",
-    "Frontier",
-    "NextLevel",
-    "Policy",
-    "RoundOutcome",
-    "RoundPlan",
-    "Tree",
-    "TreeBuilder",
-    "new_builder",
-    "policy",
-    "policy_class",
-]
+__all__ = ["POLICIES", "policy", "policy_class"]

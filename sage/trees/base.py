@@ -17,10 +17,6 @@ from sage.trees.options import check_values
 from sage.trees.tree import DraftedTree, Frontier, NextLevel, RoundOutcome
 
 
-class RoundPlan:
-    """The state of a policy within one round; subclasses add fields."""
-
-
 class Policy(ABC):
     """Shapes the draft trees of one request at a time; `reset` starts a new request.
 
@@ -50,9 +46,8 @@ class Policy(ABC):
     def reset(self) -> None:  # noqa: B027 (optional hook)
         """Clears the state of the last request."""
 
-    def begin(self) -> RoundPlan:
-        """Starts a round and returns its plan."""
-        return RoundPlan()
+    def begin(self) -> None:  # noqa: B027 (optional hook)
+        """Starts a round."""
 
     def should_draft(self) -> bool:
         """Returns whether the draft should run in this round."""

@@ -20,7 +20,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from sage.trees.base import Policy, RoundPlan
+from sage.trees.base import Policy
 from sage.trees.options import OptionError, Range
 from sage.trees.static import STATIC_TREE, Static
 from sage.trees.tree import Frontier, NextLevel, RoundOutcome
@@ -89,7 +89,7 @@ class AlphaSource(StrEnum):
 
 
 @dataclass
-class SagePlan(RoundPlan):
+class SagePlan:
     """Plan of one round.
 
     Attributes:
@@ -157,11 +157,9 @@ class Sage(Policy):
         self._accepted: deque[int] = deque(maxlen=self.window)
         self._is_first = True
 
-    def begin(self) -> SagePlan:
-        self.plan = SagePlan(
-            self.alpha, depth(self.alpha, self.min_depth, self.ceiling), width(self.alpha, self.min_width, self.max_width)
-        )
-        return self.plan
+    def begin(self) -> None:
+        alpha = self.alpha
+        self.plan = SagePlan(alpha, depth(alpha, self.min_depth, self.ceiling), width(alpha, self.min_width, self.max_width))
 
     def next_level(self, frontier: Frontier) -> NextLevel[Sequence[int]] | None:
         if self.alpha_from is AlphaSource.CURRENT:

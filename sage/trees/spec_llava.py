@@ -11,17 +11,10 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from sage.trees.base import Policy, RoundPlan
+from sage.trees.base import Policy
 from sage.trees.options import Range
 from sage.trees.ranking import best_children, best_nodes
 from sage.trees.tree import DraftedTree, Frontier, NextLevel
-
-
-@dataclass
-class SpecLlavaPlan(RoundPlan):
-    """`kept`: path probabilities [<= budget] of the kept set, descending; None before the second level."""
-
-    kept: Tensor | None = None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -63,9 +56,8 @@ class SpecLlava(Policy):
         self.widths = level_widths(self.budget, self.branch, self.steps + 1)
         self.tree_capacity = max(self.budget, sum(self.widths[:-1])) + 1
 
-    def begin(self) -> SpecLlavaPlan:
-        self.plan = SpecLlavaPlan()
-        return self.plan
+    def begin(self) -> None:
+        self._kept: Tensor | None = None  # path probabilities [<= budget] of the kept set, descending; None before level 2
 
     def next_level(self, frontier: Frontier) -> NextLevel[Tensor]:
         branching = self.budget if frontier.level == 1 else self.branch
@@ -78,10 +70,9 @@ class SpecLlava(Policy):
 
     def _newly_kept(self, path_M: Tensor) -> Tensor:
         """Reranks the kept set with a new level [M]; returns the indices of its kept nodes. Synchronizes with the device."""
-        kept = self.plan.kept
-        pool = path_M if kept is None else torch.cat((kept, path_M))
+        pool = path_M if self._kept is None else torch.cat((self._kept, path_M))
         ranked = pool.sort(descending=True, stable=True)
-        self.plan.kept = ranked.values[: self.budget]
+        self._kept = ranked.values[: self.budget]
         is_kept = torch.zeros_like(pool, dtype=torch.bool)
         is_kept[ranked.indices[: self.budget]] = True
         return (is_kept[-len(path_M) :] & (path_M >= self.min_confidence)).nonzero()[:, 0]

@@ -10,17 +10,10 @@ from typing import Annotated
 
 from torch import Tensor
 
-from sage.trees.base import Policy, RoundPlan
+from sage.trees.base import Policy
 from sage.trees.options import Range
 from sage.trees.ranking import best_children
 from sage.trees.tree import Frontier, NextLevel
-
-
-@dataclass
-class TalonPlan(RoundPlan):
-    """`num_left`: nodes that may still be added."""
-
-    num_left: int
 
 
 @dataclass(eq=False, kw_only=True)
@@ -54,16 +47,14 @@ class Talon(Policy):
         self.num_candidates = self.top_k
         self.tree_capacity = self.total
 
-    def begin(self) -> TalonPlan:
-        self.plan = TalonPlan(self.total - 1)
-        return self.plan
+    def begin(self) -> None:
+        self._num_left = self.total - 1  # nodes that may still be added in this round
 
     def next_level(self, frontier: Frontier) -> NextLevel[Tensor]:
-        plan = self.plan
-        picks, order, paths = best_children(frontier, self.top_k, plan.num_left)
+        picks, order, paths = best_children(frontier, self.top_k, self._num_left)
         if frontier.level > 1:
             num_passed = int((paths >= self.ratio * paths[0]).sum())
             picks = picks.take(order[:num_passed].sort().values)
-        plan.num_left -= len(picks)
-        is_last = plan.num_left == 0 or frontier.level == self.max_depth
+        self._num_left -= len(picks)
+        is_last = self._num_left == 0 or frontier.level == self.max_depth
         return NextLevel(picks, picks[:0] if is_last else picks)

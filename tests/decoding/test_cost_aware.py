@@ -20,7 +20,6 @@ from sage.costs.tables import Costs, Curve
 from sage.costs.timing import RoundTimes
 from sage.decoder import decode
 from sage.sampling import Sampling, TargetSampler
-from sage.trees import Frontier, RoundOutcome, Tree
 from sage.trees.cost_aware.learner import (
     LABELLED_RANKS,
     LEARN_ALL_ROUNDS,
@@ -32,6 +31,7 @@ from sage.trees.cost_aware.learner import (
     labelled_candidates,
 )
 from sage.trees.cost_aware.pricing import ChildMass
+from sage.trees.tree import Frontier, RoundOutcome, Tree
 from sage.verify import Verdict, Verifier
 
 

@@ -19,7 +19,7 @@ from sage import generation
 from sage.decoder import Round
 from sage.drafts.model import ModelDraft
 from sage.drafts.session import EagleSession
-from sage.trees import Policy
+from sage.trees.base import Policy
 
 LENGTH = 32
 

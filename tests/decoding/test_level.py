@@ -14,8 +14,9 @@ from torch import Tensor
 
 import sage
 from sage.host_tensors import CPU
-from sage.trees import Frontier, NextLevel, Policy, Tree, TreeBuilder, new_builder
-from sage.trees.level import DROPPED, DeviceBuilder, HostBuilder
+from sage.trees.base import Policy
+from sage.trees.level import DROPPED, DeviceBuilder, HostBuilder, TreeBuilder, new_builder
+from sage.trees.tree import Frontier, NextLevel, Tree
 
 K = 12
 POLICIES: list[tuple[str, dict[str, Any]]] = [

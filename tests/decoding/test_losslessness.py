@@ -39,8 +39,8 @@ from sage import generation
 from sage.decoder import decode, draft_tree
 from sage.sampling import Sampling
 from sage.stats import Stats
-from sage.trees import Tree
 from sage.trees.eagle2 import Eagle2
+from sage.trees.tree import Tree
 from sage.verify import accept
 
 # At most seven nodes per round, so that all draws can be enumerated; covers every kind of pruning.

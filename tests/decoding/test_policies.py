@@ -14,11 +14,13 @@ from support.messages import refused
 from support.slow_trees import SlowTree, add_next_level, as_keep
 
 import sage
-from sage.trees import Frontier, Policy, Tree, policy_class
+from sage.trees import policy_class
+from sage.trees.base import Policy
 from sage.trees.options import OptionError, defaults
 from sage.trees.ranking import best_children, best_nodes
 from sage.trees.sage import Threshold
 from sage.trees.spec_llava import level_widths
+from sage.trees.tree import Frontier, Tree
 
 NAMES = ("eagle2", "spec_llava", "talon", "ddd")
 

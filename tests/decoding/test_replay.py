@@ -19,7 +19,7 @@ from sage.replay.recording import RecordedRound, Recording, record
 from sage.replay.replay import NO_TOKEN, replay
 from sage.sampling import Sampling
 from sage.stopping_rules import StopCriterion
-from sage.trees import Policy
+from sage.trees.base import Policy
 from sage.verify import accept
 
 LENGTH = 48

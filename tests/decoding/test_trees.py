@@ -10,9 +10,9 @@ from support.messages import refused
 from support.slow_trees import grow_fully, numbers
 
 import sage
-from sage.trees import Frontier, RoundOutcome, Tree
 from sage.trees.sage import round_half_up
 from sage.trees.static import STATIC_TREE
+from sage.trees.tree import Frontier, RoundOutcome, Tree
 
 
 def paths_of(tree: Tree) -> list[tuple[int, ...]]:
@@ -66,7 +66,8 @@ class TestSagePolicy:
         policy = sage.policy("sage")
         assert paths_of(grow_fully(policy, GEOMETRIC)) == list(STATIC_TREE)
         policy.reset()
-        assert policy.begin().alpha == 0.5
+        policy.begin()
+        assert policy.plan.alpha == 0.5
 
     def test_second_round_by_hand(self) -> None:
         """alpha = 1 plans D = 8, W = 2, after probabilities (.9, .1): widths 2*1.5=3->2 children at level 1 (k = 2), then by
@@ -75,8 +76,8 @@ class TestSagePolicy:
         policy.reset()
         policy._is_first = False
         policy.alpha = 1.0
-        plan = policy.begin()
-        assert (plan.depth, plan.width) == (8.0, 2.0)
+        policy.begin()
+        assert (policy.plan.depth, policy.plan.width) == (8.0, 2.0)
         probs = torch.tensor([[0.9, 0.1]])
         first = policy.next_level(Frontier(1, probs, torch.ones(1)))
         assert numbers(first) == ([0, 1], [0, 1])  # row * 2 + rank

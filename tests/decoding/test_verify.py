@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.slow_trees import tree_of
 
-from sage.trees import Tree
+from sage.trees.tree import Tree
 from sage.verify import accept
 
 VOCABULARY, DEPTH = 4, 3

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage.trees import Frontier, NextLevel, Policy, Tree
+from sage.trees.base import Policy
+from sage.trees.tree import Frontier, NextLevel, Tree
 
 
 @dataclass

@@ -25,7 +25,8 @@ from sage.host_tensors import Tokens
 from sage.sampling import Sampling, TargetSampler
 from sage.stopping_rules import StopCriterion
 from sage.targets import Features, Prompt
-from sage.trees import Policy, Tree
+from sage.trees.base import Policy
+from sage.trees.tree import Tree
 from sage.verify import Verifier
 
 Context = tuple[int, ...]

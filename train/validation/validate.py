@@ -28,8 +28,8 @@ from sage.bench.runners import HF_ASSISTED, PolicyRunner, Runner, baseline_runne
 from sage.dtypes import torch_dtype
 from sage.files import write_json, write_text
 from sage.sampling import Sampling
-from sage.trees import Policy
 from sage.trees import policy as new_policy
+from sage.trees.base import Policy
 from sage.trees.names import AUTOREGRESSIVE
 from sage.trees.options import OptionError
 from train.config.schema import DecodeConfig

@@ -14,7 +14,7 @@ from sage.bench.runners import PolicyRunner
 from sage.costs.tables import Costs, Curve
 from sage.replay.recording import RecordedRound, Recording
 from sage.replay.replay import replay
-from sage.trees import Policy
+from sage.trees.base import Policy
 from sage.trees.cost_aware.policy import CostAware
 from sage.trees.tree import RoundOutcome
 

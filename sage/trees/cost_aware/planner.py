@@ -13,10 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from sage.trees.base import RoundPlan
 from sage.trees.cost_aware.pricing import CONFIDENCE_BINS, Prices
 from sage.trees.tree import Frontier, NextLevel
+
+if TYPE_CHECKING:
+    from sage.trees.cost_aware.policy import CostAware
 
 MIN_PATH_PROB = 1e-12  # divisor in place of an acceptance probability of 0
 
@@ -25,7 +28,7 @@ Acceptance = Callable[[list[float], int, float], list[float]]  # as `Calibrator.
 
 
 @dataclass
-class CostPlan(RoundPlan):
+class CostPlan:
     """Plan of one round.
 
     Attributes:
@@ -66,20 +69,16 @@ class CostPlan(RoundPlan):
         }
 
 
-@dataclass(frozen=True, kw_only=True)
 class Planner:
-    """Applies prices to the candidates of a round; arguments as for `CostAware`.
+    """Applies prices to the candidates of a round.
 
     Args:
+        options: the policy.
         acceptance: maps a node's candidates to acceptance probabilities.
     """
 
-    max_depth: int
-    max_nodes: int
-    max_width: int
-    stop: bool
-    sees_ends: bool
-    acceptance: Acceptance
+    def __init__(self, options: CostAware, acceptance: Acceptance) -> None:
+        self.options, self.acceptance = options, acceptance
 
     def next_level(self, plan: CostPlan, frontier: Frontier) -> NextLevel[Sequence[int]] | None:
         """Adds the nodes that may be worth verifying, P(v) >= lambda * dc_t, and expands those that pay for a level."""
@@ -90,7 +89,7 @@ class Planner:
             return None
         plan.levels = level
         plan.paths += paths
-        expand = self._worth_expanding(plan, children, frontier) if level < self.max_depth else []
+        expand = self._worth_expanding(plan, children, frontier) if level < self.options.max_depth else []
         plan.frontier = [(paths[i], acceptances[i]) for i in expand]
         return NextLevel(picks, [picks[i] for i in expand])
 
@@ -113,9 +112,9 @@ class Planner:
             if plan.has_feedback:
                 plan.masses.append((level - 1, own, sum(accepted)))
             first += len(probs)
-        if len(paths) <= self.max_nodes:
+        if len(paths) <= self.options.max_nodes:
             return paths, acceptances, picks
-        kept = sorted(sorted(range(len(paths)), key=paths.__getitem__)[-self.max_nodes :])
+        kept = sorted(sorted(range(len(paths)), key=paths.__getitem__)[-self.options.max_nodes :])
         return [paths[i] for i in kept], [acceptances[i] for i in kept], [picks[i] for i in kept]
 
     def _worth_expanding(self, plan: CostPlan, children: Children, frontier: Frontier) -> list[int]:
@@ -125,7 +124,7 @@ class Planner:
         gains: list[tuple[float, int]] = []
         for i, path in enumerate(paths):
             gains.append((path * masses[int(acceptances[i] * CONFIDENCE_BINS)], i))
-        if frontier.ends and self.sees_ends:
+        if frontier.ends and self.options.sees_ends:
             gains = [(gain, i) for gain, i in gains if picks[i] not in frontier.ends]
         gains.sort(reverse=True)
         total, best_net, best_gain, best_width = 0.0, -math.inf, 0.0, 0
@@ -134,9 +133,9 @@ class Planner:
             if total - price > best_net:
                 best_net, best_gain, best_width = total - price, total, width
         plan.gain, plan.level_cost = best_gain, prices[max(best_width, 1) - 1]
-        if self.stop and best_net <= 0:
+        if self.options.stop and best_net <= 0:
             return []
-        return sorted([i for _, i in gains[: best_width if self.stop else self.max_width]])
+        return sorted([i for _, i in gains[: best_width if self.options.stop else self.options.max_width]])
 
     def select(self, plan: CostPlan) -> list[int] | None:
         """Returns the top n nodes by P in that order, n maximizing expected tokens minus priced time.
@@ -147,7 +146,7 @@ class Planner:
         if not paths:
             return None
         order = sorted(range(len(paths)), key=paths.__getitem__, reverse=True)  # stable: ties keep their order
-        del order[self.max_nodes :]
+        del order[self.options.max_nodes :]
         verify_s, price = plan.prices.verify_s, plan.prices.time
         total = expected = best_net = 0.0
         size = 0

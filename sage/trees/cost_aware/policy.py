@@ -58,14 +58,7 @@ class CostAware(Policy):
         self.tree_capacity = max(self.max_nodes + 1, self.max_depth * self.max_width)
         self.costs: Costs | None = None
         self.learner = Learner(self.calibrate, self.memory, self.max_depth)
-        self._planner = Planner(
-            max_depth=self.max_depth,
-            max_nodes=self.max_nodes,
-            max_width=self.max_width,
-            stop=self.stop,
-            sees_ends=self.sees_ends,
-            acceptance=self.learner.acceptance,
-        )
+        self._planner = Planner(self, self.learner.acceptance)
         self._prices: Prices | None = None
         self._priced_costs: Costs | None = None  # the tables that `_prices` are based on
 
@@ -100,9 +93,8 @@ class CostAware(Policy):
         is_power_of_two = self._num_skipped & (self._num_skipped - 1) == 0
         return self._num_skipped % self.retry_every == 0 or (is_power_of_two and self._num_skipped < self.retry_every)
 
-    def begin(self) -> CostPlan:
+    def begin(self) -> None:
         self.plan = CostPlan(self.prices, self.learner.needs_round(self._num_skipped))
-        return self.plan
 
     def next_level(self, frontier: Frontier) -> NextLevel[Sequence[int]] | None:
         return self._planner.next_level(self.plan, frontier)
