@@ -23,7 +23,6 @@ from benchmarks.papers.lab import Lab
 from benchmarks.papers.measure import ablations, calibration, entropy, tuning
 from benchmarks.papers.measure.studies import STUDIES, select_studies
 from benchmarks.papers.page import epochs, policies, projection, render
-from benchmarks.papers.page.sections import SECTIONS
 from benchmarks.papers.settings import load_settings
 from sage.costs.tables import Costs, Curve
 from sage.replay.recording import RecordedRound, Recording
@@ -52,11 +51,11 @@ def rendered(docs: Path) -> str:
 @pytest.mark.slow
 def test_every_study_has_a_section_with_plots(measured: Path) -> None:
     text = (measured / "docs" / "results.md").read_text()
-    assert {section.study for section in SECTIONS} == set(STUDIES)
-    for number, section in enumerate(SECTIONS, start=1):
+    assert set(render.SECTIONS) == set(STUDIES)
+    for number, (study, section) in enumerate(render.SECTIONS.items(), start=1):
         assert f"\n## {number}. " in text
-        assert f"`make results-{section.study}`" in text
-        for file in section.plots:
+        assert f"`make results-{study}`" in text
+        for file in section.PLOTS:
             assert (measured / "docs" / FIGURES_DIR / file).stat().st_size > 5000
             assert f"({FIGURES_DIR}/{file})" in text
     assert "nan" not in text and "None" not in text and "$" not in text

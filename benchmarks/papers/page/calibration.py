@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+
 from benchmarks.papers.figures import Json
-from benchmarks.papers.page.expectations import Expectation
-from benchmarks.papers.page.markdown import Figures, by_target, fill, join, title_of
+from benchmarks.papers.page.markdown import Expectation, Figures, by_target, fill, join, title_of
+from benchmarks.papers.page.plots import integer_axis, legend_below, line, target_panels
 from sage.bench.tables import markdown_table
+from train.report import style
+
+PREDICTORS = {"alpha": "#2f6fa7", "draft probability": style.FAINT, "calibrated": "#b23a6b"}
+MIN_NODES = 10  # bins with fewer are not drawn
 
 
 def values(figures: Figures) -> dict[str, str]:
@@ -16,46 +23,30 @@ def values(figures: Figures) -> dict[str, str]:
 
 
 def _target(target: str, figures: Json) -> str:
-    lemma = figures["lemma"]
+    predictors, lemma = figures["predictors"], figures["lemma"]
+    predictor_head = [f"{predictors['nodes']} nodes, {predictors['accepted']:.0%} accepted", "error", "AUC"]
+    predictor_rows = [[f"`{name}`", f"{one['error']:.3f}", f"{one['auc']:.3f}"] for name, one in predictors["by_name"].items()]
+    depth_head = ["depth", "candidates", "error of the draft probability", "error after calibration"]
+    depth_rows = [
+        [str(row["depth"]), str(row["labels"]), f"{row['before']:.3f}", f"{row['after']:.3f}"] for row in figures["by_depth"]
+    ]
     return fill(
         "calibration_target",
         title=title_of(target),
-        predictors=_predictors(figures["predictors"]),
+        predictors=markdown_table(predictor_head, predictor_rows),
         calibration_rounds=figures["calibration_rounds"],
-        by_depth=_by_depth(figures["by_depth"]),
-        below_bound=lemma["below_bound"],
-        nodes=lemma["nodes"],
-        k=lemma["k"],
+        by_depth=markdown_table(depth_head, depth_rows),
         examples=_examples(lemma["examples"]),
         threshold=f"{lemma['alpha_threshold']:g}",
-        accepted=lemma["above_threshold_accepted"],
-        above_threshold=lemma["above_threshold"],
+        **{key: lemma[key] for key in ("below_bound", "nodes", "k", "above_threshold", "above_threshold_accepted")},
     )
 
 
-def _predictors(predictors: Json) -> str:
-    head = [f"{predictors['nodes']} nodes, {predictors['accepted']:.0%} accepted", "error", "AUC"]
-    rows = [[f"`{name}`", f"{one['error']:.3f}", f"{one['auc']:.3f}"] for name, one in predictors["by_name"].items()]
-    return markdown_table(head, rows)
-
-
-def _by_depth(rows: Sequence[Json]) -> str:
-    cells = [[str(row["depth"]), str(row["labels"]), f"{row['before']:.3f}", f"{row['after']:.3f}"] for row in rows]
-    return markdown_table(["depth", "candidates", "error of the draft probability", "error after calibration"], cells)
-
-
 def _examples(examples: Sequence[Json]) -> str:
-    rows = [
-        [
-            one["prompt"],
-            str(one["depth"]),
-            f"{one['alpha']:.3f}",
-            ", ".join(f"{prob:.3f}" for prob in one["probs"]),
-            f"{one['bound']:.3f}",
-            "accepted" if one["accepted"] else "rejected",
-        ]
-        for one in examples
-    ]
+    rows = []
+    for one in examples:
+        probs, outcome = ", ".join(f"{prob:.3f}" for prob in one["probs"]), "accepted" if one["accepted"] else "rejected"
+        rows.append([one["prompt"], str(one["depth"]), f"{one['alpha']:.3f}", probs, f"{one['bound']:.3f}", outcome])
     return markdown_table(["prompt", "depth", "alpha", "largest p, renormalized", "bound on p1", "most likely token"], rows)
 
 
@@ -87,7 +78,8 @@ def _of_target(title: str, figures: Json) -> list[Expectation]:
 
 
 def _lower_error(title: str, rows: Sequence[Json]) -> Expectation:
-    before, after = (_weighted_mean(rows, key) for key in ("before", "after"))
+    labels = max(sum(row["labels"] for row in rows), 1)
+    before, after = (sum(row[key] * row["labels"] for row in rows) / labels for key in ("before", "after"))
     higher = [str(row["depth"]) for row in rows if row["after"] >= row["before"]]
     evidence = f"{before:.3f} before, {after:.3f} after; lower at {len(rows) - len(higher)} of {len(rows)} depths"
     if higher:
@@ -95,5 +87,41 @@ def _lower_error(title: str, rows: Sequence[Json]) -> Expectation:
     return Expectation(f"Ours: calibration lowers the calibration error, {title}", after < before, evidence)
 
 
-def _weighted_mean(rows: Sequence[Json], key: str) -> float:
-    return float(sum(row[key] * row["labels"] for row in rows) / max(sum(row["labels"] for row in rows), 1))
+def draw_reliability(figures: Figures) -> Figure:
+    """Draws predicted and observed acceptance of the draft's most likely token; a panel per target."""
+    tables = by_target(figures, "calibration")
+    subtitle = "of the draft's most likely token, on the path of the answer"
+    figure = style.figure(4.1, "Predicted and observed acceptance", subtitle)
+    panels = target_panels(figure, tables)
+    for target, axes in panels.items():
+        axes.plot([0, 1], [0, 1], color=style.BAND, linewidth=1.2)
+        for name, color in PREDICTORS.items():
+            curve = tables[target]["predictors"]["by_name"][name]["curve"]
+            points = [(predicted, observed) for predicted, observed, count in curve if count >= MIN_NODES]
+            line(axes, [x for x, _ in points], [y for _, y in points], color, name)
+        axes.set(xlim=(0, 1), ylim=(0, 1.02), xlabel="predicted acceptance probability")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(PercentFormatter(1.0))
+    first = next(iter(panels.values()))
+    first.set_ylabel("observed acceptance")
+    legend_below(figure, first, 3)
+    return figure
+
+
+def draw_errors(figures: Figures) -> Figure:
+    """Draws the calibration error by depth, before and after calibration; a panel per target."""
+    tables = by_target(figures, "calibration")
+    figure = style.figure(3.3, "Calibration error by depth", "all drafted candidates of verified nodes, test split")
+    panels = target_panels(figure, tables)
+    for target, axes in panels.items():
+        rows = tables[target]["by_depth"]
+        for key, label in {"before": "draft probability", "after": "calibrated"}.items():
+            line(axes, [row["depth"] for row in rows], [row[key] for row in rows], PREDICTORS[label], label)
+        integer_axis(axes, "depth")
+    first = next(iter(panels.values()))  # the y axis is shared: its limit is set after all lines are drawn
+    first.set_ylim(bottom=0)
+    first.legend(loc="best", handlelength=1.4)
+    return figure
+
+
+PLOTS = {"reliability.png": draw_reliability, "calibration.png": draw_errors}

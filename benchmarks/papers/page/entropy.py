@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from matplotlib.figure import Figure
+
 from benchmarks.papers.figures import Json
-from benchmarks.papers.page.expectations import Expectation
-from benchmarks.papers.page.markdown import Figures, title_of
+from benchmarks.papers.page.markdown import Expectation, Figures, title_of
+from benchmarks.papers.page.plots import COLORS, integer_axis, line
 from sage.bench.tables import markdown_table
+from train.report import style
 
 THRESHOLD = 0.1  # a correlation of some hundred pairs below this is not significant
+LINE_STYLES = {"token": "-", "round": (0, (4, 2))}
 
 
 def values(figures: Figures) -> dict[str, str]:
@@ -53,3 +57,23 @@ def _of_target(title: str, figures: Json) -> list[Expectation]:
             f"correlation {last:+.2f} with alpha of the last round, {this:+.2f} with alpha of this round",
         ),
     ]
+
+
+def draw_entropy(figures: Figures) -> Figure:
+    """Draws the autocorrelation of the draft's confidence by lag. Ref: SAGE, arXiv 2602.00523, Figure 2."""
+    subtitle = "correlation of alpha within an answer, by lag"
+    figure = style.figure(3.3, "Autocorrelation of the draft's confidence", subtitle)
+    axes = figure.subplots()
+    for color, (target, study) in zip(COLORS, figures["entropy"]["targets"].items(), strict=False):
+        for unit, linestyle in LINE_STYLES.items():
+            points = [(lag, value) for lag, value in enumerate(study[f"by_{unit}"], start=1) if value is not None]
+            label = f"{title_of(target)}, {unit}s"
+            line(axes, [x for x, _ in points], [y for _, y in points], color, label, linestyle=linestyle)
+    axes.axhline(0.0, color=style.INK, linewidth=1.0)
+    integer_axis(axes, "lag")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), handlelength=2.2)
+    style.despine(axes)
+    return figure
+
+
+PLOTS = {"entropy.png": draw_entropy}

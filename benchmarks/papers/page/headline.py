@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 from benchmarks.papers.figures import Json
-from benchmarks.papers.page.markdown import Figures, by_target, times, title_of
+from benchmarks.papers.page.markdown import Figures, by_target, cells, title_of
 from sage.bench.tables import markdown_table
 
 CAPTIONS = "caption"
@@ -34,27 +35,16 @@ def decoders(tables: Mapping[str, Json]) -> list[str]:
 
 
 def _row(name: str, tables: Mapping[str, Json]) -> list[str]:
-    cells, same, total = [], 0, 0
-    for figures in tables.values():
-        part = part_of(figures, name)
-        captions = part_of(figures["by_family"].get(CAPTIONS, {}), name)
-        tokens = part.get("tokens_per_target_pass") if part else None
-        cells += [_times(captions), _times(part), f"{tokens:.2f}" if tokens else ""]
-        same, total = same + (part or {}).get("match", 0), total + (part or {}).get("total", 0)
-    identical = f"{same}/{total}" if total else ""
-    if name == OURS:
-        return [f"**`{name}`**", *(f"**{cell}**" if cell else "" for cell in cells), identical]
-    return [f"`{name}`", *cells, identical]
+    parts = [part_of(figures, name) for figures in tables.values()]
+    captions = [part_of(figures["by_family"].get(CAPTIONS, {}), name) for figures in tables.values()]
+    columns = [(*cells(a, "speedup"), *cells(b, "speedup", "tokens/pass")) for a, b in zip(captions, parts, strict=True)]
+    mark = "**" if name == OURS else ""
+    marked = [f"{mark}{cell}{mark}" if cell else "" for cell in (f"`{name}`", *chain(*columns))]
+    same, total = (sum(part.get(key, 0) for part in parts) for key in ("match", "total"))
+    return [*marked, f"{same}/{total}" if total else ""]
 
 
-def _times(part: Json | None) -> str:
-    return times(part["speedup"]) if part else ""
-
-
-def part_of(figures: Mapping[str, Any], name: str) -> Json | None:
-    """Returns the figures of a policy or baseline; None if it was not measured."""
-    for kind in ("policies", "baselines"):
-        if name in figures.get(kind, {}):
-            part: Json = figures[kind][name]
-            return part
-    return None
+def part_of(figures: Mapping[str, Any], name: str) -> Json:
+    """Returns the figures of a policy or baseline; empty if it was not measured."""
+    part: Json = {**figures.get("baselines", {}), **figures.get("policies", {})}.get(name, {})
+    return part

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from benchmarks.papers.figures import Json
 from benchmarks.papers.measure.policies import MOST_TOKENS, PUBLISHED
-from benchmarks.papers.page.expectations import Expectation
-from benchmarks.papers.page.headline import CAPTIONS, OURS, part_of, tuned_policies
+from benchmarks.papers.page.headline import CAPTIONS, OURS, decoders, part_of, tuned_policies
 from benchmarks.papers.page.markdown import (
+    Expectation,
     Figures,
     by_target,
+    cells,
     fill,
     interval,
     join,
@@ -20,35 +24,36 @@ from benchmarks.papers.page.markdown import (
     times_with_interval,
     title_of,
 )
+from benchmarks.papers.page.plots import bar_labels, legend_below, policy_line, target_panels
 from sage.bench.runners import AUTOREGRESSIVE
 from sage.bench.tables import markdown_table
 from sage.costs.timing import PHASES
+from train.report import style
 
 CAPTION_SPEEDUP = 2.0  # promised by the README
 SAGE_LEAD = 1.2  # over static, in tokens per pass
-SPEED_COLUMNS = (
-    *("decoder", "tokens/pass", "accepted", "tokens/s", "speedup", "95%", "end to end", "95%"),
-    *("nodes", "levels", "identical"),
-)
+DRAFTED, TREE = ("tokens/pass", "accepted"), ("nodes", "levels")
+DECODED = ("tokens/s", "speedup", "95%")
+BASELINE_LINE: dict[str, Any] = {"color": style.INK, "linewidth": 1.0, "linestyle": (0, (4, 3))}
 
 
-def values(figures: Figures) -> dict[str, str]:
+def values(figures: Figures) -> dict[str, Any]:
     """Returns the placeholders of policies.md."""
     tables = by_target(figures, "policies")
     first = next(iter(tables.values()))
-    blocks = [_target(target, part, figures.get(f"tuning_{target}")) for target, part in tables.items()]
-    counts = {"prompts": str(first["prompts"]), "repeats": str(first["repeats"])}
+    blocks = [_target(target, part, figures.get(f"tuning_{target}", {})) for target, part in tables.items()]
+    counts = {"prompts": first["prompts"], "repeats": first["repeats"]}
     return {**counts, "most_tokens": MOST_TOKENS, "targets": join(*blocks)}
 
 
-def _target(target: str, figures: Json, tuning: Json | None) -> str:
+def _target(target: str, figures: Json, tuning: Json) -> str:
     failed = [f"`{name}` is not measured: {reason}." for name, reason in figures["failed_baselines"].items()]
-    labels = [name for name in figures["policies"] if name != AUTOREGRESSIVE]
-    speeds = {**figures["baselines"], **{name: figures["policies"][name] for name in labels}}
+    speeds = figures["baselines"] | {name: part for name, part in figures["policies"].items() if name != AUTOREGRESSIVE}
+    head = ["decoder", *DRAFTED, *DECODED, "end to end", "95%", *TREE, "identical"]
     return fill(
         "policies_target",
         title=title_of(target),
-        speeds=markdown_table(SPEED_COLUMNS, [_speed_row(name, part) for name, part in speeds.items()]),
+        speeds=markdown_table(head, [_speed_row(name, part) for name, part in speeds.items()]),
         failed=" ".join(failed),
         families=_families(figures),
         fastest=_fastest(figures),
@@ -57,27 +62,22 @@ def _target(target: str, figures: Json, tuning: Json | None) -> str:
 
 
 def _speed_row(name: str, part: Json) -> list[str]:
-    counts = tree = ["", ""]
-    if part.get("nodes_per_round", 0) > 0:
-        counts = [f"{part['tokens_per_target_pass']:.2f}", f"{part['mean_accepted_draft']:.2f}"]
-        tree = [f"{part['nodes_per_round']:.1f}", f"{part['draft_steps_per_round']:.2f}"]
-    decode = [f"{part['tokens_per_s']:.0f}", times(part["speedup"]), interval(part.get("speedup_ci"))]
+    drafted = part if part.get("nodes_per_round", 0) > 0 else {}
     end_to_end = [times(part["speedup_end_to_end"]), interval(part.get("speedup_end_to_end_ci"))]
-    identical = f"{part['match']}/{part['total']}" if "match" in part else ""
-    return [f"`{name}`", *counts, *decode, *end_to_end, *tree, identical]
+    drafted_cells, tree = cells(drafted, *DRAFTED), cells(drafted, *TREE)
+    return [f"`{name}`", *drafted_cells, *cells(part, *DECODED), *end_to_end, *tree, *cells(part, "identical")]
 
 
 def _families(figures: Json) -> str:
     names = [name for name in figures["baselines"] if name != AUTOREGRESSIVE] + tuned_policies(figures)
-    rows = [[f"`{name}`", *(_family_cell(part_of(family, name)) for family in figures["by_family"].values())] for name in names]
+    families = figures["by_family"].values()
+    rows = [[f"`{name}`", *(_family_cell(part_of(family, name)) for family in families)] for name in names]
     return markdown_table(["speedup (accepted)", *figures["by_family"]], rows)
 
 
-def _family_cell(part: Json | None) -> str:
-    if part is None:
-        return ""
-    accepted = f" ({part['mean_accepted_draft']:.2f})" if "mean_accepted_draft" in part else ""
-    return f"{times(part['speedup'])}{accepted}"
+def _family_cell(part: Json) -> str:
+    speedup, accepted = cells(part, "speedup", "accepted")
+    return f"{speedup} ({accepted})" if accepted else speedup
 
 
 def _by_speed(figures: Json) -> list[str]:
@@ -96,9 +96,9 @@ def _fastest(figures: Json) -> str:
     return f"Fastest tuned policy: `{first}`, followed by `{second}`{paired}. {rounds}."
 
 
-def _margin(figures: Json, first: str, second: str) -> Json | None:
+def _margin(figures: Json, first: str, second: str) -> Json:
     margins = figures["margins"]
-    margin: Json | None = margins.get("over", {}).get(second) if margins.get("policy") == first else None
+    margin: Json = margins.get("over", {}).get(second, {}) if margins.get("policy") == first else {}
     return margin
 
 
@@ -118,13 +118,10 @@ def _round_text(name: str, part: Mapping[str, Any]) -> str:
     )
 
 
-def _options(figures: Json, tuning: Json | None) -> str:
-    tried = {name: part["tried"] for name, part in (tuning or {}).get("policies", {}).items()}
-    rows = [
-        [f"`{label}`", options_text(variant["options"]), str(tried.get(label, ""))]
-        for label, variant in figures["variants"].items()
-        if variant["options"]
-    ]
+def _options(figures: Json, tuning: Json) -> str:
+    tried = {label: str(part["tried"]) for label, part in tuning.get("policies", {}).items()}
+    tuned = {label: variant["options"] for label, variant in figures["variants"].items() if variant["options"]}
+    rows = [[f"`{label}`", options_text(options), tried.get(label, "")] for label, options in tuned.items()]
     return markdown_table(["policy", "tuned options", "configurations replayed"], rows, "<<>") if rows else ""
 
 
@@ -141,7 +138,7 @@ def expectations(figures: Figures) -> list[Expectation]:
 def _caption_speedup(title: str, figures: Json) -> Expectation | None:
     family = figures["by_family"].get(CAPTIONS, {})
     part = part_of(family, OURS)
-    if part is None:
+    if not part:
         return None
     evidence = times_with_interval(part["speedup"], part.get("speedup_ci"))
     if part["speedup"] < CAPTION_SPEEDUP:
@@ -181,12 +178,9 @@ def _sage_over_static(title: str, figures: Json) -> Expectation | None:
     names = [name for name in (MOST_TOKENS, "sage", PUBLISHED.format("sage")) if name in policies]
     gains = [f"`{name}` {policies[name]['tokens_per_target_pass'] / base - 1:+.0%}" for name in names]
     claim = f"{title}: `sage` at least 20% more tokens per pass than the static tree of 25 nodes"
-    evidence = f"{', '.join(gains)}; speedups {_speeds(policies, names)}, static tree {times(static['speedup'])}"
+    speedups = ", ".join(times(policies[name]["speedup"]) for name in names)
+    evidence = f"{', '.join(gains)}; speedups {speedups}, static tree {times(static['speedup'])}"
     return Expectation(claim, lead >= SAGE_LEAD * base, evidence)
-
-
-def _speeds(policies: Mapping[str, Any], names: Sequence[str]) -> str:
-    return ", ".join(times(policies[name]["speedup"]) for name in names)
 
 
 def _identical_text(title: str, figures: Json) -> Expectation:
@@ -197,3 +191,88 @@ def _identical_text(title: str, figures: Json) -> Expectation:
         gap = max(gap for name in different for gap in policies[name]["first_gaps"])
         evidence = f"{len(different)} of {len(policies)} policies differ on some prompts; largest top-2 logit gap {gap:.2g}"
     return Expectation(f"{title}: every policy generates the target's own text", not different, evidence)
+
+
+# -- plots --------------------------------------------------------------------------------------------------------------
+
+
+def draw_headline(figures: Figures) -> Figure:
+    """Draws the speedup on captions as bars and over all families as dots; a panel per target."""
+    tables = by_target(figures, "policies")
+    names = decoders(tables)
+    subtitle = "over the fastest autoregressive decoder, decoding only; bars: captions, 95% interval; dots: all families"
+    figure = style.figure(1.5 + 0.33 * len(names), "Speedup of lossless decoding on two CPU cores", subtitle)
+    panels = target_panels(figure, tables, "x")
+    for target, axes in panels.items():
+        for place, name in enumerate(names):
+            _headline_bar(axes, place, name, tables[target])
+        axes.axvline(1.0, **BASELINE_LINE)
+        axes.set_xlim(left=0)
+        axes.margins(x=0.16)
+    bar_labels(next(iter(panels.values())), names)
+    return figure
+
+
+def _headline_bar(axes: Axes, place: int, name: str, figures: Any) -> None:
+    captions, overall = part_of(figures["by_family"].get(CAPTIONS, {}), name), part_of(figures, name)
+    if not captions or not overall:
+        axes.text(0.04, place, "not measured", va="center", fontsize=9, color=style.FAINT)
+        return
+    color = style.policy_color(name) if name in figures["variants"] else style.BAND
+    axes.barh(place, captions["speedup"], height=0.62, color=color)
+    low, high = captions.get("speedup_ci") or [captions["speedup"]] * 2
+    axes.plot([low, high], [place, place], color=style.INK, linewidth=1.2)
+    edge: dict[str, Any] = {"markeredgecolor": style.INK, "markeredgewidth": 1.1}
+    axes.plot(overall["speedup"], place, "o", markersize=4.5, color="white", zorder=4, **edge)
+    text: dict[str, Any] = {"fontsize": 9, "fontweight": "bold" if name == OURS else "normal", "va": "center", "zorder": 3}
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
+    right = (max(high, captions["speedup"], overall["speedup"]), place)
+    axes.annotate(f"{captions['speedup']:.2f}x", right, xytext=(7, 0), textcoords="offset points", bbox=box, **text)
+
+
+def draw_families(figures: Figures) -> Figure:
+    """Draws the speedup by task family, a line per tuned policy."""
+    tables = by_target(figures, "policies")
+    figure = style.figure(3.6, "Speedup by task family", "tuned policies, decoding only")
+    panels = target_panels(figure, tables)
+    for target, axes in panels.items():
+        families = tables[target]["by_family"]
+        for name in tuned_policies(tables[target]):
+            speedups = [family["policies"][name]["speedup"] for family in families.values()]
+            policy_line(axes, list(families), speedups, name, linewidth=2.2 if name in (OURS, "sage") else 1.0)
+        axes.axhline(1.0, **BASELINE_LINE)
+    first = next(iter(panels.values()))
+    first.set_ylabel("speedup")
+    legend_below(figure, first, 5)
+    return figure
+
+
+def draw_time(figures: Figures) -> Figure:
+    """Draws the milliseconds per token by phase, a bar per tuned policy. Ref: SAGE, arXiv 2602.00523, Table 6."""
+    tables = by_target(figures, "policies")
+    names = [AUTOREGRESSIVE, *tuned_policies(next(iter(tables.values())))]
+    subtitle = "ms per generated token, without vision tower and target prefill"
+    figure = style.figure(1.9 + 0.3 * len(names), "Decoding time by phase", subtitle)
+    panels = target_panels(figure, tables, "x")
+    for target, axes in panels.items():
+        for place, name in enumerate(names):
+            if name in tables[target]["policies"]:
+                _phases(axes, place, tables[target]["policies"][name])
+        axes.margins(x=0.12)
+    first = next(iter(panels.values()))
+    bar_labels(first, names)
+    legend_below(figure, first, 4)
+    return figure
+
+
+def _phases(axes: Axes, place: int, part: Any) -> None:
+    left = 0.0
+    for phase, shade in style.PHASE_COLORS.items():
+        width = 1e3 * part["time_s"].get(phase, 0.0) / max(part["tokens"], 1)
+        label = style.PHASE_NAMES[phase] if place == 0 else None
+        axes.barh(place, width, left=left, height=0.62, color=shade, label=label)
+        left += width
+    axes.text(left, place, f" {left:.2f}", va="center", fontsize=8.5)
+
+
+PLOTS = {"headline.png": draw_headline, "families.png": draw_families, "time.png": draw_time}

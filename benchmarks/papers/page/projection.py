@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from benchmarks.papers.figures import Json
-from benchmarks.papers.page.expectations import Expectation
 from benchmarks.papers.page.headline import OURS
-from benchmarks.papers.page.markdown import Figures, join, times, title_of
+from benchmarks.papers.page.markdown import Expectation, Figures, cells, join, times, title_of
 from sage.bench.runners import AUTOREGRESSIVE
 from sage.bench.tables import markdown_table
 
@@ -18,27 +19,23 @@ HOST_OVERHEAD = "host overhead"
 SHARE_COLUMNS = ["decoder", "target", "draft", "accept", "commit", "policy", "other", f"**{HOST_OVERHEAD}**", "host per round"]
 
 
-def values(figures: Figures) -> dict[str, str]:
+def values(figures: Figures) -> dict[str, Any]:
     """Returns the placeholders of projection.md."""
     costs = figures["costs"]
-    return {
-        "layers_measured": str(costs["layers_measured"]),
-        "layers": str(costs["layers"]),
-        "overhead": _overhead(figures["overhead"], costs),
-        "projected": _projected(figures["projection"]["rows"]),
-    }
+    tables = {"overhead": _overhead(figures["overhead"], costs), "projected": _projected(figures["projection"]["rows"])}
+    return {"layers_measured": costs["layers_measured"], "layers": costs["layers"], **tables}
 
 
 def _overhead(figures: Json, costs: Json) -> str:
     shapes = next(iter(next(iter(figures.values())).values()))["projected"]
     columns = [(shape, context) for shape, contexts in shapes.items() for context in contexts]
-    head = [*SHARE_COLUMNS, f"{_size(costs['shape']['name'])}, this machine"]
-    head += [f"{_size(shape)}, L {context}" for shape, context in columns]
-    tables = {
-        target: markdown_table(head, [_overhead_row(name, row, columns) for name, row in policies.items()])
-        for target, policies in figures.items()
-    }
-    return join(*(f"### {title_of(target)}\n\n{table}" for target, table in tables.items()))
+    projected = [f"{_size(shape)}, L {context}" for shape, context in columns]
+    head = [*SHARE_COLUMNS, f"{_size(costs['shape']['name'])}, this machine", *projected]
+    blocks = []
+    for target, policies in figures.items():
+        table = markdown_table(head, [_overhead_row(name, row, columns) for name, row in policies.items()])
+        blocks.append(f"### {title_of(target)}\n\n{table}")
+    return join(*blocks)
 
 
 def _overhead_row(name: str, row: Json, columns: list[tuple[str, str]]) -> list[str]:
@@ -52,15 +49,11 @@ def _size(shape: str) -> str:
 
 
 def _projected(rows: list[Json]) -> str:
-    names = list(rows[0]["policies"])
-    cells = [
-        [
-            *(title_of(row["target"]), _size(row["shape"]), row["device"], str(row["context"])),
-            *(f"{times(part['speedup'])} ({part['tokens_per_target_pass']:.2f})" for part in row["policies"].values()),
-        ]
-        for row in rows
-    ]
-    return markdown_table(["target", "shape", "device", "L", *(f"`{name}`" for name in names)], cells, "<<<>")
+    lines = []
+    for row in rows:
+        speeds = ["{} ({})".format(*cells(part, "speedup", "tokens/pass")) for part in row["policies"].values()]
+        lines.append([title_of(row["target"]), _size(row["shape"]), row["device"], str(row["context"]), *speeds])
+    return markdown_table(["target", "shape", "device", "L", *(f"`{name}`" for name in rows[0]["policies"])], lines, "<<<>")
 
 
 # -- expectations ----------------------------------------------------------------------------------------------------------
@@ -71,8 +64,11 @@ def expectations(figures: Figures) -> list[Expectation]:
     results = []
     for target, policies in figures["overhead"].items():
         drafting, title = {name: row for name, row in policies.items() if name != AUTOREGRESSIVE}, title_of(target)
-        results += measured_overhead(title, drafting)
-        results += [_on_this_machine(title, drafting, figures["costs"]), _at_7b(title, drafting)]
+        here = {name: row["on_this_machine"] for name, row in drafting.items()}
+        at_7b = {name: max(row["projected"].get(SMALL_SHAPE, {}).values(), default=0.0) for name, row in drafting.items()}
+        where = f"beside {_size(figures['costs']['shape']['name'])} passes on this machine"
+        results += [*measured_overhead(title, drafting), _negligible(title, where, here, digits=3)]
+        results.append(_negligible(title, "projected to a 7B target on a GPU", at_7b, digits=2))
     return results + [_fastest(row) for row in figures["projection"]["rows"]]
 
 
@@ -94,17 +90,7 @@ def measured_overhead(title: str, policies: Mapping[str, Any]) -> list[Expectati
     ]
 
 
-def _on_this_machine(title: str, policies: Mapping[str, Any], costs: Json) -> Expectation:
-    shares = {name: row["on_this_machine"] for name, row in policies.items()}
-    return _negligible(title, f"beside {_size(costs['shape']['name'])} passes on this machine", shares, digits=3)
-
-
-def _at_7b(title: str, policies: Mapping[str, Any]) -> Expectation:
-    shares = {name: max(row["projected"].get(SMALL_SHAPE, {}).values(), default=0.0) for name, row in policies.items()}
-    return _negligible(title, "projected to a 7B target on a GPU", shares)
-
-
-def _negligible(title: str, where: str, shares: Mapping[str, float], digits: int = 2) -> Expectation:
+def _negligible(title: str, where: str, shares: Mapping[str, float], digits: int) -> Expectation:
     worst = max(shares, key=lambda name: shares[name])
     evidence = f"`{OURS}` {shares[OURS]:.{digits}%}, highest `{worst}` {shares[worst]:.{digits}%}"
     claim = f"{title}: {HOST_OVERHEAD} at most {MAX_PROJECTED:.0%} {where}"
@@ -117,3 +103,6 @@ def _fastest(row: Json) -> Expectation:
     where = f"{_size(row['shape'])} costs, L {row['context']}"
     claim = f"Ours: `{OURS}` fastest at {where}, drafts of the {title_of(row['target'])} (projection)"
     return Expectation(claim, best == OURS, f"{times(speedups[OURS])}; fastest `{best}`, {times(speedups[best])}")
+
+
+PLOTS: dict[str, Callable[[Figures], Figure]] = {}

@@ -2,36 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
+from typing import Any, Protocol, cast
+
+from matplotlib.figure import Figure
 
 from benchmarks.papers.figures import FIGURES_DIR, Json
-from benchmarks.papers.page.expectations import expectations_section
 from benchmarks.papers.page.headline import headline_table
-from benchmarks.papers.page.markdown import Figures, fill, join, listing
-from benchmarks.papers.page.sections import SECTIONS, Section
+from benchmarks.papers.page.markdown import Expectation, Figures, expectations_section, fill, join, listing
 from sage.files import write_text
 from train.report import style
 
 PAGE = "results.md"
 README_START, README_END = "<!-- headline: written by make results -->", "<!-- headline ends -->"
+STUDIES = (  # in the order of their sections; one module and one template each
+    *("policies", "epochs", "compressor", "pruning", "length", "entropy", "calibration", "ablations", "temperature"),
+    "projection",
+)
+REQUIRED = {"projection": ("overhead", "projection", "costs")}  # prefixes of figure names; default: the study
+
+
+class Section(Protocol):
+    """The module of a section; `PLOTS` are drawn by file name."""
+
+    PLOTS: Mapping[str, Callable[[Figures], Figure]]
+
+    def values(self, figures: Figures) -> dict[str, Any]:
+        """Returns the placeholders of the template, except `number` and `source`."""
+        ...
+
+    def expectations(self, figures: Figures) -> list[Expectation]:
+        """Returns the section's part of the list of expectations."""
+        ...
+
+
+SECTIONS = {study: cast(Section, import_module(f"{__package__}.{study}")) for study in STUDIES}
 
 
 def write_page(files: Mapping[str, Json], docs: Path) -> Path:
-    """Writes the page and its plots, and the headline table of the README beside `docs` if it has the markers.
+    """Writes the page, its plots, and the headline table of the README beside `docs` if it has the markers; returns the path.
 
     Args:
         files: contents by name, as returned by `FigureStore.read_all`.
         docs: folder of the page; plots go to its subfolder results.
-
-    Returns:
-        the path of the page.
     """
     folder, figures = docs / FIGURES_DIR, _figures(files)
     folder.mkdir(parents=True, exist_ok=True)
     with style.rc_context():
-        for section in _shown(figures):
-            for file, draw in section.plots.items():
+        for study in _shown(figures):
+            for file, draw in SECTIONS[study].PLOTS.items():
                 style.save(draw(figures), folder / file)
     write_text(docs / PAGE, render(files))
     readme = docs.parent / "README.md"
@@ -51,15 +72,15 @@ def with_headline(readme: str, figures: Figures) -> str:
 def render(files: Mapping[str, Json]) -> str:
     """Returns the text of the page."""
     figures = _figures(files)
-    shown = _shown(figures)
-    table = headline_table(figures)
-    expectations = [one for section in shown for one in section.module.expectations(figures)]
+    shown, table = _shown(figures), headline_table(figures)
+    machines = list(dict.fromkeys(_machine_line(content) for content in files.values()))
+    expectations = [one for study in shown for one in SECTIONS[study].expectations(figures)]
     page = fill(
         "results",
-        machines="\n".join(f"{number}. {line}" for line, number in _machines(files).items()),
+        machines="\n".join(f"{number}. {line}" for number, line in enumerate(machines, start=1)),
         headline=fill("headline", table=table) if table else "",
         expectations=expectations_section(expectations),
-        sections=join(*(_section(number, section, files) for number, section in enumerate(shown, start=1))),
+        sections=join(*(_section(number, study, files, machines) for number, study in enumerate(shown, start=1))),
     )
     return page + "\n"
 
@@ -68,31 +89,23 @@ def _figures(files: Mapping[str, Json]) -> Figures:
     return {name: content["figures"] for name, content in files.items()}
 
 
-def _shown(figures: Figures) -> list[Section]:
-    return [section for section in SECTIONS if section.is_shown(figures)]
+def _required(study: str) -> tuple[str, ...]:
+    return REQUIRED.get(study, (study,))
 
 
-def _section(number: int, section: Section, files: Mapping[str, Json]) -> str:
-    figures = _figures(files)
-    names = section.figure_names(figures)
+def _shown(figures: Figures) -> list[str]:
+    """Returns the studies of which all required figures exist."""
+    return [one for one in STUDIES if all(any(name.startswith(prefix) for name in figures) for prefix in _required(one))]
+
+
+def _section(number: int, study: str, files: Mapping[str, Json], machines: list[str]) -> str:
+    names = [name for name in files if name.startswith(_required(study))]
     seconds = sum(files[name]["seconds"] for name in names)
     links = ", ".join(f"[{name}.json]({FIGURES_DIR}/{name}.json)" for name in names)
-    source = f"`make results-{section.study}`: {seconds:.0f} s after training{_measured_on(names, files)}. Figures: {links}."
-    return fill(section.study, number=number, source=source, **section.module.values(figures))
-
-
-def _machines(files: Mapping[str, Json]) -> dict[str, int]:
-    """Returns the number on the page of each machine, by its description."""
-    lines = dict.fromkeys(_machine_line(content) for content in files.values())
-    return {line: number for number, line in enumerate(lines, start=1)}
-
-
-def _measured_on(names: Collection[str], files: Mapping[str, Json]) -> str:
-    lines = _machines(files)
-    if len(lines) < 2:
-        return ""
-    numbers = sorted({lines[_machine_line(files[name])] for name in names})
-    return f", on {'machine' if len(numbers) == 1 else 'machines'} {listing([str(number) for number in numbers])}"
+    used = [str(place) for place, line in enumerate(machines, 1) if any(_machine_line(files[name]) == line for name in names)]
+    where = f", on machine{'s' if len(used) > 1 else ''} {listing(used)}" if len(machines) > 1 else ""
+    source = f"`make results-{study}`: {seconds:.0f} s after training{where}. Figures: {links}."
+    return fill(study, number=number, source=source, **SECTIONS[study].values(_figures(files)))
 
 
 def _machine_line(content: Json) -> str:

@@ -1,1 +1,0 @@
-"""Plots of the page: each function draws one figure from the figures of a study."""
