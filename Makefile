@@ -28,7 +28,7 @@ test: $(VENV)/installed
 
 # Without the tests marked slow (more than a second each).
 test-fast: $(VENV)/installed
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n auto
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from data_prep.config import validate as check_data_fields
+from data_prep.sources import KINDS as SOURCE_KINDS
 from data_prep.splits import Split
 from sage.drafts.options import Eagle3Options, ModelOptions, TrainedPart
 from sage.drafts.registry import KINDS
@@ -146,8 +147,7 @@ def _check_data(config: Config) -> None:
     if config.launch.plan:
         return
     for label, source in config.data.resolved(Split.train).items():
-        needs_path = source.kind != "pocket"
-        if needs_path and not source.path:
+        if "path" in SOURCE_KINDS[source.kind].options and not source.path:
             raise ConfigError(f"data.path: missing; data source {label} ({source.kind}) needs data.path=FILE_OR_FOLDER")
         if source.path and source.path.startswith((".", "/", "~")) and not Path(source.path).expanduser().exists():
             raise ConfigError(f"data.path={source.path}: no such file or folder; data source {label} reads it")

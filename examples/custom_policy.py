@@ -1,0 +1,58 @@
+"""A tree policy of one's own: drafts while the draft is confident. Compares it with `chain` and checks that it is lossless.
+
+python examples/custom_policy.py DRAFT_FOLDER
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import sage
+from data_prep.pocket import world
+from sage.trees.base import Policy
+from sage.trees.options import Range
+from sage.trees.tree import Frontier, NextLevel
+
+
+@dataclass(eq=False, kw_only=True)
+class Confident(Policy):
+    """A chain that ends where the draft's probability falls below a threshold.
+
+    Args:
+        depth: maximum number of drafted tokens per round.
+        threshold: minimum probability of a token for drafting below it.
+    """
+
+    name = "confident"
+    is_on_host = True
+    num_candidates = 1
+
+    depth: Annotated[int, Range(ge=1)] = 8
+    threshold: float = 0.4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.tree_capacity = self.depth + 1
+
+    def next_level(self, frontier: Frontier) -> NextLevel[Sequence[int]]:
+        is_last = frontier.level == self.depth or frontier.rows[0][0] < self.threshold
+        return NextLevel([0], [] if is_last else [0])
+
+
+def main(draft_folder: str) -> None:
+    target = sage.load_target("data_prep/pocket/targets/pocket_qwen2_5_vl")
+    draft = sage.load_draft(draft_folder, target)
+    inputs = target.prepare(world.sample("test", 0, ["caption"]).messages[:-1])
+    expected = sage.generate(target, None, inputs, policy="autoregressive", max_new_tokens=64)
+    for policy in (sage.policy("chain"), Confident(), Confident(threshold=0.8)):
+        out = sage.generate(target, draft, inputs, policy=policy, max_new_tokens=64)
+        assert out.tokens.tolist() == expected.tokens.tolist(), "the output is the target's for every policy"
+        stats = out.stats
+        print(f"{policy.name}: {stats.tokens_per_target_pass:.2f} tokens per target pass, {stats.draft_steps} draft levels")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
