@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from data_prep.config import Cache, DataConfig, OnBad, SourceConfig, validate
+from data_prep.config import Cache, DataConfig, OnBad, validate
 from data_prep.conversation import BadItem, Conversation
 from data_prep.dataset.dataset import ConversationDataset, StoredDataset, skip_path
 from data_prep.dataset.prepare import content_hash, prepare_examples, prepare_index
@@ -16,11 +17,21 @@ from data_prep.dataset.stream import StreamDataset
 from data_prep.files import default_cache_dir
 from data_prep.sources import open_source, open_stream
 from data_prep.sources.base import Source, Stream, as_prompt
-from data_prep.splits import Split, check_prompts_held_out, holdout_share, is_in_split
+from data_prep.splits import (
+    Shares,
+    Split,
+    check_prompts_held_out,
+    check_split,
+    configured_shares,
+    enclosing_holdout,
+    shares_of,
+    split_group,
+)
 from sage.inputs.processing import Processor
 
 logger = logging.getLogger(__name__)
 NUM_LOGGED_REASONS = 5
+NUM_SEARCHED = 10_000  # items of a stream, to name a share that holds out one
 
 
 def build_dataset(config: DataConfig, processor: Processor, split: str = "train") -> Any:
@@ -68,7 +79,7 @@ def prompts(config: DataConfig, split: str = "validation", num_prompts: int = 8)
     part = Split(split)
     listing = Path(config.bad_list) if config.bad_list else default_cache_dir(config.cache_dir) / "prompts" / SKIPPED
     skipped = SkipLog(listing, is_strict=config.on_bad is OnBad.error)
-    readers = [_prompts_of(config, label, source, part, skipped) for label, source in config.resolved(part).items()]
+    readers = _prompt_readers(config, part, skipped)
     found: list[Conversation] = []
     while readers and len(found) < num_prompts:
         for reader in list(readers):
@@ -80,47 +91,70 @@ def prompts(config: DataConfig, split: str = "validation", num_prompts: int = 8)
     if skipped.items:
         logger.warning("skipped %d prompts; listed in %s", len(skipped.items), listing)
     if not found:
-        raise ValueError(f"data.validation: no prompt for split {part}; name prompt sources or raise data.holdout")
+        raise ValueError(_no_prompt_message(config, part))
     return found
 
 
 def open_sources(config: DataConfig, split: Split) -> list[Source]:
-    """Opens the sources of a split, in the order of the config."""
-    return [open_source(label, source, split, config.cache_dir) for label, source in config.resolved(split).items()]
+    """Opens the sources of a split, in the order of the config.
+
+    Raises:
+        ValueError: a file or folder is missing, or a source has no such split.
+    """
+    resolved = config.resolved(split)
+    sources = [open_source(label, source, split, config.cache_dir) for label, source in resolved.items()]
+    for label, source in zip(resolved, sources, strict=True):
+        check_split(config, split, label, source.has_splits)
+    return sources
 
 
 def _build_stream(config: DataConfig, processor: Processor, split: Split) -> StreamDataset:
     streams = [open_stream(label, source, split) for label, source in config.resolved(split).items()]
+    for label in config.resolved(split):
+        check_split(config, split, label, has_splits=False)
     folder = default_cache_dir(config.cache_dir) / "streams" / content_hash([stream.fingerprint() for stream in streams])
     return StreamDataset(config, streams, processor, Path(config.bad_list or folder / SKIPPED))
 
 
-def _prompts_of(
-    config: DataConfig, label: str, source_config: SourceConfig, split: Split, skipped: SkipLog
-) -> Iterator[Conversation]:
-    """Opens a source immediately, so that mistakes are found, and returns an iterator over its prompts of a split."""
-    holdout = holdout_share(config)
-    if source_config.streaming:
-        stream = open_stream(label, source_config, split)
-        check_prompts_held_out(config, label, has_splits=False)
-        return _stream_prompts(stream, split, holdout, skipped)
-    source = open_source(label, source_config, split, config.cache_dir)
-    check_prompts_held_out(config, label, source.has_splits)
-    return _source_prompts(source, split, holdout, skipped)
+def _prompt_readers(config: DataConfig, split: Split, skipped: SkipLog) -> list[Iterator[Conversation]]:
+    """Opens all sources immediately, so that mistakes are found, and returns an iterator over the prompts of each."""
+    resolved = config.resolved(split)
+    if any(source.streaming for source in resolved.values()):
+        streams = [open_stream(label, source, split) for label, source in resolved.items()]
+        for label in resolved:
+            check_prompts_held_out(config, label, has_splits=False)
+        return [_stream_prompts(stream, split, configured_shares(config), skipped) for stream in streams]
+    sources = open_sources(config, split)
+    for label, source in zip(resolved, sources, strict=True):
+        check_prompts_held_out(config, label, source.has_splits)
+    shares = shares_of(config, sources)
+    return [_source_prompts(source, split, shares, skipped) for source in sources]
 
 
-def _source_prompts(source: Source, split: Split, holdout: float, skipped: SkipLog) -> Iterator[Conversation]:
+def _no_prompt_message(config: DataConfig, split: Split) -> str:
+    """Returns the message for sources without prompts; for streams it names a share that holds out one."""
+    resolved = config.resolved(split)
+    if config.validation or not any(source.streaming for source in resolved.values()):
+        return f"data.validation: no prompt for split {split}; name prompt sources or raise data.holdout"
+    streams = [open_stream(label, source, split) for label, source in resolved.items()]
+    items = (item for stream in streams for item in islice(stream.iterate(0), NUM_SEARCHED))
+    share = enclosing_holdout(split_group(item) for item in items if not isinstance(item, BadItem))
+    remedy = f"data.holdout={share} holds out one" if share else "give prompt sources (+data/validation=NAME)"
+    return f"data.holdout: {config.holdout}; holds out no item of {', '.join(resolved)} for {split}; {remedy}"
+
+
+def _source_prompts(source: Source, split: Split, shares: Shares, skipped: SkipLog) -> Iterator[Conversation]:
     for row in range(len(source)):
         try:
             found = source.prompt(row)
         except BadItem as error:
             skipped.add(error)
             continue
-        if source.belongs_to(found, split, holdout):
+        if source.belongs_to(found, split, shares):
             yield found
 
 
-def _stream_prompts(stream: Stream, split: Split, holdout: float, skipped: SkipLog) -> Iterator[Conversation]:
+def _stream_prompts(stream: Stream, split: Split, shares: Shares, skipped: SkipLog) -> Iterator[Conversation]:
     for item in stream.iterate(0):
         try:
             if isinstance(item, BadItem):
@@ -129,7 +163,7 @@ def _stream_prompts(stream: Stream, split: Split, holdout: float, skipped: SkipL
         except BadItem as error:
             skipped.add(error)
             continue
-        if is_in_split(found, split, holdout):
+        if shares.has(found, split):
             yield found
 
 

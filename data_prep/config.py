@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from data_prep.splits import Split, check_holdout
+from data_prep.splits import Split, check_shares
 
 
 class OnLong(StrEnum):
@@ -76,8 +76,9 @@ class DataConfig:
         sources: training sources by label.
         validation: prompt sources by label; empty: the held-out part of `sources`.
         path, media_root, num_examples: defaults for every one of `sources` that leaves the field empty.
-        holdout: share of each source that is excluded from training where `validation` is empty (split by image; the
-            pocket world has splits of its own).
+        holdout: share of the images (or texts) that are validation prompts instead of training examples where `validation`
+            is empty; at least one. The pocket world has splits of its own.
+        test_holdout: share that is kept for a test split and used by neither training nor validation.
         max_length: tokens per example, visual tokens included; null: no limit.
         on_long: handling of longer examples.
         on_bad: handling of items that cannot become an example.
@@ -96,6 +97,7 @@ class DataConfig:
     media_root: str = ""
     num_examples: int = 0
     holdout: float = 0.01
+    test_holdout: float = 0.0
     max_length: int | None = None
     on_long: OnLong = OnLong.turn
     on_bad: OnBad = OnBad.error
@@ -164,7 +166,7 @@ def validate(config: DataConfig) -> None:
     _at_least("data.num_workers", config.num_workers, 0)
     _at_least("data.num_examples", config.num_examples, 0)
     _at_least("data.shuffle_block", config.shuffle_block, 1)
-    check_holdout(config.holdout)
+    check_shares(config.holdout, config.test_holdout)
     weights = [source.weight is None for source in config.sources.values()]
     if any(weights) and not all(weights):
         raise ValueError("data.sources: some have a weight and some do not; give a weight to each or to none")

@@ -8,14 +8,16 @@ a configuration assigns to a split (data_prep.config.DataConfig.resolved).
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from data_prep.config import DataConfig
     from data_prep.conversation import Conversation
-
-MAX_HOLDOUT = 0.5  # validation and test take a share of `holdout` each
+    from data_prep.sources.base import Source
 
 
 class Split(StrEnum):
@@ -26,27 +28,66 @@ class Split(StrEnum):
     test = "test"
 
 
-def holdout_share(config: DataConfig) -> float:
-    """Returns the share of the training sources that is validation (and test) data; 0 with separate validation sources."""
-    return 0.0 if config.validation else config.holdout
+@dataclass(frozen=True)
+class Shares:
+    """The shares of validation and test items among the split groups of sources without splits of their own.
 
-
-def is_in_split(conversation: Conversation, split: Split, holdout: float) -> bool:
-    """Returns whether a conversation belongs to a split.
-
-    Args:
-        holdout: share of all groups (see `split_group`) in `validation`, and the same share in `test`; 0: every
-            conversation belongs to every split.
+    Attributes:
+        validation, test: shares from 0 to 1; both 0: every item belongs to every split.
     """
-    return not holdout or split_of(split_group(conversation), holdout) is split
+
+    validation: float = 0.0
+    test: float = 0.0
+
+    def split_of(self, group: str) -> Split:
+        """Returns the split of a group, by its hash: validation, then test, then train."""
+        position = _position(group)
+        if position < self.validation:
+            return Split.validation
+        return Split.test if position < self.validation + self.test else Split.train
+
+    def has(self, conversation: Conversation, split: Split) -> bool:
+        """Returns whether a conversation belongs to a split."""
+        return not self.validation or self.split_of(split_group(conversation)) is split
 
 
-def split_of(group: str, holdout: float) -> Split:
-    """Returns the split of a group, by its hash: below `holdout` validation, below twice that test, else train."""
-    position = int.from_bytes(hashlib.sha256(group.encode()).digest()[:8], "big") / 2**64
-    if position < holdout:
-        return Split.validation
-    return Split.test if position < 2 * holdout else Split.train
+def configured_shares(config: DataConfig) -> Shares:
+    """Returns the shares of the configuration; none with separate validation sources."""
+    return Shares() if config.validation else Shares(config.holdout, config.test_holdout)
+
+
+def shares_of(config: DataConfig, sources: Iterable[Source]) -> Shares:
+    """Returns the shares of these sources, with at least one validation prompt however small they are.
+
+    Where no prompt falls into the configured share, the share is enlarged until it contains the first one. It depends on the
+    items alone, not on their order. Reading stops at the first validation prompt.
+    """
+    shares = configured_shares(config)
+    if not shares.validation:
+        return shares
+    lowest = 1.0
+    for source in sources:
+        if source.has_splits:
+            return shares
+        for row in range(len(source)):
+            try:
+                lowest = min(lowest, _position(split_group(source.prompt(row))))
+            except ValueError:  # an invalid item, which is reported where it would be used
+                continue
+            if lowest < shares.validation:
+                return shares
+    return Shares(math.nextafter(lowest, 1), shares.test) if lowest < 1 else shares
+
+
+def enclosing_holdout(group_keys: Iterable[str]) -> float | None:
+    """Returns the smallest `data.holdout`, in percent steps, that contains one of the groups; None without groups."""
+    lowest = min(map(_position, group_keys), default=1.0)
+    return math.floor(lowest * 100 + 1) / 100 if lowest < 0.99 else None
+
+
+def _position(group: str) -> float:
+    """Returns the position of a group from 0 to 1, uniform over groups."""
+    return int.from_bytes(hashlib.sha256(group.encode()).digest()[:8], "big") / 2**64
 
 
 def split_group(conversation: Conversation) -> str:
@@ -62,10 +103,25 @@ def split_group(conversation: Conversation) -> str:
     return conversation.id
 
 
-def check_holdout(holdout: float) -> None:
-    """Raises ValueError for a share that leaves no training data."""
-    if not 0 <= holdout < MAX_HOLDOUT:
-        raise ValueError(f"data.holdout: {holdout}; allowed: from 0 to below {MAX_HOLDOUT}, a share of each source")
+def check_shares(holdout: float, test_holdout: float) -> None:
+    """Raises ValueError for shares that leave no training data, or a test share without a validation share."""
+    for key, share in (("data.holdout", holdout), ("data.test_holdout", test_holdout)):
+        if not 0 <= share < 1:
+            raise ValueError(f"{key}: {share}; allowed: from 0 to below 1, a share of the images (or texts)")
+    if holdout + test_holdout >= 1:
+        raise ValueError(f"data.test_holdout: {test_holdout}; leaves no training data with data.holdout={holdout}; lower one")
+    if test_holdout and not holdout:
+        raise ValueError(f"data.test_holdout: {test_holdout}; has no effect with data.holdout=0; give a share to both")
+
+
+def check_split(config: DataConfig, split: Split, label: str, has_splits: bool) -> None:
+    """Raises ValueError where the test split of a source is requested and it has none.
+
+    Args:
+        has_splits: whether the source provides its own splits.
+    """
+    if split is Split.test and not (has_splits or config.validation or config.test_holdout or not config.holdout):
+        raise ValueError(f"data.test_holdout: 0.0; source {label} has no test split; give it a share, e.g. 0.1")
 
 
 def check_prompts_held_out(config: DataConfig, label: str, has_splits: bool) -> None:

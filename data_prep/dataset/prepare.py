@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from data_prep.dataset.pixel_codec import PixelTable
 from data_prep.dataset.skip_log import SKIPPED, SkipLog, count_reasons
 from data_prep.files import default_cache_dir, locked, prune_folders, writing
 from data_prep.sources.base import Source
-from data_prep.splits import Split, holdout_share
+from data_prep.splits import Shares, Split, shares_of
 from data_prep.workers import num_processes, start_worker, worker_context
 from sage.inputs.processing import Processor
 from sage.progress import progress_bar
@@ -68,13 +69,14 @@ def prepare_index(config: DataConfig, sources: list[Source], split: Split) -> In
         BadItem: an item is invalid and `on_bad` is `error`.
         ValueError: there is no valid item.
     """
-    settings = {"split": split, "holdout": holdout_share(config), "on_bad": config.on_bad}
+    shares = shares_of(config, sources)
+    settings = {"split": split, "shares": asdict(shares), "on_bad": config.on_bad}
     content = [(source.fingerprint(), source.limit) for source in sources]
     folder = default_cache_dir(config.cache_dir) / "index" / content_hash(settings, content, code_fingerprint())
     with locked(folder):
         if not folder.exists() or _has_repaired_item(folder, partial(_check_row, sources)):
             with writing(folder) as temporary:
-                _write_index(config, sources, split, temporary)
+                _write_index(config, sources, split, shares, temporary)
         return Index(folder)
 
 
@@ -150,7 +152,7 @@ def _build(
 # -- the index ----------------------------------------------------------------------------------------------------------
 
 
-def _write_index(config: DataConfig, sources: list[Source], split: Split, folder: Path) -> None:
+def _write_index(config: DataConfig, sources: list[Source], split: Split, shares: Shares, folder: Path) -> None:
     folder.mkdir(parents=True)
     skipped = SkipLog(folder / SKIPPED, is_strict=config.on_bad is OnBad.error)
     valid: list[tuple[int, int]] = []
@@ -161,23 +163,29 @@ def _write_index(config: DataConfig, sources: list[Source], split: Split, folder
             if source.limit and len(valid) - before == source.limit:
                 break
             try:
-                if source.is_trusted or source.belongs_to(source.example(row), split, holdout_share(config)):
+                if source.is_trusted or source.belongs_to(source.example(row), split, shares):
                     valid.append((number, row))
             except BadItem as error:
                 skipped.add(error)
                 invalid.append((number, row))
         logger.info("%s: %d of %d items", source.name, len(valid) - before, len(source))
     if not valid:
-        raise ValueError(_no_item_message(sources, split, skipped.items))
+        raise ValueError(_no_item_message(config, sources, split, skipped.items))
     np.save(folder / "index.npy", np.array(valid, dtype=np.int64).T)
     np.save(folder / INVALID, np.array(invalid, dtype=np.int64).reshape(-1, 2))
 
 
-def _no_item_message(sources: list[Source], split: Split, skipped: list[BadItem]) -> str:
+def _no_item_message(config: DataConfig, sources: list[Source], split: Split, skipped: list[BadItem]) -> str:
     names = ", ".join(source.name for source in sources)
+    num_valid = sum(map(len, sources)) - len(skipped)
+    if num_valid:  # all in other splits
+        return (
+            f"data.holdout: {config.holdout}; leaves none of {num_valid} items in {names} for {split}, since items of one "
+            f"image stay together; add items about other images, or give separate validation prompts (+data/validation=NAME)"
+        )
     counts = count_reasons([item.as_row() for item in skipped]).most_common(1)
-    reason = "".join(f"; {count} x {text}" for text, count in counts)
-    return f"data.sources: no valid item for {split} in {names}{reason}; see data.on_bad and data.holdout"
+    reason = "".join(f"; {count} x {text}" for text, count in counts) or "; it is empty"
+    return f"data.sources: no valid item for {split} in {names}{reason}; repair the items, or give another data.path"
 
 
 # -- the examples -------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from data_prep.dataset.mixing import next_source, permutation
 from data_prep.dataset.prepare import content_hash
 from data_prep.dataset.skip_log import SkipLog
 from data_prep.sources.base import Stream, as_example
-from data_prep.splits import Split, holdout_share, is_in_split
+from data_prep.splits import Split, configured_shares
 from sage.inputs.processing import Processor
 
 logger = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ class StreamDataset:
         if isinstance(item, BadItem):
             self.skipped.add(item)
             return None
-        return item if is_in_split(item, split, holdout_share(self.config)) else None
+        return item if configured_shares(self.config).has(item, split) else None
 
 
 def _endless(stream: Stream, start: int) -> Iterator[RawItem]:

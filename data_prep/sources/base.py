@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 from data_prep.conversation import BadItem, Conversation, check_conversation, media_parts
-from data_prep.splits import Split, is_in_split
+from data_prep.splits import Shares, Split
 from sage.inputs.media import check_image
 
 
@@ -57,9 +57,9 @@ class Source(ABC):
         """
         return as_prompt(self.conversation(index))
 
-    def belongs_to(self, conversation: Conversation, split: Split, holdout: float) -> bool:
+    def belongs_to(self, conversation: Conversation, split: Split, shares: Shares) -> bool:
         """Returns whether an item of this source belongs to a split."""
-        return self.has_splits or is_in_split(conversation, split, holdout)
+        return self.has_splits or shares.has(conversation, split)
 
 
 class Stream(ABC):

@@ -165,7 +165,7 @@ def test_stream_is_split_by_hash(tmp_path: Path) -> None:
     """Every item is in exactly one split."""
     datasets.Dataset.from_dict({"question": ["q"] * 20, "answer": ["a"] * 20}).to_parquet(tmp_path / "t.parquet")
     source = SourceConfig(kind="hub", path=str(tmp_path / "t.parquet"), streaming=True)
-    config = DataConfig(sources={"it": source}, holdout=0.3, cache_dir=str(tmp_path / "c"))
+    config = DataConfig(sources={"it": source}, holdout=0.3, test_holdout=0.3, cache_dir=str(tmp_path / "c"))
     dataset = build_dataset(config, make_processor("qwen2_5_vl"))
     ids = [{found.id for found in dataset.one_pass(split)} for split in Split]
     assert sum(map(len, ids)) == len(set.union(*ids)) == 20

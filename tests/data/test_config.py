@@ -34,7 +34,10 @@ from data_prep.splits import Split
         ({"num_frames": 0}, ["data.num_frames: 0"]),
         ({"num_workers": -1}, ["data.num_workers: -1"]),
         ({"shuffle_block": 0}, ["data.shuffle_block: 0"]),
-        ({"holdout": 0.5}, ["data.holdout: 0.5"]),
+        ({"holdout": 1.0}, ["data.holdout: 1.0"]),
+        ({"holdout": -0.1}, ["data.holdout: -0.1"]),
+        ({"holdout": 0.6, "test_holdout": 0.4}, ["data.test_holdout: 0.4", "data.holdout=0.6"]),
+        ({"holdout": 0.0, "test_holdout": 0.1}, ["data.test_holdout: 0.1", "data.holdout=0"]),
         (
             {"sources": {"a": SourceConfig(kind="hub", streaming=True), "b": SourceConfig(kind="hub")}},
             ["data.sources", "streaming"],

@@ -15,11 +15,11 @@ from support.messages import refused
 
 from data_prep.build import build_dataset, prompts
 from data_prep.config import DataConfig, OnBad, SourceConfig
-from data_prep.conversation import BadItem, Message, text_of
+from data_prep.conversation import BadItem, Conversation, Message, text_of
 from data_prep.multi_turn import expand_follow_ups
 from data_prep.sources.prompt_layouts import ONE_LETTER, ONE_WORD
 from data_prep.sources.prompt_sets import EXPLAIN
-from data_prep.splits import Split, split_of
+from data_prep.splits import Shares, Split
 
 
 def textvqa(folder: Path) -> Path:
@@ -193,7 +193,7 @@ def test_held_out_items_share_no_image_with_training(tmp_path: Path) -> None:
     rows = [{"id": f"{i}-{j}", "image": f"{i}.png", "conversations": turns} for j in range(2) for i in range(40)]
     path = write(tmp_path / "rows.json", rows)
     source = SourceConfig(kind="llava_json", path=str(path))
-    config = DataConfig(sources={"it": source}, holdout=0.2, cache_dir=str(tmp_path / "cache"))
+    config = DataConfig(sources={"it": source}, holdout=0.2, test_holdout=0.2, cache_dir=str(tmp_path / "cache"))
     processor = make_processor("qwen2_5_vl")
     images = []
     for split in Split:
@@ -203,7 +203,7 @@ def test_held_out_items_share_no_image_with_training(tmp_path: Path) -> None:
     assert sum(map(len, images)) == len(set.union(*images)) == 40
     held_out = prompts(config, "validation", 100)
     assert {item.messages[0]["content"][0]["image"] for item in held_out} == images[1]
-    assert len(build_dataset(replace(config, holdout=0.0), processor)) == 80
+    assert len(build_dataset(replace(config, holdout=0.0, test_holdout=0.0), processor)) == 80
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -218,10 +218,60 @@ def test_training_items_are_refused_as_prompts(tmp_path: Path, streaming: bool) 
 
 
 def test_shares_of_the_splits() -> None:
-    counts = [sum(split_of(str(i), 0.1) is split for i in range(2000)) for split in Split]
-    assert sum(counts) == 2000
-    assert 150 < counts[1] < 250
-    assert 150 < counts[2] < 250
+    """The validation share is the configured one, and nothing is left to a test split that was not asked for."""
+    for shares, (validation, test) in ((Shares(0.1, 0.1), (200, 200)), (Shares(0.2), (400, 0)), (Shares(), (2000, 2000))):
+        items = [Conversation(str(i), [{"role": "user", "content": "q"}]) for i in range(2000)]
+        counts = {split: sum(shares.has(item, split) for item in items) for split in Split}
+        assert abs(counts[Split.validation] - validation) < 50
+        assert abs(counts[Split.test] - test) < 50 if test else counts[Split.test] == 0
+
+
+def text_rows(path: Path, number: int) -> Path:
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    path.write_text("".join(json.dumps({"id": f"row-{i}", "messages": turns}) + "\n" for i in range(number)))
+    return path
+
+
+@pytest.mark.parametrize("number", [2, 3, 24, 300])
+def test_data_of_any_size_has_a_validation_prompt(tmp_path: Path, number: int) -> None:
+    source = SourceConfig(kind="messages", path=str(text_rows(tmp_path / "rows.jsonl", number)))
+    config = DataConfig(sources={"it": source}, cache_dir=str(tmp_path / "cache"))
+    processor = make_processor("qwen2_5_vl")
+    dataset = build_dataset(config, processor)
+    trained = {dataset.conversation(i).id for i in range(len(dataset))}
+    held_out = {item.id for item in prompts(config, "validation", 100)}
+    assert held_out
+    assert held_out | trained == {f"row-{i}" for i in range(number)}
+    assert not held_out & trained
+    assert len(build_dataset(config, processor, "validation")) == len(held_out)
+    with refused("data.test_holdout: 0.0", "source it"):
+        build_dataset(config, processor, "test")
+
+
+def test_smallest_share_does_not_depend_on_the_order(tmp_path: Path) -> None:
+    path = text_rows(tmp_path / "rows.jsonl", 24)
+    config = DataConfig(sources={"it": SourceConfig(kind="messages", path=str(path))}, cache_dir=str(tmp_path / "cache"))
+    (first,) = prompts(config, "validation", 100)
+    path.write_text("".join(sorted(path.read_text().splitlines(keepends=True), reverse=True)))
+    (second,) = prompts(config, "validation", 100)
+    assert first.id == second.id
+
+
+def test_data_about_one_image_has_no_training_share(tmp_path: Path) -> None:
+    source = SourceConfig(kind="messages", path=str(text_rows(tmp_path / "rows.jsonl", 1)))
+    config = DataConfig(sources={"it": source}, cache_dir=str(tmp_path / "cache"))
+    with refused("data.holdout: 0.01", "rows.jsonl", "data/validation=NAME"):
+        build_dataset(config, make_processor("qwen2_5_vl"))
+
+
+def test_stream_without_prompts_names_a_share_that_has_one(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"question": ["q"] * 8, "answer": ["a"] * 8}).to_parquet(tmp_path / "t.parquet")
+    source = SourceConfig(kind="hub", path=str(tmp_path / "t.parquet"), streaming=True)
+    config = DataConfig(sources={"it": source}, holdout=0.0001, cache_dir=str(tmp_path / "cache"))
+    with refused("data.holdout: 0.0001", "data.holdout=0.") as caught:
+        prompts(config)
+    share = float(str(caught.value).rpartition("data.holdout=")[2].split()[0])
+    assert prompts(replace(config, holdout=share))
 
 
 def test_invalid_prompts(tmp_path: Path) -> None:
