@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     import torch
 
 EXIT_DONE = 0
-EXIT_CRASH = 1  # anything unforeseen
+EXIT_CRASH = 1  # anything unforeseen, and an interrupt before anything was saved
 EXIT_USER = 2  # the user's mistake, reported in one line
-EXIT_STOPPED = 3  # interrupted, or stopped by a signal after saving
+EXIT_STOPPED = 3  # stopped by a signal after saving
 
 
 def pop_debug_flag() -> bool:
@@ -62,7 +62,7 @@ def run(main: Callable[[], int | None]) -> int:
         return main() or EXIT_DONE
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
-        return EXIT_STOPPED
+        return EXIT_CRASH
     except BrokenPipeError:
         sys.stderr.close()
         return EXIT_DONE

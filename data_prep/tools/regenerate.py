@@ -177,6 +177,11 @@ def skipped_path(out: Path) -> Path:
     return out.with_name(f"{out.name}.skipped.jsonl")
 
 
+def has_answers(out: Path) -> bool:
+    """Returns whether a finished answer is saved, in `out` or in a part of it."""
+    return any(path.stat().st_size for path in (out, *_parts(out)) if path.exists())
+
+
 def _parts(out: Path) -> list[Path]:
     return sorted(out.parent.glob(f"{out.name}.part-*.jsonl")) if out.parent.is_dir() else []
 

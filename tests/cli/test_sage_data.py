@@ -248,7 +248,7 @@ def interruptible() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_interrupted_regeneration_exits_with_3_and_can_be_resumed(
+def test_interrupted_regeneration_exits_with_3_once_answers_are_saved(
     target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """After Ctrl-C and after SIGTERM; the signal handlers are restored."""
@@ -263,7 +263,12 @@ def test_interrupted_regeneration_exits_with_3_and_can_be_resumed(
 
         with monkeypatch.context() as patch:
             patch.setattr(cli, "regenerate", interrupted)
+            assert command(patch, *words) == 1
+            check_message(capsys.readouterr().err, "stopped", str(out))
+            part = out.with_name("own.jsonl.part-0-of-1.jsonl")
+            part.write_text("{")
             assert command(patch, *words) == 3
+            part.unlink()
         check_message(capsys.readouterr().err, "stopped", str(out))
         assert signal.getsignal(signal.SIGTERM) is before
     assert command(monkeypatch, *words) == 0

@@ -22,11 +22,12 @@ from support.messages import check_message, refused
 from support.train_helpers import ROOT, command, environment
 
 from checkpoints.store import SaveFailed
-from train.config.hydra_app import compose
+from sage.cli import run as run_command
+from train.config.hydra_app import NOTHING_SAVED, compose, run_app
 from train.config.schema import Config, ConfigError
 from train.job.rank import run_rank
 from train.launch.cluster_env import detect_launcher, first_host
-from train.launch.failures import RankFailed, describe
+from train.launch.failures import RankFailed, describe, interrupted
 from train.launch.launcher import check_devices
 from train.launch.launcher import launch as launch_work
 from train.launch.signals import StopFlag
@@ -247,8 +248,31 @@ def test_the_root_cause_is_a_kill_or_the_first_primary_failure(tmp_path: Path) -
     check_message(str(supervisor.root_cause()), "rank 1 ", "SIGKILL")
     supervisor.failed = {100: -15, 101: 1}
     assert str(supervisor.root_cause()) == "disk full"
-    supervisor.is_stop_requested = True
-    assert supervisor.root_cause().exit_code == 3
+
+
+def test_an_interrupt_exits_with_3_only_if_a_state_is_saved(tmp_path: Path) -> None:
+    assert (interrupted(tmp_path).exit_code, str(interrupted(tmp_path))) == (1, NOTHING_SAVED)
+    (tmp_path / "state" / "step_00000003").mkdir(parents=True)
+    assert interrupted(tmp_path).exit_code == 3
+    check_message(str(interrupted(tmp_path)), "run.resume=true")
+
+
+def test_a_command_interrupted_before_it_saved_exits_with_1_and_ends_a_sweep(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = []
+
+    def task(config: Config) -> int:
+        started.append(config.seed)
+        raise KeyboardInterrupt
+
+    for words, seeds in (([], [0]), (["-m", "seed=1,2", f"run.dir={tmp_path}"], [1])):
+        monkeypatch.setattr("sys.argv", ["sage-train", *words])
+        assert run_app("config", Config, task, lambda: True) == 1
+        check_message(capsys.readouterr().err.splitlines()[0], NOTHING_SAVED)
+        assert started == seeds
+        started.clear()
+    assert run_command(lambda: signal.default_int_handler(2, None)) == 1
 
 
 class Child:

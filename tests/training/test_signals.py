@@ -14,7 +14,7 @@ from support.messages import refused
 from support.train_helpers import command, quick_report, single_process, train_until_signal
 
 from checkpoints.store import StateStore
-from train.config.hydra_app import compose
+from train.config.hydra_app import NOTHING_SAVED, compose
 from train.config.schema import Config
 from train.job.rank import run_rank
 from train.launch.failures import RankFailed
@@ -81,10 +81,11 @@ def test_two_interrupts_during_the_last_validation_lose_nothing(target: Path, tm
 
 
 @pytest.mark.slow
-def test_two_interrupts_before_the_first_save_are_no_rank_failure(target: Path, tmp_path: Path) -> None:
+def test_two_interrupts_before_the_first_save_exit_with_1(target: Path, tmp_path: Path) -> None:
     validation = SignalledValidation(step_1=[signal.SIGINT, signal.SIGINT])
-    with pytest.raises(KeyboardInterrupt):
+    with refused(NOTHING_SAVED, error=RankFailed) as caught:
         launch(configure(target, tmp_path / "run", "train.validate_every=1"), validation.train)
+    assert caught.value.exit_code == 1 and StateStore(tmp_path / "run" / "state").steps() == []
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import logging
 import math
@@ -319,6 +320,21 @@ def test_the_live_line_shows_present_metrics_and_the_remaining_time() -> None:
     live.close()
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
     assert "5/10" in shown and "loss 0.5000  agree 0.875  900 tokens/s" in shown and "left" in shown
+
+
+@pytest.mark.parametrize(("width", "last"), [(60, "loss 0.4120"), (80, "agree 0.870"), (110, "21.3 GiB")])
+def test_the_live_line_keeps_the_remaining_time_in_a_narrow_terminal(width: int, last: str) -> None:
+    screen, clock = io.StringIO(), itertools.count(0, 40)
+    console = Console(file=screen, force_terminal=True, width=width)
+    live = LiveDisplay(total=123456, first=0, console=console)
+    live.bar.get_time = lambda: float(next(clock))
+    metrics = {"loss": 0.412, "agreement": 0.87, "estimated_tokens_per_pass": 3.41, "tokens_per_s": 12345.0, "memory_gib": 21.3}
+    for step in range(10000, 120000, 10000):
+        live.update(step, metrics)
+    live.close()
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
+    line = [line for line in re.split(r"[\r\n]", shown) if "110000/123456" in line][-1].rstrip()
+    assert len(line) <= width and re.search(rf"{last} +\d+:\d\d(:\d\d)? left$", line), line
 
 
 def test_other_ranks_display_nothing() -> None:

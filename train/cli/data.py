@@ -15,9 +15,9 @@ from hydra.core.config_store import ConfigStore
 from data_prep.config import RegenerateConfig, validate
 from data_prep.files import check_writable
 from data_prep.splits import Split
-from sage.cli import EXIT_DONE, EXIT_STOPPED
+from sage.cli import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED
 from train.config.checks import check_path
-from train.config.hydra_app import configure_logging, run_app
+from train.config.hydra_app import NOTHING_SAVED, configure_logging, run_app
 from train.config.overrides import launch_keys, refuse_unused, task_overrides
 from train.config.schema import ConfigError, DataConfig, LaunchConfig, TargetConfig
 from train.launch import cluster_env
@@ -121,9 +121,15 @@ def check(config: DataCommand) -> None:
 
 
 class Stopped(Exception):
-    """Regeneration was interrupted; finished answers are saved."""
+    """Regeneration was interrupted: exit code 3 if finished answers are saved, else 1."""
 
-    exit_code = EXIT_STOPPED
+    def __init__(self, out: str) -> None:
+        from data_prep.tools.regenerate import has_answers
+
+        is_saved = has_answers(Path(out))
+        self.exit_code = EXIT_STOPPED if is_saved else EXIT_CRASH
+        kept = f"stopped; finished answers are kept beside {out}, and the same command continues"
+        super().__init__(kept if is_saved else f"{NOTHING_SAVED} to {out}")
 
 
 def _regenerate_on_ranks(config: DataCommand) -> int:
@@ -139,7 +145,7 @@ def _regenerate_on_ranks(config: DataCommand) -> int:
         ranks = config.launch.gpus or config.launch.ranks or 1
         return _regenerate(config, 0, 1) if ranks == 1 else _start_ranks(config, ranks)
     except KeyboardInterrupt as error:
-        raise Stopped(f"stopped; finished answers are kept beside {config.out}, and the same command continues") from error
+        raise Stopped(config.out) from error
     finally:
         signal.signal(signal.SIGTERM, before)
 

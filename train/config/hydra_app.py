@@ -33,14 +33,17 @@ from train.config.sweep import SweepScore
 from train.config.target_path import target_dtype, target_name, with_choice
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
+NOTHING_SAVED = "stopped before anything was saved"
 
 Task = Callable[[Any], int]
 
 
 class SweepStopped(Exception):
-    """A job was stopped by a signal; the remaining jobs are not started."""
+    """A job was stopped by a signal; the remaining jobs are not started. `exit_code` is that of the job."""
 
-    exit_code = EXIT_STOPPED
+    def __init__(self, exit_code: int) -> None:
+        super().__init__("stopped; the remaining jobs are not started")
+        self.exit_code = exit_code
 
 
 def run_app(
@@ -56,7 +59,8 @@ def run_app(
         sweep_score: scores and compares the jobs of a sweep; None for commands without sweeps.
 
     Returns:
-        the exit code: the task's (the largest of a sweep), 2 after a user's mistake, 1 after any other error.
+        the exit code: the task's (the largest of a sweep), 2 after a user's mistake, 1 after any other error, and after an
+        interrupt before anything was saved.
     """
     try:
         sys.argv[1:] = with_choice(with_resume(sys.argv[1:]))
@@ -135,8 +139,8 @@ class SweepJob:
                 number=int(HydraConfig.get().job.num), name=name_of_job(self.swept_keys), code=code, error=self.error
             )
             sweep.write_job(replace(record, dir=folder.dir if folder else None))
-        if code == EXIT_STOPPED:
-            raise SweepStopped("stopped; the remaining jobs are not started")
+        if code == EXIT_STOPPED or self.error == NOTHING_SAVED:
+            raise SweepStopped(code)
         return self.sweep_score.score(configs[0]) if self.sweep_score and code == EXIT_DONE else None
 
     def guard(self, work: Callable[[], int]) -> int:
@@ -144,8 +148,8 @@ class SweepJob:
         try:
             return work()
         except KeyboardInterrupt:
-            self.error = "stopped before anything was saved"
-            return _print_error(self.error, EXIT_STOPPED, self.is_main())
+            self.error = NOTHING_SAVED
+            return _print_error(self.error, EXIT_CRASH, self.is_main())
         except BrokenPipeError:  # the reader of the output, `head` for example, has exited
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return EXIT_DONE

@@ -100,7 +100,7 @@ def _fit(run: TrainingRun, steps: Iterator[MicroBatches]) -> bool:
         lr = learning_rate(run.config.optim, state.step, run.total_steps)
         grad_norm = train_step(run, next(steps), lr)
         state.step += 1
-        if _is_due(state.step, train.log_every) or state.step == run.total_steps or run.is_stopping:
+        if _is_due(state.step, train.log_every) or state.step == run.total_steps or run.is_stopping or _may_stall(run):
             line = run.metrics.reduce(run.ranks, state, lr=lr, grad_norm=grad_norm)
             run.tracker.log(line, state.step)
             for callback in run.callbacks:
@@ -117,6 +117,12 @@ def _fit(run: TrainingRun, steps: Iterator[MicroBatches]) -> bool:
     if (state.best_step, state.stale) != (saved.best_step, saved.stale):
         _save(run)
     return not run.is_stopping
+
+
+def _may_stall(run: TrainingRun) -> bool:
+    """Whether a validation is due that ends the run if it brings no better score; its step is logged for the run's report."""
+    train, after = run.config.train, replace(run.state, stale=run.state.stale + 1)
+    return _is_due(run.state.step, train.validate_every) and after.has_stalled(train.patience)
 
 
 def _validate(run: TrainingRun) -> int | None:

@@ -10,9 +10,11 @@ import re
 import time
 import traceback
 from dataclasses import dataclass
+from pathlib import Path
 
+from checkpoints.run_folder import list_steps, state_folder
 from sage.cli import EXIT_CRASH, EXIT_STOPPED, EXIT_USER
-from train.config.hydra_app import is_crash
+from train.config.hydra_app import NOTHING_SAVED, is_crash
 
 LOST_CONNECTION = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket|timed out|recvvalue|remote (worker|process)|nccl",
@@ -28,6 +30,12 @@ class RankFailed(RuntimeError):
     def __init__(self, message: str, exit_code: int, details: str = "") -> None:
         super().__init__(message)
         self.exit_code, self.details = exit_code, details
+
+
+def interrupted(run_dir: str | Path) -> RankFailed:
+    """Returns the error of a run that was stopped without saving: exit code 3 only if an earlier state of it is saved."""
+    is_saved = bool(list_steps(state_folder(run_dir)))
+    return RankFailed(INTERRUPTED, EXIT_STOPPED) if is_saved else RankFailed(NOTHING_SAVED, EXIT_CRASH)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +58,6 @@ class Failure:
 
 def describe(error: BaseException, rank: int) -> Failure:
     """Describes an error that ended a rank."""
-    if isinstance(error, KeyboardInterrupt):
-        return Failure(message="stopped", exit_code=EXIT_STOPPED, details="", is_secondary=False, time=time.time())
     own_code = getattr(error, "exit_code", None)
     is_unexpected = own_code is None and isinstance(error, Exception) and is_crash(error)
     is_secondary = is_unexpected and isinstance(error, RuntimeError) and LOST_CONNECTION.search(str(error)) is not None

@@ -21,14 +21,13 @@ from multiprocessing import active_children
 from pathlib import Path
 from typing import NoReturn
 
-from checkpoints.run_folder import list_steps, state_folder
 from sage.cli import EXIT_STOPPED
 from sage.files import write_text
 from train.config.checks import check_batch, check_deepspeed
 from train.config.hydra_app import configure_logging
 from train.config.schema import Config, ConfigError, Device
 from train.launch import cluster_env
-from train.launch.failures import INTERRUPTED, RankFailed, describe
+from train.launch.failures import Failure, describe, interrupted
 from train.launch.signals import ignore_sigterm
 from train.launch.supervisor import POLL_S, silence_loggers, supervise
 
@@ -67,14 +66,12 @@ def run_single_rank(config: Config, work: RankWork) -> int:
     """Runs the only rank in this process.
 
     Raises:
-        RankFailed: interrupted, and an earlier state is saved.
+        RankFailed: interrupted; exit code 3 if an earlier state is saved, else 1.
     """
     try:
         return work(config)
     except KeyboardInterrupt as error:
-        if list_steps(state_folder(config.run.dir)):
-            raise RankFailed(INTERRUPTED, EXIT_STOPPED) from error
-        raise
+        raise interrupted(config.run.dir) from error
 
 
 def check_devices(config: Config, num_ranks: int) -> None:
@@ -124,6 +121,8 @@ def spawn(config: Config, work: RankWork, num_ranks: int) -> int:
         try:
             codes = elastic_launch(settings, _run_spawned_rank)(config, work, folder)
         except (ChildFailedError, SignalException) as error:
+            if supervisor.is_stop_requested:
+                raise interrupted(config.run.dir) from error
             raise supervisor.root_cause() from error
     return max(codes.values())
 
@@ -136,9 +135,13 @@ def _run_spawned_rank(config: Config, work: RankWork, folder: str) -> int:
     try:
         return work(config)
     except BaseException as error:
-        failure = describe(error, rank)
+        failure = _describe(error, rank, config)
         write_text(Path(folder) / f"rank_{rank}.json", json.dumps(asdict(failure)))
         _exit_at_once(failure.exit_code)
+
+
+def _describe(error: BaseException, rank: int, config: Config) -> Failure:
+    return describe(interrupted(config.run.dir) if isinstance(error, KeyboardInterrupt) else error, rank)
 
 
 def _run_external_rank(config: Config, work: RankWork) -> int:
@@ -150,7 +153,7 @@ def _run_external_rank(config: Config, work: RankWork) -> int:
     except BaseException as error:
         if not has_peers():
             raise
-        failure = describe(error, cluster_env.rank())
+        failure = _describe(error, cluster_env.rank(), config)
         if is_first_failure():
             print(f"{failure.details}error: {failure.message}", file=sys.stderr)
         _exit_at_once(failure.exit_code)

@@ -17,8 +17,8 @@ from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
-from sage.cli import EXIT_CRASH, EXIT_STOPPED
-from train.launch.failures import INTERRUPTED, Failure, RankFailed
+from sage.cli import EXIT_CRASH
+from train.launch.failures import Failure, RankFailed
 from train.launch.signals import STOP_SIGNALS
 
 GRACE_S = 1.0  # time for the ranks to report their own errors after the first one has exited
@@ -82,8 +82,6 @@ class Supervisor:
         """
         reports = [Failure(**json.loads(path.read_text())) for path in self.folder.glob("rank_*.json")]
         ranks = {int(path.read_text()): int(path.stem.split("_")[1]) for path in self.folder.glob("rank_*.pid")}
-        if self.is_stop_requested:
-            return RankFailed(INTERRUPTED, EXIT_STOPPED)
         first = min(reports, key=lambda report: (report.is_secondary, report.time), default=None)
         killed = {pid: signal.Signals(-code).name for pid, code in self.failed.items() if code < 0}
         pid = min(killed, key=lambda pid: killed[pid] == "SIGTERM", default=None)

@@ -12,9 +12,13 @@ from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 from tqdm import tqdm
 
 logger = logging.getLogger(__name__)
+BAR_WIDTH, NUM_GAPS = 12, 4  # columns of the bar; blanks between the five parts of the live line
+LONGEST_TIME = "0:00:00"
+ESTIMATE_S = 900.0  # the time left follows from the steps of this period, which has to contain two
 
 
 class Display(Protocol):
@@ -36,22 +40,28 @@ class NoDisplay:
 
 
 class LiveDisplay:
-    """A progress bar with loss, estimated acceptance, tokens/s, memory and the time left."""
+    """A progress bar with loss, estimated acceptance, tokens/s, memory and the time left.
+
+    One line: in a narrow terminal the last metrics are left out, never the steps or the time left.
+    """
 
     def __init__(self, total: int, first: int, console: Console | None = None) -> None:
         self.bar = Progress(
-            BarColumn(bar_width=12),
-            TextColumn("{task.completed}/{task.total}"),
-            TextColumn("{task.fields[metrics]}"),
-            TimeRemainingColumn(compact=True),
-            TextColumn("left"),
+            BarColumn(bar_width=BAR_WIDTH),
+            TextColumn("{task.completed}/{task.total}", table_column=Column(no_wrap=True)),
+            TextColumn("{task.fields[metrics]}", table_column=Column(no_wrap=True)),
+            TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True)),
+            TextColumn("left", table_column=Column(no_wrap=True)),
             console=console or Console(stderr=True),
+            speed_estimate_period=ESTIMATE_S,
         )
+        self.total = total
         self.task = self.bar.add_task("training", total=total, completed=first, metrics="")
         self.bar.start()
 
     def update(self, step: int, metrics: dict[str, float]) -> None:
-        self.bar.update(self.task, completed=step, metrics=describe(metrics))
+        taken = BAR_WIDTH + 2 * len(str(self.total)) + len(f"/{LONGEST_TIME}left") + NUM_GAPS
+        self.bar.update(self.task, completed=step, metrics=describe(metrics, self.bar.console.width - taken))
 
     def close(self) -> None:
         self.bar.stop()
@@ -92,6 +102,13 @@ PARTS = (  # metric, format
 )
 
 
-def describe(metrics: dict[str, float]) -> str:
-    """Returns `loss 0.4120  agree 0.870  ~3.41 tokens/pass  12,345 tokens/s  21.3 GiB`, of the metrics that are present."""
-    return "  ".join(form.format(metrics[name]) for name, form in PARTS if name in metrics)
+def describe(metrics: dict[str, float], width: int | None = None) -> str:
+    """Returns `loss 0.4120  agree 0.870  ~3.41 tokens/pass  12,345 tokens/s  21.3 GiB`, of the metrics that are present.
+
+    Args:
+        width: only the first ones that fit into so many characters; None: all.
+    """
+    parts = [form.format(metrics[name]) for name, form in PARTS if name in metrics]
+    while width is not None and parts and len("  ".join(parts)) > width:
+        parts.pop()
+    return "  ".join(parts)
