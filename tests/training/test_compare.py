@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -296,6 +297,30 @@ def test_curves_can_be_drawn_again(
     monkeypatch.setattr("sys.argv", ["curves", str(runs[1])])
     curves.main()
     assert capsys.readouterr().out == f"written: {runs[1] / 'report.md'}\n"
+
+
+def test_curves_are_written_where_out_says(
+    runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def draw(*words: Path | str) -> None:
+        monkeypatch.setattr("sys.argv", ["curves", *map(str, words)])
+        curves.main()
+
+    before = {path: path.stat().st_mtime_ns for path in runs[0].rglob("*")}
+    for out, page in ((tmp_path / "o", tmp_path / "o" / "report.md"), (tmp_path / "p" / "a.md", tmp_path / "p" / "a.md")):
+        draw(runs[0], "--out", out)
+        assert capsys.readouterr().out == f"written: {page}\n"
+        assert {path.name for path in page.parent.iterdir()} == {page.name, "curves.png"}
+        [link] = re.findall(r"\[validation at step 4\]\((.*)/report.md\)", page.read_text())
+        assert (page.parent / link / "report.json").is_file()
+    assert before == {path: path.stat().st_mtime_ns for path in runs[0].rglob("*")}
+    with refused("--out", str(tmp_path / "q"), error=ConfigError):
+        draw(runs[0], runs[1], "--out", tmp_path / "q")
+    with refused(str(tmp_path), "config.yaml", error=ConfigError):
+        draw(tmp_path, "--out", tmp_path / "q")
+    with refused(str(tmp_path / "p" / "curves.png"), error=ValueError):
+        draw(runs[0], "--out", tmp_path / "p" / "curves.png")
+    assert not (tmp_path / "q").exists()
 
 
 def test_folders_without_a_run_or_a_step_are_refused(tmp_path: Path, runs: list[Path]) -> None:

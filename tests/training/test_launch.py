@@ -266,12 +266,16 @@ def test_a_command_interrupted_before_it_saved_exits_with_1_and_ends_a_sweep(
         started.append(config.seed)
         raise KeyboardInterrupt
 
-    for words, seeds in (([], [0]), (["-m", "seed=1,2", f"run.dir={tmp_path}"], [1])):
+    monkeypatch.chdir(tmp_path)
+    for words, seeds in (([], [0]), (["-m", "seed=1,2", f"run.dir={tmp_path}/sweep"], [1])):
         monkeypatch.setattr("sys.argv", ["sage-train", *words])
         assert run_app("config", Config, task, lambda: True) == 1
         check_message(capsys.readouterr().err.splitlines()[0], NOTHING_SAVED)
         assert started == seeds
         started.clear()
+    monkeypatch.setattr("sys.argv", ["sage-train", "-m", "seed=1,2", f"run.dir={tmp_path}/sweep"])
+    assert run_app("config", Config, lambda config: started.append(config.seed) or 3, lambda: True) == 3
+    assert started == [1]
     assert run_command(lambda: signal.default_int_handler(2, None)) == 1
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
-from typing import Any
 
+from checkpoints.run_folder import REPORT, read_report
 from sage.cli import run
 from sage.files import write_text
+from train.report.out_option import add_out_option, page_path
 from train.report.page import render_page
 from train.report.plots import write_plots
 
@@ -17,31 +17,13 @@ from train.report.plots import write_plots
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(prog="python -m train.report", description=__doc__)
-    parser.add_argument("report", metavar="FILE", help="a report.json, or the output of `python -m sage.bench --out FILE`")
-    parser.add_argument("--out", metavar="DIR", help="output folder; default: that of the file")
+    parser.add_argument("report", metavar="FILE", help="a report.json or its folder, or a file of `python -m sage.bench --out`")
+    add_out_option(parser, "the folder of FILE")
     args = parser.parse_args()
-    folder = Path(args.out) if args.out else Path(args.report).parent
-    report = read_report(Path(args.report))
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / "report.md", render_page(report, write_plots(report, folder)))
-    print(f"written: {folder / 'report.md'}")
-
-
-def read_report(path: Path) -> dict[str, Any]:
-    """Reads a report.json.
-
-    Raises:
-        ValueError: the file does not exist or is not a report.
-    """
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file; give a report.json")
-    try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not JSON ({error.msg}); give a report.json") from error
-    if not isinstance(report, dict) or "policies" not in report:
-        raise ValueError(f"{path}: has no policies; give a report.json of sage-validate or sage.bench")
-    return report
+    path = Path(args.report) / REPORT if Path(args.report).is_dir() else Path(args.report)
+    report, page = read_report(path), page_path(args.out, path.parent)
+    write_text(page, render_page(report, write_plots(report, page.parent)))
+    print(f"written: {page}")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import bisect
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 from checkpoints import run_folder
 from checkpoints.run_folder import METRICS, read_metrics, read_reports
+from sage.bench.report_table import measured_with
 from sage.bench.tables import markdown_table
 from sage.cli import run as run_command
 from sage.files import write_text
@@ -23,6 +25,7 @@ from sage.trees.names import AUTOREGRESSIVE, CHAIN
 from train.config.schema import ConfigError
 from train.report import style
 from train.report.compare import RunSummary, read_run
+from train.report.out_option import add_out_option, page_path
 from train.report.run_plots import draw_curves
 from train.report.warnings import below_estimate_warning
 
@@ -31,8 +34,11 @@ CURVES = "curves.png"
 ESTIMATE = "estimated_tokens_per_pass"
 
 
-def write_run_report(folder: Path) -> Path:
+def write_run_report(folder: Path, out: Path | None = None) -> Path:
     """Draws the curves of a run and writes its page.
+
+    Args:
+        out: path of the page, with the curves beside it; None: `report.md` in the run folder.
 
     Returns:
         the path of the page.
@@ -46,12 +52,13 @@ def write_run_report(folder: Path) -> Path:
     if not lines:
         raise ConfigError(f"{folder}: {METRICS} contains no step yet; steps are logged every train.log_every")
     measured = measured_against_estimate(lines, read_reports(folder))
+    path = out or folder / run_folder.REPORT_PAGE
     with style.rc_context():
-        style.save(draw_curves(folder.name, lines, measured), folder / CURVES)
-    write_text(folder / run_folder.REPORT_PAGE, page(folder, lines, measured))
+        style.save(draw_curves(folder.name, lines, measured), path.parent / CURVES)
+    write_text(path, page(folder, lines, measured, path.parent))
     if measured and (warning := _warning(measured[-1])):
         logger.warning("%s", warning)
-    return folder / run_folder.REPORT_PAGE
+    return path
 
 
 def measured_against_estimate(
@@ -69,12 +76,13 @@ def measured_against_estimate(
         policies = {name: part for name, part in report["policies"].items() if name != AUTOREGRESSIVE}
         chain = policies.get(CHAIN, {}).get("tokens_per_target_pass")
         ratio = chain / estimate if chain is not None and estimate else None
-        rows.append({"step": step, "estimate": estimate, "ratio": ratio, "policies": policies})
+        row = {"step": step, "estimate": estimate, "ratio": ratio, "policies": policies}
+        rows.append(row | {"measured_with": measured_with(report)})
     return rows
 
 
-def page(folder: Path, lines: Sequence[dict[str, Any]], measured: Sequence[dict[str, Any]]) -> str:
-    """Returns the content of report.md."""
+def page(folder: Path, lines: Sequence[dict[str, Any]], measured: Sequence[dict[str, Any]], home: Path) -> str:
+    """Returns the content of report.md; links are relative to `home`, the folder of the page."""
     last, run = lines[-1], read_run(folder)
     parts = [f"# Run `{folder.name}`", _headline(run, last), f"![Curves of the run]({CURVES})"]
     if changed := run_folder.describe_recipe_changes(folder):
@@ -83,11 +91,20 @@ def page(folder: Path, lines: Sequence[dict[str, Any]], measured: Sequence[dict[
         parts += [
             "## Estimated and measured acceptance",
             _table(measured),
+            _settings(measured),
             _note(run),
             *filter(None, map(_warning, measured[-1:])),
         ]
-    parts += ["## Files", _files(folder)]
-    return "\n\n".join(parts) + "\n"
+    parts += ["## Files", _files(folder, home)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _settings(measured: Sequence[dict[str, Any]]) -> str:
+    """The settings of the validations: once if they are equal, else by step."""
+    found = {row["step"]: row["measured_with"] for row in measured if row["measured_with"]}
+    if len(set(found.values())) == 1:
+        return f"Measured with {next(iter(found.values()))}."
+    return "\n".join(f"* step {step:,}: measured with {settings}" for step, settings in found.items())
 
 
 def _headline(run: RunSummary, last: dict[str, Any]) -> str:
@@ -137,7 +154,7 @@ def _note(run: RunSummary) -> str:
     )
 
 
-def _files(folder: Path) -> str:
+def _files(folder: Path, home: Path) -> str:
     known = {
         run_folder.DRAFT: "the draft after the last validation",
         run_folder.BEST_DRAFT: "the draft with the best score",
@@ -146,21 +163,26 @@ def _files(folder: Path) -> str:
         run_folder.PROVENANCE: "revision, versions, command line, data",
         "profile": "profiler traces",
     }
-    lines = [f"* [{name}]({name}): {text}" for name, text in known.items() if (folder / name).exists()]
-    reports = [f"* [validation at step {step:,}]({_validation_page(step)})" for step, _ in read_reports(folder)]
-    return "\n".join([*lines, *reports])
-
-
-def _validation_page(step: int) -> str:
-    return str(run_folder.validation_folder("", step) / run_folder.REPORT_PAGE)
+    links = {f"[{name}]": (folder / name, text) for name, text in known.items() if (folder / name).exists()}
+    for step, _ in read_reports(folder):
+        links[f"[validation at step {step:,}]"] = (run_folder.validation_folder(folder, step) / run_folder.REPORT_PAGE, "")
+    for check in run_folder.list_checks(folder):
+        links[f"[later check {check.name}]"] = (check / run_folder.REPORT_PAGE, "")
+    paths = {label: Path(os.path.relpath(path, home)).as_posix() for label, (path, _) in links.items()}
+    return "\n".join(f"* {label}({paths[label]}){f': {text}' if text else ''}" for label, (_, text) in links.items())
 
 
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(prog="python -m train.report.run_page", description="Draws the curves of runs again.")
     parser.add_argument("runs", metavar="RUN", nargs="+", help="run folders")
-    for folder in parser.parse_args().runs:
-        print(f"written: {write_run_report(Path(folder))}")
+    add_out_option(parser, "the run folder")
+    args = parser.parse_args()
+    if args.out and len(args.runs) > 1:
+        raise ConfigError(f"--out {args.out}: {len(args.runs)} runs would replace each other's page; give one RUN with --out")
+    for folder in args.runs:
+        read_run(Path(folder))  # refuses another folder before anything is created
+        print(f"written: {write_run_report(Path(folder), page_path(args.out, Path(folder)))}")
 
 
 if __name__ == "__main__":
