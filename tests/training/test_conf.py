@@ -177,8 +177,27 @@ def test_a_searched_sweep_maximises_the_score() -> None:
 
 
 def test_run_name_is_made_of_the_choices() -> None:
-    assert compose("config", [], Config).run.dir == "runs/pocket_qwen2_5_vl-eagle"
+    assert compose("config", [], Config).run.dir == "runs/pocket_qwen2_5_vl-eagle-pocket"
     assert compose("config", ["experiment=demo"], Config).run.dir == "runs/demo"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        (["draft=eagle3"], "pocket_qwen2_5_vl-eagle3-pocket"),
+        (["objective=lk"], "pocket_qwen2_5_vl-eagle-pocket-lk"),
+        (["draft=model", "objective=distill"], "pocket_qwen2_5_vl-model-pocket-distill"),
+        (["data=messages", "data.path='/data/my rows, two.v2.jsonl'"], "pocket_qwen2_5_vl-eagle-my_rows_two"),
+        (["data=hub", "data.path=HuggingFaceM4/ChartQA"], "pocket_qwen2_5_vl-eagle-ChartQA"),
+        (["data=messages", f"data.path={'x' * 300}.jsonl"], f"pocket_qwen2_5_vl-eagle-{'x' * 40}"),
+        (["data=folder", "data.path=.."], "pocket_qwen2_5_vl-eagle-data"),
+        (["target=qwen2_5_vl_7b", "data=llava_instruct"], "qwen2_5_vl_7b-eagle-llava_instruct"),
+    ],
+)
+def test_the_run_folder_tells_runs_apart_by_data_and_objective(overrides: list[str], name: str) -> None:
+    config = compose("config", overrides, Config)
+    assert (config.run.name, config.run.dir) == (name, f"runs/{name}")
+    assert compose("config", [*overrides[:1], "run.dir=elsewhere"], Config).run.dir == "elsewhere"
 
 
 WRONG = {

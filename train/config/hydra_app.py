@@ -27,6 +27,7 @@ from train.config import sweep
 from train.config.errors import explain, is_config_mistake, refuse_unknown
 from train.config.overrides import task_overrides, with_resume
 from train.config.resuming import with_own_config
+from train.config.run_name import run_name
 from train.config.schema import ConfigError
 from train.config.store import config_dir, register
 from train.config.sweep import SweepScore
@@ -38,11 +39,14 @@ NOTHING_SAVED = "stopped before anything was saved"
 Task = Callable[[Any], int]
 
 
-class SweepStopped(Exception):
-    """A job was stopped by a signal; the remaining jobs are not started. `exit_code` is that of the job."""
+class SweepStopped(BaseException):
+    """A job was stopped by a signal; the remaining jobs are not started. `exit_code` is that of the job.
+
+    No `Exception`: Hydra would catch it and start the next job.
+    """
 
     def __init__(self, exit_code: int) -> None:
-        super().__init__("stopped; the remaining jobs are not started")
+        super().__init__(exit_code)
         self.exit_code = exit_code
 
 
@@ -150,6 +154,8 @@ class SweepJob:
         except KeyboardInterrupt:
             self.error = NOTHING_SAVED
             return _print_error(self.error, EXIT_CRASH, self.is_main())
+        except SweepStopped as stopped:
+            return _print_error("stopped; the remaining jobs are not started", stopped.exit_code, self.is_main())
         except BrokenPipeError:  # the reader of the output, `head` for example, has exited
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return EXIT_DONE
@@ -250,10 +256,12 @@ def config_path() -> str:
 def register_resolvers() -> None:
     """Registers the resolvers `${NAME:...}` of the YAML files.
 
-    `package_dir:PACKAGE` is the folder of an installed package, found without importing it; `target_name:PATH` and
-    `target_dtype:PATH` are the name and precision of a target given by its path.
+    `run_name:TARGET,DRAFT,PATH,DATA,OBJECTIVE` is the default name of a run. `package_dir:PACKAGE` is the folder of an
+    installed package, found without importing it; `target_name:PATH` and `target_dtype:PATH` are the name and precision of a
+    target given by its path.
     """
     OmegaConf.register_new_resolver("package_dir", _package_dir, replace=True)
+    OmegaConf.register_new_resolver("run_name", run_name, replace=True)
     OmegaConf.register_new_resolver("target_name", target_name, replace=True)
     OmegaConf.register_new_resolver("target_dtype", target_dtype, replace=True)
 

@@ -145,9 +145,10 @@ class ObjectiveConfig:
 
     `<name>_weight` belongs to the term of that name in `train.distill.chunked_loss.TERMS`; `feature_weight` to SmoothL1 on the
     features. Logits exist for `chunk_tokens` positions at a time; `feature_noise` is the half-width of uniform noise on the
-    input features.
+    input features. `name` is the choice of `objective=`, for the name of a run.
     """
 
+    name: str = ""
     ce_weight: float = MISSING
     feature_weight: float = MISSING
     tv_weight: float = 0.0
