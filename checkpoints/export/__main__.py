@@ -163,11 +163,16 @@ def _result_as_text(result: CheckResult) -> str:
 
 def _export(args: argparse.Namespace) -> int:
     from checkpoints.export import Format, export
+    from checkpoints.export.compatibility import IncompatibleDraft
     from checkpoints.export.export_folder import push_to_hub
 
     if not args.format:
         raise ValueError(f"--format: missing; choose one of {', '.join(Format)}")
-    result = export(args.source, args.out, args.format, _options(args))
+    try:
+        result = export(args.source, args.out, args.format, _options(args))
+    except IncompatibleDraft as error:
+        print("\n".join(f"error: {line}" for line in error.lines), file=sys.stderr)
+        return cli.EXIT_USER
     print(f"draft: {result.source.draft}{f', {result.source.step} steps' if result.source.step is not None else ''}")
     for warning in [*result.warnings, *map(str, result.check.warnings)]:
         print(f"warning: {warning}")

@@ -1,16 +1,22 @@
-"""Whether a format and the engines that load it can express a draft. What cannot be expressed is refused before any write."""
+"""Whether a format and the engines that load it can express a draft. What cannot be expressed is refused before any write.
+
+All obstacles are named at once, by an export and by `checkpoints.export.serving`, whose line a run prints before training.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from checkpoints.export.formats.layout import FEATURE_LEVELS, Flavour, Format, are_valid_levels
 from checkpoints.export.target_facts import TargetFacts
-from sage.drafts.registry import head_kind
+from sage.drafts.registry import KINDS, head_kind
 
 SERVED_FAMILIES = ("qwen2_5_vl",)  # by vLLM 0.33 and SGLang 0.5.23; neither serves LLaVA-OneVision
+FED_INPUTS = {"vLLM": "token", "SGLang": "embed"}  # engine -> the `draft.image_inputs` that it feeds
 COMPRESSOR = "compressor"  # config field and module name of the visual compressor
 EXPRESSED_FIELDS = (  # config fields that the formats contain or that this module checks
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
@@ -19,6 +25,41 @@ EXPRESSED_FIELDS = (  # config fields that the formats contain or that this modu
     *("image_inputs", "target", "target_path", "input_norm", "feature_levels", "draft_vocab_size", "norm_before_residual"),
     COMPRESSOR,
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Obstacle:
+    """A reason why an engine cannot serve a draft.
+
+    Attributes:
+        key: the setting in the way, or an option of sage-export.
+        problem: why it is in the way.
+        remedy: what to change.
+        value: the key's value, where it has a short one.
+        is_inherent: whether no option of sage-export gets around it.
+    """
+
+    key: str
+    problem: str
+    remedy: str
+    value: str | None = None
+    is_inherent: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.problem}; {self.remedy}"
+
+    @property
+    def brief(self) -> str:
+        """The setting and the remedy, without the reason."""
+        return f"{self.key}{'' if self.value is None else f'={self.value}'} ({self.remedy})"
+
+
+class IncompatibleDraft(ValueError):
+    """A draft that a format cannot express: all obstacles, one line each in `lines`."""
+
+    def __init__(self, obstacles: Sequence[Obstacle]) -> None:
+        self.lines = [str(obstacle) for obstacle in obstacles]
+        super().__init__(" | ".join(self.lines))
 
 
 def check_compatible(
@@ -42,80 +83,111 @@ def check_compatible(
         warnings for the model card about what differs from training, as complete sentences.
 
     Raises:
-        ValueError: names the field and the remedy.
+        IncompatibleDraft: names every setting in the way, with its remedy.
     """
-    _check_format(config, format_, flavour)
-    if config.target != facts.fingerprint:
-        raise ValueError(f"--target {facts.name}: is {facts.fingerprint}, the draft was made for {config.target}")
-    _check_rope(config, facts)
-    warnings = _check_family(facts, allow_unserved)
-    if format_ == Format.eagle and config.input_norm:
-        raise ValueError(
-            "draft.input_norm: true, but the engines' `eagle` layer has no input_layernorm, so its attention's input would "
-            "differ from training; train with draft.input_norm=false, or train draft=eagle3"
+    found = find_obstacles(config, facts, format_, flavour)
+    allowed = {"target": allow_unserved, f"draft.{COMPRESSOR}": allow_uncompressed}
+    if refused := [obstacle for obstacle in found if obstacle.is_inherent or not allowed[obstacle.key]]:
+        raise IncompatibleDraft(refused)
+    warnings = []
+    if facts.model_type not in SERVED_FAMILIES:
+        warnings.append(f"N{_family_problem(facts)[1:]}; only the included decoder does.")
+    if chosen := getattr(config, COMPRESSOR, None):
+        warnings.append(
+            f"Trained with a visual compressor ({format_compressor(chosen)}), which engines do not support and which is not "
+            f"exported: engines feed the draft every visual token, which it was not trained on. Reported measurements were "
+            f"made with the compressor."
         )
-    if format_ == Format.eagle3 and config.norm_before_residual:
-        raise ValueError(
-            "draft.norm_before_residual: true, which SGLang does not support; --format speculators serves it with vLLM"
-        )
-    if format_ != Format.eagle and not are_valid_levels(list(config.feature_levels), facts.num_layers):
-        raise ValueError(
-            f"draft.feature_levels: {list(config.feature_levels)} cannot be served: engines fuse exactly {FEATURE_LEVELS} "
-            f"increasing levels of 0..{facts.num_layers - 1}; train with such levels"
-        )
-    warnings += _check_compressor(config, allow_uncompressed)
-    _check_other_fields(config, format_)
     return warnings + _position_warnings(config, facts, format_, flavour)
 
 
-def _check_format(config: Any, format_: Format, flavour: Flavour | None) -> None:
+def find_obstacles(config: Any, facts: TargetFacts, format_: Format, flavour: Flavour | None) -> list[Obstacle]:
+    """Returns everything that prevents an export in this format, in the order in which it is to be solved."""
+    found = [
+        *_format_obstacles(config, format_, flavour),
+        *_target_obstacles(config, facts),
+        *_structure_obstacles(config, facts, format_),
+        *_compressor_obstacles(config),
+    ]
+    return found or _other_obstacles(config, format_)
+
+
+def _formats_of(config: Any) -> tuple[str, ...]:
     kind = head_kind(config.model_type)
-    formats = kind.export_formats if kind else ()
+    return kind.export_formats if kind else ()
+
+
+def _format_obstacles(config: Any, format_: Format, flavour: Flavour | None) -> Iterator[Obstacle]:
+    formats = _formats_of(config)
     if format_ not in formats:
-        listed = ", ".join(formats) or "none"
-        raise ValueError(f"--format {format_}: the draft is a {config.model_type}; formats for it: {listed}")
+        problem = f"the draft is a {config.model_type}; formats for it: {', '.join(formats) or 'none'}"
+        yield Obstacle(key=f"--format {format_}", problem=problem, remedy=_format_remedy(format_, formats))
     if format_ == Format.eagle and flavour is None:
-        raise ValueError(f"--flavour: missing; `eagle` differs between engines: give one of {', '.join(Flavour)}")
+        remedy = f"give one of {', '.join(Flavour)}"
+        yield Obstacle(key="--flavour", problem="missing; `eagle` differs between engines", remedy=remedy)
     if format_ != Format.eagle and flavour is not None:
-        raise ValueError(f"--flavour {flavour}: only the format `eagle` has flavours; {format_} has none")
+        remedy = f"remove it; {format_} has none"
+        yield Obstacle(key=f"--flavour {flavour}", problem="only the format `eagle` has flavours", remedy=remedy)
 
 
-def _check_rope(config: Any, facts: TargetFacts) -> None:
+def _format_remedy(format_: Format, formats: Sequence[str]) -> str:
+    trained = next((kind.name for kind in KINDS.values() if format_ in kind.export_formats), None)
+    return " or ".join([*(["choose one of them"] if formats else []), *([f"train draft={trained}"] if trained else [])])
+
+
+def _target_obstacles(config: Any, facts: TargetFacts) -> Iterator[Obstacle]:
+    if config.target != facts.fingerprint:
+        problem = f"is {facts.fingerprint}, the draft was made for {config.target}"
+        yield Obstacle(key=f"--target {facts.name}", problem=problem, remedy="give the target it was trained with")
     for key in ("rope_theta", "mrope_section", "scaled_rope"):
         own, targets = getattr(config, key), getattr(facts, key)
         if own != targets:
-            raise ValueError(f"draft.{key}: {own}, the target's is {targets}: engines give a draft the target's positions")
+            problem = f"{own}, the target's is {targets}: engines give a draft the target's positions"
+            yield Obstacle(key=f"draft.{key}", problem=problem, remedy="train it for this target")
     if facts.scaled_rope and facts.mrope_section:
-        raise ValueError(
-            f"draft.scaled_rope: {facts.scaled_rope['rope_type']} with mrope_section {facts.mrope_section}: engines are not "
-            f"known to support both in a draft; decode with sage-generate"
+        name = f"{facts.scaled_rope['rope_type']} with mrope_section {facts.mrope_section}"
+        problem = f"{name}: engines are not known to support both in a draft"
+        yield Obstacle(key="draft.scaled_rope", problem=problem, remedy="decode with sage-generate")
+    if facts.model_type not in SERVED_FAMILIES:
+        remedy = "only sage-generate and sage.generate decode with it; --allow-unserved exports it anyway"
+        problem = _family_problem(facts)
+        yield Obstacle(key="target", value=facts.model_type, problem=problem, remedy=remedy, is_inherent=False)
+
+
+def _family_problem(facts: TargetFacts) -> str:
+    return f"no engine serves drafts for {facts.model_type} (vLLM 0.33 and SGLang 0.5.23 do not)"
+
+
+def _structure_obstacles(config: Any, facts: TargetFacts, format_: Format) -> Iterator[Obstacle]:
+    formats = _formats_of(config)
+    if Format.eagle in formats and config.input_norm:
+        problem = (
+            "true, but the engines' `eagle` layer has no input_layernorm, so its attention's input would differ from training"
         )
-
-
-def _check_family(facts: TargetFacts, allow_unserved: bool) -> list[str]:
-    if facts.model_type in SERVED_FAMILIES:
-        return []
-    problem = f"no engine serves drafts for {facts.model_type} (vLLM 0.33 and SGLang 0.5.23 do not)"
-    if not allow_unserved:
-        raise ValueError(f"target: {problem}; only sage-generate and sage.generate do; --allow-unserved exports it anyway")
-    return [f"{problem[0].upper()}{problem[1:]}; only the included decoder does."]
-
-
-def _check_compressor(config: Any, allow_uncompressed: bool) -> list[str]:
-    chosen = getattr(config, COMPRESSOR, None)
-    if not chosen:
-        return []
-    compressor = format_compressor(chosen)
-    if not allow_uncompressed:
-        raise ValueError(
-            f"draft.compressor: {compressor}: no engine supports one: vLLM and SGLang feed a draft every visual token, which "
-            f"this draft was not trained on; train with draft/compressor=none, or export the draft without it with "
-            f"--allow-uncompressed"
+        remedy = "train with draft.input_norm=false, or train draft=eagle3"
+        yield Obstacle(key="draft.input_norm", value="true", problem=problem, remedy=remedy)
+    if format_ == Format.eagle3 and getattr(config, "norm_before_residual", False):
+        remedy = "--format speculators serves it with vLLM"
+        problem = "true, which SGLang does not support"
+        yield Obstacle(key="draft.norm_before_residual", value="true", problem=problem, remedy=remedy)
+    levels = config.feature_levels if Format.eagle3 in formats else None
+    if levels is not None and not are_valid_levels(list(levels), facts.num_layers):
+        problem = (
+            f"{list(levels)} cannot be served: engines fuse exactly {FEATURE_LEVELS} increasing levels of "
+            f"0..{facts.num_layers - 1}"
         )
-    return [
-        f"Trained with a visual compressor ({compressor}), which engines do not support and which is not exported: engines "
-        f"feed the draft every visual token, which it was not trained on. Reported measurements were made with the compressor."
-    ]
+        yield Obstacle(key="draft.feature_levels", value=str(list(levels)), problem=problem, remedy="train with such levels")
+
+
+def _compressor_obstacles(config: Any) -> Iterator[Obstacle]:
+    if chosen := getattr(config, COMPRESSOR, None):
+        problem = (
+            f"{format_compressor(chosen)}: no engine supports one: vLLM and SGLang feed a draft every visual token, which "
+            f"this draft was not trained on"
+        )
+        remedy = "train with draft/compressor=none, or export the draft without it with --allow-uncompressed"
+        value = format_compressor(chosen)
+        yield Obstacle(key=f"draft.{COMPRESSOR}", value=value, problem=problem, remedy=remedy, is_inherent=False)
 
 
 def format_compressor(chosen: dict[str, Any]) -> str:
@@ -123,14 +195,17 @@ def format_compressor(chosen: dict[str, Any]) -> str:
     return " ".join([chosen["kind"], *(f"{key}={value}" for key, value in chosen.items() if key != "kind")])
 
 
-def _check_other_fields(config: Any, format_: Format) -> None:
-    """Refuses every field that no exporter writes, unless it has its default value."""
+def _other_obstacles(config: Any, format_: Format) -> list[Obstacle]:
+    """Every field that no exporter writes, unless it has its default value."""
     known = {*PreTrainedConfig().to_dict(), *EXPRESSED_FIELDS}
     default = type(config)().to_dict()
-    for key, value in config.to_dict().items():
-        if key in known or key.startswith("_") or value in (None, {}, [], default.get(key)):
-            continue
-        raise ValueError(f"draft.{key}: {value!r} cannot be expressed in the format {format_}; train without it")
+    return [
+        Obstacle(
+            key=f"draft.{key}", problem=f"{value!r} cannot be expressed in the format {format_}", remedy="train without it"
+        )
+        for key, value in config.to_dict().items()
+        if key not in known and not key.startswith("_") and value not in (None, {}, [], default.get(key))
+    ]
 
 
 def _position_warnings(config: Any, facts: TargetFacts, format_: Format, flavour: Flavour | None) -> list[str]:
@@ -139,13 +214,13 @@ def _position_warnings(config: Any, facts: TargetFacts, format_: Format, flavour
         return []
     of_flavour = ["vLLM" if flavour == Flavour.vllm else "SGLang"]
     engines = {Format.eagle3: ["vLLM", "SGLang"], Format.speculators: ["vLLM"]}.get(format_, of_flavour)
-    fed = {"vLLM": "token", "SGLang": "embed"}
     names = {"token": "the placeholder token's embedding", "embed": "the visual embedding"}
     warnings = [
-        f"At image positions {engine} feeds the draft {names[fed[engine]]}; it was trained with {names[config.image_inputs]}: "
-        f"expect lower acceptance there (train with draft.image_inputs={fed[engine]} for this engine)."
+        f"At image positions {engine} feeds the draft {names[FED_INPUTS[engine]]}; "
+        f"it was trained with {names[config.image_inputs]}: "
+        f"expect lower acceptance there (train with draft.image_inputs={FED_INPUTS[engine]} for this engine)."
         for engine in engines
-        if fed[engine] != config.image_inputs
+        if FED_INPUTS[engine] != config.image_inputs
     ]
     if flavour == Flavour.sglang and facts.mrope_section:
         warnings.append(

@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from transformers.utils.logging import disable_progress_bar
 
 import sage
+from checkpoints.export.serving import serving_line
 from checkpoints.files import remove_leftovers
 from checkpoints.run_folder import is_run, next_config, state_folder
 from checkpoints.store import StateStore, saving
@@ -257,4 +258,5 @@ def _log_run(config: Config, ranks: Ranks, inputs: RunInputs, steps: int, accumu
     target = Path(config.target.path).name
     logger.info("%s: %s draft, %s parameters to train, for %s", config.run.dir, config.draft.kind, size, target)
     logger.info("%d steps of %d = %s, ZeRO %d", steps, config.train.global_batch_size, split, config.deepspeed.stage)
+    logger.info("%s", serving_line(inputs.student.draft, inputs.target.model.config))
     logger.info("%s on %s, %d held-out prompts", config.train.precision, ranks.device.type, inputs.shard.num_turns)

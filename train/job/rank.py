@@ -54,6 +54,7 @@ def run_rank(config: Config, validate: Validate | None = None, callbacks: Sequen
 
 def _summarize(run: TrainingRun, is_done: bool) -> str:
     """The table of the last validation and the paths of report and draft."""
+    from checkpoints.export.serving import serving_line
     from sage.bench.report_table import format_table
 
     folder = run.config.run.dir
@@ -61,4 +62,6 @@ def _summarize(run: TrainingRun, is_done: bool) -> str:
         step = f"step {run.state.step} of {run.total_steps}"
         return f"{folder}: stopped at {step} and saved; continue with sage-train --resume {folder}"
     assert run.report is not None
-    return f"{format_table(run.report)}\nreport: {run.report['path']}/report.md\ndraft: {folder}/draft"
+    serving = serving_line(run.engine.draft, run.teacher.target.model.config)
+    paths = f"report: {run.report['path']}/report.md\ndraft: {folder}/draft: {serving}"
+    return f"{format_table(run.report)}\n{paths}"

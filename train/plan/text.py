@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from tqdm import tqdm
 
+from checkpoints.export.serving import serving_line
 from sage.bench.tables import text_table
 from train.plan.estimate import LaunchPlan
 from train.plan.memory import VISUAL_SHARE
@@ -26,7 +27,8 @@ def render(plan: LaunchPlan) -> str:
         "one optimizer step": _step(plan),
     }
     parts = [f"{title}\n{_table(rows)}" for title, rows in sections.items()]
-    return "\n\n".join([head, *parts, _verdict(plan)])
+    serving = f"the draft {serving_line(models.draft, models.target.model.config)}"
+    return "\n\n".join([head, *parts, f"{_verdict(plan)}\n{serving}"])
 
 
 def _draft(plan: LaunchPlan) -> str:
