@@ -36,13 +36,4 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(_MODULES[name]), name)
 
 
-__all__ = [
-    "BadItem",
-    "Conversation",
-    "DataConfig",
-    "SourceConfig",
-    "StepLoader",
-    "build_dataset",
-    "build_example",
-    "prompts",
-]
+__all__ = ["BadItem", "Conversation", "DataConfig", "SourceConfig", "StepLoader", "build_dataset", "build_example", "prompts"]

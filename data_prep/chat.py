@@ -153,12 +153,7 @@ def _encode(conversation: Conversation, processor: Processor, num_frames: int) -
 
 
 def _shorten(
-    conversation: Conversation,
-    example: Example,
-    processor: Processor,
-    max_length: int,
-    on_long: OnLong,
-    num_frames: int,
+    conversation: Conversation, example: Example, processor: Processor, max_length: int, on_long: OnLong, num_frames: int
 ) -> Example:
     """Keeps the leading turns that fit. A turn ends with a run of supervised tokens."""
     mask = example["loss_mask"].int()

@@ -37,12 +37,7 @@ class ConversationDataset(Dataset[Example]):
     """
 
     def __init__(
-        self,
-        config: DataConfig,
-        sources: list[Source],
-        index: Index,
-        processor: Processor,
-        weights: list[float] | None = None,
+        self, config: DataConfig, sources: list[Source], index: Index, processor: Processor, weights: list[float] | None = None
     ) -> None:
         self.config, self.sources, self.index, self.processor = config, sources, index, processor
         self.fingerprint = index.fingerprint

@@ -16,17 +16,7 @@ from PIL import Image
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from data_prep.pocket.palette import (
-    COLOURS,
-    MAX_HEIGHT,
-    SHAPES,
-    SIGNS,
-    SIZES,
-    background,
-    draw_chart,
-    draw_scene,
-    draw_sign,
-)
+from data_prep.pocket.palette import COLOURS, MAX_HEIGHT, SHAPES, SIGNS, SIZES, background, draw_chart, draw_scene, draw_sign
 from data_prep.pocket.scenes import draw_objects
 
 BARS = 5

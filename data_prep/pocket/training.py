@@ -142,12 +142,7 @@ def pretrain_vision(model: PreTrainedModel, family: str, recipe: Recipe, seed: i
         if step % recipe.log_every == 0 or step == recipe.probe_steps - 1:
             shares = " ".join(f"{name} {share:.2f}" for name, share in right.items())
             logger.info(
-                "vision %d/%d %.0f s loss %.2f %s",
-                step,
-                recipe.probe_steps,
-                time.monotonic() - start,
-                loss.item(),
-                shares,
+                "vision %d/%d %.0f s loss %.2f %s", step, recipe.probe_steps, time.monotonic() - start, loss.item(), shares
             )
 
 

@@ -107,8 +107,7 @@ def test_grammar_finds_a_wrong_sign_bar_and_answer():
 
 
 @pytest.mark.parametrize(
-    ("split", "families", "message"),
-    [("dev", None, "split: 'dev'"), ("train", ["poem"], "poem"), ("train", [], "families")],
+    ("split", "families", "message"), [("dev", None, "split: 'dev'"), ("train", ["poem"], "poem"), ("train", [], "families")]
 )
 def test_unknown_names_are_refused(split, families, message):
     with refused(message):

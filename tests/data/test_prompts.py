@@ -24,12 +24,7 @@ from data_prep.splits import Shares, Split
 
 def textvqa(folder: Path) -> Path:
     save_images(folder, "train_images/0054.jpg")
-    row = {
-        "question": "what brand?",
-        "image_id": "0054",
-        "answers": ["nike"] * 3 + ["adidas"] * 7,
-        "question_id": 34602,
-    }
+    row = {"question": "what brand?", "image_id": "0054", "answers": ["nike"] * 3 + ["adidas"] * 7, "question_id": 34602}
     return write(folder / "TextVQA_0.5.1_val.json", {"dataset_type": "val", "data": [row]})
 
 
@@ -176,13 +171,7 @@ def test_follow_ups_come_after_the_targets_own_answers(tmp_path: Path) -> None:
 def test_prompts_alternate_between_sources(tmp_path: Path) -> None:
     sources = {"a": SourceConfig(), "b": SourceConfig(families=["clip"])}
     found = prompts(DataConfig(sources=sources), "validation", 5)
-    assert [item.id for item in found] == [
-        "validation-0",
-        "validation-0",
-        "validation-1",
-        "validation-1",
-        "validation-2",
-    ]
+    assert [item.id for item in found] == ["validation-0", "validation-0", "validation-1", "validation-1", "validation-2"]
     assert [item.family for item in found[1::2]] == ["clip", "clip"]
     assert all(item.messages[-1]["role"] == "user" and item.meta["answer"] for item in found)
 

@@ -80,11 +80,7 @@ def llava_onevision(folder: Path) -> SourceConfig:
 def hub(folder: Path) -> SourceConfig:
     table = {"q": ["What?", "Which <image> one?"], "a": [["Red.", "red"], ["Blue."]], "pics": [[png()], [png("blue")]]}
     features = datasets.Features(
-        {
-            "q": datasets.Value("string"),
-            "a": datasets.List(datasets.Value("string")),
-            "pics": datasets.List(datasets.Image()),
-        }
+        {"q": datasets.Value("string"), "a": datasets.List(datasets.Value("string")), "pics": datasets.List(datasets.Image())}
     )
     table["pics"] = [[{"bytes": data, "path": None} for data in row] for row in table["pics"]]
     datasets.Dataset.from_dict(table, features).save_to_disk(folder / "disk")
