@@ -84,6 +84,7 @@ class DataConfig:
         on_bad: handling of items that cannot become an example.
         bad_list: file that lists the skipped items; empty: `skipped.jsonl` in the cache folder of this data.
         cache: content of the cache folder.
+        cache_keep: number of data sets whose cached examples are kept, the most recently used ones; null: all.
         cache_dir: the cache folder; empty: `sage-draft` in the user's cache folder.
         num_workers: processes that prepare examples while training; 0: a thread.
         num_frames: maximum number of frames per video.
@@ -104,6 +105,7 @@ class DataConfig:
     bad_list: str = ""
     cache: Cache = Cache.rows
     cache_dir: str = ""
+    cache_keep: int | None = 8
     num_workers: int = 0
     num_frames: int = 32
     shuffle_block: int = 256
@@ -162,6 +164,7 @@ def validate(config: DataConfig) -> None:
         if getattr(config, name) and not any(_uses_default(source, name) for source in config.sources.values()):
             raise ValueError(f"data.{name}: {getattr(config, name)}; has no effect, no source of data={config.name} uses it")
     _at_least("data.max_length", config.max_length, 2)
+    _at_least("data.cache_keep", config.cache_keep, 1)
     _at_least("data.num_frames", config.num_frames, 1)
     _at_least("data.num_workers", config.num_workers, 0)
     _at_least("data.num_examples", config.num_examples, 0)

@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 Item = tuple[str, int, Packed]  # id, source number, fields
 STORE = "store"
 INVALID = "bad.npy"  # the invalid items, which are checked again: a missing image may have been restored
-MAX_CACHED = 8  # sets of cached examples; each may have hundreds of MB
 CHUNK_SIZE = 64  # examples per task of a worker
 MIN_PARALLEL = 20_000  # items; below, starting workers (seconds each, to import torch) costs more than it saves
 
@@ -93,7 +92,8 @@ def prepare_examples(config: DataConfig, sources: list[Source], index: Index, pr
         if not folder.exists() or _has_repaired_item(folder, partial(_build, config, sources, index, processor)):
             with writing(folder) as temporary:
                 _write_examples(config, sources, index, processor, temporary)
-            prune_folders(folder.parent, MAX_CACHED)
+            if config.cache_keep is not None:
+                prune_folders(folder.parent, config.cache_keep)
         os.utime(folder, ns=(time.time_ns(),) * 2)  # the file system's own time stamps have a resolution of milliseconds
         return ExampleStore(folder / STORE)
 

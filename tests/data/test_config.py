@@ -32,6 +32,7 @@ from data_prep.splits import Split
         ({"path": "rows.json"}, ["data.path: rows.json", "data=pocket"]),
         ({"max_length": 1}, ["data.max_length: 1", "2"]),
         ({"num_frames": 0}, ["data.num_frames: 0"]),
+        ({"cache_keep": 0}, ["data.cache_keep: 0", "1"]),
         ({"num_workers": -1}, ["data.num_workers: -1"]),
         ({"shuffle_block": 0}, ["data.shuffle_block: 0"]),
         ({"holdout": 1.0}, ["data.holdout: 1.0"]),

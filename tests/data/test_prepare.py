@@ -79,8 +79,7 @@ def test_cache_is_used_until_a_setting_changes(tmp_path: Path, monkeypatch: pyte
     assert len(made) == 7
 
 
-def test_cache_keeps_the_most_recently_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "MAX_CACHED", 2)
+def test_cache_keeps_the_most_recently_used(tmp_path: Path) -> None:
     processor = make_processor("qwen2_5_vl")
     folder = tmp_path / "examples"
 
@@ -88,7 +87,7 @@ def test_cache_keeps_the_most_recently_used(tmp_path: Path, monkeypatch: pytest.
         for path in folder.glob("*/") if folder.is_dir() else ():  # a minute passes: time stamps of file systems are coarse
             stamp = path.stat().st_mtime - 60
             os.utime(path, (stamp, stamp))
-        return build_dataset(replace(pocket(tmp_path), num_examples=num_examples), processor)
+        return build_dataset(replace(pocket(tmp_path), num_examples=num_examples, cache_keep=2), processor)
 
     made = [use(1), use(2)]
     use(1)

@@ -28,7 +28,7 @@ FIXED = (
     *("seed", "target.path", "target.revision", "target.dtype", "draft.", "data.", "score."),
     *("train.global_batch_size", "train.precision", "train.length_window"),
 )
-CHANGEABLE = ("data.num_workers", "data.bad_list")  # not data.cache: known lengths change the batches
+CHANGEABLE = ("data.num_workers", "data.bad_list", "data.cache_keep")  # not data.cache: known lengths change the batches
 UNRECORDED = ("run.", "debug", "launch.plan")  # settings of the command rather than of the run
 # Choices that identify a run, by the key in which two of them differ: the run's own choice changes nothing else.
 IDENTITIES = {"target": "target.path", "draft": "draft.kind", "draft/compressor": "draft.compressor.kind", "data": "data.name"}
