@@ -20,6 +20,7 @@ from data_prep.sources.llava_json import llava_messages, media_list, place_media
 from data_prep.sources.messages import chat_messages
 from data_prep.sources.rows import Row, RowSource, require_path
 from data_prep.splits import Split
+from sage.hub import HubUnreachable, require_hub
 
 ROLES = ("id", "family", "system", "question", "answer", "image", "images", "video", "messages")
 TURN_COLUMNS = ("messages", "conversations", "conversation")  # names of an unmapped column of turns
@@ -85,11 +86,21 @@ def load_table(path: str, subset: str, split: str, cache_dir: str, streaming: bo
             table = datasets.load_from_disk(path)
         else:
             name, config, files = _load_arguments(path, subset)
+            _require_table(name, cache)
             table = datasets.load_dataset(name, config, data_files=files, split=split, streaming=streaming, cache_dir=cache)
+    except HubUnreachable:
+        raise
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         given = f"subset {subset!r}, split {split!r}"
         raise ValueError(f"data set {path}: {_one_line(error)}; check path, subset and split (here {given})") from error
     return _undecoded(table)
+
+
+def _require_table(name: str, cache: str | None) -> None:
+    """Raises ValueError for a data set that is neither local nor in the cache where the hub cannot be reached."""
+    is_cached = cache is not None and (Path(cache) / name.replace("/", "___").lower()).exists()
+    if name != "parquet" and not is_cached:
+        require_hub(name, "data.path")
 
 
 def _load_arguments(path: str, subset: str) -> tuple[str, str | None, Any]:

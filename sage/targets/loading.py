@@ -9,6 +9,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from sage.hub import require_hub
 from sage.inputs.processing import Processor
 from sage.model_files import in_one_line, load_weights, read_config
 from sage.targets.families import FAMILIES, family_of
@@ -40,8 +41,10 @@ def load_processor(path: str) -> Processor:
     """Loads the tokenizer and image processor from a target's folder or hub id, without weights.
 
     Raises:
-        ValueError: no target of a known family, or files that are missing, corrupt, or those of another model.
+        ValueError: no target of a known family, or files that are missing, corrupt, or those of another model,
+            or a hub that cannot be reached.
     """
+    require_hub(path, "target")
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, StrictDataclassError) as error:

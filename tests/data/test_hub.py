@@ -12,6 +12,7 @@ from support.messages import refused
 from data_prep.batching.loader import StepLoader
 from data_prep.build import build_dataset, prompts
 from data_prep.config import DataConfig, OnBad, SourceConfig
+from data_prep.sources import hub
 from data_prep.sources.hub import TableRows, load_table
 
 README = """---
@@ -108,6 +109,7 @@ def test_unreachable_hub_is_one_line_with_name_and_cause(monkeypatch: pytest.Mon
     def unreachable(*_: object, **__: object) -> None:
         raise ConnectionError("Couldn't reach\nthe Hub")
 
+    monkeypatch.setattr(hub, "require_hub", lambda *_: None)
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     with refused("owner/name", "Couldn't reach the Hub;", "subset ''"):
         load_table("owner/name", "", "train", "", streaming=True)

@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConf
 import sage
 from sage.drafts import Draft, DraftHead, ModelDraft
 from sage.drafts.registry import head_kind
+from sage.hub import require_hub
 from sage.model_files import read_config
 from sage.targets import is_target_folder
 from train.config.schema import Config, ConfigError
@@ -144,6 +145,7 @@ def target_architecture(path: str, revision: str | None = None) -> PreTrainedCon
 
 
 def _read(path: str, options: dict[str, Any]) -> PreTrainedConfig:
+    require_hub(path, "target.path")
     try:
         return AutoConfig.from_pretrained(path, **options)
     except (OSError, ValueError) as error:
