@@ -11,48 +11,28 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sage import trees
     from sage.chat import Chat
-    from sage.drafts import Pruning, load_draft, new_draft
+    from sage.drafts.loading import load_draft, new_draft
+    from sage.drafts.pruning import Pruning
     from sage.generation import Output, generate, stream
     from sage.sampling import Sampling
     from sage.targets import Target, load_target
     from sage.trees import POLICIES, policy
 
-_HOME = {
-    "POLICIES": "sage.trees",
-    "Chat": "sage.chat",
-    "Output": "sage.generation",
-    "Pruning": "sage.drafts",
-    "Sampling": "sage.sampling",
-    "Target": "sage.targets",
-    "generate": "sage.generation",
-    "load_draft": "sage.drafts",
-    "load_target": "sage.targets",
-    "new_draft": "sage.drafts",
-    "policy": "sage.trees",
-    "stream": "sage.generation",
+_NAMES = {
+    "sage.chat": ["Chat"],
+    "sage.drafts.loading": ["load_draft", "new_draft"],
+    "sage.drafts.pruning": ["Pruning"],
+    "sage.generation": ["Output", "generate", "stream"],
+    "sage.sampling": ["Sampling"],
+    "sage.targets": ["Target", "load_target"],
+    "sage.trees": ["POLICIES", "policy"],
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
+
+__all__ = [*_HOME, "trees"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "trees":
-        return import_module("sage.trees")
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module 'sage' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
-
-
-__all__ = [
-    "POLICIES",
-    "Chat",
-    "Output",
-    "Pruning",
-    "Sampling",
-    "Target",
-    "generate",
-    "load_draft",
-    "load_target",
-    "new_draft",
-    "policy",
-    "stream",
-    "trees",
-]
+    return import_module("sage.trees") if name == "trees" else getattr(import_module(_HOME[name]), name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sage.drafts import Draft
+from sage.drafts.loading import Draft
 from sage.generation import Generation, Output, start
 from sage.prefix import CachedPrefix
 from sage.targets import Target

@@ -13,7 +13,8 @@ from torch import Tensor
 from sage.costs.measure import measure_costs
 from sage.costs.timing import Clock
 from sage.decoder import Request, Round, decode
-from sage.drafts import KEEP_ALL, Draft, Pruning, check_draft, new_session
+from sage.drafts.loading import Draft, check_draft, new_session
+from sage.drafts.pruning import KEEP_ALL, Pruning
 from sage.host_tensors import CPU, long_tensor
 from sage.prefix import CachedPrefix
 from sage.sampling import Sampling, TargetSampler

@@ -24,7 +24,7 @@ from checkpoints.export.target_facts import EMBEDDING, TargetFacts, read_target_
 from checkpoints.export.validator.findings import CheckResult, InvalidExport
 from checkpoints.export.validator.validator import check_folder
 from checkpoints.export.weight_files import CONFIG, WEIGHTS
-from sage.drafts import DraftHead
+from sage.drafts.head import DraftHead
 from sage.dtypes import dtype_name
 from sage.files import write_json, write_text
 

@@ -32,7 +32,7 @@ from checkpoints.export.formats.speculators import eagle3_name
 from checkpoints.export.target_facts import EMBEDDING, TargetFacts, read_target_embedding
 from checkpoints.export.validator.tensor_checks import check_vocabulary_maps
 from checkpoints.export.weight_files import CONFIG, Weights
-from sage.drafts import Eagle3Config, Eagle3Draft
+from sage.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from sage.files import read_json, write_json
 from sage.manifest import refuse_corrupt_draft
 from sage.model_files import read_config

@@ -20,7 +20,9 @@ from checkpoints.export.importer import read_eagle3
 from checkpoints.export.target_facts import TargetFacts
 from checkpoints.export.validator.findings import InvalidExport
 from checkpoints.export.weight_files import Weights
-from sage.drafts import DraftHead, Eagle3Draft, EagleConfig, EagleDraft
+from sage.drafts.eagle import EagleConfig, EagleDraft
+from sage.drafts.eagle3 import Eagle3Draft
+from sage.drafts.head import DraftHead
 from sage.model_files import read_config
 
 BATCH, TOKENS, SEED = 2, 7, 0

@@ -21,7 +21,7 @@ from checkpoints.run_folder import (
     run_of,
 )
 from checkpoints.run_folder import CONFIG as RUN_CONFIG
-from sage.drafts import DraftHead
+from sage.drafts.head import DraftHead
 from sage.drafts.registry import head_kind
 from sage.files import read_json
 from sage.manifest import refuse_corrupt_draft

@@ -26,7 +26,9 @@ from sage.bench.shapes import Shape, random_target
 from sage.bench.tables import text_table
 from sage.costs.measure import draft_level, empty_cache, verify_pass
 from sage.costs.timing import interleaved_s
-from sage.drafts import EagleDraft, EagleSession, new_draft
+from sage.drafts.eagle import EagleDraft
+from sage.drafts.loading import new_draft
+from sage.drafts.session import EagleSession
 from sage.dtypes import dtype_name
 from sage.targets import Target
 

@@ -24,8 +24,8 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 import sage
 from sage.bench.report_table import TARGET_PREFILL_PHASES
 from sage.costs.timing import PHASES, now_s
-from sage.drafts import KEEP_ALL, Pruning
 from sage.drafts.model import ModelDraft, check_pair
+from sage.drafts.pruning import KEEP_ALL, Pruning
 from sage.sampling import Sampling
 from sage.trees.names import AUTOREGRESSIVE
 

@@ -11,6 +11,7 @@ Shapes: B batch, T tokens, D hidden.
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -38,56 +39,38 @@ class EagleConfig(PreTrainedConfig):
     """
 
     model_type = "sage_eagle"
-    compressor = None  # this field and the next are written to config.json only if set
-    scaled_rope = None
 
-    def __init__(
-        self,
-        *,
-        hidden_size: int = 192,
-        intermediate_size: int = 512,
-        num_attention_heads: int = 6,
-        num_key_value_heads: int = 2,
-        head_dim: int = 32,
-        vocab_size: int = 1024,
-        max_position_embeddings: int = 32768,
-        rms_norm_eps: float = 1e-6,
-        hidden_act: str = "silu",
-        rope_theta: float = 1e6,
-        mrope_section: list[int] | None = None,
-        scaled_rope: dict[str, Any] | None = None,
-        initializer_range: float = 0.02,
-        input_norm: bool = True,
-        image_inputs: str = "embed",
-        compressor: dict[str, Any] | None = None,
-        target: dict[str, Any] | None = None,
-        target_path: str | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self.hidden_size = hidden_size
-        self.intermediate_size = intermediate_size
-        self.num_attention_heads = num_attention_heads
-        self.num_key_value_heads = num_key_value_heads
-        self.head_dim = head_dim
-        self.vocab_size = vocab_size
-        self.max_position_embeddings = max_position_embeddings
-        self.rms_norm_eps = rms_norm_eps
-        self.hidden_act = hidden_act
-        self.rope_theta = rope_theta
-        self.mrope_section = mrope_section
-        if scaled_rope is not None:
-            self.scaled_rope = scaled_rope
-        self.initializer_range = initializer_range
-        self.input_norm = input_norm
-        if image_inputs not in tuple(ImageInputs):
-            raise ValueError(f"draft.image_inputs: {image_inputs!r} is not one of {', '.join(ImageInputs)}")
-        self.image_inputs = str(image_inputs)
-        if compressor is not None:
-            check_compressor(compressor)
-            self.compressor = compressor
-        self.target = target or {}
-        self.target_path = target_path
-        super().__init__(**kwargs)
+    hidden_size: int = 192
+    intermediate_size: int = 512
+    num_attention_heads: int = 6
+    num_key_value_heads: int = 2
+    head_dim: int = 32
+    vocab_size: int = 1024
+    max_position_embeddings: int = 32768
+    rms_norm_eps: float = 1e-6
+    hidden_act: str = "silu"
+    rope_theta: float = 1e6
+    mrope_section: list[int] | None = None
+    scaled_rope: dict[str, Any] | None = None
+    initializer_range: float = 0.02
+    input_norm: bool = True
+    image_inputs: str = "embed"
+    compressor: dict[str, Any] | None = None
+    target: dict[str, Any] = field(default_factory=dict)
+    target_path: str | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.image_inputs not in tuple(ImageInputs):
+            raise ValueError(f"draft.image_inputs: {self.image_inputs!r} is not one of {', '.join(ImageInputs)}")
+        self.image_inputs = str(self.image_inputs)
+        if self.compressor is not None:
+            check_compressor(self.compressor)
+        super().__post_init__(**kwargs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the content of config.json, where `compressor` and `scaled_rope` are written only if set."""
+        unset = {name for name in ("compressor", "scaled_rope") if getattr(self, name) is None}
+        return {name: value for name, value in super().to_dict().items() if name not in unset}
 
 
 class EagleDraft(DraftHead):

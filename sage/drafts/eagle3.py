@@ -10,6 +10,7 @@ Shapes: B batch, T tokens, D hidden, A feature levels, V target vocabulary, U dr
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -46,18 +47,13 @@ class Eagle3Config(EagleConfig):
 
     model_type = "sage_eagle3"
 
-    def __init__(
-        self,
-        *,
-        feature_levels: list[int] | None = None,
-        draft_vocab_size: int | None = None,
-        norm_before_residual: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(**kwargs)
-        self.norm_before_residual = norm_before_residual
-        self.feature_levels = feature_levels or [2, 6, 9]
-        self.draft_vocab_size = draft_vocab_size or self.vocab_size
+    feature_levels: list[int] = field(default_factory=lambda: [2, 6, 9])
+    draft_vocab_size: int | None = None
+    norm_before_residual: bool = False
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.draft_vocab_size = self.draft_vocab_size or self.vocab_size
+        super().__post_init__(**kwargs)
 
 
 class Eagle3Layer(nn.Module):

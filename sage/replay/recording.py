@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from sage.drafts import Draft, DraftSession
+from sage.drafts.loading import Draft
+from sage.drafts.session import DraftSession
 from sage.generation import Generation, start
 from sage.host_tensors import Tokens
 from sage.targets import Features, Prompt, Target

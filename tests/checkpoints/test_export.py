@@ -70,7 +70,7 @@ class TestEagle3:
     def test_default_levels_are_not_written(self) -> None:
         from checkpoints.export.formats.eagle3 import eagle3_config
         from checkpoints.export.target_facts import TargetFacts
-        from sage.drafts import Eagle3Config
+        from sage.drafts.eagle3 import Eagle3Config
 
         fingerprint = {"model_type": "qwen2_5_vl", "hidden_size": 192, "vocab_size": 1024, "num_layers": 28}
         for levels, is_default in (([2, 14, 25], True), ([1, 14, 25], False)):

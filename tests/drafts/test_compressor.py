@@ -23,10 +23,10 @@ from support.models import EOS, make_llava, make_qwen
 from torch import Tensor
 
 import sage
-from sage.drafts import new_session
 from sage.drafts.compressor.compressor import Compressor, Single, check_compressor, gumbel
 from sage.drafts.compressor.operators import Prune
 from sage.drafts.compressor.spans import HeadInput
+from sage.drafts.loading import new_session
 from sage.targets import Features, Prompt
 from train.distill.pairs import Pairs
 from train.distill.teacher import Teacher

@@ -15,9 +15,10 @@ from support.models import in_float64, make_inputs, random_draft
 
 import sage
 from sage import cli
-from sage.drafts import Eagle3Draft, ModelDraft, new_session, open_draft
-from sage.drafts.eagle3 import default_levels
+from sage.drafts.eagle3 import Eagle3Draft, default_levels
 from sage.drafts.layer import fuse_linears
+from sage.drafts.loading import new_session, open_draft
+from sage.drafts.model import ModelDraft
 
 
 def test_unroll_equals_step_by_step(tiny_target: sage.Target) -> None:

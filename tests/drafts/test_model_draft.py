@@ -11,8 +11,7 @@ from support.models import in_float64, make_inputs, make_llava, make_qwen, rando
 from transformers import PreTrainedTokenizerFast
 
 import sage
-from sage.drafts import ModelDraft
-from sage.drafts.model import ModelSession
+from sage.drafts.model import ModelDraft, ModelSession
 from sage.drafts.pruning import two_stage_indices, uniform_indices
 
 LENGTH = 24

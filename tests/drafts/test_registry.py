@@ -20,7 +20,7 @@ from support.train_helpers import environment
 import sage
 from checkpoints.export.source import load_trained
 from checkpoints.inspect import inspect_folder
-from sage.drafts import EagleConfig, EagleDraft
+from sage.drafts.eagle import EagleConfig, EagleDraft
 from sage.drafts.options import EagleOptions
 from sage.drafts.registry import KINDS, DraftKind, StudentKind
 from train.config.checks import check

@@ -15,7 +15,7 @@ from support.models import in_float64, make_inputs, make_llava, make_qwen, rando
 import sage
 from checkpoints.export.importer import read_eagle3
 from checkpoints.export.target_facts import TargetFacts
-from sage.drafts import EagleConfig
+from sage.drafts.eagle import EagleConfig
 from sage.drafts.rope import Rope
 
 SCALED: dict[str, dict[str, Any]] = {

@@ -8,13 +8,13 @@ from support.models import in_float64, make_inputs, random_draft
 from torch import Tensor, nn
 
 import sage
-from sage.drafts import new_session
+from sage.drafts.loading import new_session
 from sage.drafts.unroll import Chains
 
 STEPS = 4
 
 
-def head(target: sage.Target, kind: str) -> sage.drafts.DraftHead:
+def head(target: sage.Target, kind: str) -> sage.drafts.head.DraftHead:
     options = {"feature_levels": [1, 2, 3]} if kind == "eagle3" else {}
     return random_draft(target, kind, seed=3, **options)
 
@@ -135,6 +135,6 @@ def test_negative_control_later_keys_are_masked(tiny_qwen: sage.Target) -> None:
 def test_heads_share_one_forward() -> None:
     from sage.drafts.head import DraftHead
 
-    for kind in (sage.drafts.EagleDraft, sage.drafts.Eagle3Draft):
+    for kind in (sage.drafts.eagle.EagleDraft, sage.drafts.eagle3.Eagle3Draft):
         assert issubclass(kind, DraftHead) and kind.forward is DraftHead.forward and kind.unroll is DraftHead.unroll
         assert issubclass(kind, nn.Module)

@@ -36,8 +36,7 @@ from transformers.utils import logging as transformers_logging
 
 import sage
 from checkpoints.export import ExportOptions, TargetFacts, check_folder, export, read_eagle3
-from sage.drafts import Eagle3Config, Eagle3Draft
-from sage.drafts.eagle3 import default_levels
+from sage.drafts.eagle3 import Eagle3Config, Eagle3Draft, default_levels
 
 ROOT = Path(__file__).resolve().parents[2]
 POCKET = ROOT / "data_prep" / "pocket" / "targets"

@@ -10,7 +10,7 @@ from support.models import EOS, IMAGE_TOKEN, VIDEO_TOKEN, random_draft
 from torch import Tensor
 
 import sage
-from sage.drafts import DraftHead
+from sage.drafts.head import DraftHead
 from sage.inputs.processing import Processor
 
 COMPRESSORS: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ import sage
 from checkpoints.export import ExportOptions, ExportResult, export
 from checkpoints.export.formats.layout import Flavour
 from checkpoints.store import StateStore
-from sage.drafts import DraftHead
+from sage.drafts.head import DraftHead
 from sage.manifest import write_manifest
 
 LEVELS = [0, 1, 2]  # the tiny targets have three layers, too few for the engines' default

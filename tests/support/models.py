@@ -13,7 +13,7 @@ from transformers import (
 )
 
 import sage
-from sage.drafts import DraftSession
+from sage.drafts.session import DraftSession
 from sage.host_tensors import Tokens
 
 VOCABULARY = 330  # 64 ids for the tests and one per byte

@@ -20,7 +20,7 @@ import sage
 from sage.costs.tables import Costs, Curve
 from sage.costs.timing import RoundTimes
 from sage.decoder import Request, draft_tree
-from sage.drafts import DraftSession
+from sage.drafts.session import DraftSession
 from sage.host_tensors import Tokens
 from sage.sampling import Sampling, TargetSampler
 from sage.stopping_rules import StopCriterion

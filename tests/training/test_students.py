@@ -17,7 +17,8 @@ from support.train_helpers import command, single_process, train_quickly
 
 import sage
 from data_prep.dataset.vocabulary import most_frequent
-from sage.drafts import Eagle3Draft, ModelDraft, shallow_model
+from sage.drafts.eagle3 import Eagle3Draft
+from sage.drafts.model import ModelDraft, shallow_model
 from train.config.hydra_app import compose
 from train.config.schema import Config, ObjectiveConfig
 from train.distill.build import end_tokens

@@ -16,7 +16,8 @@ from torch import Tensor
 
 import sage
 from data_prep.dataset.vocabulary import count_tokens, most_frequent
-from sage.drafts import Draft, ModelDraft, open_draft
+from sage.drafts.loading import Draft, open_draft
+from sage.drafts.model import ModelDraft
 from sage.drafts.options import ModelOptions, TrainedPart
 from sage.drafts.registry import KINDS, StudentKind
 from train.config.draft import CompressorConfig, CompressorKind, DraftConfig

@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sage.drafts import Draft, DraftHead, ModelDraft
+from sage.drafts.head import DraftHead
+from sage.drafts.loading import Draft
+from sage.drafts.model import ModelDraft
 from sage.drafts.registry import KINDS
 from train.distill.objective import DraftOutput, Objective
 from train.distill.pairs import Pairs, with_noise

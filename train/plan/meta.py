@@ -18,7 +18,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig
 
 import sage
-from sage.drafts import Draft, DraftHead, ModelDraft
+from sage.drafts.head import DraftHead
+from sage.drafts.loading import Draft
+from sage.drafts.model import ModelDraft
 from sage.drafts.registry import head_kind
 from sage.hub import require_hub
 from sage.model_files import read_config

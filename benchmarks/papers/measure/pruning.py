@@ -11,7 +11,7 @@ from benchmarks.papers.lab import Lab
 from benchmarks.papers.measure.comparison import compare, visual_figures
 from benchmarks.papers.measure.tuning import tuned_options
 from sage.bench.runners import PolicyRunner
-from sage.drafts import Pruning
+from sage.drafts.pruning import Pruning
 
 POLICY = "sage"
 
