@@ -16,46 +16,33 @@ GREEN, RESET, DIM = "\x1b[32m", "\x1b[0m", "\x1b[2m"
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(prog="sage-generate", description=__doc__)
-    parser.add_argument("--target", help="folder or hub id of the target; default: the one the draft was trained for")
-    parser.add_argument(
-        "--draft", help="folder of the draft, for example runs/demo/draft; not needed for --policy autoregressive"
-    )
-    parser.add_argument("--image", action="append", default=[], help="path or URL of an image; can be repeated")
-    parser.add_argument("--video", action="append", default=[], help="video file or folder of frames; can be repeated")
-    parser.add_argument("--prompt", required=True, help="text of the prompt")
-    parser.add_argument("--policy", default="sage", help=f"tree policy, one of {', '.join(POLICIES)} (default: %(default)s)")
-    parser.add_argument(
-        "--max-new-tokens", type=int, default=256, help="maximum number of generated tokens (default: %(default)s)"
-    )
-    parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature; 0 = greedy decoding (default)")
-    parser.add_argument("--top-k", type=int, default=0, help="sample from the k most likely tokens; 0 = all (default)")
-    parser.add_argument(
-        "--top-p", type=float, default=1.0, help="nucleus sampling: total probability of the tokens to sample from"
-    )
-    parser.add_argument(
-        "--min-p", type=float, default=0.0, help="minimum probability, relative to that of the most likely token"
-    )
-    parser.add_argument(
-        "--repetition-penalty", type=float, default=1.0, help="penalty of tokens that occurred before; 1 = none (default)"
-    )
-    parser.add_argument("--min-new-tokens", type=int, default=0, help="minimum number of generated tokens")
-    parser.add_argument("--stop", action="append", default=[], help="stop string; can be repeated")
-    parser.add_argument("--bad-words", action="append", default=[], help="text that is never generated; can be repeated")
-    parser.add_argument(
-        "--prune", type=float, default=0.0, help="fraction of the visual tokens that are removed from the draft's input"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--target", help="folder or hub id of the target; default: the one the draft was trained for")
+    add("--draft", help="folder of the draft, for example runs/demo/draft; not needed for --policy autoregressive")
+    add("--image", action="append", default=[], help="path or URL of an image; can be repeated")
+    add("--video", action="append", default=[], help="video file or folder of frames; can be repeated")
+    add("--prompt", required=True, help="text of the prompt")
+    add("--policy", default="sage", help=f"tree policy, one of {', '.join(POLICIES)} (default: %(default)s)")
+    add("--max-new-tokens", type=int, default=256, help="maximum number of generated tokens (default: %(default)s)")
+    add("--temperature", type=float, default=0.0, help="sampling temperature; 0 = greedy decoding (default)")
+    add("--top-k", type=int, default=0, help="sample from the k most likely tokens; 0 = all (default)")
+    add("--top-p", type=float, default=1.0, help="nucleus sampling: total probability of the tokens to sample from")
+    add("--min-p", type=float, default=0.0, help="minimum probability, relative to that of the most likely token")
+    add("--repetition-penalty", type=float, default=1.0, help="penalty of tokens that occurred before; 1 = none (default)")
+    add("--min-new-tokens", type=int, default=0, help="minimum number of generated tokens")
+    add("--stop", action="append", default=[], help="stop string; can be repeated")
+    add("--bad-words", action="append", default=[], help="text that is never generated; can be repeated")
+    add("--prune", type=float, default=0.0, help="fraction of the visual tokens that are removed from the draft's input")
+    add(
         "--prune-method",
         default="attention",
         help="how visual tokens are selected: attention, uniform or random (default: %(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling noise (default: %(default)s)")
-    parser.add_argument("--device", default="cpu", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
-    parser.add_argument(
-        "--dtype", default="float32", choices=tuple(SHORT_NAMES), help="dtype of target and draft (default: %(default)s)"
-    )
-    parser.add_argument("--explain", action="store_true", help="print the tree and the policy's decision of every round")
-    parser.add_argument("--show-drafted", action="store_true", help="print accepted draft tokens in green")
+    add("--seed", type=int, default=0, help="seed of the sampling noise (default: %(default)s)")
+    add("--device", default="cpu", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
+    add("--dtype", default="float32", choices=tuple(SHORT_NAMES), help="dtype of target and draft (default: %(default)s)")
+    add("--explain", action="store_true", help="print the tree and the policy's decision of every round")
+    add("--show-drafted", action="store_true", help="print accepted draft tokens in green")
     return parser.parse_args(argv)
 
 

@@ -57,13 +57,7 @@ class TreeCache(Cache):
     """
 
     def __init__(
-        self,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        capacity: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        self, num_layers: int, num_kv_heads: int, head_dim: int, capacity: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         self.storage = torch.empty(num_layers, 2, 1, num_kv_heads, capacity, head_dim, dtype=dtype, device=device)
         super().__init__(layers=[_Layer(layer[0], layer[1]) for layer in self.storage])

@@ -170,12 +170,7 @@ class DraftHead(PreTrainedModel):
         return shortened
 
     def unroll(
-        self,
-        embeds_next: Tensor,
-        features: Tensor,
-        position_ids: Tensor,
-        steps: int = 1,
-        weight: Tensor | None = None,
+        self, embeds_next: Tensor, features: Tensor, position_ids: Tensor, steps: int = 1, weight: Tensor | None = None
     ) -> list[Tensor]:
         """Drafts `steps` tokens ahead of every position in parallel, each step from the output of the previous one.
 

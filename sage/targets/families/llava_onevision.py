@@ -75,10 +75,7 @@ class LlavaOnevision(Family):
         features = {}
         if inputs.get("pixel_values") is not None:
             out = model.model.get_image_features(
-                inputs["pixel_values"],
-                inputs["image_sizes"],
-                batch_num_images=inputs.get("batch_num_images"),
-                return_dict=True,
+                inputs["pixel_values"], inputs["image_sizes"], batch_num_images=inputs.get("batch_num_images"), return_dict=True
             )
             features[self.placeholder_ids["image"]] = torch.cat(tuple(out.pooler_output))
         if inputs.get("pixel_values_videos") is not None:
