@@ -29,10 +29,11 @@ SPEAKERS = {
     "assistant": "assistant",
     "system": "system",
 }
+Roots = str | tuple[str, ...]
 PLACEHOLDER = re.compile(r"\n?<(image|video)>\n?")
 
 
-def llava_messages(row: Row, media_root: str, is_text: bool = False) -> list[Message]:
+def llava_messages(row: Row, media_root: Roots, is_text: bool = False) -> list[Message]:
     """Returns the turns as messages, with images and videos in place of their placeholders.
 
     Args:
@@ -68,8 +69,9 @@ def place_media(text: str, media: dict[str, list[Any]]) -> list[Part]:
     return parts + text_part(text[position:])
 
 
-def media_list(value: Any, media_root: str) -> list[Any]:
-    """Returns one or several images or videos as a list; relative paths start from `media_root`."""
+def media_list(value: Any, media_root: Roots) -> list[Any]:
+    """Returns one or several images or videos as a list; relative paths start from `media_root`, of
+    several the first that contains the file."""
     values = [] if value is None or value == "" else value if isinstance(value, list) else [value]
     return [_rooted(item, media_root) for item in values]
 
@@ -78,7 +80,7 @@ def check_all_placed(media: dict[str, list[Any]]) -> None:
     """Raises ValueError if there are more entries than placeholders."""
     for kind, left in media.items():
         if left:
-            raise ValueError(f"{len(left)} {kind}(s) more than placeholders")
+            raise ValueError(f"{len(left)} {kind}(s) more than placeholders; write <{kind}> in the question")
 
 
 def text_part(text: str) -> list[Part]:
@@ -86,9 +88,24 @@ def text_part(text: str) -> list[Part]:
     return [{"type": "text", "text": text}] if text else []
 
 
-def _rooted(item: Any, media_root: str) -> Any:
-    is_path = isinstance(item, str) and not item.startswith(("data:", "http://", "https://"))
-    return os.path.join(media_root, item) if is_path else item
+def media_roots(config: SourceConfig, path: str) -> Roots:
+    """Returns the folders that relative paths start from: `media_root` first, then the folder of the data file."""
+    folder = os.path.dirname(path)
+    return (os.path.expanduser(config.media_root), folder) if config.media_root else folder
+
+
+def _rooted(item: Any, media_root: Roots) -> Any:
+    if not isinstance(item, str) or not item.strip() or item.startswith(("data:", "http://", "https://")):
+        return item
+    roots = (media_root,) if isinstance(media_root, str) else media_root
+    paths = [os.path.join(root, item) for root in roots]
+    if len(roots) == 1 or os.path.isabs(item):
+        return paths[0]
+    found = next((path for path in paths if os.path.exists(path)), None)
+    if found is None:
+        tried = " and ".join(paths)
+        raise ValueError(f"image {item}: no such file; tried {tried}; set data.media_root, or give absolute paths")
+    return found
 
 
 def _turn(turn: Any, index: int, media: dict[str, list[Any]] | None) -> Message:
@@ -104,6 +121,6 @@ def _turn(turn: Any, index: int, media: dict[str, list[Any]] | None) -> Message:
 def open_source(label: str, config: SourceConfig, split: Split, cache_dir: str) -> Source:
     """Opens one JSON or JSON-lines file."""
     path = require_path(label, config.path, "the JSON file with the conversations")
-    root = config.media_root or os.path.dirname(path)
+    root = media_roots(config, path)
     is_text = config.kind == "sharegpt"
     return RowSource(JsonRows(path, cache_dir), partial(llava_messages, media_root=root, is_text=is_text), (root, is_text))

@@ -7,7 +7,6 @@ without a file, and an <image> or <video> placeholder in a user's text, takes th
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ from data_prep.config import SourceConfig
 from data_prep.conversation import MEDIA, MEDIA_KEYS, Message, Part
 from data_prep.sources.base import Source
 from data_prep.sources.json_rows import JsonRows
-from data_prep.sources.llava_json import check_all_placed, media_list, place_media
+from data_prep.sources.llava_json import Roots, check_all_placed, media_list, media_roots, place_media
 from data_prep.sources.rows import Row, RowSource, require_path
 from data_prep.splits import Split
 from sage.inputs.video import TIME_KEYS
@@ -23,7 +22,7 @@ from sage.inputs.video import TIME_KEYS
 URL_TYPES = {"image_url": "image", "video_url": "video"}
 
 
-def chat_messages(row: Row, media_root: str, key: str = "messages") -> list[Message]:
+def chat_messages(row: Row, media_root: Roots, key: str = "messages") -> list[Message]:
     """Returns the row's messages; relative image and video paths start from `media_root`.
 
     Raises:
@@ -38,7 +37,7 @@ def chat_messages(row: Row, media_root: str, key: str = "messages") -> list[Mess
     return found
 
 
-def _message(message: Any, index: int, media: dict[str, list[Any]], media_root: str) -> Message:
+def _message(message: Any, index: int, media: dict[str, list[Any]], media_root: Roots) -> Message:
     if not isinstance(message, dict) or "role" not in message:
         raise ValueError(f"message {index}: not a {{role, content}} object")
     content = message.get("content")
@@ -50,7 +49,7 @@ def _message(message: Any, index: int, media: dict[str, list[Any]], media_root: 
     return {"role": message["role"], "content": content}
 
 
-def _part(part: Any, index: int, media: dict[str, list[Any]], media_root: str) -> Part:
+def _part(part: Any, index: int, media: dict[str, list[Any]], media_root: Roots) -> Part:
     if not isinstance(part, dict):
         raise ValueError(f"message {index}: a part that is {type(part).__name__}, not an object")
     kind = URL_TYPES.get(part.get("type", ""), part.get("type"))
@@ -75,5 +74,5 @@ def _part(part: Any, index: int, media: dict[str, list[Any]], media_root: str) -
 def open_source(label: str, config: SourceConfig, split: Split, cache_dir: str) -> Source:
     """Opens one JSON-lines (or JSON array) file."""
     path = require_path(label, config.path, "the .jsonl file with the messages")
-    root = config.media_root or os.path.dirname(path)
+    root = media_roots(config, path)
     return RowSource(JsonRows(path, cache_dir), partial(chat_messages, media_root=root), root)

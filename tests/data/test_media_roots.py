@@ -1,0 +1,46 @@
+"""Images by absolute path, relative to `media_root` and relative to the file, in `messages` and LLaVA's format."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support.data_helpers import save_images
+from support.messages import refused
+
+from data_prep.config import SourceConfig
+from data_prep.conversation import BadItem
+from data_prep.sources import open_source
+from data_prep.splits import Split
+
+
+def write_row(path: Path, kind: str, image: str) -> SourceConfig:
+    question, answer = "<image>What?", "Red."
+    if kind == "messages":
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        path.write_text(json.dumps({"messages": turns, "images": [image]}) + "\n")
+    else:
+        turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+        path.write_text(json.dumps([{"image": image, "conversations": turns}]))
+    return SourceConfig(kind=kind, path=str(path))
+
+
+@pytest.mark.parametrize("kind", ["messages", "llava_json"])
+@pytest.mark.parametrize(
+    ("place", "has_root"), [("file", False), ("file", True), ("root", True), ("absolute", False), ("absolute", True)]
+)
+def test_images_are_found(tmp_path: Path, kind: str, place: str, has_root: bool) -> None:
+    (tmp_path / "pictures").mkdir()
+    save_images(tmp_path / "pictures" if place == "root" else tmp_path, "a.png")
+    image = str(tmp_path / "a.png") if place == "absolute" else "a.png"
+    config = write_row(tmp_path / ("rows.jsonl" if kind == "messages" else "rows.json"), kind, image)
+    config.media_root = str(tmp_path / "pictures") if has_root else ""
+    found = open_source("it", config, Split.train, str(tmp_path / "cache")).example(0)
+    assert Path(found.messages[0]["content"][0]["image"]).is_file()
+
+
+@pytest.mark.parametrize("kind", ["messages", "llava_json"])
+def test_missing_image_names_what_was_tried(tmp_path: Path, kind: str) -> None:
+    config = write_row(tmp_path / ("rows.jsonl" if kind == "messages" else "rows.json"), kind, "gone.png")
+    config.media_root = str(tmp_path / "pictures")
+    with refused("gone.png", "pictures/gone.png", "data.media_root", error=BadItem):
+        open_source("it", config, Split.train, str(tmp_path / "cache")).example(0)
