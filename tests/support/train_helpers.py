@@ -83,7 +83,8 @@ def make_target(where: Path, family: str = "qwen2_5_vl", layers: int = 2) -> Pat
 def command(target: Path, run: Path, *overrides: str) -> list[str]:
     """The arguments of a short training run."""
     where = [f"target.path={target}", "target.dtype=fp32", f"run.dir={run}", f"data.cache_dir={run.parent}/cache"]
-    return [*SMALL, *where, *overrides]
+    has_kind = any(override.startswith(("draft=", "experiment=")) for override in overrides)
+    return [*SMALL, *([] if has_kind else ["draft=eagle"]), *where, *overrides]
 
 
 def train_until_signal(config: Config, ranks: Ranks, step: int, validate: Validate = quick_validation) -> None:

@@ -20,7 +20,7 @@ from sage.bench.runners import AUTOREGRESSIVE, BASELINES
 from sage.drafts.registry import KINDS as DRAFT_KINDS
 from sage.trees import POLICIES, policy_class
 from sage.trees.options import defaults
-from train.cli.train import train
+from train.cli.train import main, train
 from train.config import hydra_app
 from train.config.checks import check, check_batch
 from train.config.hydra_app import compose, run_app
@@ -475,3 +475,40 @@ def test_rank_0_alone_reports(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     monkeypatch.setenv("RANK", "1")
     assert not is_main_rank() and hydra_app.report(ConfigError("seed=-1"), Config, is_main_rank()) == 2
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lr", "batch"),
+    [
+        (["target=pocket_qwen2_5_vl"], 8e-3, 16),
+        (["target=qwen2_5_vl_7b"], 8e-5, 128),
+        (["target=qwen2_5_vl_7b", "optim=adamw_cosine", "optim.lr=1e-3"], 1e-3, 128),
+        (["target.path=Own/Model"], 8e-5, 128),  # a hub id: its width is unknown
+        (["experiment=demo"], 8e-3, 16),
+        (["experiment=specvlm", "target=qwen2_5_vl_72b"], 8e-5, 128),
+    ],
+)
+def test_training_defaults_suit_the_target(overrides: list[str], lr: float, batch: int) -> None:
+    config = compose("config", overrides, Config)
+    assert (config.optim.lr, config.train.global_batch_size) == (lr, batch)
+
+
+def test_learning_rate_of_an_own_target_follows_its_width(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"text_config": {"hidden_size": 1792}}')
+    assert compose("config", [f"target.path={tmp_path}"], Config).optim.lr == 1.6e-4
+
+
+def test_kinds_of_draft_by_default() -> None:
+    kinds = [compose("config", words, Config).draft.kind for words in ([], ["experiment=demo"], ["experiment=specvlm"])]
+    assert kinds == ["eagle3", "eagle", "eagle"]
+
+
+def test_sage_train_without_arguments_says_what_to_choose(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], in_empty_folder: Path
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["sage-train"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2 and not list(in_empty_folder.iterdir())
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 4 and all("sage-train" in line for line in lines[1:])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 
-from sage.cli import EXIT_DONE
+from sage.cli import EXIT_DONE, EXIT_USER
 from train.config.checks import check
 from train.config.hydra_app import configure_logging, run_app
 from train.config.overrides import given_keys
@@ -15,10 +15,19 @@ from train.launch import cluster_env
 from train.report.compare import SweepComparison
 
 logger = logging.getLogger(__name__)
+NOTHING_CHOSEN = """\
+error: no target and no data are given; choose one of
+  sage-train experiment=demo                                                   the demonstration, minutes on two cores
+  sage-train target=pocket_qwen2_5_vl|qwen2_5_vl_7b data=messages data.path=FILE   your own data
+  sage-train --help                                                            every choice and key"""
 
 
 def main() -> None:
     """Entry point of the console script."""
+    if not [word for word in sys.argv[1:] if word != "--debug"]:
+        if cluster_env.is_main_rank():
+            print(NOTHING_CHOSEN, file=sys.stderr)
+        sys.exit(EXIT_USER)
     sys.exit(run_app("config", Config, train, cluster_env.is_main_rank, SweepComparison()))
 
 

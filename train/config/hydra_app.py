@@ -31,7 +31,7 @@ from train.config.run_name import run_name
 from train.config.schema import ConfigError
 from train.config.store import config_dir, register
 from train.config.sweep import SweepScore
-from train.config.target_path import target_dtype, target_name, with_choice
+from train.config.target_path import lr_for_width, target_dtype, target_name, with_choice
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 NOTHING_SAVED = "stopped before anything was saved"
@@ -264,6 +264,7 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver("run_name", run_name, replace=True)
     OmegaConf.register_new_resolver("target_name", target_name, replace=True)
     OmegaConf.register_new_resolver("target_dtype", target_dtype, replace=True)
+    OmegaConf.register_new_resolver("lr_for_width", lr_for_width, replace=True)
 
 
 def configure_logging(debug: bool, is_main: bool = True) -> None:

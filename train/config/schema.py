@@ -112,13 +112,23 @@ class LaunchConfig:
 
 
 @dataclass(kw_only=True)
+class TargetRecipe:
+    """Defaults of `optim.lr`, `train.global_batch_size` and `train.micro_batch_size` that suit the target's width."""
+
+    lr: float | None = None
+    global_batch_size: int | None = None
+    micro_batch_size: int | None = None
+
+
+@dataclass(kw_only=True)
 class TargetConfig:
-    """The frozen vision-language model: a local folder or a hub id."""
+    """The frozen vision-language model: a local folder or a hub id; `recipe` has the training defaults for it."""
 
     name: str = MISSING
     path: str = MISSING
     revision: str | None = None
     dtype: Precision = MISSING
+    recipe: TargetRecipe = field(default_factory=TargetRecipe)
 
 
 @dataclass(kw_only=True)

@@ -258,5 +258,6 @@ def _log_run(config: Config, ranks: Ranks, inputs: RunInputs, steps: int, accumu
     target = Path(config.target.path).name
     logger.info("%s: %s draft, %s parameters to train, for %s", config.run.dir, config.draft.kind, size, target)
     logger.info("%d steps of %d = %s, ZeRO %d", steps, config.train.global_batch_size, split, config.deepspeed.stage)
+    logger.info("learning rate %g, %s", config.optim.lr, config.optim.schedule)
     logger.info("%s", serving_line(inputs.student.draft, inputs.target.model.config))
     logger.info("%s on %s, %d held-out prompts", config.train.precision, ranks.device.type, inputs.shard.num_turns)
