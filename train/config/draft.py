@@ -1,7 +1,4 @@
-"""The `draft` group of a run's configuration: schemas of the kinds of draft and of their visual compressors.
-
-Does not own: the kinds and their options (sage.drafts.registry).
-"""
+"""The `draft` group of a configuration: schemas of the kinds of draft (`sage.drafts.registry`) and of their compressors."""
 
 from __future__ import annotations
 
@@ -13,19 +10,10 @@ from omegaconf import MISSING
 
 from sage.drafts.registry import KINDS, DraftKind
 
-
-class CompressorKind(StrEnum):
-    """The visual compressor of a draft head's input (see `sage.drafts.compressor.compressor`)."""
-
-    none = "none"
-    prune = "prune"
-    pool = "pool"
-    conv = "conv"
-    resampler = "resampler"
-    text_only = "text_only"
-    weighted = "weighted"
-    concat = "concat"
-    select = "select"
+# The visual compressor of a draft head's input (see `sage.drafts.compressor.compressor`).
+CompressorKind = StrEnum(
+    "CompressorKind", ["none", "prune", "pool", "conv", "resampler", "text_only", "weighted", "concat", "select"]
+)
 
 
 @dataclass(kw_only=True)

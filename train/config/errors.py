@@ -46,11 +46,9 @@ def explain(error: BaseException, schema: type) -> str:
 
 
 def _omegaconf_cause(error: BaseException | None) -> oc.OmegaConfBaseException | None:
-    while error is not None:
-        if isinstance(error, oc.OmegaConfBaseException):
-            return error
+    while error is not None and not isinstance(error, oc.OmegaConfBaseException):
         error = error.__cause__
-    return None
+    return error
 
 
 def _missing_choice(error: MissingConfigException) -> str:
@@ -82,7 +80,7 @@ def _explain_omegaconf(error: oc.OmegaConfBaseException, outer: str, schema: typ
         named = missing.group(1) if missing else _last_quoted(str(error))
         return f"{key}: refers to {named}, which is missing; give {named}=VALUE"
     if isinstance(error, oc.GrammarParseError | oc.InterpolationResolutionError):
-        return f"{key}: {_first_line(error)}"
+        return f"{key}: {str(error).strip().splitlines()[0]}"
     value = re.search(r"Value '(.*?)'(?: of type| \()", str(error)) or re.search(r"Invalid value '(.*?)'", str(error))
     shown = f"={value.group(1)}" if value else ""
     return f"{key}{shown}: wrong type; allowed: {_describe(schema, key)}"
@@ -102,17 +100,14 @@ def unknown_key(key: str, schema: type) -> str:
     known = sorted(set(keys(schema)))
     if key in known:
         group = parent.replace(".", "/")
-        kinds = [kind for (where, kind), part in subschemas().items() if where == group and name in _field_names(part)]
+        parts = [(kind, part) for (where, kind), part in subschemas().items() if where == group]
+        kinds = [kind for kind, part in parts if name in typing.get_type_hints(part)]
         return f"{key}: not a key of the chosen {group}; it belongs to {group}={'|'.join(kinds)}"
     if _kind(schema, parent.split(".")) == dict[str, Any]:
         return f"{key}: not set by any choice, so it has to be added as +{key}=VALUE"
     siblings = [other for other in known if other.rpartition(".")[0] == parent]
     allowed = siblings or sorted({other.split(".")[0] for other in known})
     return f"{key}: unknown key{_did_you_mean(key, known, '')}; allowed: {', '.join(allowed[:MAX_LISTED])}"
-
-
-def _field_names(schema: type) -> set[str]:
-    return {field.name for field in dataclasses.fields(schema)}
 
 
 def refuse_unknown(composed: Any, schema: type, prefix: str = "", root: type | None = None) -> None:
@@ -150,8 +145,7 @@ def _variants(name: str, kind: Any) -> list[type]:
 
 def _describe(schema: type, key: str) -> str:
     """Describes the type of a key."""
-    kind = _kind(schema, re.findall(r"[^.\[\]]+", key))
-    return "any value" if kind is None else _type_name(kind)
+    return _type_name(_kind(schema, re.findall(r"[^.\[\]]+", key)))
 
 
 def _kind(kind: Any, path: list[str]) -> Any:
@@ -160,10 +154,8 @@ def _kind(kind: Any, path: list[str]) -> Any:
         return kind
     if isinstance(kind, types.UnionType):
         kind = next(part for part in typing.get_args(kind) if part is not type(None))
-    if typing.get_origin(kind) is list:
-        return _kind(typing.get_args(kind)[0], path[1:])
-    if typing.get_origin(kind) is dict:
-        return _kind(typing.get_args(kind)[1], path[1:])
+    if typing.get_origin(kind) in (list, dict):
+        return _kind(typing.get_args(kind)[-1], path[1:])
     if not dataclasses.is_dataclass(kind):
         return None
     hint = typing.get_type_hints(kind).get(path[0])
@@ -183,7 +175,7 @@ def _type_name(kind: Any) -> str:
         return "one of " + ", ".join(kind.__members__)
     if dataclasses.is_dataclass(kind):
         return "group with the keys " + ", ".join(field.name for field in dataclasses.fields(kind))
-    names: dict[Any, str] = {bool: "bool (true or false)", type(None): "null"}
+    names: dict[Any, str] = {None: "any value", bool: "bool (true or false)", type(None): "null"}
     return names.get(kind, getattr(kind, "__name__", str(kind)))
 
 
@@ -198,7 +190,3 @@ def _did_you_mean(name: str, known: list[str], prefix: str) -> str:
 def _last_quoted(text: str) -> str:
     found = re.findall(r"[\w.]+", text.splitlines()[0])
     return found[-1] if found else ""
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0]

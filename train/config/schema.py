@@ -1,7 +1,6 @@
-"""The typed configuration of a run. Hydra composes it, and OmegaConf converts it to these dataclasses.
+"""The typed configuration of a run: names, types, and defaults that are the same for every choice of a group.
 
-Owns: names, types, and defaults that are the same for every choice of a group. Does not own: numbers that differ between
-choices (`conf/`), cross-field checks (train.config.checks), the draft group (train.config.draft).
+Does not own: numbers that differ between choices (`conf/`), cross-field checks (train.config.checks).
 """
 
 from __future__ import annotations
@@ -21,63 +20,18 @@ class ConfigError(ValueError):
     """A user's mistake in the configuration: one line with key, value, allowed values and remedy."""
 
 
-class Device(StrEnum):
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class Precision(StrEnum):
-    fp32 = "fp32"
-    bf16 = "bf16"
-
-
-class Schedule(StrEnum):
-    constant = "constant"
-    cosine = "cosine"
-
-
-class Offload(StrEnum):
-    none = "none"
-    cpu = "cpu"
-
-
-class TrackingKind(StrEnum):
-    jsonl = "jsonl"
-    tensorboard = "tensorboard"
-    wandb = "wandb"
-
-
-class WandbMode(StrEnum):
-    online = "online"
-    offline = "offline"
-
-
-class ValidateOn(StrEnum):
-    """Ranks that decode during training: rank 0, all ranks with a part of the prompts, or `auto`: all if each has a GPU."""
-
-    auto = "auto"
-    main = "main"
-    all = "all"
-
-
-class ScoreMetric(StrEnum):
-    """The figure of a validation report that is the score."""
-
-    tokens_per_target_pass = "tokens_per_target_pass"
-    speedup = "speedup"
-
-
+Device = StrEnum("Device", ["auto", "cpu", "cuda"])
+Precision = StrEnum("Precision", ["fp32", "bf16"])
+Schedule = StrEnum("Schedule", ["constant", "cosine"])
+Offload = StrEnum("Offload", ["none", "cpu"])
+TrackingKind = StrEnum("TrackingKind", ["jsonl", "tensorboard", "wandb"])
+WandbMode = StrEnum("WandbMode", ["online", "offline"])
+# Ranks that decode during training: rank 0, all ranks with a part of the prompts, or `auto`: all if each has a GPU.
+ValidateOn = StrEnum("ValidateOn", ["auto", "main", "all"])
+ScoreMetric = StrEnum("ScoreMetric", ["tokens_per_target_pass", "speedup"])  # the figure of a report that is the score
 PolicyName = StrEnum("PolicyName", {name: name for name in POLICIES})  # type: ignore[misc]
-
-
-class Baseline(StrEnum):
-    """Decoding methods of Hugging Face, measured beside the policies."""
-
-    hf_generate = "hf_generate"
-    hf_static_cache = "hf_static_cache"
-    hf_prompt_lookup = "hf_prompt_lookup"
-    hf_assisted = "hf_assisted"
+# Decoding methods of Hugging Face, measured beside the policies.
+Baseline = StrEnum("Baseline", ["hf_generate", "hf_static_cache", "hf_prompt_lookup", "hf_assisted"])
 
 
 @dataclass(kw_only=True)
@@ -251,8 +205,7 @@ class DecodeConfig:
 class ScoreConfig:
     """The score of a draft: selects `draft_best/`, stops early, and is maximized by a sweep.
 
-    Attributes:
-        policy: null: `sage` if measured, else the first policy that drafts.
+    `policy` null: `sage` if measured, else the first policy that drafts.
     """
 
     policy: PolicyName | None = None

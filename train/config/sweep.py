@@ -1,7 +1,4 @@
-"""Records of the jobs of a sweep.
-
-Every job writes one record, in whatever process or on whatever machine it runs; the process that started the sweep reads them
-at the end.
+"""Records of the jobs of a sweep: each job writes one, in any process or on any machine, the starting process reads them.
 
 Does not own: running the jobs (Hydra's launcher), comparing them (train.report.compare).
 """
@@ -30,14 +27,7 @@ LONGEST_NAME = 200  # characters of a folder's name; file systems end at 255
 
 @dataclass(kw_only=True)
 class Job:
-    """The record of one job.
-
-    Attributes:
-        name: the overrides that distinguish it.
-        dir: its run folder.
-        code: its exit code.
-        error: its error as one line.
-    """
+    """The record of one job: the overrides that distinguish it, its run folder, exit code, and error as one line."""
 
     number: int
     name: str
@@ -62,7 +52,6 @@ def open_folder() -> Path:
 
 
 def write_job(job: Job) -> None:
-    """Writes the record of a job."""
     folder = Path(os.environ[FOLDER])
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / f"job_{job.number:05d}.json", json.dumps(asdict(job)) + "\n")
@@ -95,9 +84,8 @@ def job_name(overrides: Sequence[str], keys: Sequence[str], default: str) -> str
 def folder_name(job: str) -> str:
     """Returns a folder name that needs no quoting in a shell or an override: `optim.lr_0.001-seed_1`."""
     name = re.sub(r"[^\w.+-]+", "_", job.replace(" ", "-")).strip("_")
-    if len(name) <= LONGEST_NAME:
-        return name
-    return f"{name[:LONGEST_NAME]}-{hashlib.sha256(job.encode()).hexdigest()[:8]}"
+    digest = hashlib.sha256(job.encode()).hexdigest()[:8]
+    return name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}-{digest}"
 
 
 def failures(jobs: Sequence[Job]) -> str | None:

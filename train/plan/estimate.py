@@ -1,13 +1,9 @@
-"""The estimate of a run: memory per GPU, operations and time of an optimizer step, number of steps.
-
-Owns: the arithmetic of operations and time. Does not own: memory (train.plan.memory), a change that makes the run fit
-(train.plan.search).
-"""
+"""The estimate of a run: memory per GPU (see train.plan.memory), operations and time of an optimizer step, number of steps."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from train.config.checks import check_batch
 from train.config.schema import Config
@@ -59,8 +55,7 @@ class LaunchPlan(Workload):
         train, examples = self.config.train, self.config.data.num_examples
         by_epochs = math.ceil(train.epochs * examples / train.global_batch_size) if train.epochs and examples else None
         known = [steps for steps in (by_epochs, train.max_steps) if steps is not None]
-        is_open = train.epochs is not None and not examples and train.max_steps is None
-        return None if is_open or not known else min(known)
+        return min(known, default=None)
 
 
 def estimate(config: Config, models: MetaModels, ranks: int) -> LaunchPlan:
@@ -69,21 +64,12 @@ def estimate(config: Config, models: MetaModels, ranks: int) -> LaunchPlan:
     Raises:
         ConfigError: the global batch cannot be split evenly over the ranks.
     """
-    accumulation = check_batch(config, ranks)
-    work = Workload(config=config, models=models, ranks=ranks)
+    plan = LaunchPlan(config=config, models=models, ranks=ranks, accumulation=check_batch(config, ranks))
     gather_s = 0.0
     if config.deepspeed.shard_target:
         received = models.layers_parameters * BYTES[config.target.dtype] * (ranks - 1) / ranks
-        gather_s = accumulation * received / GATHER_BYTES_PER_S
-    return LaunchPlan(
-        config=config,
-        models=models,
-        ranks=ranks,
-        accumulation=accumulation,
-        memory=memory_per_gpu(work),
-        flops=_flops(work),
-        gather_s=gather_s,
-    )
+        gather_s = plan.accumulation * received / GATHER_BYTES_PER_S
+    return replace(plan, memory=memory_per_gpu(plan), flops=_flops(plan), gather_s=gather_s)
 
 
 def _flops(work: Workload) -> dict[str, float]:

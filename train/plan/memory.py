@@ -1,7 +1,5 @@
 """Memory per GPU of a run, by component.
 
-Owns: the arithmetic of bytes. Does not own: the shapes (train.plan.meta), operations and time (train.plan.estimate).
-
 Weights, gradients and optimizer states are exact. Activations are estimates from shapes, for the longest examples the data may
 have: every sequence at `data.max_length`, `VISUAL_SHARE` of its tokens visual, the others supervised.
 """
@@ -59,14 +57,10 @@ class Workload:
 
 def memory_per_gpu(work: Workload) -> dict[str, float]:
     """Returns bytes by component."""
-    models = work.models
-    states = {
-        **_target_memory(work),
-        **draft_memory(work.config, models.draft_parameters, models.trained_parameters, work.ranks),
-    }
+    draft = draft_memory(work.config, work.models.draft_parameters, work.models.trained_parameters, work.ranks)
     working = {"activations": _activations(work), "objective": _objective(work)}
     lost = FRAGMENTATION * sum(working.values())
-    return {**states, **working, "fragmentation": lost, "CUDA context, NCCL": RESERVED_BYTES}
+    return {**_target_memory(work), **draft, **working, "fragmentation": lost, "CUDA context, NCCL": RESERVED_BYTES}
 
 
 def _target_memory(work: Workload) -> dict[str, float]:
@@ -84,9 +78,7 @@ def _target_memory(work: Workload) -> dict[str, float]:
 def draft_memory(config: Config, parameters: int, trained: int, ranks: int) -> dict[str, float]:
     """Returns bytes per rank of the draft's weights, gradients and AdamW states under the chosen ZeRO stage.
 
-    Args:
-        parameters: of the complete draft.
-        trained: those of them with gradients and optimizer states.
+    Of its `parameters`, only the `trained` ones have gradients and optimizer states.
 
     Ref: ZeRO, arXiv 1910.02054, section 3.1. Stage 1 shards the optimizer states, 2 the gradients as well, 3 the weights.
     """

@@ -1,7 +1,5 @@
 """Target and draft of a run on the meta device: shapes and parameter counts without weights.
 
-Owns: the lookup of the target's architecture. Does not own: memory and time (train.plan.memory, train.plan.estimate).
-
 The architectures of the presets are in `architectures.json` beside this file, so that a plan needs no hub.
 """
 
@@ -44,7 +42,8 @@ class MetaModels:
 
     @cached_property
     def vision_parameters(self) -> int:
-        text = count(self.target.text_model) + (0 if _is_tied(self.target) else self.target.lm_head.weight.numel())
+        is_tied = self.target.lm_head.weight is self.target.embed_tokens.weight
+        text = count(self.target.text_model) + (0 if is_tied else self.target.lm_head.weight.numel())
         return self.target_parameters - text
 
     @cached_property
@@ -69,10 +68,6 @@ class MetaModels:
     def has_own_lm_head(self) -> bool:
         """Whether the draft trains an lm_head of its own; EAGLE borrows the target's."""
         return hasattr(self.draft, "lm_head")
-
-
-def _is_tied(target: sage.Target) -> bool:
-    return target.lm_head.weight is target.embed_tokens.weight
 
 
 def count(module: nn.Module) -> int:
@@ -112,8 +107,7 @@ def meta_draft(config: Config, target: sage.Target) -> nn.Module:
     else:
         draft = _meta_head(Path(chosen.path))
     check_kind(chosen, draft)
-    trained: nn.Module = new_student(draft, config).draft
-    return trained
+    return new_student(draft, config).draft
 
 
 def _meta_head(folder: Path) -> DraftHead:
@@ -123,8 +117,7 @@ def _meta_head(folder: Path) -> DraftHead:
         raise ConfigError(f"draft.path={folder}: config.json is not that of a draft head; give a run's draft/ folder")
     head_class = kind.draft_class()
     with torch.device("meta"):
-        head: DraftHead = head_class(head_class.config_class(**sizes))
-    return head
+        return head_class(head_class.config_class(**sizes))
 
 
 def target_architecture(path: str, revision: str | None = None) -> PreTrainedConfig:

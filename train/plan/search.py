@@ -1,7 +1,4 @@
-"""The plan of a run, with the smallest change of its configuration that makes it fit into memory.
-
-Owns: which overrides are tried, and in which order. Does not own: the estimates (train.plan.estimate).
-"""
+"""The plan of a run, with the smallest change of its configuration that makes it fit into memory."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import itertools
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -51,26 +47,20 @@ def _changes(config: Config, ranks: int) -> list[list[str]]:
     """Overrides that do not change the result of the training, each kind from mild to strong; the number of GPUs last."""
     micro, chunk, stage = config.train.micro_batch_size, config.objective.chunk_tokens, config.deepspeed.stage
     kinds = [
-        [f"objective.chunk_tokens={size}" for size in halves(chunk, 128)],
-        [f"train.micro_batch_size={size}" for size in halves(micro, 1)],
+        [f"objective.chunk_tokens={size}" for size in _halves(chunk, 128)],
+        [f"train.micro_batch_size={size}" for size in _halves(micro, 1)],
         [f"deepspeed=zero{higher}" for higher in range(stage + 1, MAX_STAGE + 1)],
         [] if config.deepspeed.shard_target else ["deepspeed.shard_target=true"],
         ["deepspeed.offload_optimizer=cpu"] if stage and config.deepspeed.offload_optimizer is Offload.none else [],
     ]
-    return [*(kind for kind in kinds if kind), [f"launch.gpus={more}" for more in doubles(ranks, MAX_GPUS)]]
+    doubles = itertools.takewhile(lambda more: more <= MAX_GPUS, (ranks << power for power in itertools.count(1)))
+    return [*(kind for kind in kinds if kind), [f"launch.gpus={more}" for more in doubles]]
 
 
-def halves(value: int, lowest: int) -> Iterator[int]:
+def _halves(value: int, lowest: int) -> Iterator[int]:
     """Yields value / 2, value / 4, ... down to `lowest`."""
     while value // 2 >= lowest:
         value //= 2
-        yield value
-
-
-def doubles(value: int, highest: int) -> Iterator[int]:
-    """Yields 2 * value, 4 * value, ... up to `highest`."""
-    while value * 2 <= highest:
-        value *= 2
         yield value
 
 
@@ -103,12 +93,8 @@ def _changed(current: LaunchPlan, change: list[str]) -> tuple[Config, int]:
         elif key == "deepspeed":
             config.deepspeed.stage = int(value.removeprefix("zero"))
         else:
-            _set(config, key, value)
+            group, _, name = key.rpartition(".")
+            part = OmegaConf.structured(getattr(config, group))
+            part[name] = value
+            setattr(config, group, OmegaConf.to_object(part))
     return config, ranks
-
-
-def _set(config: Any, key: str, value: str) -> None:
-    group, _, name = key.rpartition(".")
-    part = OmegaConf.structured(getattr(config, group))
-    part[name] = value
-    setattr(config, group, OmegaConf.to_object(part))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from tqdm import tqdm
 
 from checkpoints.export.serving import serving_line
@@ -12,7 +10,6 @@ from train.plan.estimate import LaunchPlan
 from train.plan.memory import VISUAL_SHARE
 
 MIN_GB_BYTES = 5e6  # smaller amounts are shown in MB
-NAME_WIDTH = 22
 
 
 def render(plan: LaunchPlan) -> str:
@@ -21,25 +18,21 @@ def render(plan: LaunchPlan) -> str:
     head = f"plan: {config.draft.kind} draft for {config.target.name} on {plan.ranks} GPU(s), ZeRO {config.deepspeed.stage}"
     vision, text = models.vision_parameters, models.target_parameters - models.vision_parameters
     target = f"{billions(models.target_parameters)}   ({billions(vision)} vision, {billions(text)} text)"
+    total, trained = models.draft_parameters, models.trained_parameters
+    draft = billions(total) if trained == total else f"{billions(total)}   ({billions(trained)} of them trained)"
     sections = {
-        "parameters": [("target", target), ("draft", _draft(plan))],
+        "parameters": [("target", target), ("draft", draft)],
         "memory per GPU": _memory(plan),
         "one optimizer step": _step(plan),
     }
-    parts = [f"{title}\n{_table(rows)}" for title, rows in sections.items()]
+    tables = [f"{title}\n{text_table(None, rows, '<', indent=2, min_widths=(22,))}" for title, rows in sections.items()]
     serving = f"the draft {serving_line(models.draft, models.target.model.config)}"
-    return "\n\n".join([head, *parts, f"{_verdict(plan)}\n{serving}"])
-
-
-def _draft(plan: LaunchPlan) -> str:
-    total, trained = plan.models.draft_parameters, plan.models.trained_parameters
-    return billions(total) if trained == total else f"{billions(total)}   ({billions(trained)} of them trained)"
+    return "\n\n".join([head, *tables, f"{_verdict(plan)}\n{serving}"])
 
 
 def _memory(plan: LaunchPlan) -> list[tuple[str, str]]:
-    rows = [(part, gigabytes(amount)) for part, amount in plan.memory.items() if amount]
     limit = f"{gigabytes(plan.total_bytes)} of {plan.config.launch.gpu_memory_gb:g} GB (launch.gpu_memory_gb)"
-    return [*rows, ("total", limit)]
+    return [*((part, gigabytes(amount)) for part, amount in plan.memory.items() if amount), ("total", limit)]
 
 
 def _step(plan: LaunchPlan) -> list[tuple[str, str]]:
@@ -73,10 +66,6 @@ def _verdict(plan: LaunchPlan) -> str:
     if plan.change is None:
         return f"{over}; no change of batch, chunk, ZeRO stage or number of GPUs makes it fit"
     return f"{over}; it fits with {' '.join(plan.change)}"
-
-
-def _table(rows: Sequence[tuple[str, str]]) -> str:
-    return text_table(None, rows, "<", indent=2, min_widths=(NAME_WIDTH,))
 
 
 def billions(parameters: int) -> str:
