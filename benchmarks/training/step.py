@@ -33,7 +33,7 @@ from train.job.loop import MicroBatches, TrainingRun, train_step
 from train.launch.ranks import Ranks
 from train.monitor.metrics import TrainingMetrics
 from train.monitor.profiler import ProfileWindow
-from train.monitor.progress import NoDisplay
+from train.monitor.progress import Display
 from train.monitor.sinks import Tracker
 from train.state.resume import TrainState
 from train.validation.in_loop import ValidationOutcome
@@ -97,7 +97,7 @@ def run_of_shape(config: Config, ranks: Ranks, shape: Shape, num_layers: int, le
             loader=feed,
             store=StateStore(Path("unused"), 1),
             tracker=Tracker(),
-            display=NoDisplay(),
+            display=Display(),
             metrics=TrainingMetrics(feed),
             state=TrainState(),
             total_steps=1,

@@ -1,13 +1,8 @@
-"""Builds the student of a configuration, with fresh weights or from a saved draft.
-
-Owns: configuration -> student. Does not own: the architecture of a draft (sage.drafts), its training forward pass
-(train.distill.student).
-"""
+"""Builds the student of a configuration, with fresh weights or from a saved draft."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -19,7 +14,7 @@ from data_prep.dataset.vocabulary import count_tokens, most_frequent
 from sage.drafts.loading import Draft, open_draft
 from sage.drafts.model import ModelDraft
 from sage.drafts.options import ModelOptions, TrainedPart
-from sage.drafts.registry import KINDS, StudentKind
+from sage.drafts.registry import KINDS
 from train.config.draft import CompressorConfig, CompressorKind, DraftConfig
 from train.config.schema import Config, ConfigError
 from train.distill.objective import Objective
@@ -61,16 +56,14 @@ def _check_same(chosen: DraftConfig, draft: Any) -> None:
     for name in ("image_inputs", "input_norm"):
         if hasattr(chosen, name) and getattr(draft.config, name) != getattr(chosen, name):
             made = str(getattr(draft.config, name)).lower()
-            raise ConfigError(
-                f"draft.{name}={getattr(chosen, name)}: {chosen.path} was made with {made}; give draft.{name}={made}"
-            )
+            given = f"draft.{name}={getattr(chosen, name)}"
+            raise ConfigError(f"{given}: {chosen.path} was made with {made}; give draft.{name}={made}")
     saved = getattr(draft.config, "compressor", None)
     if compressor_options(chosen.compressor) != saved:
         kind, *numbers = (saved or {"kind": CompressorKind.none}).items()
         overrides = [f"draft/compressor={kind[1]}", *(f"draft.compressor.{key}={value}" for key, value in numbers)]
-        raise ConfigError(
-            f"draft/compressor={chosen.compressor.kind}: {chosen.path} has another one; give {' '.join(overrides)}"
-        )
+        given = f"draft/compressor={chosen.compressor.kind}"
+        raise ConfigError(f"{given}: {chosen.path} has another one; give {' '.join(overrides)}")
 
 
 def compressor_options(chosen: CompressorConfig) -> dict[str, Any] | None:
@@ -113,8 +106,7 @@ def _count(size: int, target: sage.Target, dataset: Any) -> list[int]:
     ids = most_frequent(counts, size, end_tokens(target))
     share = float(counts[ids].sum() / counts.sum().clamp(min=1))
     logger.info("draft vocabulary: %d of %d tokens, %.2f%% of the supervised ones", size, target.vocab_size, 100 * share)
-    found: list[int] = ids.tolist()
-    return found
+    return ids.tolist()
 
 
 def end_tokens(target: sage.Target) -> list[int]:
@@ -124,30 +116,19 @@ def end_tokens(target: sage.Target) -> list[int]:
     return sorted({*target.eos_token_ids, *own})
 
 
-def new_student(draft: Draft, config: Config) -> Student:
+def new_student(draft: Any, config: Config) -> Student:
     """Returns the student of a draft; its trained part is in float32 and requires gradients."""
-    return STUDENTS[KINDS[config.draft.kind].student](draft, config)
-
-
-def _head_student(draft: Any, config: Config) -> Student:
-    return HeadStudent(draft.float().train().requires_grad_(True), Objective(config.objective))
-
-
-def _model_student(draft: Any, config: Config) -> Student:
+    objective = Objective(config.objective)
+    if not isinstance(draft, ModelDraft):
+        return HeadStudent(draft.float().train().requires_grad_(True), objective)
     assert isinstance(config.draft, ModelOptions)
-    model, part = draft.model, config.draft.train_part
+    model = draft.model
     parts = {
         TrainedPart.layers: [model.text_model.layers, model.text_model.norm],
         TrainedPart.text: [model.text_model, model.lm_head],
         TrainedPart.all: [model.model],
     }
     model.model.float().train()
-    for module in parts[part]:
+    for module in parts[config.draft.train_part]:
         module.requires_grad_(True)
-    return ModelStudent(draft, Objective(config.objective))
-
-
-STUDENTS: dict[StudentKind, Callable[[Any, Config], Student]] = {
-    StudentKind.head: _head_student,
-    StudentKind.model: _model_student,
-}
+    return ModelStudent(draft, objective)

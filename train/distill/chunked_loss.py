@@ -1,8 +1,5 @@
 """Distillation losses between draft and target distributions at many positions, without materializing their logits.
 
-Owns: the table of loss terms, the chunked computation of their values and gradients. Does not own: the choice of positions,
-the weights of unrolled steps, the regression of features (train.distill.objective).
-
 With p the target distribution, q the draft distribution (softmax of z / temperature), and a = sum_v min(p_v, q_v):
 
     term   value                  gradient w.r.t. z, times temperature
@@ -99,11 +96,8 @@ class ChunkedDistillation(Function):
             the sum; STATISTICS of every step [K, 4], unweighted sums over its positions; and BoolTensor [K, S], whether draft
             and target have the same most probable token. Only the sum carries a gradient.
         """
-        wide, temperature, terms = (
-            torch.promote_types(hidden_KSD.dtype, torch.float32),
-            config.temperature,
-            weighted_terms(config),
-        )
+        temperature, terms = config.temperature, weighted_terms(config)
+        wide = torch.promote_types(hidden_KSD.dtype, torch.float32)
         total = hidden_KSD.new_zeros((), dtype=wide)
         stats_KX = hidden_KSD.new_zeros(len(hidden_KSD), len(STATISTICS), dtype=wide)
         agree_KS = torch.zeros_like(weight_KS, dtype=torch.bool)

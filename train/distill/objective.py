@@ -1,8 +1,7 @@
 """The loss of a micro-batch: draft predictions at the supervised positions, compared with the target.
 
-Owns: the weighted sum of all terms, the weights of unrolled steps, the metrics beside the loss. Does not own: the terms and
-their chunked computation (train.distill.chunked_loss), the supervised positions (train.distill.pairs), the division by the
-number of supervised tokens over all ranks (train.job.loop).
+Does not own: the terms and their chunked computation (train.distill.chunked_loss), the supervised positions
+(train.distill.pairs), the division by the number of supervised tokens over all ranks (train.job.loop).
 
 Shapes: K steps, S supervised positions, D draft hidden size, E target hidden size, U draft vocabulary.
 """
@@ -40,7 +39,7 @@ class DraftOutput:
 
 @dataclass
 class LossSums:
-    """Sums over supervised positions; divide by `count` for means. `loss` carries the gradient, the other fields are metrics.
+    """Sums over supervised positions; divide by `count` for means. Only `loss` carries a gradient.
 
     All fields except `loss` and `agree_KS` describe the first step, so that they can be compared between drafts; probabilities
     are those at the objective's temperature, within the draft vocabulary.
@@ -79,9 +78,6 @@ class Objective:
 
     Ref: SpecVLM, arXiv 2509.11815 (0.1 CE + 1.0 SmoothL1); EAGLE-3, arXiv 2503.01840, section 3.2 (steps, reduced
     vocabulary); LK losses, arXiv 2602.23881. Differs by: EAGLE-3 does not divide by the sum of its weights.
-
-    Args:
-        config: weights of the terms and all other numbers.
     """
 
     def __init__(self, config: ObjectiveConfig) -> None:
@@ -101,7 +97,9 @@ class Objective:
         feature_K = loss.new_zeros(len(weight_KS))
         if self.config.feature_weight:
             assert output.features is not None, "objective.feature_weight with a draft that predicts no feature"
-            distance_KS = smooth_l1(output.features, target_features_SE, self.config.smooth_l1_beta)
+            wide, beta = torch.promote_types(output.features.dtype, torch.float32), self.config.smooth_l1_beta
+            predicted_KSE, target_KSE = output.features.to(wide), target_features_SE.to(wide).expand_as(output.features)
+            distance_KS = nn.functional.smooth_l1_loss(predicted_KSE, target_KSE, beta=beta, reduction="none").mean(-1)
             loss = loss + self.config.feature_weight * (weight_KS * distance_KS).sum()
             feature_K = distance_KS.sum(1)
         first = dict(zip(STATISTICS, stats_KX[0], strict=True))
@@ -113,10 +111,3 @@ class Objective:
         steps_K = torch.arange(self.config.steps, device=output.hidden.device, dtype=wide)
         decay_K = self.config.step_decay**steps_K
         return (decay_K / decay_K.sum())[: len(output.hidden), None] * output.is_valid
-
-
-def smooth_l1(predicted_KSE: Tensor, target_SE: Tensor, beta: float) -> Tensor:
-    """Returns SmoothL1 averaged over features, [K, S], in float32 or wider."""
-    wide = torch.promote_types(predicted_KSE.dtype, torch.float32)
-    target_KSE = target_SE.to(wide).expand_as(predicted_KSE)
-    return nn.functional.smooth_l1_loss(predicted_KSE.to(wide), target_KSE, beta=beta, reduction="none").mean(-1)

@@ -1,8 +1,5 @@
 """Training examples of a draft: (feature, next token) pairs of complete sequences, and the features to predict.
 
-Owns: the index shift between inputs, targets of the loss and supervised positions. Does not own: the computation of features
-(train.distill.teacher), the loss.
-
 Index shift for a sequence of five tokens x0..x4 of which x3 and x4 are the answer (loss_mask 0 0 0 1 1), features f0..f4:
 
     pair t           predicts   lm_head gives the distribution of   supervised
@@ -63,12 +60,8 @@ def make_pairs(
     """Shifts complete sequences into pairs (see the table above).
 
     Args:
-        embeds: [B, T, D].
-        features: of all T tokens.
-        position_ids: [B, T] or [3, B, T].
-        loss_mask: [B, T], supervised tokens.
-        visual_mask: [B, T], placeholder tokens of images and videos.
-        ends: BoolTensor [B, T], tokens that end a turn.
+        embeds: [B, T, D]; `features` of all T tokens; `position_ids` [B, T] or [3, B, T].
+        loss_mask, visual_mask, ends: [B, T], supervised tokens, placeholders of images and videos, tokens that end a turn.
     """
     return Pairs(
         embeds_next=embeds[:, 1:-1],

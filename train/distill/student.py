@@ -1,8 +1,5 @@
 """Drafts in training: from a micro-batch of pairs to the loss, in one forward pass that the engine can shard.
 
-Owns: the training forward pass of each kind of draft and how it is saved. Does not own: the loss itself, the architecture of
-the draft (sage.drafts).
-
 Draft and objective are one module because ZeRO-3 gathers parameters only within the forward pass of a module, and the
 objective reads the lm_head of a draft that has its own.
 
@@ -27,11 +24,7 @@ from train.distill.pairs import Pairs, with_noise
 
 
 class Student(nn.Module):
-    """Base class: a draft with its objective.
-
-    Args:
-        draft: module that is trained and saved.
-        objective: the loss.
+    """Base class: a draft, the module that is trained and saved, with its objective.
 
     Attributes:
         levels: indices of the target's hidden states that the draft reads beside the last feature.
@@ -62,11 +55,7 @@ class Student(nn.Module):
         raise NotImplementedError
 
     def save(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        """Writes the draft into a folder that `sage.load_draft` can load.
-
-        Args:
-            weights: complete (unsharded) weights by name.
-        """
+        """Writes the draft, with complete (unsharded) weights by name, into a folder that `sage.load_draft` can load."""
         self.draft.save_pretrained(folder, state_dict=dict(weights))
 
 
@@ -76,19 +65,15 @@ class HeadStudent(Student):
     def __init__(self, draft: DraftHead, objective: Objective) -> None:
         super().__init__(draft, objective)
         self.levels = draft.levels
-        self.predicts_features = KINDS[draft.kind].predicts_features
-        self.predicts_features = KINDS[draft.kind].predicts_features
 
     @property
     def token_map(self) -> Tensor | None:  # type: ignore[override]
         """The draft's own buffer, read anew on each access since a loaded checkpoint replaces it."""
-        token_map: Tensor | None = self.draft.token_map
-        return token_map
+        return self.draft.token_map
 
     @property
     def decoding_draft(self) -> DraftHead:  # type: ignore[override]
-        head: DraftHead = self.draft
-        return head
+        return self.draft
 
     def predict(self, pairs: Pairs, target_lm_head: Tensor) -> DraftOutput:
         draft, dtype, config = self.draft, self.draft.dtype, self.objective.config
@@ -96,7 +81,7 @@ class HeadStudent(Student):
         short = draft.shorten(pairs.embeds_next.to(dtype), fused, pairs.position_ids, pairs.pair_masks)
         steps = draft.unroll(short.embeds_next, short.features, short.position_ids, config.steps, short.weight)
         hidden_KSD, is_valid_KS = gather_supervised(steps, short.move_mask(pairs.mask), short.run_length)
-        features = hidden_KSD if self.predicts_features else None
+        features = hidden_KSD if KINDS[draft.kind].predicts_features else None
         return DraftOutput(draft.to_lm_head(hidden_KSD), draft.lm_head_weight(target_lm_head), is_valid_KS, features)
 
 

@@ -1,7 +1,5 @@
 """The frozen target as a teacher: its features of complete conversations, computed in the step that trains the draft.
 
-Owns: the conversion of a target forward pass into draft inputs. Does not own: the loss.
-
 Shapes: D hidden size, U draft vocabulary.
 """
 
@@ -28,6 +26,9 @@ class Teacher:
         levels: indices k of hidden_states[k] that the draft reads beside the last feature.
         token_map: LongTensor [U], target ids of the draft vocabulary; None = the target's vocabulary.
 
+    Attributes:
+        lm_head: [U, D], frozen lm_head rows of the draft vocabulary.
+
     Raises:
         ValueError: the lm_head of the target has a bias.
     """
@@ -41,12 +42,7 @@ class Teacher:
         self.image_inputs = image_inputs
         self.levels = tuple(levels)
         weight: Tensor = target.lm_head.weight
-        self._lm_head = weight if token_map is None else weight[token_map.to(weight.device)]
-
-    @property
-    def lm_head(self) -> Tensor:
-        """[U, D], frozen lm_head rows of the draft vocabulary."""
-        return self._lm_head
+        self.lm_head = weight if token_map is None else weight[token_map.to(weight.device)]
 
     @torch.no_grad()
     def __call__(self, batch: dict[str, Any]) -> Pairs:

@@ -28,11 +28,7 @@ def chain_depth(decode: DecodeConfig) -> int:
 
 
 class ChainEstimate:
-    """Collects agreements without device synchronization, and simulates chains once per log step.
-
-    Args:
-        depth: drafted tokens per pass.
-    """
+    """Collects agreements without device synchronization, and simulates chains of `depth` drafted tokens once per log step."""
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
@@ -50,11 +46,9 @@ class ChainEstimate:
 
     def pop(self) -> Tensor:
         """Returns [2] float64, tokens and target passes of all chains simulated since the last call."""
-        total = torch.zeros(2, dtype=torch.float64)
-        for agree_KS, mask_BP in self._batches:
-            total += simulate(agree_KS.cpu(), mask_BP.cpu(), self.depth)
-        self._batches.clear()
-        return total
+        batches, self._batches = self._batches, []
+        simulated = (simulate(agree_KS.cpu(), mask_BP.cpu(), self.depth) for agree_KS, mask_BP in batches)
+        return sum(simulated, torch.zeros(2, dtype=torch.float64))
 
 
 def simulate(agree_KS: Tensor, mask_BP: Tensor, depth: int) -> Tensor:

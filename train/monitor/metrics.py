@@ -1,7 +1,4 @@
-"""Training metrics: sums and counts of micro-batches, reduced over ranks once per log step, and the training time.
-
-Owns: the content of a line of metrics.jsonl. Does not own: where it is written (train.monitor.sinks).
-"""
+"""The lines of metrics.jsonl: sums and counts of micro-batches, reduced over ranks once per log step, and the training time."""
 
 from __future__ import annotations
 
@@ -44,12 +41,7 @@ class TrainingMetrics:
         self._start = time.perf_counter()
 
     def add(self, sums: Tensor, agree_KS: Tensor, mask_BP: Tensor) -> None:
-        """Adds a micro-batch without device synchronization.
-
-        Args:
-            sums: `LossSums.stacked()`.
-            agree_KS, mask_BP: see `ChainEstimate.add`.
-        """
+        """Adds `LossSums.stacked()` of a micro-batch without device synchronization; for the masks see `ChainEstimate.add`."""
         self._sums = sums if self._sums is None else self._sums + sums
         self.estimate.add(agree_KS, mask_BP)
 

@@ -1,14 +1,10 @@
-"""Progress of a run: a live line in a terminal, log lines at intervals elsewhere; on rank 0 only.
-
-Owns: the format. Does not own: the metrics.
-"""
+"""Progress of a run: a live line in a terminal, log lines at intervals elsewhere; on rank 0 only."""
 
 from __future__ import annotations
 
 import logging
 import sys
 import time
-from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -21,16 +17,8 @@ LONGEST_TIME = "0:00:00"
 ESTIMATE_S = 900.0  # the time left follows from the steps of this period, which has to contain two
 
 
-class Display(Protocol):
-    """Shows the latest metrics of a run."""
-
-    def update(self, step: int, metrics: dict[str, float]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class NoDisplay:
-    """The display of ranks other than 0."""
+class Display:
+    """Shows the latest metrics of a run; the base class shows nothing, on ranks other than 0."""
 
     def update(self, step: int, metrics: dict[str, float]) -> None:
         return None
@@ -39,7 +27,7 @@ class NoDisplay:
         return None
 
 
-class LiveDisplay:
+class LiveDisplay(Display):
     """A progress bar with loss, estimated acceptance, tokens/s, memory and the time left.
 
     One line: in a narrow terminal the last metrics are left out, never the steps or the time left.
@@ -67,7 +55,7 @@ class LiveDisplay:
         self.bar.stop()
 
 
-class LogDisplay:
+class LogDisplay(Display):
     """Logs a line at most every `interval_s` seconds, with the estimated remaining time."""
 
     def __init__(self, total: int, first: int, interval_s: float) -> None:
@@ -82,14 +70,11 @@ class LogDisplay:
         left_s = (now - self.start) / max(1, step - self.first) * (self.total - step)
         logger.info("step %d/%d  %s  %s left", step, self.total, describe(metrics), tqdm.format_interval(left_s))
 
-    def close(self) -> None:
-        return None
-
 
 def open_display(total: int, first: int, interval_s: float, is_main: bool) -> Display:
     """Returns a live display if stderr is a terminal, else a logging one."""
     if not is_main:
-        return NoDisplay()
+        return Display()
     return LiveDisplay(total, first) if sys.stderr.isatty() else LogDisplay(total, first, interval_s)
 
 

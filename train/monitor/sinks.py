@@ -1,6 +1,6 @@
 """Destinations of metrics: `metrics.jsonl` always, and a tracker (TensorBoard or Weights & Biases) if configured.
 
-Owns: the sinks, the table of trackers, the only import of wandb. Does not own: the metrics. Only rank 0 has sinks.
+Only rank 0 has sinks.
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ class Tracker:
         self.sinks = list(sinks)
 
     def log(self, metrics: Metrics, step: int) -> None:
-        """Passes the metrics of a log step to every sink."""
         for sink in self.sinks:
             sink.log(metrics, step)
 
@@ -70,11 +69,7 @@ class Tracker:
 
 
 class Jsonl:
-    """Writes one JSON object per line. A resumed run drops the lines after the step it resumes from.
-
-    Args:
-        path: `runs/NAME/metrics.jsonl`.
-        from_step: finished steps.
+    """Writes one JSON object per line. A resumed run drops the lines after `from_step`, the step it resumes from.
 
     Raises:
         SaveFailed: the file cannot be written; `log` raises it as well.
@@ -170,10 +165,7 @@ class Wandb:
         self.run.finish()
 
 
-TRACKERS: dict[TrackingKind, type[TrackerSink]] = {
-    TrackingKind.tensorboard: TensorBoard,
-    TrackingKind.wandb: Wandb,
-}
+TRACKERS: dict[TrackingKind, type[TrackerSink]] = {TrackingKind.tensorboard: TensorBoard, TrackingKind.wandb: Wandb}
 
 
 def open_tracker(config: Config, resolved: dict[str, Any], from_step: int) -> Tracker:
@@ -197,11 +189,7 @@ def open_tracker(config: Config, resolved: dict[str, Any], from_step: int) -> Tr
 
 
 def check_tracking(config: Config) -> None:
-    """Checks that the tracker can be opened, before anything is written.
-
-    Raises:
-        ConfigError: its package or a login is missing.
-    """
+    """Raises ConfigError if the package of the tracker or a login is missing; called before anything is written."""
     if config.tracking.kind in TRACKERS:
         TRACKERS[config.tracking.kind].check(config)
 
