@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -297,7 +298,7 @@ def test_a_rank_that_exits_during_a_poll_is_found(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("train.launch.supervisor.GRACE_S", 0.0)
     supervisor = Supervisor(tmp_path)
     supervisor._children = {100: Child(None, -9), 101: Child(1)}  # 100 exits between the two polls
-    supervisor._poll()
+    supervisor.poll(threading.Event())
     assert supervisor.failed == {100: -9, 101: 1}
 
 

@@ -1,7 +1,6 @@
 """Trains the draft under DeepSpeed: sharding, gradient reduction, the optimizer step. The only module that imports it.
 
-Owns: DeepSpeed's configuration, the loss scale that undoes its averaging, gradient checks, gathering sharded weights.
-Does not own: the loss, the data, when to save.
+It owns DeepSpeed's configuration, the loss scale that undoes its averaging, gradient checks, gathering sharded weights.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ class Engine:
     Args:
         student: the draft and its objective, on the device, in float32; with `train.precision=bf16` the engine casts it and
             keeps a float32 copy of the weights.
-        config: of the run.
         ranks: of an initialized process group.
         accumulation: micro-batches per rank and optimizer step.
     """
@@ -61,8 +59,7 @@ class Engine:
 
     def __call__(self, pairs: Pairs, lm_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Runs the student's forward; returns the loss of a micro-batch and its metrics (see `Student.forward`)."""
-        output: tuple[Tensor, Tensor, Tensor] = self._engine(pairs, lm_head)
-        return output
+        return self._engine(pairs, lm_head)
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradient of `loss`, a sum over this rank's micro-batch already divided by the global token count.
@@ -75,11 +72,7 @@ class Engine:
             self._engine.step()  # before an accumulation boundary this only counts the micro-batch
 
     def step(self, lr: float) -> float:
-        """Takes one optimizer step after `accumulation` calls of `backward`.
-
-        Returns:
-            the norm of the gradient of all parameters before clipping.
-        """
+        """Takes one optimizer step after `accumulation` calls of `backward`; returns the gradient norm before clipping."""
         assert self._num_micro_batches == self.accumulation, (self._num_micro_batches, self.accumulation)
         for group in self._optimizer.param_groups:
             group["lr"] = lr

@@ -8,10 +8,7 @@ from train.config.schema import Config, ConfigError, OptimConfig, Schedule
 
 
 def total_steps(config: Config, steps_per_epoch: float | None) -> int:
-    """Returns the optimizer steps of the run: `train.epochs`, at most `train.max_steps`.
-
-    Args:
-        steps_per_epoch: None for streams of unknown length.
+    """Returns the optimizer steps of the run: `train.epochs`, at most `train.max_steps`; streams have no `steps_per_epoch`.
 
     Raises:
         ConfigError: a stream without `train.max_steps`.

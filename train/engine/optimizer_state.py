@@ -42,18 +42,16 @@ class OptimizerState:
 
     @torch.no_grad()
     def write(self, name: str, kind: str, value: Tensor) -> None:
-        """Writes a tensor from `read`, with any world size; a weight is also written to the parameter used in the forward.
-
-        Args:
-            value: unsharded, float32, on any device.
-        """
+        """Writes an unsharded float32 `value` from any device; a weight also to the parameter used in the forward pass."""
         self._allocate()
         parameter = self.parameters[name]
         value = value.to(parameter.device)
         if self._is_partitioned:
             self._write_partition(parameter, kind, value)
+        elif self._is_linked and kind == WEIGHT:
+            self._deepspeed.utils.safe_set_full_fp32_param(parameter, value)
         elif self._is_linked:
-            self._write_linked(parameter, kind, value)
+            self._deepspeed.utils.safe_set_full_optimizer_state(parameter, value, kind)
         else:
             self._tensor(self._copy_of(parameter), kind).copy_(value)
         if kind == WEIGHT:
@@ -79,16 +77,8 @@ class OptimizerState:
         if not (self._is_partitioned or self._is_linked):
             return self._tensor(self._copy_of(parameter), kind)
         if kind == WEIGHT:
-            found: Tensor = utils.safe_get_full_fp32_param(parameter)
-        else:
-            found = utils.safe_get_full_optimizer_state(parameter, kind)
-        return found
-
-    def _write_linked(self, parameter: nn.Parameter, kind: str, value: Tensor) -> None:
-        if kind == WEIGHT:
-            self._deepspeed.utils.safe_set_full_fp32_param(parameter, value)
-        else:
-            self._deepspeed.utils.safe_set_full_optimizer_state(parameter, value, kind)
+            return utils.safe_get_full_fp32_param(parameter)
+        return utils.safe_get_full_optimizer_state(parameter, kind)
 
     def _write_partition(self, parameter: Any, kind: str, value: Tensor) -> None:
         """ZeRO-3: writes this rank's part of the flat value; the last part is padded with zeros."""
@@ -107,13 +97,11 @@ class OptimizerState:
         for bf16_group, fp32_group in groups:
             for candidate, copy in zip(bf16_group, fp32_group, strict=True):
                 if candidate is parameter:
-                    found: Tensor = copy
-                    return found
+                    return copy
         return parameter
 
     def _tensor(self, key: Tensor, kind: str) -> Tensor:
-        found: Tensor = key.data if kind == WEIGHT else self._optimizer.state[key][kind]
-        return found
+        return key.data if kind == WEIGHT else self._optimizer.state[key][kind]
 
     def _allocate(self) -> None:
         """Allocates AdamW's state, which AdamW itself does at the first step only; a resumed run needs it before."""

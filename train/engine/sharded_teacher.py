@@ -7,8 +7,6 @@ borrows both matrices as usual.
 Running the text layers takes all ranks. In training every rank runs them once per micro-batch, and all ranks have the same
 number of micro-batches. When rank 0 decodes alone (`leading`), the others `follow`: for every pass of rank 0 they run one of
 their own over a single token, which gathers the same layers in the same order.
-
-Owns: sharded loading, leading and following. Does not own: the computation of the target (sage.targets).
 """
 
 from __future__ import annotations
@@ -31,11 +29,7 @@ UNSHARDED_BELOW = 10_000  # elements; gathering norms and biases costs more than
 
 
 class ShardedTarget:
-    """A target whose text layers are sharded over the ranks.
-
-    Attributes:
-        target: every pass takes all ranks.
-    """
+    """A target whose text layers are sharded over the ranks; every pass of `target` takes all ranks."""
 
     def __init__(self, target: Target, engine: Any, ranks: Ranks) -> None:
         self.target, self.ranks = target, ranks
@@ -75,9 +69,7 @@ def load_sharded(load: Callable[[], Target], config: Config, ranks: Ranks) -> Sh
     """Loads a target sharded, so that no rank ever holds all of it. Every rank has to call it.
 
     Rank 0 reads one tensor after another and scatters it; a device holds at most one complete tensor beside its own parts.
-
-    Args:
-        load: calls `from_pretrained` with `target.dtype`.
+    `load` calls `from_pretrained` with `target.dtype`.
 
     Raises:
         ConfigError: there is only one rank.

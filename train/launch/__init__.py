@@ -1,4 +1,1 @@
-"""The ranks of a run: starting and supervising them, the process group, the launchers' variables, signals.
-
-Does not own: the work of a rank (train.job).
-"""
+"""The ranks of a run: starting and supervising them, the process group, the launchers' variables, signals."""

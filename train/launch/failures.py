@@ -1,7 +1,6 @@
 """One-line descriptions of failures of ranks, and the distinction between a cause and its consequences.
 
-When one rank fails, the others fail soon after because they lose the connection to it. Those secondary failures must not
-hide the first one.
+When one rank fails, the others soon lose the connection to it and fail as well; those failures must not hide the first one.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import re
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from checkpoints.run_folder import list_steps, state_folder
@@ -40,24 +39,16 @@ def interrupted(run_dir: str | Path) -> RankFailed:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The error that ended a rank.
-
-    Attributes:
-        message: one line.
-        details: a traceback for a crash, empty for a user's mistake.
-        is_secondary: whether it looks like the consequence of another rank's failure.
-        time: seconds since the epoch.
-    """
+    """The error that ended a rank: a message of one line, and a traceback in `details` for a crash."""
 
     message: str
     exit_code: int
-    details: str
-    is_secondary: bool
-    time: float
+    details: str = ""
+    is_secondary: bool = False  # looks like the consequence of another rank's failure
+    time: float = field(default_factory=time.time)
 
 
 def describe(error: BaseException, rank: int) -> Failure:
-    """Describes an error that ended a rank."""
     own_code = getattr(error, "exit_code", None)
     is_unexpected = own_code is None and isinstance(error, Exception) and is_crash(error)
     is_secondary = is_unexpected and isinstance(error, RuntimeError) and LOST_CONNECTION.search(str(error)) is not None
@@ -71,5 +62,4 @@ def describe(error: BaseException, rank: int) -> Failure:
         exit_code=own_code if own_code is not None else EXIT_CRASH if is_crash(error) else EXIT_USER,
         details="".join(traceback.format_exception(error)) if is_unexpected and not is_secondary else "",
         is_secondary=is_secondary,
-        time=time.time(),
     )

@@ -1,8 +1,5 @@
 """Starts the ranks of a run on this machine, or runs one rank of torchrun, deepspeed or srun.
 
-Owns: process creation and how a failed rank ends. Does not own: the work of a rank, which is passed in, and the description of
-its errors (train.launch.failures).
-
 A single rank runs in this process. More are spawned by torch's elastic launcher: rank 0 keeps the terminal, the others write to
 a temporary folder. A failing rank writes its error to that folder, and the others are killed a second later. A rank of an
 external launcher prints its own error if it is the first one to fail.
@@ -36,10 +33,7 @@ RankWork = Callable[[Config], int]  # the work of one rank, picklable; returns a
 
 
 def launch(config: Config, work: RankWork) -> int:
-    """Runs `work(config)` on the number of ranks that `config` asks for.
-
-    Returns:
-        the exit code: 0 done, 3 stopped by a signal after saving.
+    """Runs `work(config)` on the configured number of ranks; returns 0 when done, 3 if stopped by a signal after saving.
 
     Raises:
         ConfigError: the number of ranks contradicts the external launcher, or the batch or the draft does not support it.
@@ -63,11 +57,7 @@ def launch(config: Config, work: RankWork) -> int:
 
 
 def run_single_rank(config: Config, work: RankWork) -> int:
-    """Runs the only rank in this process.
-
-    Raises:
-        RankFailed: interrupted; exit code 3 if an earlier state is saved, else 1.
-    """
+    """Runs the only rank in this process; raises RankFailed if interrupted: exit code 3 if an earlier state is saved, else 1."""
     try:
         return work(config)
     except KeyboardInterrupt as error:
@@ -75,30 +65,21 @@ def run_single_rank(config: Config, work: RankWork) -> int:
 
 
 def check_devices(config: Config, num_ranks: int) -> None:
-    """Refuses more ranks than GPUs before any of them starts.
-
-    Raises:
-        ConfigError: too few GPUs.
-    """
+    """Raises ConfigError for more ranks than GPUs, before any of them starts."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if config.launch.device is Device.cuda and not count:
         raise ConfigError("launch.device=cuda: PyTorch sees no GPU; use launch.device=cpu, or install a CUDA build of torch")
     if count and config.launch.device is not Device.cpu and num_ranks > count:
-        raise ConfigError(
-            f"launch.gpus={num_ranks}: this machine has {count} GPU(s); give at most {count}, or launch.device=cpu"
-        )
+        remedy = f"give at most {count}, or launch.device=cpu"
+        raise ConfigError(f"launch.gpus={num_ranks}: this machine has {count} GPU(s); {remedy}")
     if config.launch.gpus and not count:
         logger.warning("launch.gpus=%d: no GPU found, running %d rank(s) on the CPU", num_ranks, num_ranks)
 
 
 def spawn(config: Config, work: RankWork, num_ranks: int) -> int:
-    """Starts the ranks, waits for them, and reports the first failure.
-
-    Raises:
-        RankFailed: see `launch`.
-    """
+    """Starts the ranks, waits for them, and raises the first failure as RankFailed."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch

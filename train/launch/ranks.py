@@ -1,8 +1,4 @@
-"""The process group of a run, and collective operations on small CPU values.
-
-Owns: initializing and destroying the process group, sums, barriers, gathered and broadcast objects. Does not own: gradients
-(train.engine) and starting processes (train.launch.launcher).
-"""
+"""The process group of a run, and collective operations on small CPU values."""
 
 from __future__ import annotations
 
@@ -104,11 +100,7 @@ def is_first_failure() -> bool:
 
 
 def pick_device(device: str, local_rank: int) -> torch.device:
-    """Returns the device of a rank.
-
-    Raises:
-        ValueError: see `process_group`.
-    """
+    """Returns the device of a rank; raises ValueError as `process_group` does."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "cuda" and not count:
         raise ValueError("launch.device=cuda: PyTorch sees no GPU; use launch.device=cpu, or install a CUDA build of torch")

@@ -1,8 +1,4 @@
-"""Supervision of spawned ranks: detects the first failure, ends the other ranks, forwards signals.
-
-A failing rank writes its error to a folder that launcher and ranks share. A second after the first exit the supervisor kills
-the remaining ranks, so that none of them runs into a time-out.
-"""
+"""Supervision of spawned ranks: detects the first failure, forwards signals, and kills the other ranks after a second."""
 
 from __future__ import annotations
 
@@ -26,10 +22,7 @@ POLL_S = 0.1
 
 
 class Supervisor:
-    """Polls the child processes in a thread.
-
-    Args:
-        folder: holds `rank_N.json` (a `Failure`) and `rank_N.pid` of each rank.
+    """Polls the child processes; ranks write their error (`rank_N.json`, a `Failure`) and pid (`rank_N.pid`) to `folder`.
 
     Attributes:
         failed: pid -> exit code of the ranks that had failed when the first failure was detected.
@@ -42,16 +35,15 @@ class Supervisor:
         self.is_stop_requested = False
         self._other_processes = set(active_children())
         self._children: dict[int, Any] = {}
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._poll, name="rank-supervisor", daemon=True)
 
-    def _poll(self) -> None:
-        while not self._done.wait(POLL_S):
+    def poll(self, done: threading.Event) -> None:
+        """Looks for failed ranks until `done` is set; kills the others after the first failure."""
+        while not done.wait(POLL_S):
             for child in set(active_children()) - self._other_processes:
                 self._children.setdefault(int(child.pid or 0), child)
             if self._find_failed():
                 self.failed = self._find_failed()  # again: a secondary failure may be visible before its cause
-                self._done.wait(GRACE_S)
+                done.wait(GRACE_S)
                 self.kill()
                 return
 
@@ -92,13 +84,6 @@ class Supervisor:
             return RankFailed(first.message, first.exit_code, first.details)
         return RankFailed("a rank exited without reporting an error; run with launch.ranks=1 to see it", EXIT_CRASH)
 
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._done.set()
-        self._thread.join()
-
 
 @contextmanager
 def supervise(folder: Path) -> Iterator[Supervisor]:
@@ -106,11 +91,14 @@ def supervise(folder: Path) -> Iterator[Supervisor]:
     supervisor = Supervisor(folder)
     is_main_thread = threading.current_thread() is threading.main_thread()
     previous = {number: signal.signal(number, supervisor.forward) for number in STOP_SIGNALS} if is_main_thread else {}
-    supervisor.start()
+    done = threading.Event()
+    thread = threading.Thread(target=supervisor.poll, args=(done,), name="rank-supervisor", daemon=True)
+    thread.start()
     try:
         yield supervisor
     finally:
-        supervisor.stop()
+        done.set()
+        thread.join()
         for number, handler in previous.items():
             signal.signal(number, handler)
 

@@ -1,4 +1,1 @@
-"""The saved state of a run, fingerprints of its data, and its provenance.
-
-Does not own: files and checksums (checkpoints.store).
-"""
+"""The saved state of a run, fingerprints of its data, and its provenance; files and checksums are in checkpoints.store."""

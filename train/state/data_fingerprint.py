@@ -1,8 +1,4 @@
-"""Fingerprints of the training data in a state, so that a run is not resumed with other examples.
-
-Does not own: the content of a source (`Source.fingerprint` in data_prep.sources), the settings of the data
-(train.config.resuming).
-"""
+"""Fingerprints of the training data in a state (see `Source.fingerprint`), so that a run is not resumed with other examples."""
 
 from __future__ import annotations
 

@@ -26,8 +26,7 @@ def write_provenance(
 ) -> None:
     """Writes `provenance.json`; when the run is resumed, appends to its `resumed` entries.
 
-    Args:
-        changed: settings changed by the resume: dotted key -> [before, after].
+    `changed` holds the settings changed by the resume: dotted key -> [before, after].
     """
     path = folder / PROVENANCE
     entry = {

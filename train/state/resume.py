@@ -7,8 +7,6 @@ function of the step, and the data position follows from step and seed, so neith
 With the same number of ranks a resumed run is bit-for-bit identical. With another number the batches, weights, moments and
 schedule are the same; the order of float32 sums differs, and so do random draws of the training step (feature noise), which
 each rank makes with its own generator: existing ranks restore theirs, new ranks start with fresh ones.
-
-Owns: the content of a state. Does not own: atomic writes, checksums, retention (checkpoints.store).
 """
 
 from __future__ import annotations
@@ -100,8 +98,7 @@ def _on_all_ranks(store: StateStore, ranks: Ranks, step: int, work: Callable[[],
 def load_state(store: StateStore, engine: Engine, ranks: Ranks) -> TrainState:
     """Restores engine and generators from the newest complete state. Every rank has to call it.
 
-    Returns:
-        the saved `TrainState`; a fresh one if nothing is saved.
+    Returns a fresh `TrainState` if nothing is saved.
 
     Raises:
         ValueError: every state is corrupt, or it was saved from another draft.
