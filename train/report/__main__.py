@@ -15,7 +15,6 @@ from train.report.plots import write_plots
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(prog="python -m train.report", description=__doc__)
     parser.add_argument("report", metavar="FILE", help="a report.json or its folder, or a file of `python -m sage.bench --out`")
     add_out_option(parser, "the folder of FILE")

@@ -63,8 +63,7 @@ def _panel(axes: Axes, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     axes.set_ylim(0, 1.02)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(PercentFormatter(1.0))
-    axes.set_xticks([0, 0.5, 1.0])
-    axes.set_yticks([0, 0.5, 1.0])
+        axis.set_ticks([0, 0.5, 1.0])
     style.despine(axes)
     axes.set_aspect("equal")
 

@@ -60,8 +60,7 @@ def choose_policy(report: Mapping[str, Any]) -> str | None:
 
 
 def _log(report: Mapping[str, Any], name: str) -> Log:
-    log: Log = report["policies"][name]["example"]["rounds_log"]
-    return log
+    return report["policies"][name]["example"]["rounds_log"]
 
 
 def _subtitle(report: Mapping[str, Any], name: str) -> str:
@@ -70,8 +69,10 @@ def _subtitle(report: Mapping[str, Any], name: str) -> str:
     return f"prompt {prompt}, {len(log)} rounds, {sum(entry['accepted'] for entry in log)} drafted tokens accepted"
 
 
-def _rounds(log: Log) -> list[int]:
-    return list(range(1, len(log) + 1))
+def _series(log: Log, key: str) -> tuple[list[int], list[Any]]:
+    """Returns the rounds that recorded `key`, counted from 1, and their values."""
+    rounds = [number for number, entry in enumerate(log, start=1) if key in entry]
+    return rounds, [log[number - 1][key] for number in rounds]
 
 
 def _share_rounds(made: Figure, panels: Sequence[Axes], log: Log) -> None:
@@ -84,21 +85,19 @@ def _share_rounds(made: Figure, panels: Sequence[Axes], log: Log) -> None:
 def _bars(axes: Axes, log: Log, series: Sequence[tuple[str, str, str]]) -> float:
     """Draws (key, color, label) as bars in front of each other, and returns the highest value."""
     for key, color, label in series:
-        axes.bar(_rounds(log), [entry[key] for entry in log], width=BAR_WIDTH, color=color, label=label)
+        axes.bar(*_series(log, key), width=BAR_WIDTH, color=color, label=label)
     style.despine(axes)
     return float(max(entry[key] for entry in log for key, _, _ in series))
 
 
-def _marks(axes: Axes, points: Sequence[tuple[int, float]], label: str) -> None:
+def _marks(axes: Axes, rounds: Sequence[int], values: Sequence[float], label: str) -> None:
     """Draws a short horizontal line over each bar."""
-    rounds, values = [number for number, _ in points], [value for _, value in points]
     left, right = [number - BAR_WIDTH / 2 for number in rounds], [number + BAR_WIDTH / 2 for number in rounds]
     axes.hlines(values, left, right, color=style.INK, linewidth=1.4, label=label)
 
 
 def _alpha(axes: Axes, log: Log, color: str) -> None:
-    points = [(number, entry["alpha"]) for number, entry in enumerate(log, start=1) if "alpha" in entry]
-    rounds, values = [number for number, _ in points], [value for _, value in points]
+    rounds, values = _series(log, "alpha")
     axes.fill_between(rounds, values, color=color, alpha=0.14, linewidth=0)
     axes.plot(rounds, values, color=color, linewidth=1.8, marker="o", markersize=3.2)
     axes.set_ylim(0, 1.05)
@@ -108,31 +107,30 @@ def _alpha(axes: Axes, log: Log, color: str) -> None:
 
 def _planned_depth(axes: Axes, log: Log, color: str) -> None:
     highest = _bars(axes, log, (("depth", style.GRID, "levels drafted"), ("accepted", color, "tokens accepted")))
-    planned = [(number, entry["planned_depth"]) for number, entry in enumerate(log, start=1) if "planned_depth" in entry]
+    rounds, planned = _series(log, "planned_depth")
     if planned:
-        _marks(axes, planned, "planned depth")
+        _marks(axes, rounds, planned, "planned depth")
     axes.set_ylabel("depth")
-    style.legend_above(axes, max(highest, *(depth for _, depth in planned), 0), columns=3)
+    style.legend_above(axes, max(highest, *planned, 0), columns=3)
 
 
 def _nodes_and_width(axes: Axes, log: Log, color: str) -> None:
     _bars(axes, log, (("nodes", style.BAND, "nodes verified"),))
     axes.set_ylabel("nodes\nverified")
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
-    points = [(number, entry["width"]) for number, entry in enumerate(log, start=1) if "width" in entry]
-    if not points:
+    rounds, widths = _series(log, "width")
+    if not widths:
         return
-    widths = [width for _, width in points]
     twin = style.twin_axis(axes)
-    twin.plot([number for number, _ in points], widths, color=color, linewidth=1.8, drawstyle="steps-mid")
+    twin.plot(rounds, widths, color=color, linewidth=1.8, drawstyle="steps-mid")
     twin.set_ylim(0, 1.15 * max(widths))
     twin.set_ylabel("planned width", color=color)
     twin.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
 
 
 def _price(axes: Axes, log: Log, color: str) -> None:
-    prices = [entry["price"] for entry in log]
-    axes.plot(_rounds(log), prices, color=color, linewidth=1.8, marker="o", markersize=3.2)
+    rounds, prices = _series(log, "price")
+    axes.plot(rounds, prices, color=color, linewidth=1.8, marker="o", markersize=3.2)
     axes.set_ylim(0, 1.2 * max(prices))
     axes.set_ylabel("price of time\ntokens/s")
     axes.yaxis.set_major_locator(MaxNLocator(nbins=4))
@@ -142,7 +140,7 @@ def _price(axes: Axes, log: Log, color: str) -> None:
 def _expected_depth(axes: Axes, log: Log, color: str) -> None:
     series = (("levels", style.GRID, "levels drafted"), ("depth", style.BAND, "verified"), ("accepted", color, "accepted"))
     highest = _bars(axes, log, series)
-    _marks(axes, [(number, entry["expected"]) for number, entry in enumerate(log, start=1)], "expected to be accepted")
+    _marks(axes, *_series(log, "expected"), "expected to be accepted")
     axes.set_ylabel("depth")
     style.legend_above(axes, highest, columns=4)
 
@@ -162,9 +160,9 @@ def _outcome(entry: Mapping[str, Any]) -> str:
 
 def _last_level(axes: Axes, log: Log, color: str) -> None:
     """Draws expected gain and cost of the last level that was considered in each round."""
-    gains, costs = [entry["gain"] for entry in log], [entry["level_cost"] for entry in log]
-    axes.vlines(_rounds(log), costs, gains, color=style.GRID, linewidth=2.5, zorder=1)
-    axes.scatter(_rounds(log), costs, marker="_", s=90, color=style.INK, linewidths=1.8, label="cost", zorder=2)
+    (rounds, gains), (_, costs) = _series(log, "gain"), _series(log, "level_cost")
+    axes.vlines(rounds, costs, gains, color=style.GRID, linewidth=2.5, zorder=1)
+    axes.scatter(rounds, costs, marker="_", s=90, color=style.INK, linewidths=1.8, label="cost", zorder=2)
     for face, label in (("white", BELOW_COST), (style.BAND, UNUSED), (color, USED)):
         rounds = [number for number, entry in enumerate(log, start=1) if _outcome(entry) == label]
         own = [log[number - 1]["gain"] for number in rounds]

@@ -148,19 +148,10 @@ def _replay(report: Report) -> str:
     if not section:
         return ""
     head = ["policy", "tokens per target pass", "nodes", "depth", "draft steps", "tokens/s, predicted", "coverage", "truncated"]
-    rows = [
-        [
-            f"`{name}`",
-            f"{part['tokens_per_target_pass']:.2f}",
-            f"{part['nodes_per_round']:.1f}",
-            f"{part['depth']:.1f}",
-            f"{part['draft_steps_per_round']:.2f}",
-            f"{part['tokens_per_s']:.0f}",
-            f"{part['coverage']:.1%}",
-            f"{part['cut']:.1%}",
-        ]
-        for name, part in section["policies"].items()
-    ]
+    formats = {"tokens_per_target_pass": ".2f", "nodes_per_round": ".1f", "depth": ".1f", "draft_steps_per_round": ".2f"}
+    formats |= {"tokens_per_s": ".0f", "coverage": ".1%", "cut": ".1%"}
+    policies = section["policies"].items()
+    rows = [[f"`{name}`", *(f"{part[key]:{form}}" for key, form in formats.items())] for name, part in policies]
     recorder = ", ".join(f"{key} {value}" for key, value in section["recorder"].items())
     note = f"Per round, over the same {section['rounds']} recorded rounds for every policy ({recorder}). {REPLAY_NOTE}"
     return f"## Replay: the same drafts under every policy\n\n{markdown_table(head, rows)}\n\n{note}"

@@ -1,8 +1,4 @@
-"""The plots of a validation report, drawn from `report.json` alone.
-
-Owns: plots over all policies, and the list of all plots. Does not own: plots of a single generation (train.report.generation),
-reliability diagrams (train.report.calibration).
-"""
+"""The plots of a validation report, drawn from `report.json` alone: the list of all plots, and those over all policies."""
 
 from __future__ import annotations
 
@@ -96,7 +92,7 @@ def draw_acceptance(report: Report) -> Figure | None:
 def draw_time(report: Report) -> Figure | None:
     """Draws the decoding time per token, stacked by phase."""
     policies = report["policies"]
-    phases = [phase for phase in style.PHASE_COLORS if any(part["time_s"].get(phase, 0) > 0 for part in policies.values())]
+    phases = [phase for phase in style.PHASES if any(part["time_s"].get(phase, 0) > 0 for part in policies.values())]
     if not phases:
         return None
     made = style.figure(
@@ -108,8 +104,8 @@ def draw_time(report: Report) -> Figure | None:
         left = 0.0
         for phase in phases:
             width = 1e3 * part["time_s"].get(phase, 0.0) / max(part["tokens"], 1)
-            label = style.PHASE_NAMES[phase] if place == 0 else None
-            axes.barh(place, width, left=left, height=0.62, color=style.PHASE_COLORS[phase], label=label)
+            name, color = style.PHASES[phase]
+            axes.barh(place, width, left=left, height=0.62, color=color, label=name if place == 0 else None)
             left += width
         axes.text(left, place, f"  {left:.2f} ms", va="center", fontsize=9.5)
         longest = max(longest, left)
@@ -155,26 +151,16 @@ def _histogram(axes: Any, bins: list[int], color: str, mean: float) -> None:
 
 def _beside(axes: Any, place: int, points: float, text: str, **looks: Any) -> None:
     """Draws text in a column right of the axes that ends `points` from their edge."""
-    axes.annotate(
-        text,
-        (1.0, place),
-        xycoords=axes.get_yaxis_transform(),
-        xytext=(points, 0),
-        textcoords="offset points",
-        va="center",
-        ha="right",
-        fontsize=9.5,
-        annotation_clip=False,
-        **looks,
-    )
+    looks |= {"va": "center", "ha": "right", "fontsize": 9.5, "annotation_clip": False}
+    right = axes.get_yaxis_transform()
+    axes.annotate(text, (1.0, place), xycoords=right, xytext=(points, 0), textcoords="offset points", **looks)
 
 
 def _whisker(axes: Any, place: int, part: Mapping[str, Any]) -> None:
     if "speedup_ci" not in part or part["speedup_ci"][0] == part["speedup_ci"][1]:
         return
-    low, high = part["speedup_ci"]
-    axes.plot([low, high], [place, place], color=style.INK, linewidth=1.3, solid_capstyle="butt")
-    axes.plot([low, high], [place, place], "|", color=style.INK, markersize=6)
+    axes.plot(part["speedup_ci"], [place, place], color=style.INK, linewidth=1.3, solid_capstyle="butt")
+    axes.plot(part["speedup_ci"], [place, place], "|", color=style.INK, markersize=6)
 
 
 PLOTS: tuple[tuple[str, str, Callable[[Report], Figure | None]], ...] = (
@@ -182,19 +168,7 @@ PLOTS: tuple[tuple[str, str, Callable[[Report], Figure | None]], ...] = (
     ("acceptance.png", "Acceptance rate of drafted tokens, by draft position.", draw_acceptance),
     ("time.png", "Decoding time per token by phase.", draw_time),
     ("accepted.png", "Drafted tokens accepted per round.", draw_accepted),
-    (
-        "generation.png",
-        "Confidence of the draft, depth and nodes of the tree, round by round.",
-        draw_generation,
-    ),
-    (
-        "pricing.png",
-        "Price of time, depth, nodes, expected gain and cost, round by round.",
-        draw_pricing,
-    ),
-    (
-        "calibration.png",
-        "Observed acceptance by predicted acceptance probability.",
-        draw_calibration,
-    ),
+    ("generation.png", "Confidence of the draft, depth and nodes of the tree, round by round.", draw_generation),
+    ("pricing.png", "Price of time, depth, nodes, expected gain and cost, round by round.", draw_pricing),
+    ("calibration.png", "Observed acceptance by predicted acceptance probability.", draw_calibration),
 )

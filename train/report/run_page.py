@@ -1,7 +1,6 @@
 """`report.md` and `curves.png` of a run: training curves, and the estimated beside the measured tokens per target pass.
 
-Everything is read from the run folder; `python -m train.report.run_page runs/NAME` draws it again. Does not own: the pages of
-single validations (train.report.page).
+Everything is read from the run folder; `python -m train.report.run_page runs/NAME` draws it again.
 """
 
 from __future__ import annotations
@@ -173,7 +172,6 @@ def _files(folder: Path, home: Path) -> str:
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(prog="python -m train.report.run_page", description="Draws the curves of runs again.")
     parser.add_argument("runs", metavar="RUN", nargs="+", help="run folders")
     add_out_option(parser, "the run folder")

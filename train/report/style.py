@@ -1,7 +1,4 @@
-"""The common style of all plots: one color per policy, light grid lines, font sizes that stay legible at README width.
-
-Owns: colors, matplotlib settings, the heading of a figure. Does not own: what is drawn.
-"""
+"""The common style of all plots: one color per policy, light grid lines, font sizes that stay legible at README width."""
 
 from __future__ import annotations
 
@@ -33,25 +30,14 @@ POLICY_COLORS = {
 }
 SPARE_COLORS = ("#5c6ac4", "#7d8c2f", "#a35f9c", "#3d7d6f", "#946c2b")
 
-PHASE_COLORS = {
-    "draft_prefill": "#f0c9a0",
-    "draft_steps": "#d98e4a",
-    "verify": "#2f6fa7",
-    "accept": "#7fb0d3",
-    "commit": "#a9c9a4",
-    "policy": "#b23a6b",
-    "other": "#c9d1d9",
-}
-PHASE_NAMES = {
-    "vision": "vision tower",
-    "target_prefill": "target prefill",
-    "draft_prefill": "draft prefill",
-    "draft_steps": "draft steps",
-    "verify": "target passes",
-    "accept": "acceptance",
-    "commit": "cache commit",
-    "policy": "policy",
-    "other": "other",
+PHASES = {  # phase of decoding: name, color
+    "draft_prefill": ("draft prefill", "#f0c9a0"),
+    "draft_steps": ("draft steps", "#d98e4a"),
+    "verify": ("target passes", "#2f6fa7"),
+    "accept": ("acceptance", "#7fb0d3"),
+    "commit": ("cache commit", "#a9c9a4"),
+    "policy": ("policy", "#b23a6b"),
+    "other": ("other", "#c9d1d9"),
 }
 
 RC = {

@@ -267,9 +267,9 @@ def draw_time(figures: Figures) -> Figure:
 
 def _phases(axes: Axes, place: int, part: Any) -> None:
     left = 0.0
-    for phase, shade in style.PHASE_COLORS.items():
+    for phase, (name, shade) in style.PHASES.items():
         width = 1e3 * part["time_s"].get(phase, 0.0) / max(part["tokens"], 1)
-        label = style.PHASE_NAMES[phase] if place == 0 else None
+        label = name if place == 0 else None
         axes.barh(place, width, left=left, height=0.62, color=shade, label=label)
         left += width
     axes.text(left, place, f" {left:.2f}", va="center", fontsize=8.5)
