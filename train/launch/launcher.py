@@ -57,7 +57,7 @@ def launch(config: Config, work: RankWork) -> int:
 
 
 def run_single_rank(config: Config, work: RankWork) -> int:
-    """Runs the only rank in this process; raises RankFailed if interrupted: exit code 3 if an earlier state is saved, else 1."""
+    """Runs the only rank in this process; raises RankFailed if interrupted: with exit code 3 if a state is saved, else 1."""
     try:
         return work(config)
     except KeyboardInterrupt as error:
