@@ -37,11 +37,7 @@ def round_floats(value: Any) -> Any:
 
 
 class FigureStore:
-    """A folder of figures. A deleted file is measured again.
-
-    Args:
-        folder: holds one file `NAME.json` per measurement.
-    """
+    """A folder with one file `NAME.json` per measurement. A deleted file is measured again."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -65,38 +61,29 @@ class FigureStore:
 
     def read_all(self) -> dict[str, Json]:
         """Returns the content of every file by name."""
-        contents = {path.stem: self.read(path.stem) for path in sorted(self.folder.glob("*.json"))}
-        return {name: content for name, content in contents.items() if content is not None}
-
-    def is_current(self, name: str, inputs: Any) -> bool:
-        """Whether the figures exist and were measured with the same inputs."""
-        content = self.read(name)
-        return content is not None and content["inputs"] == digest(inputs)
+        names = [path.stem for path in sorted(self.folder.glob("*.json"))]
+        return {name: content for name in names if (content := self.read(name)) is not None}
 
     def get_or_measure(self, name: str, inputs: Any, measure: Callable[[], Json], command: str) -> Json:
         """Returns the figures of that name; measures and writes them if they are missing or outdated.
 
         Args:
-            name: of the file.
             inputs: everything that the figures depend on and a user can change: settings, command lines, drafts.
-            measure: returns the figures.
             command: the command that repeats the measurement.
         """
-        if self.is_current(name, inputs):
-            content = self.read(name)
-            assert content is not None
-            return content["figures"]
-        logger.info("measuring %s", name)
-        start = time.perf_counter()
-        figures = round_floats(measure())
-        content = {
-            "schema": SCHEMA,
-            "inputs": digest(inputs),
-            "command": command,
-            "seconds": round(time.perf_counter() - start, 1),
-            "machine": round_floats(machine("cpu")),
-            "versions": versions(PACKAGES),
-            "figures": figures,
-        }
-        write_json(self.folder / f"{name}.json", content)
-        return figures
+        content = self.read(name)
+        if content is None or content["inputs"] != digest(inputs):
+            logger.info("measuring %s", name)
+            start = time.perf_counter()
+            figures = round_floats(measure())
+            content = {
+                "schema": SCHEMA,
+                "inputs": digest(inputs),
+                "command": command,
+                "seconds": round(time.perf_counter() - start, 1),
+                "machine": round_floats(machine("cpu")),
+                "versions": versions(PACKAGES),
+                "figures": figures,
+            }
+            write_json(self.folder / f"{name}.json", content)
+        return content["figures"]

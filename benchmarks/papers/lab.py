@@ -28,12 +28,7 @@ NUM_CANDIDATES = max(sage.policy(name).num_candidates for name in sage.POLICIES)
 
 
 class Lab:
-    """Creates and caches what the studies measure with.
-
-    Args:
-        settings: what is trained and measured.
-        store: where figures are written.
-    """
+    """Creates and caches what the studies measure with; figures are written to `store`."""
 
     def __init__(self, settings: Settings, store: FigureStore) -> None:
         self.settings, self.store = settings, store
@@ -69,16 +64,15 @@ class Lab:
 
     def prompts(self, target: str, split: str, families: Sequence[str], per_family: int, start: int = 0) -> list[BenchPrompt]:
         """Returns first questions of held-out conversations, one task family after the other."""
-        key = ("prompts", target, split, *families, per_family, start)
-        return self._cached(key, lambda: self._prompts(target, split, families, per_family, start))
 
-    def _prompts(self, target: str, split: str, families: Sequence[str], per_family: int, start: int) -> list[BenchPrompt]:
-        talks = [world.sample(split, start + number, [family]) for number in range(per_family) for family in families]
-        prepare = self.target(target).prepare
-        return [
-            BenchPrompt(name=f"{talk.id}-{talk.family}", family=talk.family, inputs=prepare(talk.messages[:1]))
-            for talk in talks
-        ]
+        def make() -> list[BenchPrompt]:
+            talks = [world.sample(split, start + number, [family]) for number in range(per_family) for family in families]
+            prepare = self.target(target).prepare
+            return [
+                BenchPrompt(name=f"{one.id}-{one.family}", family=one.family, inputs=prepare(one.messages[:1])) for one in talks
+            ]
+
+        return self._cached(("prompts", target, split, *families, per_family, start), make)
 
     def test_prompts(self, target: str, study: StudySettings) -> list[BenchPrompt]:
         """Returns the prompts of a study, from the test split."""
@@ -91,19 +85,18 @@ class Lab:
     def recordings(self, target: str, prompts: Sequence[BenchPrompt]) -> list[Recording]:
         """Records the distributions of the target's main draft while these prompts are decoded greedily."""
         model, draft = self.target(target), self.main_draft(target)
-        limit = self.settings.max_new_tokens
-        return [
-            record(model, draft, dict(prompt.inputs), num_candidates=NUM_CANDIDATES, max_new_tokens=limit) for prompt in prompts
-        ]
+        options: dict[str, Any] = {"num_candidates": NUM_CANDIDATES, "max_new_tokens": self.settings.max_new_tokens}
+        return [record(model, draft, dict(prompt.inputs), **options) for prompt in prompts]
 
     def costs(self, target: str) -> Costs:
         """Returns the costs of passes on this machine, at the context length of a quarter of an answer."""
-        return self._cached(("costs", target), lambda: self._costs(target))
 
-    def _costs(self, target: str) -> Costs:
-        first = self.prompts(target, "validation", self.settings.families[:1], 1)[0]
-        context = int(first.inputs["input_ids"].shape[1]) + self.settings.max_new_tokens // 4
-        return measure_costs(self.target(target), self.main_draft(target), context, context + self.settings.max_new_tokens)
+        def make() -> Costs:
+            first, limit = self.prompts(target, "validation", self.settings.families[:1], 1)[0], self.settings.max_new_tokens
+            context = int(first.inputs["input_ids"].shape[1]) + limit // 4
+            return measure_costs(self.target(target), self.main_draft(target), context, context + limit)
+
+        return self._cached(("costs", target), make)
 
     # -- runners -------------------------------------------------------------------------------------------------------
 
@@ -138,24 +131,31 @@ class Lab:
 
     # -- figures -------------------------------------------------------------------------------------------------------
 
-    def run_inputs(self, *names: str, **others: Any) -> Json:
-        """Returns what figures depend on: the command lines of these runs, and `others` (settings, options)."""
-        commands = {name: runs.overrides(self.settings, name) for name in names}
-        return {"runs": commands, **{key: _plain(value) for key, value in others.items()}}
+    def main_runs(self) -> list[str]:
+        """Returns the runs of the main drafts of all targets."""
+        return [self.settings.main_runs[target] for target in self.settings.targets]
 
-    def figures(self, study: str, name: str, inputs: Json, measure_figures: Callable[[], Json]) -> Json:
-        """Returns the figures `name` of a study; measures them if they are missing or outdated."""
+    def figures(
+        self, study: str, name: str, measure_figures: Callable[[], Json], names: Sequence[str] = (), /, **others: Any
+    ) -> Json:
+        """Returns the figures `name` of a study; measures them if they are missing or outdated.
+
+        They depend on the command lines of the runs `names` and on `others` (settings, options).
+        """
         settings = self.settings
-        common = {
+        commands = {"runs": {run: runs.overrides(settings, run) for run in names}} if names else {}
+        plain = {
+            key: asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+            for key, value in others.items()
+        }
+        inputs = {
+            **commands,
+            **plain,
             "threads": settings.threads,
             "targets": {target: runs.weights_digest(path) for target, path in settings.targets.items()},
             "max_new_tokens": settings.max_new_tokens,
         }
-        return self.store.get_or_measure(name, inputs | common, measure_figures, f"make results-{study}")
-
-
-def _plain(value: Any) -> Any:
-    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+        return self.store.get_or_measure(name, inputs, measure_figures, f"make results-{study}")
 
 
 def _log_progress(done: int, total: int) -> None:

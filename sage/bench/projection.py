@@ -35,8 +35,8 @@ def project(report: Mapping[str, Any], costs: Mapping[str, Any]) -> list[dict[st
 def _row(name: str, part: Mapping[str, Any], costs: Mapping[str, Any], context: int) -> dict[str, Any]:
     levels = part["draft_steps_per_round"]
     width = max(part["nodes_per_round"] / levels, 1.0)
-    compute_s = _curve(costs["verify"], "nodes", context)(round(part["nodes_per_round"]) + 1)
-    compute_s += levels * _curve(costs["draft"], "width", context)(round(width))
+    compute_s = cost_curve(costs["verify"], "nodes", context)(round(part["nodes_per_round"]) + 1)
+    compute_s += levels * cost_curve(costs["draft"], "width", context)(round(width))
     host_s = sum(part["time_s"][phase] for phase in HOST_PHASES) / part["rounds"]
     share = host_s / (host_s + compute_s)
     shares = decode_shares(part)
@@ -50,7 +50,8 @@ def _row(name: str, part: Mapping[str, Any], costs: Mapping[str, Any], context: 
     }
 
 
-def _curve(rows: Sequence[Mapping[str, float]], key: str, context: int) -> Curve:
+def cost_curve(rows: Sequence[Mapping[str, float]], key: str, context: int) -> Curve:
+    """Returns the seconds of passes at one context length, by the count `key` of each row."""
     chosen = sorted((int(row[key]), row["seconds"]) for row in rows if row["context"] == context)
     return Curve([count for count, _ in chosen], [seconds for _, seconds in chosen])
 

@@ -18,9 +18,9 @@ from support.papers_helpers import tiny_world
 
 from benchmarks.papers import __main__ as command
 from benchmarks.papers import runs
-from benchmarks.papers.figures import FIGURES_DIR, FigureStore
+from benchmarks.papers.figures import FIGURES_DIR, FigureStore, digest
 from benchmarks.papers.lab import Lab
-from benchmarks.papers.measure import ablations, calibration, entropy, tuning
+from benchmarks.papers.measure import ablations, answers, calibration, entropy, tuning
 from benchmarks.papers.measure.studies import STUDIES, select_studies
 from benchmarks.papers.page import epochs, policies, projection, render
 from benchmarks.papers.settings import load_settings
@@ -91,9 +91,8 @@ def test_committed_figures_are_current(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
     def get(name: str, inputs: Any, *_: Any) -> Any:
-        assert store.is_current(name, inputs), name
         content = store.read(name)
-        assert content is not None
+        assert content is not None and content["inputs"] == digest(inputs), name
         return content["figures"]
 
     monkeypatch.setattr(store, "get_or_measure", get)
@@ -239,7 +238,7 @@ def test_oracle_against_brute_force() -> None:
         best = max(best, tokens / seconds)
     found = ablations.oracle([ANSWER], costs, 12)
     assert found["tokens_per_s"] == pytest.approx(best, rel=1e-9)
-    assert [ablations._reachable_depth(ANSWER, one, 12) for one in ANSWER.rounds] == reach
+    assert [answers.depth_on_path(ANSWER, one) for one in ANSWER.rounds] == reach
 
 
 def test_auc_and_correlation_against_naive_versions() -> None:

@@ -8,11 +8,12 @@ from typing import Any
 import sage
 from benchmarks.papers.figures import Json
 from benchmarks.papers.lab import Lab
+from benchmarks.papers.measure.answers import depth_on_path
 from benchmarks.papers.measure.comparison import compare, select
 from benchmarks.papers.measure.tuning import tuned_options
 from sage.bench.runners import PolicyRunner
 from sage.costs.tables import Costs, Curve
-from sage.replay.recording import RecordedRound, Recording
+from sage.replay.recording import Recording
 from sage.replay.replay import replay
 from sage.trees.base import Policy
 from sage.trees.cost_aware.policy import CostAware
@@ -50,19 +51,16 @@ def measure(lab: Lab) -> None:
     """Measures `ablations` for the first target."""
     target = next(iter(lab.settings.targets))
     study, options = lab.settings.ablations, tuned_options(lab, target, "sage")
-    inputs = lab.run_inputs(lab.settings.main_runs[target], study=study, options=options)
-    lab.figures("ablations", "ablations", inputs, lambda: _measure(lab, target, options))
+    run = lab.settings.main_runs[target]
+    lab.figures("ablations", "ablations", lambda: _measure(lab, target, options), [run], study=study, options=options)
 
 
 def ablation_policies(tuned: Mapping[str, Any], pass_s: float) -> dict[str, Policy]:
     """Returns new policies by label: tuned `sage` and default `cost_aware`, each followed by its variants."""
-    threshold = "cumulative" if tuned.get("threshold", "cumulative") == "node" else "node"
+    changes = (*SAGE_CHANGES, {"threshold": "cumulative" if tuned.get("threshold") == "node" else "node"})
     return {
         "sage": sage.policy("sage", **tuned),
-        **{
-            f"sage, {_label(change)}": sage.policy("sage", **{**tuned, **change})
-            for change in (*SAGE_CHANGES, {"threshold": threshold})
-        },
+        **{f"sage, {_label(change)}": sage.policy("sage", **{**tuned, **change}) for change in changes},
         "cost_aware": sage.policy("cost_aware"),
         **{f"cost_aware, {_label(change)}": sage.policy("cost_aware", **change) for change in COST_AWARE_CHANGES},
         f"cost_aware, {ASSUMED_COSTS}": AssumedCosts(pass_s),
@@ -92,24 +90,19 @@ def _measure(lab: Lab, target: str, tuned: Mapping[str, Any]) -> Json:
 
 
 def _replay(recordings: Sequence[Recording], policy: Policy, costs: Costs) -> Json:
-    """A policy that learns online is replayed twice, and the second replay counts. `AssumedCosts` plans with its own costs."""
-    if isinstance(policy, AssumedCosts):
-        return _replay_assumed(recordings, policy, costs)
+    """Returns the figures of a policy; of its second replay if it learns online.
+
+    `AssumedCosts` plans with the assumed costs and is charged the measured ones.
+    """
+    planned = policy.assumed if isinstance(policy, AssumedCosts) else costs
     if policy.needs_costs:
-        replay(recordings, policy, costs)
-    return select(replay(recordings, policy, costs).summary(), REPLAYED)
-
-
-def _replay_assumed(recordings: Sequence[Recording], policy: AssumedCosts, costs: Costs) -> Json:
-    """Plans with the assumed costs and charges the measured ones."""
-    replay(recordings, policy, policy.assumed)
-    replayed = replay(recordings, policy, policy.assumed)
-    spent_s = sum(
-        costs.verify_s(one.nodes + 1, costs.context) + sum(costs.draft(width) for width in one.widths) + costs.overhead
-        for one in replayed.rounds
-    )
-    tokens_per_s = sum(one.emitted for one in replayed.rounds) / spent_s
-    return select(replayed.summary() | {"tokens_per_s": tokens_per_s}, REPLAYED)
+        replay(recordings, policy, planned)
+    replayed = replay(recordings, policy, planned)
+    summary = replayed.summary()
+    if planned is not costs:
+        spent_s = sum(one.seconds(costs, costs.context) for one in replayed.rounds)
+        summary["tokens_per_s"] = sum(one.emitted for one in replayed.rounds) / spent_s
+    return select(summary, REPLAYED)
 
 
 def oracle(recordings: Sequence[Recording], costs: Costs, max_depth: int) -> Json:
@@ -119,7 +112,7 @@ def oracle(recordings: Sequence[Recording], costs: Costs, max_depth: int) -> Jso
     second is the oracle's own speed, found by Dinkelbach's iteration: every round's depth maximizes tokens - price * seconds.
     """
     rounds = [
-        (_reachable_depth(recording, one, max_depth), len(recording.tokens) - one.position)
+        (min(depth_on_path(recording, one), max_depth), len(recording.tokens) - one.position)
         for recording in recordings
         for one in recording.rounds
     ]
@@ -135,16 +128,6 @@ def oracle(recordings: Sequence[Recording], costs: Costs, max_depth: int) -> Jso
         "nodes_per_round": sum(one[2] for one in chosen) / len(rounds),
         "tokens_per_s": price,
     }
-
-
-def _reachable_depth(recording: Recording, recorded: RecordedRound, max_depth: int) -> int:
-    """Returns the depth to which the recorded candidates contain the answer."""
-    answer = tuple(recording.tokens[recorded.position :][:max_depth])
-    for depth, token in enumerate(answer):
-        known = recorded.candidates.get(answer[:depth])
-        if known is None or token not in known[1].tolist():
-            return depth
-    return len(answer)
 
 
 def _best_depth(reachable: int, left: int, costs: Costs, price: float) -> tuple[int, float, int]:

@@ -8,16 +8,17 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from statistics import fmean
 
 import torch
 
 import sage
 from benchmarks.papers.figures import Json
 from benchmarks.papers.lab import Lab
+from benchmarks.papers.measure.answers import ranks_on_path
 from sage.bench.measurement import BenchPrompt
 from sage.costs.calibration import Reliability
-from sage.replay.recording import Recording, TokenPath
+from sage.replay.recording import Recording
 from sage.trees.cost_aware.policy import CostAware
 from sage.trees.sage import confidence_of
 
@@ -40,23 +41,16 @@ class PathNode:
 def nodes_on_path(recording: Recording, prompt: str, candidates: int) -> Iterator[PathNode]:
     """Yields the recorded nodes on the path of the answer, round by round."""
     for recorded in recording.rounds:
-        answer: TokenPath = tuple(recording.tokens[recorded.position :])
-        for depth, token in enumerate(answer):
-            known = recorded.candidates.get(answer[:depth])
-            if known is None:
-                break
-            best = known[1].tolist()
-            yield PathNode(prompt, depth + 1, known[0][:candidates].tolist(), token == best[0])
-            if token not in best:
-                break
+        for depth, (probs, rank) in enumerate(ranks_on_path(recording, recorded), start=1):
+            yield PathNode(prompt, depth, probs[:candidates].tolist(), rank == 0)
 
 
 def measure(lab: Lab) -> None:
     """Measures `calibration_TARGET` for every target."""
+    study, candidates = lab.settings.calibration, lab.settings.entropy.candidates
     for target in lab.settings.targets:
-        study = lab.settings.calibration
-        inputs = lab.run_inputs(lab.settings.main_runs[target], study=study, candidates=lab.settings.entropy.candidates)
-        lab.figures("calibration", f"calibration_{target}", inputs, partial(_measure, lab, target))
+        name, run, compute = f"calibration_{target}", lab.settings.main_runs[target], partial(_measure, lab, target)
+        lab.figures("calibration", name, compute, [run], study=study, candidates=candidates)
 
 
 def _measure(lab: Lab, target: str) -> Json:
@@ -116,14 +110,14 @@ def predictors(nodes: Sequence[PathNode], policy: CostAware) -> Json:
         "calibrated": [policy.learner.calibrator.leading(one.probs, one.depth, 0.0)[0] for one in nodes],
     }
     by_name = {name: _reliability(values, outcomes) for name, values in predicted.items()}
-    return {"nodes": len(nodes), "accepted": _mean(outcomes), "by_name": by_name}
+    return {"nodes": len(nodes), "accepted": sum(outcomes) / max(len(outcomes), 1), "by_name": by_name}
 
 
 def _reliability(predicted: Sequence[float], outcomes: Sequence[bool]) -> Json:
     bins: list[list[tuple[float, bool]]] = [[] for _ in range(NUM_BINS)]
     for value, outcome in zip(predicted, outcomes, strict=True):
         bins[min(int(value * NUM_BINS), NUM_BINS - 1)].append((value, outcome))
-    curve = [[_mean([v for v, _ in cell]), _mean([o for _, o in cell]), len(cell)] for cell in bins if cell]
+    curve = [[fmean(v for v, _ in cell), fmean(o for _, o in cell), len(cell)] for cell in bins if cell]
     error = sum(count * abs(expected - observed) for expected, observed, count in curve) / max(len(predicted), 1)
     return {"error": error, "auc": auc(predicted, outcomes), "curve": curve}
 
@@ -135,10 +129,6 @@ def auc(predicted: Sequence[float], outcomes: Sequence[bool]) -> float:
     if not accepted.numel() or not rejected.numel():
         return 0.5
     return float(((accepted > rejected).double() + 0.5 * (accepted == rejected)).mean())
-
-
-def _mean(values: Sequence[Any]) -> float:
-    return sum(values) / len(values) if values else 0.0
 
 
 # -- Lemma 4.3 ---------------------------------------------------------------------------------------------------------------
@@ -153,8 +143,7 @@ def lemma(nodes: Sequence[PathNode]) -> Json:
     """Counts violations of Lemma 4.3 (p_1 of the renormalized top k below its bound) and of Theorem 4.4; adds examples."""
     rows = []
     for node in nodes:
-        total = math.fsum(node.probs)
-        alpha = confidence_of(node.probs)
+        alpha, total = confidence_of(node.probs), math.fsum(node.probs)
         rows.append((node, alpha, bound(alpha, len(node.probs)), [prob / total for prob in node.probs]))
     confident = [node.is_accepted for node, alpha, _, _ in rows if alpha > ALPHA_THRESHOLD]
     largest_violations = sorted(rows, key=lambda row: row[3][0] - row[2])[:NUM_EXAMPLES]

@@ -47,14 +47,8 @@ def compare(
 
 def _summary(measurement: Measurement, target: Any, labels: Sequence[str]) -> Json:
     found = summarize(measurement, target, labels)
-    return {
-        "prompts": len(measurement.prompts),
-        "fastest_baseline": found["fastest_baseline"],
-        "failed_baselines": found["failed_baselines"],
-        "margins": found["margins"],
-        "policies": {name: select(part, STORED) for name, part in found["policies"].items()},
-        "baselines": {name: select(part, STORED) for name, part in found["baselines"].items()},
-    }
+    parts = {kind: {name: select(part, STORED) for name, part in found[kind].items()} for kind in ("policies", "baselines")}
+    return {"prompts": len(measurement.prompts), **select(found, ("fastest_baseline", "failed_baselines", "margins")), **parts}
 
 
 def _of_family(measurement: Measurement, family: str) -> Measurement:

@@ -17,8 +17,7 @@ def measure(lab: Lab) -> None:
     study = lab.settings.compressor
     target = lab.settings.training.runs[study.runs[0]].target
     options = {name: tuned_options(lab, target, name) for name in study.policies}
-    inputs = lab.run_inputs(*study.runs, study=study, options=options)
-    lab.figures("compressor", "compressor", inputs, lambda: _measure(lab, target, options))
+    lab.figures("compressor", "compressor", lambda: _measure(lab, target, options), study.runs, study=study, options=options)
 
 
 def _measure(lab: Lab, target: str, options: Mapping[str, Mapping[str, Any]]) -> Json:

@@ -6,6 +6,7 @@ import statistics
 
 from benchmarks.papers.figures import Json
 from benchmarks.papers.lab import Lab
+from benchmarks.papers.measure.answers import depth_on_path
 from benchmarks.papers.measure.calibration import nodes_on_path
 from sage.replay.recording import Recording
 from sage.trees.sage import confidence_of
@@ -15,9 +16,11 @@ Series = list[list[float]]  # one list per answer
 
 def measure(lab: Lab) -> None:
     """Measures `entropy` for every target."""
-    study, targets = lab.settings.entropy, list(lab.settings.targets)
-    inputs = lab.run_inputs(*(lab.settings.main_runs[target] for target in targets), study=study)
-    lab.figures("entropy", "entropy", inputs, lambda: {"targets": {target: _measure(lab, target) for target in targets}})
+
+    def compute() -> Json:
+        return {"targets": {target: _measure(lab, target) for target in lab.settings.targets}}
+
+    lab.figures("entropy", "entropy", compute, lab.main_runs(), study=lab.settings.entropy)
 
 
 def _measure(lab: Lab, target: str) -> Json:
@@ -25,7 +28,7 @@ def _measure(lab: Lab, target: str) -> Json:
     recordings = lab.recordings(target, lab.test_prompts(target, study))
     tokens = [[confidence_of(one.probs) for one in nodes_on_path(recording, "", study.candidates)] for recording in recordings]
     rounds = [_root_alphas(recording, study.candidates) for recording in recordings]
-    lengths = [_lengths(recording) for recording in recordings]
+    lengths = [[float(depth_on_path(recording, one)) for one in recording.rounds] for recording in recordings]
     return {
         "prompts": len(recordings),
         "tokens": sum(map(len, tokens)),
@@ -39,21 +42,6 @@ def _measure(lab: Lab, target: str) -> Json:
 
 def _root_alphas(recording: Recording, candidates: int) -> list[float]:
     return [confidence_of(recorded.candidates[()][0][:candidates].tolist()) for recorded in recording.rounds]
-
-
-def _lengths(recording: Recording) -> list[float]:
-    """Returns, per round, the number of tokens of the answer that the recorded drafts contain."""
-    lengths = []
-    for recorded in recording.rounds:
-        answer, depth = tuple(recording.tokens[recorded.position :]), 0
-        while (
-            depth < len(answer)
-            and answer[:depth] in recorded.candidates
-            and answer[depth] in recorded.candidates[answer[:depth]][1]
-        ):
-            depth += 1
-        lengths.append(float(depth))
-    return lengths
 
 
 def correlation(first: Series, second: Series, lag: int) -> float | None:

@@ -15,23 +15,23 @@ FIGURES = ("tokens_per_target_pass", "mean_accepted_draft", "speedup", "match", 
 
 def measure(lab: Lab) -> None:
     """Measures `epochs`: the figures of each validation of the runs."""
-    names = lab.settings.epochs.runs
-    inputs = lab.run_inputs(*names, epochs=lab.settings.epochs)
-    lab.figures("epochs", "epochs", inputs, lambda: {"runs": {name: _curve(lab, name) for name in names}})
+    study = lab.settings.epochs
+    lab.figures(
+        "epochs", "epochs", lambda: {"runs": {name: _curve(lab, name) for name in study.runs}}, study.runs, epochs=study
+    )
 
 
 def _curve(lab: Lab, name: str) -> Json:
     folder = lab.run(name)
-    lines = read_metrics(folder / METRICS)
-    reports = read_reports(folder)
-    measured = measured_against_estimate(lines, reports)
+    lines, reports = read_metrics(folder / METRICS), read_reports(folder)
+    rows = enumerate(measured_against_estimate(lines, reports), start=1)
     return {
         "command": runs.command_line(lab.settings, name),
         "target": lab.settings.training.runs[name].target,
         "prompts": reports[-1][1]["prompts"],
         "training_s": lines[-1]["time_s"],
         "tokens": lines[-1]["tokens"],
-        "points": [_point(row, epoch) for epoch, row in enumerate(measured, start=1)],
+        "points": [_point(row, epoch) for epoch, row in rows],
     }
 
 

@@ -22,7 +22,7 @@ def measure(lab: Lab) -> None:
         forced = [_forced(lab, target, length) for length in study.lengths]
         return {"target": target, "forced": forced, "segments": _segments(lab, target)}
 
-    lab.figures("length", "length", lab.run_inputs(lab.settings.main_runs[target], study=study), compute)
+    lab.figures("length", "length", compute, [lab.settings.main_runs[target]], study=study)
 
 
 def _forced(lab: Lab, target: str, length: int) -> Json:

@@ -36,13 +36,11 @@ def policy_figures(lab: Lab, target: str) -> Json:
         described = {label: {"policy": policy, "options": options} for label, (policy, options) in variants.items()}
         return {"target": target, "variants": described, **compared}
 
-    return lab.figures("policies", f"policies_{target}", lab.run_inputs(*drafts, study=study, variants=variants), compute)
+    return lab.figures("policies", f"policies_{target}", compute, drafts, study=study, variants=variants)
 
 
 def policy_variants(lab: Lab, target: str) -> dict[str, tuple[str, dict[str, Any]]]:
     """Returns policy and options by label: as tuned, `sage` with the most tokens per pass, and as published if different."""
     tuned = {name: (name, tuned_options(lab, target, name)) for name in DRAFTING}
-    published: dict[str, tuple[str, dict[str, Any]]] = {
-        PUBLISHED.format(name): (name, {}) for name, (_, options) in tuned.items() if options
-    }
+    published: dict[str, Any] = {PUBLISHED.format(name): (name, {}) for name, (_, options) in tuned.items() if options}
     return tuned | {MOST_TOKENS: ("sage", most_tokens(lab, target, "sage"))} | published

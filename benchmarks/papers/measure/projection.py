@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -13,12 +12,12 @@ from benchmarks.papers.figures import Json
 from benchmarks.papers.lab import Lab
 from benchmarks.papers.measure.policies import policy_figures
 from sage.bench.costs import NODES, WIDTHS, measure_shape_costs
-from sage.bench.projection import project
+from sage.bench.projection import cost_curve, project
 from sage.bench.report_table import HOST_PHASES, SHARES, decode_shares
 from sage.bench.roofline import roofline_costs
 from sage.bench.runners import AUTOREGRESSIVE
 from sage.bench.shapes import shape_named
-from sage.costs.tables import Costs, Curve
+from sage.costs.tables import Costs
 from sage.replay.recording import Recording
 from sage.replay.replay import replay
 
@@ -31,26 +30,19 @@ def measure(lab: Lab) -> None:
     `costs`: passes of a large shape on this machine. `overhead`: share of host overhead, measured, beside those passes, and
     projected to GPUs. `projection`: speedups at the costs of large shapes on GPUs.
     """
-    study = lab.settings.projection
-    tables = {target: policy_figures(lab, target) for target in lab.settings.targets}
-    inputs = lab.run_inputs(*(lab.settings.main_runs[target] for target in tables), study=study, tables=tables)
-    costs = _costs_on_this_machine(lab)
+    plan, tables = lab.settings.costs, {target: policy_figures(lab, target) for target in lab.settings.targets}
+    inputs = {"study": lab.settings.projection, "tables": tables}
+
+    def measure_costs() -> Json:
+        shape, device = shape_named(plan.shape), torch.device("cpu")
+        return measure_shape_costs(shape, plan.layers, DTYPE, device, plan.nodes, plan.widths, plan.contexts, plan.repeats)
 
     def measure_overhead() -> Json:
         return {target: _overhead(lab, table, costs) for target, table in tables.items()}
 
-    lab.figures("projection", "overhead", inputs | {"costs": costs}, measure_overhead)
-    lab.figures("projection", "projection", inputs, lambda: {"rows": _projected(lab, tables)})
-
-
-def _costs_on_this_machine(lab: Lab) -> Json:
-    plan, device = lab.settings.costs, torch.device("cpu")
-
-    def compute() -> Json:
-        shape = shape_named(plan.shape)
-        return measure_shape_costs(shape, plan.layers, DTYPE, device, plan.nodes, plan.widths, plan.contexts, plan.repeats)
-
-    return lab.figures("projection", "costs", {"costs": asdict(plan)}, compute)
+    costs = lab.figures("projection", "costs", measure_costs, costs=plan)
+    lab.figures("projection", "overhead", measure_overhead, lab.main_runs(), **inputs, costs=costs)
+    lab.figures("projection", "projection", lambda: {"rows": _projected(lab, tables)}, lab.main_runs(), **inputs)
 
 
 def _roofline(lab: Lab, shape: str) -> Json:
@@ -94,10 +86,7 @@ def _projected(lab: Lab, tables: Mapping[str, Any]) -> list[Json]:
 
 
 def _at(costs: Mapping[str, Any], context: int) -> Costs:
-    verify = sorted((int(row["nodes"]), row["seconds"]) for row in costs["verify"] if row["context"] == context)
-    draft = sorted((int(row["width"]), row["seconds"]) for row in costs["draft"] if row["context"] == context)
-    verify_curve = Curve([nodes for nodes, _ in verify], [seconds for _, seconds in verify])
-    return Costs(verify_curve, Curve([width for width, _ in draft], [seconds for _, seconds in draft]), context)
+    return Costs(cost_curve(costs["verify"], "nodes", context), cost_curve(costs["draft"], "width", context), context)
 
 
 def _speedup(recordings: list[Recording], name: str, table: Mapping[str, Any], costs: Costs) -> Json:

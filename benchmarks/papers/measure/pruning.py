@@ -21,8 +21,8 @@ def measure(lab: Lab) -> None:
     study, target = lab.settings.pruning, next(iter(lab.settings.assistant_runs))
     drafts = {"head": lab.settings.main_runs[target], "smaller model": lab.settings.assistant_runs[target]}
     options = tuned_options(lab, target, POLICY)
-    inputs = lab.run_inputs(*drafts.values(), study=study, options=options)
-    lab.figures("pruning", "pruning", inputs, lambda: _measure(lab, target, drafts, options))
+    names = list(drafts.values())
+    lab.figures("pruning", "pruning", lambda: _measure(lab, target, drafts, options), names, study=study, options=options)
 
 
 def _measure(lab: Lab, target: str, drafts: Mapping[str, str], options: Mapping[str, Any]) -> Json:

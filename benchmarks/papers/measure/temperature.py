@@ -18,12 +18,11 @@ def measure(lab: Lab) -> None:
     """Measures `temperature` for every target."""
     study, targets = lab.settings.temperature, list(lab.settings.targets)
     options = {target: {name: tuned_options(lab, target, name) for name in POLICIES} for target in targets}
-    inputs = lab.run_inputs(*(lab.settings.main_runs[target] for target in targets), study=study, options=options)
 
     def compute() -> Json:
         return {"rows": [_row(lab, target, value, options[target]) for target in targets for value in study.values]}
 
-    lab.figures("temperature", "temperature", inputs, compute)
+    lab.figures("temperature", "temperature", compute, lab.main_runs(), study=study, options=options)
 
 
 def _row(lab: Lab, target: str, temperature: float, options: Mapping[str, Mapping[str, Any]]) -> Json:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import sage
 from benchmarks.papers.figures import Json
 from benchmarks.papers.lab import Lab
+from benchmarks.papers.measure.answers import ranks_on_path
 from sage.bench.summary import decode_rate
 from sage.costs.tables import Costs
 from sage.replay.recording import Recording
@@ -32,9 +33,8 @@ def tuning_figures(lab: Lab, target: str) -> Json:
         "most_tokens": options, "timed": [{"options", "predicted", "tokens_per_s", "is_default"}]}}}; `timed` is sorted by
         decreasing speed.
     """
-    settings = lab.settings
-    inputs = lab.run_inputs(settings.main_runs[target], tuning=settings.tuning, families=settings.families)
-    return lab.figures("policies", f"tuning_{target}", inputs, lambda: _tune(lab, target))
+    plan, families, run = lab.settings.tuning, lab.settings.families, lab.settings.main_runs[target]
+    return lab.figures("policies", f"tuning_{target}", lambda: _tune(lab, target), [run], tuning=plan, families=families)
 
 
 def tuned_options(lab: Lab, target: str, policy: str) -> Options:
@@ -97,13 +97,7 @@ def grid(policy: str, recordings: Sequence[Recording], lab: Lab) -> list[Options
     plan = lab.settings.tuning
     if policy == "static":
         return [{}, *({"paths": paths} for paths in most_frequent_paths(recordings, plan.static_sizes))]
-    return [{}, *_products(plan.grids[policy])]
-
-
-def _products(grids: Sequence[Mapping[str, Sequence[Any]]]) -> Iterator[Options]:
-    for axes in grids:
-        for values in product(*axes.values()):
-            yield dict(zip(axes, values, strict=True))
+    return [{}, *(dict(zip(axes, values, strict=True)) for axes in plan.grids[policy] for values in product(*axes.values()))]
 
 
 def most_frequent_paths(recordings: Sequence[Recording], sizes: Sequence[int]) -> list[list[list[int]]]:
@@ -114,14 +108,11 @@ def most_frequent_paths(recordings: Sequence[Recording], sizes: Sequence[int]) -
     taken: Counter[tuple[int, ...]] = Counter()
     for recording in recordings:
         for recorded in recording.rounds:
-            answer = recording.tokens[recorded.position :]
             ranks: tuple[int, ...] = ()
-            for depth, token in enumerate(answer):
-                known = recorded.candidates.get(tuple(answer[:depth]))
-                if known is None or token not in (tokens := known[1].tolist()):
-                    break
-                ranks += (tokens.index(token),)
-                taken[ranks] += 1
+            for _, rank in ranks_on_path(recording, recorded):
+                if rank is not None:
+                    ranks += (rank,)
+                    taken[ranks] += 1
     order = sorted(taken, key=lambda path: (-taken[path], len(path), path))
     return [[list(path) for path in order[:size]] for size in dict.fromkeys(min(size, len(order)) for size in sizes) if size]
 
