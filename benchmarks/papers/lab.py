@@ -40,8 +40,6 @@ class Lab:
             self._cache[key] = make()
         return self._cache[key]
 
-    # -- models --------------------------------------------------------------------------------------------------------
-
     def target(self, name: str) -> Target:
         """Returns the target with that short name, in fp32."""
         path = self.settings.targets[name]
@@ -59,8 +57,6 @@ class Lab:
     def main_draft(self, target: str) -> Draft:
         """Returns the draft that the target is measured with."""
         return self.draft(self.settings.main_runs[target])
-
-    # -- prompts -------------------------------------------------------------------------------------------------------
 
     def prompts(self, target: str, split: str, families: Sequence[str], per_family: int, start: int = 0) -> list[BenchPrompt]:
         """Returns first questions of held-out conversations, one task family after the other."""
@@ -98,8 +94,6 @@ class Lab:
 
         return self._cached(("costs", target), make)
 
-    # -- runners -------------------------------------------------------------------------------------------------------
-
     def variant(self, target: str, label: str, policy: str, options: Mapping[str, Any], run: str | None = None) -> PolicyRunner:
         """Returns a labelled runner of a policy with options, on the target's main draft or on the draft of `run`."""
         draft = self.main_draft(target) if run is None else self.draft(run)
@@ -128,8 +122,6 @@ class Lab:
                 for prompt in self.tuning_prompts(target):
                     runner.run(prompt.inputs, chosen)
         return measure(runners, prompts, chosen, repeats, 1, _log_progress)
-
-    # -- figures -------------------------------------------------------------------------------------------------------
 
     def main_runs(self) -> list[str]:
         """Returns the runs of the main drafts of all targets."""

@@ -36,8 +36,7 @@ def overrides(settings: Settings, name: str) -> list[str]:
     known = settings.training.runs
     if name not in known:
         raise ValueError(f"training.runs: {name!r} is not one of {', '.join(known)}")
-    run = known[name]
-    return [*settings.training.common, *run.overrides, *run.extra, *settings.training.last]
+    return [*settings.training.common, *known[name].overrides, *known[name].extra, *settings.training.last]
 
 
 def run_digest(settings: Settings, name: str) -> str:
@@ -97,6 +96,5 @@ def _sage_train(words: Sequence[str], log: Path) -> None:
     with log.open("w", encoding="utf-8") as out:
         done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=environment, check=False)
     if done.returncode:
-        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        tail = "\n".join(lines[-LOG_TAIL_LINES:])
+        tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-LOG_TAIL_LINES:])
         raise TrainingFailed(f"sage-train ended with exit code {done.returncode}, see {log}:\n{tail}")

@@ -128,23 +128,17 @@ class CostsSettings:
 
 @dataclass(kw_only=True)
 class Settings:
-    """All settings.
-
-    Attributes:
-        targets: model folder or id by short name.
-        main_runs: by target, the run whose draft the target is measured with.
-        assistant_runs: by target, the run of a smaller model of the same family.
-    """
+    """All settings."""
 
     threads: int = MISSING
     runs_dir: str = MISSING
     docs_dir: str = MISSING
-    targets: dict[str, str] = MISSING
+    targets: dict[str, str] = MISSING  # model folder or id by short name
     families: list[str] = MISSING
     max_new_tokens: int = MISSING
     training: TrainingSettings = field(default_factory=TrainingSettings)
-    main_runs: dict[str, str] = MISSING
-    assistant_runs: dict[str, str] = MISSING
+    main_runs: dict[str, str] = MISSING  # by target, the run whose draft it is measured with
+    assistant_runs: dict[str, str] = MISSING  # by target, the run of a smaller model of the same family
     tuning: TuningSettings = field(default_factory=TuningSettings)
     policies: TimedSettings = field(default_factory=TimedSettings)
     epochs: EpochsSettings = field(default_factory=EpochsSettings)
@@ -166,8 +160,7 @@ def load_settings(*names_or_paths: str | Path) -> Settings:
         ValueError: an unknown key, or a value of the wrong type.
     """
     here = Path(__file__).parent
-    files = [here / f"{FULL}.yaml"]
-    files += [here / f"{one}.yaml" if one in (FULL, QUICK) else Path(one) for one in names_or_paths]
+    files = [here / f"{one}.yaml" if one in (FULL, QUICK) else Path(one) for one in (FULL, *names_or_paths)]
     try:
         merged = OmegaConf.merge(OmegaConf.structured(Settings), *(OmegaConf.load(file) for file in files))
         settings = OmegaConf.to_object(merged)

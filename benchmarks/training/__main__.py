@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import fields
 
 import torch
 
@@ -32,13 +33,7 @@ def main() -> int:
 
 
 def _objective(arguments: argparse.Namespace) -> str:
-    sizes = objective.Sizes(
-        tokens=arguments.tokens,
-        vocabulary=arguments.vocabulary,
-        hidden=arguments.hidden,
-        steps=arguments.steps,
-        draft_vocab_size=arguments.draft_vocab_size,
-    )
+    sizes = objective.Sizes(**{field.name: getattr(arguments, field.name) for field in fields(objective.Sizes)})
     weights = {f"{term.name}_weight": getattr(arguments, term.name) for term in TERMS}
     config = ObjectiveConfig(**weights, feature_weight=0.0, chunk_tokens=arguments.chunk)
     dtype = torch_dtype(arguments.dtype)
@@ -68,11 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     shared.add_argument("--threads", type=int, help="CPU threads; default: as torch chooses")
     kinds = parser.add_subparsers(dest="what", required=True)
     _add_objective(kinds.add_parser("objective", parents=[shared], help="the chunked loss against the naive loss"))
-    _add_step(
-        kinds.add_parser(
-            "step", parents=[shared], help="an optimizer step against its parts; takes the overrides of sage-train"
-        )
-    )
+    _add_step(kinds.add_parser("step", parents=[shared], help="an optimizer step against its parts; also takes overrides"))
     return parser
 
 
@@ -85,9 +76,8 @@ def _add_objective(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft-vocab-size", type=int, help="of a draft with a trained lm_head; default: the target's lm_head")
     parser.add_argument("--chunk", type=int, default=ObjectiveConfig.chunk_tokens, help="objective.chunk_tokens")
     for term in TERMS:
-        parser.add_argument(
-            f"--{term.name}", type=float, default=float(term.name == "ce"), help=f"objective.{term.name}_weight"
-        )
+        default, text = float(term.name == "ce"), f"objective.{term.name}_weight"
+        parser.add_argument(f"--{term.name}", type=float, default=default, help=text)
     parser.add_argument("--dtype", default="fp32", choices=[str(name) for name in Precision])
     parser.add_argument("--repeats", type=int, default=3)
 

@@ -18,6 +18,7 @@ from sage.bench.report import machine
 from sage.costs.timing import now_s
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+GIB = 2**30
 RESET_PEAK = "5"  # see proc(5)
 
 

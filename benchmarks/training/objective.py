@@ -11,13 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from benchmarks.training.measuring import Samples, describe_machine, interleaved
+from benchmarks.training.measuring import GIB, Samples, describe_machine, interleaved
 from sage.bench.tables import text_table
 from sage.dtypes import dtype_name
 from train.config.schema import ObjectiveConfig
 from train.distill.chunked_loss import ChunkedDistillation
-
-GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,14 +109,12 @@ def _floor(sizes: Sizes, config: ObjectiveConfig, dtype: torch.dtype) -> list[st
     """The minimum of any exact computation: logits of both sides and the gradient back through the lm_head."""
     product = 2 * sizes.tokens * sizes.columns * sizes.hidden
     products = 1 + sizes.steps * (2 if sizes.draft_vocab_size is None else 3)
-    logits = sizes.tokens * sizes.columns * torch.float32.itemsize
     chunk = min(config.chunk_tokens, sizes.tokens)
-    chunk_logits = chunk * sizes.columns * torch.float32.itemsize
-    name = dtype_name(dtype)
+    logits, chunk_logits = (rows * sizes.columns * torch.float32.itemsize / GIB for rows in (sizes.tokens, chunk))
     return [
-        f"S = {sizes.tokens}, U = {sizes.columns}, D = {sizes.hidden}, K = {sizes.steps}, {name}",
-        f"floor: {products} products of {product / 1e12:.3g} TFLOP; naive keeps float32 logits of {logits / GIB:.2f} GiB each, "
-        f"chunked of {chunk} positions at a time: {chunk_logits / GIB:.2f} GiB",
+        f"S = {sizes.tokens}, U = {sizes.columns}, D = {sizes.hidden}, K = {sizes.steps}, {dtype_name(dtype)}",
+        f"floor: {products} products of {product / 1e12:.3g} TFLOP; naive keeps float32 logits of {logits:.2f} GiB each, "
+        f"chunked of {chunk} positions at a time: {chunk_logits:.2f} GiB",
     ]
 
 

@@ -16,7 +16,7 @@ from statistics import median
 import torch
 
 import sage
-from benchmarks.training.measuring import describe_machine, peak, reset_peak
+from benchmarks.training.measuring import GIB, describe_machine, peak, reset_peak
 from checkpoints.store import StateStore
 from sage.bench.shapes import Shape, random_target
 from sage.bench.tables import text_table
@@ -38,8 +38,6 @@ from train.monitor.sinks import Tracker
 from train.state.resume import TrainState
 from train.validation.in_loop import ValidationOutcome
 
-GIB = 2**30
-
 
 @dataclass
 class Parts:
@@ -54,9 +52,8 @@ class Parts:
 
     def ratios(self) -> list[float]:
         """Step with data wait over the sum of its parts; one per step, so that other load affects both sides."""
-        alone = zip(self.teacher, self.forward, self.backward, strict=True)
-        steps = zip(self.step, self.wait, strict=True)
-        return [(step + wait) / sum(parts) for (step, wait), parts in zip(steps, alone, strict=True)]
+        columns = zip(self.step, self.wait, self.teacher, self.forward, self.backward, strict=True)
+        return [(step + wait) / sum(parts) for step, wait, *parts in columns]
 
 
 class RandomFeed:
@@ -140,8 +137,8 @@ def _measure_step(run: TrainingRun, alone: Student, steps: Iterator[MicroBatches
     parts.wait.append(ready - start)
     parts.step.append(now_s(device) - ready)
     parts.tokens.append(sum(int(batch["attention_mask"].sum()) for batch in batches))
-    teacher_s = forward_s = backward_s = 0.0
     trained = [p for p in alone.parameters() if p.requires_grad]
+    durations = []
     for batch in batches:
         begin = now_s(device)
         pairs = run.teacher(batch)
@@ -149,13 +146,9 @@ def _measure_step(run: TrainingRun, alone: Student, steps: Iterator[MicroBatches
         loss = alone(pairs, run.teacher.lm_head)[0] / count_supervised(batch["loss_mask"])
         forward_end = now_s(device)
         torch.autograd.grad(loss, trained)
-        end = now_s(device)
-        teacher_s += teacher_end - begin
-        forward_s += forward_end - teacher_end
-        backward_s += end - forward_end
-    parts.teacher.append(teacher_s)
-    parts.forward.append(forward_s)
-    parts.backward.append(backward_s)
+        durations.append((teacher_end - begin, forward_end - teacher_end, now_s(device) - forward_end))
+    for column, seconds in zip((parts.teacher, parts.forward, parts.backward), zip(*durations, strict=True), strict=True):
+        column.append(sum(seconds))
 
 
 def _text(run: TrainingRun, parts: Parts, peak_bytes: int) -> str:

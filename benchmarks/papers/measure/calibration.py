@@ -98,9 +98,6 @@ def _errors(lab: Lab, target: str, policy: CostAware, prompts: Sequence[BenchPro
     return [{"depth": depth, "labels": labels[depth], "before": before[depth], "after": after[depth]} for depth in before]
 
 
-# -- predictors of acceptance -----------------------------------------------------------------------------------------------
-
-
 def predictors(nodes: Sequence[PathNode], policy: CostAware) -> Json:
     """Returns, per predictor of the acceptance of the most likely token, its error, AUC and reliability curve."""
     outcomes = [one.is_accepted for one in nodes]
@@ -129,9 +126,6 @@ def auc(predicted: Sequence[float], outcomes: Sequence[bool]) -> float:
     if not accepted.numel() or not rejected.numel():
         return 0.5
     return float(((accepted > rejected).double() + 0.5 * (accepted == rejected)).mean())
-
-
-# -- Lemma 4.3 ---------------------------------------------------------------------------------------------------------------
 
 
 def bound(alpha: float, k: int) -> float:

@@ -92,7 +92,7 @@ def draw_reliability(figures: Figures) -> Figure:
     tables = by_target(figures, "calibration")
     subtitle = "of the draft's most likely token, on the path of the answer"
     figure = style.figure(4.1, "Predicted and observed acceptance", subtitle)
-    panels = target_panels(figure, tables)
+    panels, first = target_panels(figure, tables)
     for target, axes in panels.items():
         axes.plot([0, 1], [0, 1], color=style.BAND, linewidth=1.2)
         for name, color in PREDICTORS.items():
@@ -102,7 +102,6 @@ def draw_reliability(figures: Figures) -> Figure:
         axes.set(xlim=(0, 1), ylim=(0, 1.02), xlabel="predicted acceptance probability")
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(PercentFormatter(1.0))
-    first = next(iter(panels.values()))
     first.set_ylabel("observed acceptance")
     legend_below(figure, first, 3)
     return figure
@@ -112,14 +111,13 @@ def draw_errors(figures: Figures) -> Figure:
     """Draws the calibration error by depth, before and after calibration; a panel per target."""
     tables = by_target(figures, "calibration")
     figure = style.figure(3.3, "Calibration error by depth", "all drafted candidates of verified nodes, test split")
-    panels = target_panels(figure, tables)
+    panels, first = target_panels(figure, tables)
     for target, axes in panels.items():
         rows = tables[target]["by_depth"]
         for key, label in {"before": "draft probability", "after": "calibrated"}.items():
             line(axes, [row["depth"] for row in rows], [row[key] for row in rows], PREDICTORS[label], label)
         integer_axis(axes, "depth")
-    first = next(iter(panels.values()))  # the y axis is shared: its limit is set after all lines are drawn
-    first.set_ylim(bottom=0)
+    first.set_ylim(bottom=0)  # the y axis is shared: its limit is set after all lines are drawn
     first.legend(loc="best", handlelength=1.4)
     return figure
 

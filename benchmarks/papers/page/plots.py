@@ -15,14 +15,14 @@ from train.report import style
 COLORS = ("#2f6fa7", "#b23a6b", "#6f9e74", "#c97b4a")
 
 
-def target_panels(figure: Figure, targets: Iterable[str], grid: str = "y") -> dict[str, Axes]:
-    """Adds a titled panel per target with a common y axis; returns the panels by target."""
+def target_panels(figure: Figure, targets: Iterable[str], grid: str = "y") -> tuple[dict[str, Axes], Axes]:
+    """Adds a titled panel per target with a common y axis; returns the panels by target, and the first one."""
     names = list(targets)
     panels = dict(zip(names, figure.subplots(1, len(names), sharey=True, squeeze=False)[0], strict=True))
     for name, axes in panels.items():
         axes.set_title(title_of(name), fontsize=10.5, loc="left")
         style.despine(axes, grid)
-    return panels
+    return panels, panels[names[0]]
 
 
 def column_panels(figure: Figure, titles: Sequence[str]) -> list[Axes]:

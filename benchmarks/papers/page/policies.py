@@ -125,9 +125,6 @@ def _options(figures: Json, tuning: Json) -> str:
     return markdown_table(["policy", "tuned options", "configurations replayed"], rows, "<<>") if rows else ""
 
 
-# -- expectations ----------------------------------------------------------------------------------------------------------
-
-
 def expectations(figures: Figures) -> list[Expectation]:
     """Returns the expectations for every target."""
     checks = (_caption_speedup, _faster_than_policies, _faster_than_baselines, _sage_over_static, _identical_text)
@@ -193,23 +190,20 @@ def _identical_text(title: str, figures: Json) -> Expectation:
     return Expectation(f"{title}: every policy generates the target's own text", not different, evidence)
 
 
-# -- plots --------------------------------------------------------------------------------------------------------------
-
-
 def draw_headline(figures: Figures) -> Figure:
     """Draws the speedup on captions as bars and over all families as dots; a panel per target."""
     tables = by_target(figures, "policies")
     names = decoders(tables)
     subtitle = "over the fastest autoregressive decoder, decoding only; bars: captions, 95% interval; dots: all families"
     figure = style.figure(1.5 + 0.33 * len(names), "Speedup of lossless decoding on two CPU cores", subtitle)
-    panels = target_panels(figure, tables, "x")
+    panels, first = target_panels(figure, tables, "x")
     for target, axes in panels.items():
         for place, name in enumerate(names):
             _headline_bar(axes, place, name, tables[target])
         axes.axvline(1.0, **BASELINE_LINE)
         axes.set_xlim(left=0)
         axes.margins(x=0.16)
-    bar_labels(next(iter(panels.values())), names)
+    bar_labels(first, names)
     return figure
 
 
@@ -234,14 +228,13 @@ def draw_families(figures: Figures) -> Figure:
     """Draws the speedup by task family, a line per tuned policy."""
     tables = by_target(figures, "policies")
     figure = style.figure(3.6, "Speedup by task family", "tuned policies, decoding only")
-    panels = target_panels(figure, tables)
+    panels, first = target_panels(figure, tables)
     for target, axes in panels.items():
         families = tables[target]["by_family"]
         for name in tuned_policies(tables[target]):
             speedups = [family["policies"][name]["speedup"] for family in families.values()]
             policy_line(axes, list(families), speedups, name, linewidth=2.2 if name in (OURS, "sage") else 1.0)
         axes.axhline(1.0, **BASELINE_LINE)
-    first = next(iter(panels.values()))
     first.set_ylabel("speedup")
     legend_below(figure, first, 5)
     return figure
@@ -253,13 +246,12 @@ def draw_time(figures: Figures) -> Figure:
     names = [AUTOREGRESSIVE, *tuned_policies(next(iter(tables.values())))]
     subtitle = "ms per generated token, without vision tower and target prefill"
     figure = style.figure(1.9 + 0.3 * len(names), "Decoding time by phase", subtitle)
-    panels = target_panels(figure, tables, "x")
+    panels, first = target_panels(figure, tables, "x")
     for target, axes in panels.items():
         for place, name in enumerate(names):
             if name in tables[target]["policies"]:
                 _phases(axes, place, tables[target]["policies"][name])
         axes.margins(x=0.12)
-    first = next(iter(panels.values()))
     bar_labels(first, names)
     legend_below(figure, first, 4)
     return figure

@@ -56,9 +56,6 @@ def _projected(rows: list[Json]) -> str:
     return markdown_table(["target", "shape", "device", "L", *(f"`{name}`" for name in rows[0]["policies"])], lines, "<<<>")
 
 
-# -- expectations ----------------------------------------------------------------------------------------------------------
-
-
 def expectations(figures: Figures) -> list[Expectation]:
     """Host overhead is small beside pocket passes and negligible beside large ones; the projected ranking of policies."""
     results = []

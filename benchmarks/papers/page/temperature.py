@@ -54,14 +54,13 @@ def draw_temperature(figures: Figures) -> Figure:
     """Draws tokens per target pass by temperature; a panel per target."""
     by_target = grouped(figures["temperature"]["rows"], "target")
     figure = style.figure(3.3, "Temperature", "tokens per target pass, one seed")
-    panels = target_panels(figure, by_target)
+    panels, first = target_panels(figure, by_target)
     for target, axes in panels.items():
         selected = by_target[target]
         for name in selected[0]["policies"]:
             tokens = [row["policies"][name]["tokens_per_target_pass"] for row in selected]
             policy_line(axes, [row["temperature"] for row in selected], tokens, name)
         axes.set_xlabel("temperature")
-    first = next(iter(panels.values()))
     first.set_ylim(bottom=0)
     first.legend(loc="lower left", handlelength=1.4)
     return figure
