@@ -48,13 +48,7 @@ class _Layer(CacheLayerMixin):
 
 
 class TreeCache(Cache):
-    """KV cache of `num_layers` layers with room for `capacity` tokens.
-
-    Args:
-        num_layers, num_kv_heads, head_dim: the text model's sizes.
-        capacity: maximum number of tokens: prompt, new tokens and the largest tree.
-        dtype, device: of keys and values.
-    """
+    """KV cache of `num_layers` layers with room for `capacity` tokens: prompt, new tokens and the largest tree."""
 
     def __init__(
         self, num_layers: int, num_kv_heads: int, head_dim: int, capacity: int, dtype: torch.dtype, device: torch.device | str

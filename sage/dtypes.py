@@ -12,11 +12,7 @@ SHORT_NAMES = {long: short for short, long in LONG_NAMES.items()}
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Returns the dtype with a long or short name.
-
-    Raises:
-        ValueError: an unknown name.
-    """
+    """Returns the dtype with a long or short name. Raises ValueError for an unknown name."""
     import torch
 
     long = LONG_NAMES.get(name, name)

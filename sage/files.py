@@ -46,20 +46,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes a JSON file atomically.
-
-    Raises:
-        ValueError: `content` holds NaN or infinity.
-    """
+    """Writes a JSON file atomically. Raises ValueError for NaN and infinity."""
     write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object from a file.
-
-    Raises:
-        ValueError: names the file and the reason.
-    """
+    """Reads a JSON object from a file. Raises ValueError that names the file and the reason."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

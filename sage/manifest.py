@@ -62,11 +62,7 @@ def verify_manifest(folder: Path) -> dict[str, Any]:
 
 
 def refuse_corrupt_draft(folder: Path) -> None:
-    """Verifies the folder of a draft before it is loaded. A folder without a manifest is accepted.
-
-    Raises:
-        CorruptFolder: see `verify_manifest`; with the remedy.
-    """
+    """Verifies a draft's folder, if it has a manifest, before loading; raises CorruptFolder with the remedy."""
     if has_manifest(folder):
         try:
             verify_manifest(folder)

@@ -22,11 +22,7 @@ MAX_LISTED = 4  # tensors listed in an error
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """Reads the config.json of a draft's folder.
-
-    Raises:
-        ValueError: the file is missing or does not contain a JSON object.
-    """
+    """Reads the config.json of a draft's folder; ValueError if it is missing or does not contain a JSON object."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise ValueError(f"draft: {folder}: no draft there (config.json is missing); give a run's draft/ folder")

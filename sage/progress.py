@@ -17,8 +17,6 @@ def progress_bar(
 
     Args:
         items: None: the caller updates the bar.
-        total: number of items; None: `len(items)` where it has one.
-        initial: items that are done before.
         is_shown: False shows nothing, on a terminal either.
     """
     is_disabled = None if is_shown else True

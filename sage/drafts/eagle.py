@@ -77,9 +77,6 @@ class EagleDraft(DraftHead):
     """One decoder layer over fc(concat(e(x_{t+1}), f_t)); the output predicts the target's feature f_{t+1}.
 
     Embedding and lm_head are the target's and are not saved.
-
-    Args:
-        config: `sage.new_draft` derives it from a target.
     """
 
     config_class = EagleConfig

@@ -25,11 +25,7 @@ from sage.targets import Features, Target
 
 
 def default_levels(num_layers: int) -> list[int]:
-    """Returns the default of serving engines: hidden_states[2], [n // 2] and [n - 3] of n layers.
-
-    Raises:
-        ValueError: fewer than seven layers, where these are not three increasing levels.
-    """
+    """Returns the default of serving engines: hidden_states[2], [n // 2] and [n - 3] of n layers; ValueError if n < 7."""
     levels = [2, num_layers // 2, num_layers - 3]
     if not 2 < levels[1] < levels[2]:
         raise ValueError(f"draft.feature_levels: a target of {num_layers} layers has no default; name three of 0..{num_layers}")
@@ -80,9 +76,6 @@ class Eagle3Draft(DraftHead):
     """fc over the target's feature levels, one layer, norm and lm_head; the embedding is the target's and is not saved.
 
     Buffers `d2t` [U] int64 (target id = draft id + d2t[draft id]) and `t2d` [V] bool are saved with the weights.
-
-    Args:
-        config: `sage.new_draft` derives it from a target.
     """
 
     config_class = Eagle3Config
@@ -121,11 +114,7 @@ class Eagle3Draft(DraftHead):
         self.lm_head.weight.copy_(target.lm_head.weight[ids.to(target.device)].to(self.lm_head.weight))
 
     def set_vocabulary(self, ids: Tensor) -> None:
-        """Sets the draft vocabulary: U increasing target ids.
-
-        Raises:
-            ValueError: not U increasing ids of the target.
-        """
+        """Sets the draft vocabulary: U increasing target ids. Raises ValueError for anything else."""
         is_ordered = bool((ids[1:] > ids[:-1]).all()) and int(ids[0]) >= 0 and int(ids[-1]) < self.config.vocab_size
         if len(ids) != self.config.draft_vocab_size or not is_ordered:
             raise ValueError(

@@ -73,11 +73,7 @@ class DraftHead(PreTrainedModel):
 
     @classmethod
     def load(cls, folder: Path, target: Target, dtype: torch.dtype) -> Self:
-        """Loads a trained head for `target` from its folder.
-
-        Raises:
-            ValueError: corrupt files, or a head for another target (names both).
-        """
+        """Loads a trained head; ValueError for corrupt files, or a head for another target (names both)."""
         check_target(read_config(folder)["target"], target, folder)
         head: Self = load_weights(cls, folder, "draft", dtype=dtype)
         return head.to(target.device).eval()

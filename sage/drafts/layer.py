@@ -22,10 +22,8 @@ class FusedLinear:
     """Several linear layers of one input, computed as a single matrix product.
 
     `fuse` moves the weights into one tensor and makes the layers' weights views of it. If a weight is moved elsewhere (by a
-    cast, another device, an optimizer that flattens parameters), the fused tensor is not used until the next `fuse`.
-
-    Args:
-        maps: linear layers without bias.
+    cast, another device, an optimizer that flattens parameters), the fused tensor is not used until the next `fuse`. The layers
+    have no bias.
     """
 
     def __init__(self, *maps: nn.Linear) -> None:
@@ -69,7 +67,6 @@ class Attention(nn.Module):
         self.qkv = FusedLinear(self.q_proj, self.k_proj, self.v_proj)
 
     def forward(self, hidden: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | Chains | None) -> Tensor:
-        """See `DraftLayer.forward`."""
         batch, length, _ = hidden.shape
         heads = self.qkv(hidden).view(batch, length, -1, self.head_dim).transpose(1, 2)
         rotated = rotate(heads[:, : -self.kv_heads], *rope)
@@ -106,11 +103,7 @@ class MLP(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """EAGLE's decoder layer.
-
-    Args:
-        config: an `EagleConfig`.
-    """
+    """EAGLE's decoder layer."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()

@@ -69,11 +69,7 @@ def load_draft(path: str | Path, target: Target, dtype: torch.dtype | None = Non
 
 
 def open_draft(path: str | Path, target: Target, dtype: torch.dtype) -> Draft:
-    """`load_draft` in any dtype: training keeps a head in float32 beside a target in bfloat16.
-
-    Raises:
-        ValueError: as `load_draft`, but for the dtype.
-    """
+    """`load_draft` in any dtype, with its other errors: training keeps a head in float32 beside a target in bfloat16."""
     folder = Path(path)
     refuse_corrupt_draft(folder)
     draft: Draft = kind_of_folder(folder).draft_class().load(folder, target, dtype)
@@ -81,11 +77,7 @@ def open_draft(path: str | Path, target: Target, dtype: torch.dtype) -> Draft:
 
 
 def kind_of_folder(folder: Path) -> DraftKind:
-    """The kind of the draft saved in a folder; a target's folder is a draft of the kind `model`.
-
-    Raises:
-        ValueError: no draft there.
-    """
+    """Returns the kind of the draft in a folder, `model` for that of a target; ValueError if there is none."""
     stored = read_config(folder)
     if is_target_folder(folder):
         return next(kind for kind in KINDS.values() if kind.student is StudentKind.model)

@@ -21,15 +21,7 @@ from sage.targets import Features, Prompt, Target, load_target
 
 
 class ModelDraft:
-    """A smaller target used as a draft.
-
-    Args:
-        model: the smaller target.
-        target: the target to draft for.
-
-    Raises:
-        ValueError: different families, or vocabularies that differ in more than padding.
-    """
+    """A smaller target `model` as a draft; ValueError for another family, or a vocabulary that differs in more than padding."""
 
     kind = "model"
 
@@ -39,22 +31,14 @@ class ModelDraft:
 
     @classmethod
     def new(cls, target: Target, kind: DraftKind, vocabulary: Tensor | None, num_layers: int | None = None) -> ModelDraft:
-        """Copies `num_layers` of the target's own text layers (see `shallow_model`).
-
-        Raises:
-            ValueError: `num_layers` is missing or out of range.
-        """
+        """Copies `num_layers` text layers of the target (see `shallow_model`); ValueError if missing or out of range."""
         if num_layers is None:
             raise ValueError(f"draft.num_layers: missing; give 1 to {target.num_layers - 1}")
         return shallow_model(target, num_layers)
 
     @classmethod
     def load(cls, folder: Path, target: Target, dtype: torch.dtype) -> ModelDraft:
-        """Loads a smaller target from its folder.
-
-        Raises:
-            ValueError: corrupt files, or a model that cannot draft for `target`.
-        """
+        """Loads a smaller target; ValueError for corrupt files, or a model that cannot draft for `target`."""
         return cls(load_target(folder, dtype, target.device), target)
 
     def check(self, target: Target) -> None:
@@ -97,13 +81,7 @@ def shallow_model(target: Target, num_layers: int) -> ModelDraft:
 
 
 class ModelSession(DraftSession):
-    """Draft session of a smaller target for one request.
-
-    Args:
-        draft: the smaller target.
-        target: the target to draft for; the returned logits have its vocabulary size.
-        capacity: capacity of the cache for prompt, answer and one drafted tree, in tokens.
-    """
+    """Session of a smaller target; its logits have the vocabulary size of the target. Arguments as of `EagleSession`."""
 
     def __init__(self, draft: ModelDraft, target: Target, capacity: int) -> None:
         self.model, self.vocab_size = draft.model, target.vocab_size

@@ -101,11 +101,7 @@ KINDS: dict[str, DraftKind] = {
 
 
 def draft_kind(name: str) -> DraftKind:
-    """The row of a kind.
-
-    Raises:
-        ValueError: an unknown name.
-    """
+    """The row of a kind. Raises ValueError for an unknown name."""
     if name not in KINDS:
         raise ValueError(f"draft: {name!r} is unknown; choose one of {', '.join(KINDS)}")
     return KINDS[name]

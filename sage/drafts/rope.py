@@ -18,9 +18,6 @@ SCALED_TYPES = ("linear", "llama3", "yarn")  # their frequencies do not depend o
 class Rope(nn.Module):
     """Rotary embeddings; with `mrope_section` the frequencies are split among temporal, height and width positions.
 
-    Args:
-        config: an `EagleConfig`.
-
     Ref: Qwen2-VL, arXiv 2409.12191, section 2.1 (M-RoPE).
     """
 
@@ -57,11 +54,7 @@ class Rope(nn.Module):
         return frequency.to(device), float(factor)
 
     def forward(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Positions [B, T] or [3, B, T] -> cos and sin, each [B, 1, T, d].
-
-        Raises:
-            ValueError: three-axis positions for a draft without `mrope_section`.
-        """
+        """Positions [B, T] or, only with `mrope_section` (else ValueError), [3, B, T] -> cos and sin, each [B, 1, T, d]."""
         frequency, axes, factor = self._on(position_ids.device)
         if position_ids.dim() == 3:
             if not self.axes:
@@ -83,14 +76,7 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rope_fields(text_config: Any) -> dict[str, Any]:
-    """A target's rope as fields of a draft's configuration: `rope_theta`, `mrope_section`, `scaled_rope`.
-
-    Args:
-        text_config: configuration of the target's text model.
-
-    Raises:
-        ValueError: a rope that a draft head cannot follow.
-    """
+    """Returns `rope_theta`, `mrope_section` and `scaled_rope` of a target; ValueError for a rope that heads cannot follow."""
     rope = dict(getattr(text_config, "rope_parameters", None) or {})
     if "rope_theta" not in rope:
         raise ValueError("target.rope_parameters: no single rope_theta; draft heads follow one rope for all layers")

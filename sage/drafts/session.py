@@ -86,7 +86,6 @@ class EagleSession(DraftSession):
     """Session of an EAGLE or EAGLE-3 head: pair t = (feature of token t, embedding of token t + 1) at the position of token t.
 
     Args:
-        draft: the head.
         target: provides embedding and lm_head.
         capacity: capacity of the cache for prompt, answer and one drafted tree, in tokens.
     """

@@ -73,11 +73,7 @@ def check_image(source: Any) -> None:
 
 
 def source_of(part: dict[str, Any], kind: str) -> Any:
-    """Returns the source that a message part of this kind ("image" or "video") names.
-
-    Raises:
-        ValueError: the part has none of the known keys.
-    """
+    """Returns the source that a message part of this kind ("image" or "video") names; ValueError if it has no known key."""
     for key in (kind, "url", "path", "base64"):
         if part.get(key) is not None:
             return part[key]
@@ -85,14 +81,7 @@ def source_of(part: dict[str, Any], kind: str) -> Any:
 
 
 def open_video_part(part: dict[str, Any], num_frames: int | None = None) -> Video:
-    """Opens the video of a message part, from its `start` to its `end`; `fps` is the rate of a list of frames.
-
-    Args:
-        num_frames: as in `open_video`.
-
-    Raises:
-        ValueError: as `open_video`, or an invalid `start`, `end` or `fps`.
-    """
+    """Opens the video of a message part from `start` to `end`, with the errors of `open_video` and of `video_times`."""
     source = source_of(part, "video")
     segment, fps = video_times(part, f"video {_name(source)}")
     return open_video(source, num_frames, segment, DEFAULT_FPS if fps is None else fps)

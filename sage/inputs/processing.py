@@ -32,14 +32,7 @@ class TemplateFault(ValueError):
 
 
 class Processor:
-    """The target's own tokenizer, template and image processor behind one call.
-
-    Args:
-        tokenizer: the target's tokenizer.
-        image_processor: the target's image processor.
-        family: input format of the target's family.
-        chat_template: overrides the tokenizer's own template.
-    """
+    """The target's own tokenizer, image processor and template (`chat_template` overrides it) behind one call."""
 
     def __init__(self, tokenizer: Any, image_processor: Any, family: InputFormat, chat_template: str | None = None) -> None:
         self.tokenizer = tokenizer
@@ -67,11 +60,7 @@ class Processor:
         self.image_processor.save_pretrained(folder)
 
     def render(self, messages: Messages, add_generation_prompt: bool) -> str:
-        """Renders the chat template, with one placeholder per image or video.
-
-        Raises:
-            TemplateFault: the target has no chat template.
-        """
+        """Renders the chat template (TemplateFault if there is none), with one placeholder per image or video."""
         if not self.chat_template:
             raise TemplateFault("target: its tokenizer has no chat template; add chat_template.jinja to the target folder")
         return self.tokenizer.apply_chat_template(
@@ -79,11 +68,7 @@ class Processor:
         )
 
     def prepare(self, messages: Messages) -> BatchFeature:
-        """Messages -> inputs of one prompt [1, T], up to the beginning of the assistant's turn.
-
-        Raises:
-            ValueError: an empty prompt, or an image or video that cannot be read.
-        """
+        """Messages -> inputs [1, T] up to the assistant's turn; ValueError for an empty prompt or unreadable media."""
         if not any(_text(message).strip() or _parts(message, "image", "video") for message in messages):
             raise ValueError("prompt: empty; give a question or an image")
         images, videos, fps = open_media(messages)

@@ -133,13 +133,12 @@ class Target:
         }
 
     def prepare(self, messages: Messages) -> BatchFeature:
-        """Chat messages -> inputs of one prompt, up to the beginning of the assistant's turn.
+        """Returns the inputs of one prompt, up to the beginning of the assistant's turn.
 
         Args:
             messages: Hugging Face chat messages; images as path, URL or PIL image, videos as frames, folder or file.
 
-        Raises:
-            ValueError: no processor, an empty prompt, or an image or video that cannot be read.
+        Raises ValueError: no processor, an empty prompt, or an image or video that cannot be read.
         """
         if self.processor is None:
             raise ValueError("target: has no processor, so it takes tensors only; use sage.load_target(path)")

@@ -41,11 +41,7 @@ GATE_SIZE = 64
 
 
 class Compressor(nn.Module):
-    """Replaces each span of visual pairs by fewer rows.
-
-    Args:
-        config: an `EagleConfig` with `compressor` set (see `check_compressor`).
-    """
+    """Replaces each span of visual pairs by fewer rows, as `config.compressor` says (see `check_compressor`)."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -219,11 +215,7 @@ def gumbel(like: Tensor) -> Tensor:
 
 
 def check_compressor(given: Mapping[str, Any]) -> None:
-    """Checks a compressor's configuration: `kind`, and exactly the keys that `REQUIRED_KEYS` lists for it.
-
-    Raises:
-        ValueError: names the key, the value and the allowed values.
-    """
+    """Raises ValueError unless `given` has a known `kind`, exactly its keys in `REQUIRED_KEYS`, and allowed values."""
     kind = given.get("kind")
     if kind not in REQUIRED_KEYS:
         raise ValueError(f"draft.compressor.kind: {kind!r} is unknown; choose one of {', '.join(REQUIRED_KEYS)}")

@@ -24,13 +24,7 @@ OperatorOutput = tuple[Tensor, Tensor, Tensor]
 
 
 class Windows:
-    """Spans divided into windows.
-
-    Args:
-        states: [S, L, C], zeros after the end of a span.
-        spans: the spans of `states`.
-        ratio: R, pairs per window.
-    """
+    """Spans with `states` [S, L, C] (zeros after the end of a span), divided into windows of R = `ratio` pairs."""
 
     def __init__(self, states: Tensor, spans: Spans, ratio: int) -> None:
         count, length, channels = states.shape
@@ -74,11 +68,7 @@ class Prune(WindowOperator):
     """Keeps one pair per window: a random one in training, a fixed one otherwise."""
 
     def forward(self, states: Tensor, spans: Spans, is_sampling: bool) -> OperatorOutput:
-        """[S, L, C] -> one row per window.
-
-        Args:
-            is_sampling: whether to draw the pair from torch's generator.
-        """
+        """[S, L, C] -> one row per window. `is_sampling` draws the pair from torch's generator."""
         windows = Windows(states, spans, self.ratio)
         shape = windows.size.shape
         share = (
@@ -125,10 +115,6 @@ class Resampler(nn.Module):
 
     Query i of Q belongs to the i-th of Q equal parts of the span: its output is added to the mean of that part, and its row has
     the position of the part's middle. A span of fewer than Q pairs has one row per pair.
-
-    Args:
-        queries: Q.
-        config: an `EagleConfig`, for the sizes of the attention.
     """
 
     def __init__(self, queries: int, config: Any) -> None:

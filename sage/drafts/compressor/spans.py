@@ -145,13 +145,7 @@ class Spans:
 
 
 class Layout:
-    """Places of the text pairs and of the rows of spans in the compressed sequences.
-
-    Args:
-        visual: BoolTensor [B, P], visual pairs.
-        spans: the spans of `visual`.
-        rows: the rows that replace the spans.
-    """
+    """Places of the text pairs, and of the `rows` that replace the `spans` of `visual` [B, P], in the compressed sequences."""
 
     def __init__(self, visual: Tensor, spans: Spans, rows: Rows) -> None:
         count_BP = (~visual).long()

@@ -12,14 +12,7 @@ FAMILIES: tuple[type[Family], ...] = (Qwen2_5_VL, LlavaOnevision)
 
 
 def family_of(config: Any, where: str = "") -> Family:
-    """Returns the family of a model's configuration.
-
-    Args:
-        where: prefix of the message.
-
-    Raises:
-        ValueError: an unknown `model_type`; names those that are known.
-    """
+    """Returns the family of a configuration; ValueError, prefixed by `where`, names the known ones if it is unknown."""
     for family in FAMILIES:
         if config.model_type == family.model_type:
             return family(config)
