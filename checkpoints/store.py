@@ -41,14 +41,7 @@ class SaveFailed(RuntimeError):
 
 @contextmanager
 def saving(path: Path, then: str = "go on with run.resume=true") -> Iterator[None]:
-    """Reports a failed write to `path`, or below it, in one line.
-
-    Args:
-        then: what to do once there is space.
-
-    Raises:
-        SaveFailed: instead of the error of the system or of safetensors.
-    """
+    """Reports a failed write to `path`, or below it, as `SaveFailed`; `then` is what to do once there is space."""
     try:
         yield
     except (OSError, SafetensorError) as error:

@@ -11,14 +11,7 @@ from torch import Tensor
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Writes tensors from any device; tensors that share memory are copied.
-
-    Args:
-        metadata: texts for the file's header.
-
-    Raises:
-        OSError: the file could not be written.
-    """
+    """Writes tensors from any device; tensors that share memory are copied. Raises OSError if it could not be written."""
     own = {name: value.detach().to("cpu", copy=True).contiguous() for name, value in tensors.items()}
     try:
         save_file(own, path, metadata=dict(metadata or {}))
@@ -27,11 +20,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Reads the tensors of a file to the CPU.
-
-    Raises:
-        ValueError: the file is missing or not a safetensors file.
-    """
+    """Reads the tensors of a file to the CPU; raises ValueError if the file is missing or not a safetensors file."""
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:

@@ -87,10 +87,6 @@ def locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[Path]:
-    """`sage.files.atomic_path`, with errors that name `path`.
-
-    Raises:
-        CannotWrite: the disk is full or not writable; no file is left.
-    """
+    """`sage.files.atomic_path` that raises CannotWrite if the disk is full or not writable; no file is left."""
     with naming_write_errors(path), atomic_path(path) as temporary:
         yield temporary

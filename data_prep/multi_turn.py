@@ -16,10 +16,9 @@ FOLLOW_UPS = "follow_ups"
 
 
 def expand_follow_ups(prompts: Iterable[Any], answer: Callable[[list[Message]], str]) -> Iterator[Any]:
-    """Yields every prompt, followed by one prompt per follow-up question.
+    """Yields every prompt, followed by one prompt per follow-up question; prompts that are no conversations pass unchanged.
 
     Args:
-        prompts: conversations; items of any other type are passed through.
         answer: messages -> the target's answer; called only when the next prompt is requested.
     """
     for prompt in prompts:

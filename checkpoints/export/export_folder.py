@@ -25,7 +25,6 @@ def new_export(out: Path, step: int, overwrite: bool = False) -> Iterator[Path]:
     """Yields a folder to write into; it is checksummed and renamed to `out` when the block ends, removed if it fails.
 
     Args:
-        out: the final folder.
         step: optimizer steps the draft was trained for, recorded in the manifest.
         overwrite: replace an existing export; any other existing folder is refused.
 
@@ -72,13 +71,7 @@ def verify_export(folder: Path) -> None:
 
 
 def push_to_hub(folder: Path, repo_id: str, private: bool = False) -> str:
-    """Uploads a verified export in one commit. The hub's client finds the access token itself.
-
-    Args:
-        repo_id: `owner/name`; created if it does not exist.
-
-    Returns:
-        the URL of the commit.
+    """Uploads a verified export in one commit to `owner/name`, created if needed; returns the URL of the commit.
 
     Raises:
         ValueError: `repo_id` is not a hub id, the folder is corrupt, or the hub refused the upload.

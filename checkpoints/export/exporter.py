@@ -80,12 +80,7 @@ class ExportResult:
 
 
 def export(path: Path | str, out: Path | str, format_: Format | str, options: ExportOptions | None = None) -> ExportResult:
-    """Exports a draft of this package to a format that engines serve.
-
-    Args:
-        path: folder of a run or of a draft.
-        out: the folder to write, atomically.
-        format_: one of `Format`.
+    """Exports a draft, from its folder or that of its run, to a format that engines serve; `out` is written atomically.
 
     Raises:
         ValueError: the format cannot express the draft, `out` exists, or the target is unknown.
@@ -115,9 +110,20 @@ def export(path: Path | str, out: Path | str, format_: Format | str, options: Ex
         write_json(part / CONFIG, _config(trained.config, facts, format_, options))
         check, rounding = _verify(part, out, trained, facts)
         info = _export_info(trained, source, facts, format_, options)
-        card = _card(out, source, facts, format_, options, rounding, warnings)
         write_json(part / EXPORT_INFO, info | _measurements(source, rounding, warnings))
-        write_text(part / CARD, card)
+        card = ModelCard(
+            name=options.name or str(out),
+            format=format_,
+            flavour=options.flavour,
+            facts=facts,
+            source=source,
+            rounding=rounding,
+            dtype=dtype_name(options.dtype),
+            warnings=warnings,
+            license=options.license,
+            license_link=options.license_link,
+        )
+        write_text(part / CARD, render_card(card))
     return ExportResult(out, source, check, rounding, warnings)
 
 
@@ -206,28 +212,3 @@ def _measurements(source: DraftSource, rounding: RoundingError, warnings: list[s
         "warnings": warnings,
         "validation": summarize_report(source.report),
     }
-
-
-def _card(
-    out: Path,
-    source: DraftSource,
-    facts: TargetFacts,
-    format_: Format,
-    options: ExportOptions,
-    rounding: RoundingError,
-    warnings: list[str],
-) -> str:
-    return render_card(
-        ModelCard(
-            name=options.name or str(out),
-            format=format_,
-            flavour=options.flavour,
-            facts=facts,
-            source=source,
-            rounding=rounding,
-            dtype=dtype_name(options.dtype),
-            warnings=warnings,
-            license=options.license,
-            license_link=options.license_link,
-        )
-    )

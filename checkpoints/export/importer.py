@@ -62,15 +62,10 @@ class ImportOptions:
 def convert(
     folder: Path | str, target: str, out: Path | str, options: ImportOptions | None = None, overwrite: bool = False
 ) -> Path:
-    """Converts a third-party EAGLE-3 draft to a draft of this package.
+    """Converts a third-party EAGLE-3 draft to a draft of this package, written atomically to `out`, which is returned.
 
     Args:
-        folder: the draft to import.
-        target: folder or hub id of its target.
-        out: the folder to write, atomically.
-
-    Returns:
-        `out`, which `sage.load_draft` loads.
+        target: folder or hub id of the draft's target.
 
     Raises:
         ValueError: names what cannot be imported, or that `out` exists.
@@ -104,10 +99,7 @@ def load_any(folder: Path | str, target: sage.Target, options: ImportOptions | N
 
 
 def check_embedding(folder: Path, embedding: Tensor) -> None:
-    """Refuses a draft with an embedding of its own: our decoder uses the target's for every draft.
-
-    Args:
-        embedding: the target's embedding, [V, D].
+    """Refuses a draft whose embedding is not the target's, [V, D]: our decoder uses the target's for every draft.
 
     Raises:
         ValueError: the embedding in the folder differs from the target's by more than rounding to bf16.
@@ -130,7 +122,6 @@ def read_eagle3(folder: Path, facts: TargetFacts, options: ImportOptions | None 
 
     Args:
         folder: contains config.json and model.safetensors, shards, or a pytorch_model.bin of tensors only.
-        facts: facts about its target.
 
     Raises:
         ValueError: names the field or tensor that is wrong, missing, or cannot be expressed.

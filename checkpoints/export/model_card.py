@@ -57,11 +57,7 @@ def render_card(card: ModelCard) -> str:
 
 
 def serve_commands(format_: Format, flavour: Flavour | None, facts: TargetFacts, draft: str) -> dict[str, str]:
-    """Returns the command line for each engine; empty if no engine serves the target's family.
-
-    Args:
-        draft: folder or hub id of the export, as written in the command.
-    """
+    """Returns the command line for each engine with the export's folder or hub id; empty if no engine serves the family."""
     if facts.model_type not in SERVED_FAMILIES:
         return {}
     target = facts.name or "TARGET"
@@ -214,7 +210,7 @@ def _flatten(tree: Any, prefix: str) -> list[tuple[str, Any]]:
 
 
 def _license(card: ModelCard) -> str:
-    name = f"{card.license}" if card.license else "not stated"
+    name = card.license or "not stated"
     link = f" ({card.license_link})" if card.license_link else ""
     return (
         f"## License\n\n{name[0].upper()}{name[1:]}{link}. The weights were distilled from "

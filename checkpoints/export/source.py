@@ -58,7 +58,6 @@ def find_source(path: Path, name: str | None = None) -> DraftSource:
     """Finds the draft in the folder of a run or of a draft.
 
     Args:
-        path: the folder given by the user.
         name: which draft of a run; None = `draft_best`, or `draft` if there is no best one.
 
     Raises:
@@ -94,10 +93,7 @@ def _of_run(draft: Path, run: Path) -> DraftSource:
 
 
 def with_report(source: DraftSource, path: Path) -> DraftSource:
-    """Replaces the run's own measurement by another, for example a later check.
-
-    Args:
-        path: a report.json, or the folder that contains one.
+    """Replaces the run's own measurement by another report.json (or the folder that contains it), e.g. of a later check.
 
     Raises:
         ValueError: there is no report, or it measured the draft after another number of steps.

@@ -196,7 +196,7 @@ class StepLoader:
     def _from_workers(self, build: _Builder) -> Iterator[Any]:
         loader: DataLoader[Any] = DataLoader(
             _WorkerDataset(build),
-            sampler=_KeySampler(self._micro_batch_keys),
+            sampler=self._micro_batch_keys(),
             batch_size=None,
             num_workers=min(self.num_workers, len(os.sched_getaffinity(0))),
             prefetch_factor=max(2, NUM_BATCHES_AHEAD // self.num_workers),
@@ -244,14 +244,6 @@ def _raised(found: Any) -> Any:
     if isinstance(found, ValueError):
         raise found
     return found
-
-
-class _KeySampler(torch.utils.data.Sampler[list[Any]]):
-    def __init__(self, keys: Callable[[], Iterator[list[Any]]]) -> None:
-        self.keys = keys
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        return self.keys()
 
 
 def _start_worker(worker: int) -> None:

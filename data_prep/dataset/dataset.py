@@ -75,19 +75,11 @@ class ConversationDataset(Dataset[Example]):
         return unique_rows(read_skipped(self.index.folder / SKIPPED) + [item.as_row() for item in self.skipped.items])
 
     def example(self, position: int) -> Example:
-        """Returns the example at a position, without replacement.
-
-        Raises:
-            BadItem: the item is invalid or too long.
-        """
+        """Returns the example at a position, without replacement; raises BadItem if the item is invalid or too long."""
         return self.build(self.conversation(position))
 
     def build(self, conversation: Conversation) -> Example:
-        """Encodes a conversation with the settings of this dataset.
-
-        Raises:
-            BadItem: the conversation is invalid or too long.
-        """
+        """Encodes a conversation with the settings of this dataset; raises BadItem if it is invalid or too long."""
         config = self.config
         return build_example(conversation, self.processor, config.max_length, config.on_long, config.num_frames)
 

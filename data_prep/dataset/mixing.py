@@ -66,10 +66,7 @@ def _shares(total: int, weights: list[float], members: list[np.ndarray]) -> list
 def next_source(weights: list[float], taken: list[int]) -> int:
     """Returns the source that a weighted stream reads next: the one furthest below its share.
 
-    Example: weights [2, 1] read 0, 1, 0, 0, 1, 0, ...
-
-    Args:
-        taken: number of items read so far, per source.
+    Example: weights [2, 1] read 0, 1, 0, 0, 1, 0, ...; `taken` is the number of items read so far, per source.
     """
     position = sum(taken) + 1
     return int(np.argmax([w / sum(weights) * position - n for w, n in zip(weights, taken, strict=True)]))

@@ -24,11 +24,7 @@ RAW = ""  # unchanged
 
 
 class PixelTable:
-    """The value of each 8-bit level in each channel, float32 [C, 256], measured on grey images.
-
-    Args:
-        frames: frames per patch along the temporal axis.
-    """
+    """The value of each 8-bit level in each channel, float32 [C, 256]; `frames` per patch along the temporal axis."""
 
     def __init__(self, values: np.ndarray, frames: int) -> None:
         self.values, self.frames = values, frames

@@ -34,13 +34,9 @@ def count_tokens(dataset: Any, vocab_size: int) -> Tensor:
 
 
 def most_frequent(counts_V: Tensor, size: int, always: Iterable[int]) -> Tensor:
-    """Returns the `size` most frequent ids in increasing order, LongTensor [size]; the lower id first among equal counts.
+    """Returns the `size` most frequent ids and those of `always` in increasing order, LongTensor [size].
 
-    Args:
-        always: ids that are included regardless of their count.
-
-    Raises:
-        ValueError: `always` has more than `size` ids.
+    The lower id comes first among equal counts. Raises ValueError if `always` has more than `size` ids.
     """
     kept = sorted(set(always))
     if len(kept) > size:

@@ -19,11 +19,7 @@ class Turn:
 
 @dataclass
 class Dialogue:
-    """Images (or the frames of one video), the turns about them, and their content.
-
-    Attributes:
-        truth: the depicted facts, by which answers are scored (data_prep.pocket.grammar).
-    """
+    """Images (or the frames of one video), the turns about them, and the depicted facts, by which answers are scored."""
 
     images: list[Image.Image]
     turns: list[Turn]

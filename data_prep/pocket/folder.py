@@ -23,11 +23,7 @@ def sha256(path: Path) -> str:
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, family: str, folder: Path) -> None:
-    """Writes weights (bfloat16), configurations, tokenizer and template; replaces an existing folder.
-
-    Raises:
-        ValueError: the weights exceed `MAX_WEIGHT_BYTES`.
-    """
+    """Writes weights (bfloat16; ValueError above `MAX_WEIGHT_BYTES`), configurations and tokenizer; replaces a folder."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".writing-") as scratch:
         inside = Path(scratch) / folder.name

@@ -11,7 +11,7 @@ from collections import Counter
 from typing import Any
 
 from data_prep.pocket.palette import COLOURS, SHAPES
-from data_prep.pocket.phrases import CELL_WORDS, NUMBERS, SIZE_WORDS
+from data_prep.pocket.phrases import CELL_WORDS, SIZE_WORDS
 
 Score = Counter[tuple[str, bool]]  # (kind of fact, is right) -> count
 
@@ -124,6 +124,3 @@ def score_answer(text: str, truth: dict[str, Any], expected: list[tuple[str, str
     if "sign" in truth:
         score += score_sign(text, truth["sign"])
     return score
-
-
-__all__ = ["NUMBERS", "Score", "score_answer"]

@@ -30,17 +30,9 @@ COLOURS: dict[str, RGB] = {
 }
 SHAPES = ("circle", "square", "triangle", "star", "diamond", "cross")
 SIZES: dict[str, int] = {"small": 9, "medium": 13, "large": 17}  # half the width in pixels
-SIGNS = ("STOP", "OPEN", "EXIT", "TAXI", "CAFE", "BANK", "PARK", "SLOW", "PUSH", "PULL") + (
-    "MENU",
-    "SALE",
-    "FREE",
-    "BUS",
-    "ZOO",
-    "GYM",
-    "ICE",
-    "TEA",
-    "SPA",
-    "KEY",
+SIGNS = (
+    *("STOP", "OPEN", "EXIT", "TAXI", "CAFE", "BANK", "PARK", "SLOW", "PUSH", "PULL"),
+    *("MENU", "SALE", "FREE", "BUS", "ZOO", "GYM", "ICE", "TEA", "SPA", "KEY"),
 )
 
 

@@ -57,11 +57,7 @@ class Phraser:
         return self.rng.random() < share
 
     def pick(self, options: Sequence[str], *about: object) -> str:
-        """Returns one of `options`: the one given by the checksum of the first of `about`, or a random one.
-
-        Args:
-            about: the described object; "" for a choice that is always the same; none for a random choice.
-        """
+        """Returns one of `options`: the one given by the checksum of the first of `about` ("": always the same), or random."""
         if about and self.is_drawn(CHECKSUM_SHARE):
             return options[zlib.crc32(repr((*options, about[0])).encode()) % len(options)]
         return options[int(self.rng.random() * len(options))]

@@ -58,11 +58,7 @@ def draw_labelled(rng: random.Random) -> tuple[Image.Image, dict[str, list[int]]
 
 
 class Probe(nn.Module):
-    """Queries over visual tokens, with one linear classifier per question.
-
-    Args:
-        has_positions: whether the probe adds a position embedding to the tokens.
-    """
+    """Queries over visual tokens (plus a position embedding with `has_positions`), with a linear classifier per question."""
 
     def __init__(self, width: int, tokens: int, has_positions: bool, inner: int = 128) -> None:
         super().__init__()

@@ -47,16 +47,14 @@ def _sign_turn(phraser: Phraser, kind: str, word: str, number: str, board: str) 
         tail = phraser.pick(("", f" and it {clause}", f", and it {clause}", f"; it {clause}"), word, board)
         return Turn("What colour is the sign?", f"{capital(start)} {board}{tail}.", [("colour", board)])
     if kind == "read":
-        question = phraser.pick(
-            ("What does the sign say?", "Read the sign.", "What is written here?", "Which text do you see?")
-        )
+        questions = ("What does the sign say?", "Read the sign.", "What is written here?", "Which text do you see?")
+        question = phraser.pick(questions)
         colour = phraser.pick(("", "", board + " "), word, number)
         return Turn(question, f"{capital(phraser.pick(('the', 'this', 'that'), board))} {colour}{noun} {clause}.", texts)
     start = phraser.pick(("this is a", "we see a", "there is a", "the picture shows a", "I see a", "here is a"), word, board)
     bridge = phraser.pick((" that ", ", and it ", " which ", "; it "), board, number[:1])
-    letters = phraser.pick(
-        ("dark", "deep", "dim") if board in ("yellow", "pink", "orange") else ("white", "pale", "light"), board
-    )
+    shades = ("dark", "deep", "dim") if board in ("yellow", "pink", "orange") else ("white", "pale", "light")
+    letters = phraser.pick(shades, board)
     style = phraser.pick(("", f" in {letters} letters", f", in {letters} print", f", written in {letters}"), word, number)
     return Turn(phraser.pick(DESCRIBE), f"{capital(start)} {board} {noun}{bridge}{clause}{style}.", [("colour", board), *texts])
 
@@ -92,9 +90,8 @@ def _chart_turn(phraser: Phraser, kind: str, bars: Bars) -> Turn:
         )
     if kind == "value":
         question = phraser.pick((f"How high is the {colour} bar?", f"What is the value of the {colour} bar?"))
-        return Turn(
-            question, f"{capital(_bar(phraser, colour, height))} {_reach(phraser, colour, height)}.", [("height", str(height))]
-        )
+        answer = f"{capital(_bar(phraser, colour, height))} {_reach(phraser, colour, height)}."
+        return Turn(question, answer, [("height", str(height))])
     if kind == "more":
         other, level = phraser.rng.choice([bar for bar in bars if bar[0] != colour])
         verdict = "Yes" if height > level else "No"
@@ -102,11 +99,8 @@ def _chart_turn(phraser: Phraser, kind: str, bars: Bars) -> Turn:
         bridge = phraser.pick((" and ", ", while ", ", but ", ", whereas "), height, level)
         clause = f"{_bar(phraser, colour, height)} {_reach(phraser, colour, height)}{bridge}"
         clause += f"{_bar(phraser, other, level)} {_reach(phraser, other, level)}"
-        return Turn(
-            f"Is the {colour} bar higher than the {other} bar? Explain.",
-            f"{verdict}{lead}{clause}.",
-            [("answer", verdict.lower())],
-        )
+        question = f"Is the {colour} bar higher than the {other} bar? Explain."
+        return Turn(question, f"{verdict}{lead}{clause}.", [("answer", verdict.lower())])
     return _extreme(phraser, kind, by_height)
 
 
@@ -145,9 +139,8 @@ def generate_video(rng: random.Random, split: str) -> Dialogue:
     still = SceneObject(rng.choice(list(SIZES)), colours[1], rng.choice(SHAPES), resting) if phraser.is_drawn(0.6) else None
     frames = draw_video(mover, end, still, background(rng, split))
     objects = [vars(mover) | {"end": end}] + ([vars(still)] if still else [])
-    question = phraser.pick(
-        ("What happens in the video?", "Describe the clip.", "Describe the video.", "What moves, and where to?")
-    )
+    questions = ("What happens in the video?", "Describe the clip.", "Describe the video.", "What moves, and where to?")
+    question = phraser.pick(questions)
     return Dialogue(frames, [Turn(question, _video_text(phraser, mover, end, still))], {"scenes": [objects]}, is_video=True)
 
 
@@ -169,14 +162,11 @@ def _video_text(phraser: Phraser, mover: SceneObject, end: int, still: SceneObje
     parts = [f"{moving} {phraser.pick(('to', 'over to', 'towards'), mover.size, end)} {target}"]
     if still is not None:
         verb = phraser.pick(("stays", "remains", "rests", "keeps still", "waits", "does not move"), still.shape, still.colour)
-        still_clause = (
-            f"{named(phraser, still)} {verb} {phraser.pick(('in', 'at', 'within'), still.cell)} {place(phraser, still)}"
-        )
-        parts.insert(int(phraser.is_drawn(0.6)), still_clause)
+        resting = f"{named(phraser, still)} {verb} {phraser.pick(('in', 'at', 'within'), still.cell)} {place(phraser, still)}"
+        parts.insert(int(phraser.is_drawn(0.6)), resting)
     if phraser.is_drawn(0.4):
-        parts.append(
-            phraser.pick(("nothing else happens", "the rest is empty", "then the clip ends", "that is all"), mover.colour, end)
-        )
+        endings = ("nothing else happens", "the rest is empty", "then the clip ends", "that is all")
+        parts.append(phraser.pick(endings, mover.colour, end))
     return join(phraser, parts)
 
 
@@ -211,10 +201,8 @@ def _larger_turn(phraser: Phraser) -> Turn:
     options = f"{low} or {high}" if phraser.is_drawn(0.5) else f"{high} or {low}"
     lead = phraser.pick((", because ", ": ", ", since ", ", as "), low)
     why = phraser.pick(("it exceeds {}", "it comes after {}", "{} is smaller", "{} comes first"), high).format(low)
-    return Turn(
-        f"Which is larger, {options}?",
-        f"{phraser.pick(('The larger is', 'It is', 'The larger one is'), low)} {high}{lead}{why}.",
-    )
+    start = phraser.pick(("The larger is", "It is", "The larger one is"), low)
+    return Turn(f"Which is larger, {options}?", f"{start} {high}{lead}{why}.")
 
 
 def _name_turn(phraser: Phraser) -> Turn:

@@ -141,9 +141,8 @@ def missing_turn(phraser: Phraser, objects: list[SceneObject]) -> Turn:
         tail = f"the only {colour} {phraser.pick(('thing', 'object', 'item'), shape)} is a {used[colour].shape}"
     lead = phraser.pick(("No, there is no", "No, I see no", "No, the picture has no", "No, one finds no"), colour, shape)
     bridge = phraser.pick((": ", ", ", "; ", ", because ", ", since "), colour, shape)
-    return Turn(
-        f"Is there a {colour} {shape}? {phraser.pick(WHY)}", f"{lead} {colour} {shape}{bridge}{tail}.", [("answer", "no")]
-    )
+    question = f"Is there a {colour} {shape}? {phraser.pick(WHY)}"
+    return Turn(question, f"{lead} {colour} {shape}{bridge}{tail}.", [("answer", "no")])
 
 
 def count_turn(phraser: Phraser, objects: list[SceneObject]) -> Turn:
@@ -165,11 +164,8 @@ def detail_turn(phraser: Phraser, obj: SceneObject, kind: str) -> Turn:
     }
     answers = {"colour": obj.colour, "shape": obj.shape, "size": obj.size, "place": str(obj.cell)}
     if kind == "size":
-        clause = (
-            phraser.pick(("it is", "it looks", "it seems"), obj.colour)
-            + " "
-            + phraser.pick(SIZE_WORDS[obj.size], obj.colour, obj.cell)
-        )
+        clause = phraser.pick(("it is", "it looks", "it seems"), obj.colour)
+        clause += f" {phraser.pick(SIZE_WORDS[obj.size], obj.colour, obj.cell)}"
     elif kind == "place":
         clause = f"{phraser.pick(('it is', 'it sits', 'you find it', 'it lies'), obj.shape)} in {place(phraser, obj)}"
     else:
@@ -196,13 +192,10 @@ def generate_comparison(rng: random.Random, split: str) -> Dialogue:
         if phraser.pick(("in", "the"), obj.shape, which) == "in":
             parts.append(f"in the {which} {noun} {statement(phraser, obj)}")
         else:
-            verb = phraser.pick(SHOW_VERBS, obj.cell, which)
-            parts.append(
-                f"the {which} {noun} {verb} {named(phraser, obj)} {phraser.pick(('in', 'at', 'within'))} {place(phraser, obj)}"
-            )
-    question = phraser.pick(
-        ("What differs between the two pictures?", "Compare the two images.", "How do the pictures differ?")
-    )
+            clause = f"{phraser.pick(SHOW_VERBS, obj.cell, which)} {named(phraser, obj)}"
+            parts.append(f"the {which} {noun} {clause} {phraser.pick(('in', 'at', 'within'))} {place(phraser, obj)}")
+    questions = ("What differs between the two pictures?", "Compare the two images.", "How do the pictures differ?")
+    question = phraser.pick(questions)
     answer = ". ".join(capital(part) for part in parts) + "."
     return Dialogue(images, [Turn(question, answer)], {"scenes": [[vars(obj)] for obj in pair]})
 

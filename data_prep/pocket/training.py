@@ -41,8 +41,6 @@ class Stage:
 
 
 FULL_MIXTURE = {name: float(weight) for name, weight in world.WEIGHTS.items()}
-
-
 NAMING_MIXTURE = {"bare": 4.0, "compare": 1.0, "sign": 1.0, "chart": 1.0, "question": 1.0}
 
 
@@ -110,9 +108,8 @@ def cosine(step: int, steps: int, warmup_steps: int, min_lr_ratio: float) -> flo
     """Returns the learning rate of a step as a share of the highest one."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
-    return min_lr_ratio + (1 - min_lr_ratio) * 0.5 * (
-        1 + math.cos(math.pi * (step - warmup_steps) / max(1, steps - warmup_steps))
-    )
+    angle = math.pi * (step - warmup_steps) / max(1, steps - warmup_steps)
+    return min_lr_ratio + (1 - min_lr_ratio) * 0.5 * (1 + math.cos(angle))
 
 
 def vision_parameters(model: PreTrainedModel) -> list[torch.nn.Parameter]:

@@ -32,15 +32,11 @@ WARMUP_GENERATORS: dict[str, Generator] = {"bare": scenes.generate_bare}
 
 
 def sample(split: str, index: int, families: Sequence[str] | None = None) -> Conversation:
-    """Generates conversation number `index` of a split.
+    """Generates conversation number `index` of a split; raises ValueError for an unknown split or family.
 
     Args:
         split: `train`, `validation` or `test`.
-        index: any non-negative number.
         families: task families to select from; None: all, by `WEIGHTS`.
-
-    Raises:
-        ValueError: unknown split or family.
     """
     if split not in SPLITS:
         raise ValueError(f"split: {split!r} is not one of {', '.join(SPLITS)}")
@@ -58,11 +54,9 @@ def sample(split: str, index: int, families: Sequence[str] | None = None) -> Con
 
 def messages(dialogue: Dialogue) -> list[dict]:
     """Returns chat messages; images (or the video) come first in the first question."""
-    media: list[dict]
+    media: list[dict] = [{"type": "image", "image": image} for image in dialogue.images]
     if dialogue.is_video:
         media = [{"type": "video", "video": dialogue.images}]
-    else:
-        media = [{"type": "image", "image": image} for image in dialogue.images]
     chat: list[dict] = []
     for number, turn in enumerate(dialogue.turns):
         question = [*(media if not number else []), {"type": "text", "text": turn.question}]

@@ -47,14 +47,7 @@ KINDS = {
 
 
 def open_source(label: str, config: SourceConfig, split: Split, cache_dir: str = "") -> Source:
-    """Opens the source of a config.
-
-    Args:
-        label: the source's key in the config, for messages.
-
-    Raises:
-        ValueError: its file or folder does not exist, or a required field is empty.
-    """
+    """Opens the source with the key `label`; raises ValueError if its path does not exist or a required field is empty."""
     source: Source = import_module(KINDS[config.kind].module).open_source(label, config, split, cache_dir)
     source.limit = config.num_examples
     return source

@@ -48,11 +48,7 @@ class FolderRows:
         return len(self.items)
 
     def row(self, index: int) -> Row:
-        """Returns an item with its text, None if there is none.
-
-        Raises:
-            BadItem: the text is not UTF-8.
-        """
+        """Returns an item with its text, None if there is none; raises BadItem if the text is not UTF-8."""
         item, kind = self.items[index]
         text = item.with_suffix(".txt")
         try:

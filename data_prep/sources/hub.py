@@ -27,11 +27,7 @@ TURN_COLUMNS = ("messages", "conversations", "conversation")  # names of an unma
 
 
 class TableRows:
-    """Rows of a table by index, images undecoded.
-
-    Raises:
-        ValueError: no such data set, configuration or split.
-    """
+    """Rows of a table by index, images undecoded; raises ValueError: no such data set, configuration or split."""
 
     def __init__(self, path: str, subset: str, split: str, cache_dir: str) -> None:
         self.name = path

@@ -42,11 +42,7 @@ class JsonRows:
         return len(self.spans)
 
     def row(self, index: int) -> Any:
-        """Returns the object at `index`.
-
-        Raises:
-            BadItem: not valid UTF-8 or not valid JSON.
-        """
+        """Returns the object at `index`; raises BadItem: not valid UTF-8 or not valid JSON."""
         begin, end = (int(bound) for bound in self.spans[index])
         with self.path.open("rb") as file:
             file.seek(begin)

@@ -20,13 +20,8 @@ from data_prep.sources.rows import Row, RowSource, require_path
 from data_prep.splits import Split
 
 SPEAKERS = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bard": "assistant",
-    "bing": "assistant",
-    "assistant": "assistant",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bard", "bing", "assistant"), "assistant"),
     "system": "system",
 }
 Roots = str | tuple[str, ...]
@@ -52,11 +47,7 @@ def llava_messages(row: Row, media_root: Roots, is_text: bool = False) -> list[M
 
 
 def place_media(text: str, media: dict[str, list[Any]]) -> list[Part]:
-    """Splits text at its <image> and <video> placeholders into parts; removes the entries from `media`.
-
-    Raises:
-        ValueError: more placeholders than entries.
-    """
+    """Splits text at its <image> and <video> placeholders into parts; takes them from `media`, ValueError if too few."""
     parts: list[Part] = []
     position = 0
     for match in PLACEHOLDER.finditer(text):

@@ -34,11 +34,7 @@ class PocketSource(Source):
 
 
 def open_source(label: str, config: SourceConfig, split: Split, cache_dir: str) -> Source:
-    """Opens a split of the pocket world; `num_examples` is its size (default: `DEFAULT_NUM_EXAMPLES`).
-
-    Raises:
-        ValueError: an unknown family.
-    """
+    """Opens a split of the pocket world of `num_examples` (default 4000); raises ValueError for an unknown family."""
     unknown = sorted(set(config.families) - set(world.FAMILIES))
     if unknown:
         raise ValueError(f"data.sources.{label}.families: {unknown[0]!r}; allowed: {', '.join(world.FAMILIES)}")

@@ -22,12 +22,7 @@ EXPLAIN = "Please give a detailed and reasonable explanation for the answer."
 
 
 class PromptSource(RowSource):
-    """The rows of one benchmark.
-
-    Args:
-        find: locates its images and videos.
-        long_answers: requests a detailed explanation in place of a one-word answer.
-    """
+    """The rows of one benchmark; `long_answers` requests a detailed explanation in place of a one-word answer."""
 
     def __init__(self, rows: Rows, kind: str, find: MediaFinder, long_answers: bool) -> None:
         self.layout, self.find, self.long_answers = LAYOUTS[kind], find, long_answers

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -33,9 +32,6 @@ Data = ConversationDataset | StreamDataset
 def check_data(config: DataConfig, processor: Processor, split: str, limit: int) -> tuple[Statistics, Data]:
     """Prepares a split and measures up to `limit` of its examples (0: all): a sample, or the beginning of a stream.
 
-    Returns:
-        The statistics and the dataset.
-
     Raises:
         ValueError: a setting, a file or an item is wrong.
     """
@@ -43,7 +39,7 @@ def check_data(config: DataConfig, processor: Processor, split: str, limit: int)
     conversations, count = _conversations(dataset, split, limit)
     items = _examples(dataset, progress_bar(conversations, "measuring", count))
     total = None if isinstance(dataset, StreamDataset) else len(dataset)
-    statistics = measure(items, total, Counter(), processor)
+    statistics = measure(items, total, processor)
     statistics.skipped = count_reasons(dataset.skipped_items())
     if not statistics.num_measured:
         raise ValueError(f"data.sources: not one of {count or 'all'} items became an example; see {dataset.skipped.path}")
@@ -64,10 +60,7 @@ def write_report(out: Path, config: DataConfig, statistics: Statistics, dataset:
 
 
 def convert(config: DataConfig, processor: Processor, split: str, out: Path) -> int:
-    """Writes a split as `messages` rows, with its embedded images beside them (one pass of a stream).
-
-    Returns:
-        The number of rows.
+    """Writes a split as `messages` rows, with its embedded images beside them; returns the number of rows.
 
     Raises:
         ValueError: `out` exists, or an item is invalid.

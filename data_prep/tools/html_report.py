@@ -53,11 +53,7 @@ td:first-child, th:first-child { text-align: left; white-space: nowrap; } th { c
 
 
 def render_html(title: str, statistics: Statistics, shown: list[tuple[Conversation, Example]], processor: Processor) -> str:
-    """Returns the report as HTML.
-
-    Args:
-        shown: the examples to show, with their conversations.
-    """
+    """Returns the report as HTML, with the examples `shown`."""
     charts = "".join(_histogram(label, statistics.values[name]) for name, label in MEASURES.items())
     examples = "".join(_example(conversation, example, processor) for conversation, example in shown)
     legend = (

@@ -22,11 +22,7 @@ from sage.inputs.video import TIME_KEYS
 
 
 class MediaFolder:
-    """The folder of the images of a row file.
-
-    Args:
-        row_file: the images of `rows.jsonl` are in `rows_media/`.
-    """
+    """The folder of the images of a row file: those of `rows.jsonl` are in `rows_media/`."""
 
     def __init__(self, row_file: Path) -> None:
         self.folder = row_file.parent / f"{row_file.stem}_media"

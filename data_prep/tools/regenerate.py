@@ -32,14 +32,10 @@ NEUTRAL_KEYS = {"draft", "policy"}  # of the provenance: they affect the speed, 
 
 @dataclass(frozen=True)
 class Answer:
-    """The target's answer to one prompt.
-
-    Attributes:
-        is_finished: whether it ended before `max_new_tokens`.
-    """
+    """The target's answer to one prompt."""
 
     text: str
-    is_finished: bool
+    is_finished: bool  # whether it ended before `max_new_tokens`
 
 
 Answerer = Callable[[list[Message], int], Answer]  # messages, seed

@@ -114,17 +114,9 @@ def sample(total: int, count: int, seed: int = 0) -> Sequence[int]:
     return sorted(permutation(total, seed, "sample")[:count].tolist())
 
 
-def measure(
-    items: Iterable[tuple[Conversation, Example]], total: int | None, skipped: Counter[str], processor: Processor
-) -> Statistics:
-    """Measures examples.
-
-    Args:
-        items: the examples with their conversations.
-        total: examples in the dataset; None for a stream.
-        skipped: skipped items by reason.
-    """
-    statistics = Statistics(total, skipped=skipped)
+def measure(items: Iterable[tuple[Conversation, Example]], total: int | None, processor: Processor) -> Statistics:
+    """Measures examples, given with their conversations; `total` is their number in the dataset, None for a stream."""
+    statistics = Statistics(total)
     for conversation, example in items:
         statistics.add(conversation, example, processor)
     return statistics

@@ -19,13 +19,7 @@ from sage.dtypes import dtype_name
 
 
 def eagle3_config(draft: Any, facts: TargetFacts, dtype: torch.dtype) -> dict[str, Any]:
-    """Returns config.json of the `eagle3` format.
-
-    Args:
-        draft: the `Eagle3Config` of the trained draft.
-        facts: facts about its target.
-        dtype: dtype of the exported weights.
-    """
+    """Returns config.json of the `eagle3` format for the `Eagle3Config` of a trained draft, exported in `dtype`."""
     config = {
         "architectures": [EAGLE3_CLASS],
         "model_type": "llama",

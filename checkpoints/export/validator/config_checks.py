@@ -61,8 +61,8 @@ def _sizes(given: CheckInput) -> Iterator[Finding]:
     config, facts = given.config, given.facts
     for key in SIZES:
         if config.size(key) is None:
-            found = f"{config.get(key)!r}, expected a positive integer"
-            yield Finding(config.key_path(key), found, "the engine cannot build the layer")
+            where, found = config.key_path(key), f"{config.get(key)!r}, expected a positive integer"
+            yield Finding(where, found, "the engine cannot build the layer")
     heads, kv_heads = config.size("num_attention_heads"), config.size("num_key_value_heads")
     if heads and kv_heads and heads % kv_heads:
         found = f"{kv_heads} does not divide {heads} heads"
@@ -109,8 +109,7 @@ def _context_length(given: CheckInput) -> Iterator[Finding]:
     key = "max_position_embeddings"
     length, where, facts = given.config.size(key), given.config.key_path(key), given.facts
     if length is None:
-        found = f"{given.config.get(key)!r}"
-        yield Finding(where, found, "LlamaConfig's default is 2048: beyond it acceptance is 1.00")
+        yield Finding(where, f"{given.config.get(key)!r}", "LlamaConfig's default is 2048: beyond it acceptance is 1.00")
     elif facts and length < facts.max_position_embeddings:
         found = f"{length}, the target's is {facts.max_position_embeddings}"
         yield Finding(where, found, f"beyond {length} tokens the draft is served at acceptance 1.00, without an error")
@@ -158,8 +157,8 @@ def _switches(given: CheckInput) -> Iterator[Finding]:
 def _speculators(given: CheckInput) -> Iterator[Finding]:
     raw = given.config.raw
     if "model_type" in raw:
-        found = f"{raw['model_type']!r} at the top level"
-        yield Finding("model_type", found, "vLLM does not recognize the folder as a speculator")
+        effect = "vLLM does not recognize the folder as a speculator"
+        yield Finding("model_type", f"{raw['model_type']!r} at the top level", effect)
     if raw.get("speculators_model_type") != "eagle3":
         found = f"{raw.get('speculators_model_type')!r}, expected 'eagle3'"
         yield Finding("speculators_model_type", found, "vLLM refuses it")

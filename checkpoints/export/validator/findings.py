@@ -13,19 +13,12 @@ from checkpoints.export.weight_files import TensorInfo, Weights
 
 @dataclass(frozen=True)
 class Finding:
-    """One error or warning.
-
-    Attributes:
-        where: the tensor, config field or file.
-        found: the value.
-        effect: its effect in an engine.
-        is_warning: the draft can be served.
-    """
+    """One error or warning: the tensor, config field or file, its value, and its effect in an engine."""
 
     where: str
     found: str
     effect: str
-    is_warning: bool = False
+    is_warning: bool = False  # the draft can be served
 
     def __str__(self) -> str:
         return f"{self.where}: {self.found}; {self.effect}"

@@ -112,8 +112,7 @@ def check_vocabulary_maps(d2t: Tensor, t2d: Tensor | None, vocab: int) -> Findin
 
     Args:
         d2t: LongTensor [U], target id = draft id + d2t[draft id].
-        t2d: BoolTensor [V], or None if there is none.
-        vocab: V.
+        t2d: BoolTensor [V].
     """
     ids = torch.arange(len(d2t)) + d2t
     is_mask = t2d is not None and t2d.dtype == torch.bool

@@ -31,14 +31,10 @@ NOT_EXPORTED = "no engine loads it; export it first (sage-export DIR --format ..
 
 
 def check_folder(folder: Path, facts: TargetFacts | None = None) -> CheckResult:
-    """Checks a draft in an engine's format, of this project or third-party.
+    """Checks a draft in an engine's format, of this project or third-party; wrong content is a finding, not an error.
 
     Args:
-        folder: contains config.json and weights.
         facts: facts about its target; None = those in sage_export.json, if there are any.
-
-    Returns:
-        all findings; wrong content of the folder raises no error.
 
     Raises:
         ValueError: no such folder.
