@@ -101,7 +101,8 @@ def export(path: Path | str, out: Path | str, format_: Format | str, options: Ex
         allow_uncompressed=options.allow_uncompressed,
     )
     tensors = _tensors(trained, format_, options)
-    if _has_embedding(format_, options):
+    has_embedding = format_ == Format.speculators if options.embedding is None else options.embedding
+    if has_embedding:
         tensors[EMBEDDING] = read_target_embedding(facts).to(options.dtype)
     if options.target_name:
         facts = replace(facts, name=options.target_name)
@@ -178,10 +179,6 @@ def _config(draft: Any, facts: TargetFacts, format_: Format, options: ExportOpti
         assert options.flavour is not None
         return eagle_config(draft, facts, options.dtype, options.flavour)
     return {Format.eagle3: eagle3_config, Format.speculators: speculators_config}[format_](draft, facts, options.dtype)
-
-
-def _has_embedding(format_: Format, options: ExportOptions) -> bool:
-    return format_ == Format.speculators if options.embedding is None else options.embedding
 
 
 def _export_info(

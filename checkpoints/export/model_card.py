@@ -99,9 +99,7 @@ def _front_matter(card: ModelCard) -> str:
 
 
 def _is_hub_id(name: str | None) -> bool:
-    return (
-        bool(name) and str(name).count("/") == 1 and not str(name).startswith((".", "/", "~")) and not Path(str(name)).exists()
-    )
+    return name is not None and name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).exists()
 
 
 def _summary(card: ModelCard) -> str:

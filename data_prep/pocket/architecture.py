@@ -117,10 +117,9 @@ def video_preprocessor_config(family: str) -> dict[str, Any]:
     """Returns the content of `video_preprocessor_config.json`, which is used with torchvision installed."""
     config = preprocessor_config(family)
     name = {"qwen2_5_vl": "Qwen2VLVideoProcessor", "llava_onevision": "LlavaOnevisionVideoProcessor"}[family]
-    kept = {
-        key: value for key, value in config.items() if key not in ("image_processor_type", "image_grid_pinpoints", "do_pad")
-    }
-    return kept | {"video_processor_type": name}
+    for key in ("image_processor_type", "image_grid_pinpoints", "do_pad"):
+        config.pop(key, None)
+    return config | {"video_processor_type": name}
 
 
 def _text_config(tokenizer: PreTrainedTokenizerBase, layers: int) -> dict[str, Any]:

@@ -85,9 +85,8 @@ def _chart_turn(phraser: Phraser, kind: str, bars: Bars) -> Turn:
     if kind == "count":
         start = phraser.pick(("there are", "I count", "we see", "the chart has"), len(bars), bars[0][0])
         names = phraser.pick((": ", ", namely ", ", that is "), len(bars)) + ", ".join(colour for colour, _ in bars)
-        return Turn(
-            "How many bars are there?", f"{capital(start)} {NUMBERS[len(bars)]}{names}.", [("count", NUMBERS[len(bars)])]
-        )
+        number = NUMBERS[len(bars)]
+        return Turn("How many bars are there?", f"{capital(start)} {number}{names}.", [("count", number)])
     if kind == "value":
         question = phraser.pick((f"How high is the {colour} bar?", f"What is the value of the {colour} bar?"))
         answer = f"{capital(_bar(phraser, colour, height))} {_reach(phraser, colour, height)}."
@@ -113,17 +112,15 @@ def _extreme(phraser: Phraser, kind: str, by_height: Bars) -> Turn:
     if phraser.is_drawn(0.6):
         bridge = phraser.pick((", while ", ", and next ", " and ", ", but ", ", whereas "), colour, next_height)
         reason += f"{bridge}{_bar(phraser, next_colour, next_height)} {_reach(phraser, next_colour, next_height)}"
-    return Turn(
-        f"Which bar is the {words[0]}? {phraser.pick(('Explain.', 'Why?'))}", f"{capital(is_it)}{reason}.", [("colour", colour)]
-    )
+    question = f"Which bar is the {words[0]}? {phraser.pick(('Explain.', 'Why?'))}"
+    return Turn(question, f"{capital(is_it)}{reason}.", [("colour", colour)])
 
 
 def _describe_chart(phraser: Phraser, bars: Bars) -> Turn:
     first = bars[0]
     chart = phraser.pick(("chart", "bar chart", "diagram", "graph", "plot"), *first)
-    start = phraser.pick(
-        (f"this {chart} has", f"the {chart} shows", f"we see a {chart} with", f"here is a {chart} with"), len(bars), first[0]
-    )
+    starts = (f"this {chart} has", f"the {chart} shows", f"we see a {chart} with", f"here is a {chart} with")
+    start = phraser.pick(starts, len(bars), first[0])
     parts = [f"{start} {NUMBERS[len(bars)]} {phraser.pick(('bars', 'columns'), first[0])}"]
     order = bars if phraser.pick(("right", "back"), *bars[-1]) == "right" else bars[::-1]
     parts[0] += phraser.pick(("", " from left to right" if order is bars else " from right to left"), *first)
@@ -185,9 +182,8 @@ def generate_text(rng: random.Random, split: str) -> Dialogue:
 def _sides_turn(phraser: Phraser) -> Turn:
     shape = phraser.rng.choice(SHAPES)
     verb = phraser.pick(("has", "has got", "comes with", "is drawn with"), shape)
-    return Turn(
-        f"How many sides does a {shape} have?", f"A {shape} {verb} {SIDES[shape]} {phraser.pick(('sides', 'edges'), shape)}."
-    )
+    answer = f"A {shape} {verb} {SIDES[shape]} {phraser.pick(('sides', 'edges'), shape)}."
+    return Turn(f"How many sides does a {shape} have?", answer)
 
 
 def _opposite_turn(phraser: Phraser) -> Turn:

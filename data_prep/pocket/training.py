@@ -87,13 +87,8 @@ RECIPES = {
 def world_texts(count: int) -> list[str]:
     """Returns the texts of the first `count` training conversations."""
     conversations = (world.sample("train", index).messages for index in range(count))
-    return [
-        part["text"]
-        for conversation in conversations
-        for message in conversation
-        for part in message["content"]
-        if part["type"] == "text"
-    ]
+    parts = (part for messages in conversations for message in messages for part in message["content"])
+    return [part["text"] for part in parts if part["type"] == "text"]
 
 
 def probe_batches(recipe: Recipe, seed: int) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
@@ -138,9 +133,8 @@ def pretrain_vision(model: PreTrainedModel, family: str, recipe: Recipe, seed: i
         optimizer.zero_grad()
         if step % recipe.log_every == 0 or step == recipe.probe_steps - 1:
             shares = " ".join(f"{name} {share:.2f}" for name, share in right.items())
-            logger.info(
-                "vision %d/%d %.0f s loss %.2f %s", step, recipe.probe_steps, time.monotonic() - start, loss.item(), shares
-            )
+            spent = time.monotonic() - start
+            logger.info("vision %d/%d %.0f s loss %.2f %s", step, recipe.probe_steps, spent, loss.item(), shares)
 
 
 def example_batches(encoder: Encoder, recipe: Recipe, stage: Stage, seed: int) -> Iterator[list[Example]]:

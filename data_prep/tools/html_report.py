@@ -78,12 +78,8 @@ def _numbers(statistics: Statistics) -> str:
 
 
 def _counts(statistics: Statistics) -> str:
-    tables = ""
-    for title, counts in (
-        ("Sources", statistics.sources),
-        ("Families", statistics.families),
-        ("Skipped, by reason", statistics.skipped),
-    ):
+    tables, by_reason = "", ("Skipped, by reason", statistics.skipped)
+    for title, counts in (("Sources", statistics.sources), ("Families", statistics.families), by_reason):
         if counts:
             rows = "".join(f"<tr><td>{escape(name)}</td><td>{count}</td></tr>" for name, count in counts.most_common())
             tables += f"<div><h2>{title}</h2><table>{rows}</table></div>"
