@@ -6,20 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from sage.drafts.loading import Draft
-from sage.generation import Generation, Output, start
-from sage.prefix import CachedPrefix
+from sage.generation import CachedPrefix, Generation, Output, start
 from sage.targets import Target
 from sage.trees import policy as new_policy
 from sage.trees.base import Policy
 
 
 class Chat:
-    """A conversation with a target; tokens of earlier turns are not prefilled again.
-
-    Args:
-        target, draft, options: as for `sage.generate`.
-        policy: kept over all turns, with its learned state.
-        system: system message.
+    """A conversation with a target; tokens of earlier turns are not prefilled again. Target, draft and options are those of
+    `sage.generate`; the policy keeps its learned state over all turns.
     """
 
     def __init__(
@@ -32,14 +27,8 @@ class Chat:
         self._current: tuple[Generation, dict[str, Any]] | None = None  # the turn in progress and its message
 
     def ask(self, text: str, images: Sequence[Any] = (), videos: Sequence[Any] = ()) -> Output:
-        """Answers a message.
-
-        Args:
-            text: the message.
-            images, videos: placed before the text; as for `Target.prepare`.
-
-        Raises:
-            ValueError: as for `sage.generate`; the conversation is left unchanged.
+        """Answers a message; images and videos, as for `Target.prepare`, are placed before the text. Raises ValueError as
+        `sage.generate` does and then leaves the conversation unchanged.
         """
         generation = self.start(text, images, videos)
         for _ in generation.rounds():
@@ -57,11 +46,7 @@ class Chat:
         return generation
 
     def finish(self, generation: Generation) -> Output:
-        """Ends a turn: appends message and answer to the conversation.
-
-        Raises:
-            ValueError: `generation` is not the turn started last.
-        """
+        """Ends a turn: appends message and answer. Raises ValueError unless `generation` is the turn started last."""
         if self._current is None or self._current[0] is not generation:
             raise ValueError("chat: this is not the turn started last; call finish before the next start")
         output = generation.output()

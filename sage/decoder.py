@@ -1,7 +1,5 @@
 """The decoding loop: plan a tree, verify it, commit the accepted path. Ref: SAGE, arXiv 2602.00523, Algorithm 1.
 
-Owns: the order of model calls in a round. Does not own: tree shapes (sage.trees), acceptance (sage.verify).
-
 Shapes: N tree nodes, U draft vocabulary, V vocabulary, T prompt tokens.
 """
 
@@ -31,12 +29,7 @@ from sage.verify import Verdict, Verifier
 
 @dataclass
 class Round:
-    """Tokens emitted by one round.
-
-    Attributes:
-        tokens: new token ids, truncated at EOS and at the length limit.
-        num_drafted: number of leading tokens that the draft had proposed.
-    """
+    """Tokens emitted by one round, truncated at the answer's end; the draft had proposed the first `num_drafted` of them."""
 
     tokens: list[int]
     num_drafted: int
@@ -47,14 +40,11 @@ class Request:
     """State of one request. Requests are independent of each other and can be interleaved.
 
     Attributes:
-        target: the target model.
         session: the draft session; None for a policy that never drafts.
-        policy: shapes the trees.
         verifier: samples and accepts tokens.
         stop: ends the answer; holds the emitted tokens.
         prompt: the embedded inputs, batch size 1.
         cache: the target's; may hold a prefix of the prompt.
-        clock, stats: times and counts.
         pruning: the visual tokens that the draft reads.
         features: of the cached prefix; emptied by the prefill, unless `keep_features`.
         keep_features: whether `features` collects those of all cached tokens, for a later turn.
@@ -89,7 +79,6 @@ def decode(request: Request) -> Iterator[Round]:
     """Yields the answer round by round; the first round is the prefill's token.
 
     Inference mode is entered in every round instead of once, because it would stay active in the caller's code during a yield.
-    If the caller has entered it already, that is skipped.
     """
     with _inference_mode():
         emitted = prefill(request)
@@ -130,16 +119,12 @@ def plan(request: Request) -> Tree:
     request.policy.begin()
     request.clock.lap("policy")
     if request.session and request.unread and request.policy.should_draft():
-        _resync(request, request.session)
+        features = Features.join([features for features, _ in request.unread])
+        tokens = [token for _, tokens in request.unread for token in tokens]
+        request.unread.clear()
+        request.draft_logits = request.session.commit(features, tokens)
+        request.stats.draft_steps += 1
     return draft_tree(request)
-
-
-def _resync(request: Request, session: DraftSession) -> None:
-    features = Features.join([features for features, _ in request.unread])
-    tokens = [token for _, tokens in request.unread for token in tokens]
-    request.unread.clear()
-    request.draft_logits = session.commit(features, tokens)
-    request.stats.draft_steps += 1
 
 
 def draft_tree(request: Request) -> Tree:

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sage.cache import TreeCache
 from sage.costs.measure import measure_costs
 from sage.costs.timing import Clock
 from sage.decoder import Request, Round, decode
 from sage.drafts.loading import Draft, check_draft, new_session
 from sage.drafts.pruning import KEEP_ALL, Pruning
 from sage.host_tensors import CPU, long_tensor
-from sage.prefix import CachedPrefix
 from sage.sampling import Sampling, TargetSampler
 from sage.stats import Stats
 from sage.stopping_rules import StopCriterion
-from sage.targets import Features, Target
+from sage.targets import Features, Prompt, Target
 from sage.trees import policy as new_policy
 from sage.trees.base import Policy
 from sage.verify import Verifier
@@ -34,9 +34,7 @@ class Output:
 
     Attributes:
         tokens: LongTensor [new tokens], without the prompt, up to and including EOS.
-        stats: counts and times.
         drafted: BoolTensor [new tokens], True where the draft had proposed the token.
-        tokenizer: decodes `text` on first access.
     """
 
     tokens: Tensor
@@ -56,6 +54,33 @@ class Piece:
 
     text: str
     is_drafted: bool
+
+
+@dataclass
+class CachedPrefix:
+    """Tokens of a conversation in the target's cache: `ids` LongTensor [S], the cache, their features, the turn's prompt."""
+
+    ids: Tensor
+    cache: TreeCache
+    features: Features
+    prompt: Prompt
+
+    def reuse(self, prompt: Prompt, capacity: int) -> tuple[TreeCache, list[Features]]:
+        """Crops the cache to the common prefix with `prompt` and grows it to `capacity` tokens; returns it with its features.
+
+        The last token of `prompt` is never part of the prefix, so at least one token is prefilled. Images are shared only if no
+        new one was added: their embeddings, and in LLaVA-OneVision their number of tokens, can depend on the other images.
+        """
+        length = min(len(self.ids), prompt.input_ids.shape[1] - 1)
+        differs = (self.ids[:length] != prompt.input_ids[0, :length]).nonzero()
+        shared = int(differs[0]) if len(differs) else length
+        if prompt.visual is not self.prompt.visual:
+            visual = prompt.visual_mask[0].nonzero()[:, 0]
+            shared = min(shared, int(visual[0])) if len(visual) else shared
+        self.cache.crop_to(shared)
+        self.cache.grow_to(capacity)
+        kept = torch.arange(shared, device=self.ids.device)
+        return self.cache, [self.features.at(kept)] if shared else []
 
 
 @dataclass
@@ -94,14 +119,11 @@ class Generation:
     def output(self) -> Output:
         """Returns the answer so far."""
         tokenizer = self.target.processor.tokenizer if self.target.processor else None
-        return Output(long_tensor(self.tokens, CPU), self.stats, self._drafted(), tokenizer)
-
-    def _drafted(self) -> Tensor:
-        """`Output.drafted`: the prefill's token, then the accepted tokens and the bonus token of every round."""
-        flags = bytearray(1)
+        flags = bytearray(1)  # of the prefill's token, then of the accepted tokens and the bonus token of every round
         for accepted in self.stats.accepted:
             flags += b"\1" * accepted + b"\0"
-        return torch.frombuffer(flags, dtype=torch.bool)[: self.stats.new_tokens]
+        drafted = torch.frombuffer(flags, dtype=torch.bool)[: self.stats.new_tokens]
+        return Output(long_tensor(self.tokens, CPU), self.stats, drafted, tokenizer)
 
 
 def start(
@@ -166,11 +188,7 @@ def _policy(policy: str | Policy, draft: Draft | None) -> Policy:
 
 
 def _unpadded(inputs: Mapping[str, Any], pixel_keys: Collection[str]) -> Mapping[str, Any]:
-    """Removes the padding tokens of a single prompt.
-
-    Raises:
-        ValueError: the attention mask leaves nothing.
-    """
+    """Removes the padding tokens of a single prompt; ValueError if the attention mask leaves nothing."""
     mask = inputs.get("attention_mask")
     if mask is None or len(mask) != 1 or bool(mask.all()):
         return inputs
@@ -240,10 +258,8 @@ def stream(
 
 
 def pieces(generation: Generation) -> Iterator[Piece]:
-    """Yields the text of each round, split after its drafted tokens; holds back the bytes of an incomplete character.
-
-    Raises:
-        ValueError: the target has no processor to decode with.
+    """Yields the text of each round, split after its drafted tokens; holds back the bytes of an incomplete character. Raises
+    ValueError for a target without a processor to decode with.
     """
     if generation.target.processor is None:
         raise ValueError("stream: the target has no processor to decode text with; use generate and read its tokens")
@@ -261,11 +277,7 @@ def pieces(generation: Generation) -> Iterator[Piece]:
 
 
 def _capacity(target: Target, input_ids: Tensor, max_new_tokens: int, policy: Policy) -> int:
-    """Returns the number of cache rows for prompt, answer and one tree.
-
-    Raises:
-        ValueError: a batch size other than 1, or more tokens than the target's context length.
-    """
+    """Returns the number of cache rows for prompt, answer and one tree; checks batch size and the target's context length."""
     batch, length = input_ids.shape
     if batch != 1:
         raise ValueError(f"inputs: batch size {batch}; decode one prompt per call")

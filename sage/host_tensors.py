@@ -38,12 +38,9 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class TokenStagingBuffer:
-    """Reusable host memory of a draft session for the tokens of its next pass.
+    """Reusable host memory of a draft session for the tokens of its next pass, staged on `device`.
 
     Allocating a tensor takes several times as long, in particular after a model pass, which evicts everything from the caches.
-
-    Args:
-        device: of the staged tensors.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -34,14 +34,12 @@ class Sampling:
     """Sampling parameters of a request.
 
     Attributes:
-        max_new_tokens: maximum number of tokens to generate.
         min_new_tokens: minimum number of tokens to generate before EOS is allowed.
         temperature: 0 = greedy.
         top_k: number of most probable tokens to keep; 0 = all.
         top_p: cumulative probability of the most probable tokens to keep; 1 = all.
         min_p: minimum probability of a token, relative to that of the most probable token; 0 = off.
         repetition_penalty: above 1 makes tokens of the prompt and the answer less probable; 1 = off.
-        seed: seed of the sampling noise.
         stop: strings that end the answer; a single string or None is allowed.
         bad_words: strings that are never generated; a single string or None is allowed.
         logits_processor: Hugging Face logits processors, applied to each tree node with the prefix of that node; a single
@@ -90,16 +88,8 @@ class Sampling:
 
 
 class TargetSampler:
-    """Samples the target's next tokens within one request.
-
-    Args:
-        sampling: parameters of the request.
-        prompt_ids: LongTensor [T].
-        eos: token ids that end the answer.
-        tokenizer: required for `bad_words`.
-
-    Raises:
-        ValueError: bad words without a tokenizer.
+    """Samples the target's next tokens within one request, with its prompt, LongTensor [T], and the token ids that end the
+    answer. Raises ValueError for bad words without a tokenizer.
     """
 
     def __init__(self, sampling: Sampling, prompt_ids: Tensor, eos: Sequence[int] = (), tokenizer: Any = None) -> None:
@@ -115,17 +105,11 @@ class TargetSampler:
         return self(logits, Tree.of_root(self.history[-1], logits.device))
 
     def __call__(self, logits: Tensor, tree: Tree) -> Tensor:
-        """Samples the target's next token at every node.
+        """Samples the target's next token at every node; returns LongTensor [N].
 
         Args:
-            logits: [N, V].
+            logits: [N, V]; ValueError if NaN.
             tree: N nodes; its root is the last token of the history.
-
-        Returns:
-            LongTensor [N].
-
-        Raises:
-            ValueError: NaN logits.
         """
         self._refuse_nan(logits.amax(-1))  # `max` also returns the index and is slower than `amax` and `argmax` together
         scores = self._in_context(logits, tree) if self.context else logits
@@ -138,9 +122,8 @@ class TargetSampler:
     def candidate_probs(self, tree: Tree) -> Callable[[int], list[list[float]]]:
         """Target probabilities of the draft candidates in the tree last sampled for; not for greedy decoding.
 
-        Returns:
-            a function that maps k to the probabilities of the first k candidates of every expanded node. It holds these
-            probabilities only, not those of the whole vocabulary, and can be called in a later round.
+        Returns a function that maps k to the probabilities of the first k candidates of every expanded node. It holds these
+        probabilities only, not those of the whole vocabulary, and can be called in a later round.
         """
         expanded = {node: topk[1] for node, topk in enumerate(tree.draft_topk) if topk is not None}
         if not expanded:
@@ -215,11 +198,7 @@ def _processors(value: Any) -> tuple[Any, ...]:
 
 
 def _strings(key: str, value: Sequence[str] | str | None, effect: str) -> tuple[str, ...]:
-    """Normalizes an option of several strings; `effect` says what an empty string would do.
-
-    Raises:
-        ValueError: an empty string, or a value that is not a string.
-    """
+    """Normalizes an option of several strings; `effect` says what an empty string, which is refused, would do."""
     found = (value,) if isinstance(value, str) else () if value is None else value
     if not isinstance(found, Collection) or not all(isinstance(text, str) for text in found):
         raise ValueError(f"{key}: {value!r} is not allowed; give a string or a list of strings")

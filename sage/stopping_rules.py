@@ -9,15 +9,8 @@ from sage.sampling import Sampling
 
 
 class StopCriterion:
-    """Holds the emitted tokens of one answer and truncates them at its end.
-
-    Args:
-        sampling: `max_new_tokens` and `stop` of the request; the token that completes a stop string is kept.
-        eos: token ids that end the answer; the EOS token is kept.
-        tokenizer: required for stop strings.
-
-    Raises:
-        ValueError: stop strings without a tokenizer.
+    """Holds the emitted tokens of one answer and truncates them at its end, after an EOS token of `eos`, the token that
+    completes a stop string, or `max_new_tokens`. Raises ValueError for stop strings without a tokenizer.
     """
 
     def __init__(self, sampling: Sampling, eos: Collection[int] = (), tokenizer: Any = None) -> None:

@@ -44,26 +44,19 @@ class Verdict:
         return cls(*accept(tree, next_tokens), partial(_matches, tree, next_tokens))
 
 
+@dataclass
 class Verifier:
-    """Verifies the trees of one request.
+    """Verifies the trees of one request, with its sampler of the target's tokens."""
 
-    Args:
-        sampler: samples the target's tokens of the request.
-    """
-
-    def __init__(self, sampler: TargetSampler) -> None:
-        self.sampler = sampler
+    sampler: TargetSampler
 
     def verify(self, logits: Tensor, tree: Tree, needs_labels: bool = False) -> Verdict:
         """Samples the target's token after every node and follows them from the root. Synchronizes with the device.
 
         Args:
-            logits: [N, V], of the target.
+            logits: [N, V], of the target; ValueError if NaN.
             tree: N nodes; its root is the last token of the sampler's history.
             needs_labels: whether to return labels.
-
-        Raises:
-            ValueError: NaN logits.
         """
         next_tokens = self.sampler(logits, tree).tolist()
         if not needs_labels:
@@ -74,14 +67,8 @@ class Verifier:
 
 
 def accept(tree: Tree, next_tokens: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Walks from the root along the target's tokens.
-
-    Args:
-        tree: N nodes; siblings have distinct tokens.
-        next_tokens: [N], the target's next token after each node.
-
-    Returns:
-        `Verdict.path` and `Verdict.tokens`.
+    """Walks from the root along the target's next token after each node, [N]; returns `Verdict.path` and `Verdict.tokens`.
+    Siblings in `tree` have distinct tokens.
     """
     tokens, parents, _ = tree.columns
     last, next_token = 0, next_tokens[0]

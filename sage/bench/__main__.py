@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ from sage.bench.runners import AUTOREGRESSIVE, HF_ASSISTED, PolicyRunner, Runner
 from sage.bench.shapes import Shape, layers_that_fit, shape_named
 from sage.cli import resolve_device, run
 from sage.dtypes import torch_dtype
-from sage.files import write_json
+from sage.files import read_json, write_json
 from sage.progress import progress_callback
 
 CPU_LAYERS = 2  # one layer of a 7B target takes a CPU about a second per large tree
@@ -73,7 +72,7 @@ def _compare(args: argparse.Namespace, command: str) -> None:
 
 
 def _costs(args: argparse.Namespace) -> None:
-    shape, report = shape_named(args.shape), None if args.project is None else _read_json(args.project)
+    shape, report = shape_named(args.shape), None if args.project is None else _read_report(args.project)
     grid = {name: options.counts(getattr(args, name)) for name in ("nodes", "widths", "contexts")}
     if args.bandwidth is not None:
         found = roofline_costs(shape, torch_dtype(args.dtype), args.bandwidth, **grid)
@@ -102,8 +101,7 @@ def _runners(target: Any, draft: Any, own: Sequence[options.Variant], args: argp
     needing = [one.label for one in own if one.policy != AUTOREGRESSIVE] + ["--replay"] * args.replay
     if needing and draft is None:
         raise ValueError(f"--draft: missing; required by {', '.join(needing)}; give a draft folder")
-    baselines = options.baselines(args.baselines)
-    wanted = dict.fromkeys([AUTOREGRESSIVE, *baselines, *([HF_ASSISTED] if args.assistant else [])])
+    wanted = dict.fromkeys([AUTOREGRESSIVE, *options.names(args.baselines), *([HF_ASSISTED] if args.assistant else [])])
     runners: list[Runner] = [PolicyRunner(target, draft, one.label, sage.policy(one.policy, **one.options)) for one in own]
     taken = [one.label for one in own]
     return runners + [baseline_runner(target, name, assistant) for name in wanted if name not in taken]
@@ -117,15 +115,11 @@ def _replay(
     return replays(target, draft, prompts, sampling, policies | all_policies({}, leave_out=[one.policy for one in own]))
 
 
-def _read_json(file: str) -> dict[str, Any]:
-    path = Path(file)
-    if not path.is_file():
-        raise ValueError(f"--project {file}: no such file; give a report.json")
+def _read_report(file: str) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--project {file}: not JSON ({error.msg}); give a report.json") from error
-    return found if isinstance(found, dict) else {}
+        return read_json(Path(file))
+    except ValueError as error:
+        raise ValueError(f"--project {error}; give a report.json") from error
 
 
 def _write(report: dict[str, Any], out: str | None) -> None:

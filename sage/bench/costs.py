@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -44,24 +45,21 @@ def measure_shape_costs(
     num_layers: int,
     dtype: torch.dtype,
     device: torch.device,
-    nodes: Sequence[int] = NODES,
-    widths: Sequence[int] = WIDTHS,
-    contexts: Sequence[int] = CONTEXTS,
-    repeats: int = 5,
+    nodes: Sequence[int],
+    widths: Sequence[int],
+    contexts: Sequence[int],
+    repeats: int,
 ) -> dict[str, Any]:
     """Measures the cost tables of a shape.
 
     Args:
-        num_layers: text layers to build; if fewer than the shape has, verification is extrapolated.
+        num_layers: text layers to build; verification is extrapolated to those of the shape; ValueError for none or more.
         nodes, widths, contexts: the grid, in nodes per verification, nodes per draft level and tokens in the cache.
         repeats: timed passes per point, after an untimed one; the median is used.
 
     Returns:
         {"kind": "costs", "verify": [{"nodes", "context", "seconds", "measured_s"}], "draft": [{"width", "context",
         "seconds"}], "layers_measured", "layers", "is_extrapolated", ...}; seconds are for the complete target.
-
-    Raises:
-        ValueError: no layer, or more than the shape has.
     """
     if not 1 <= num_layers <= shape.num_layers:
         raise ValueError(f"--layers {num_layers}: {shape.name} takes 1 to {shape.num_layers}")
@@ -91,15 +89,14 @@ def verify_costs(
     """Measures one verification for every (nodes, context), extrapolated to `num_layers` if the target has fewer."""
     cache = empty_cache(target, capacity)
     rows = []
-    for context in contexts:
-        for count in nodes:
-            verify = verify_pass(target, cache, count, context)
-            seconds = measured_s = _median_s(verify, _argmax_on_host, repeats, target.device)
-            if target.num_layers < num_layers:
-                with without_layers(target):
-                    fixed_s = _median_s(verify, _argmax_on_host, repeats, target.device)
-                seconds = extrapolated(fixed_s, measured_s, target.num_layers, num_layers)
-            rows.append({"nodes": count, "context": context, "seconds": seconds, "measured_s": measured_s})
+    for context, count in product(contexts, nodes):
+        verify = verify_pass(target, cache, count, context)
+        seconds = measured_s = _median_s(verify, _argmax_on_host, repeats, target.device)
+        if target.num_layers < num_layers:
+            with without_layers(target):
+                fixed_s = _median_s(verify, _argmax_on_host, repeats, target.device)
+            seconds = extrapolated(fixed_s, measured_s, target.num_layers, num_layers)
+        rows.append({"nodes": count, "context": context, "seconds": seconds, "measured_s": measured_s})
     return rows
 
 
@@ -118,11 +115,10 @@ def draft_costs(
     session = EagleSession(draft.eval(), target, capacity)
     session.cache.storage.zero_()
     rows = []
-    for context in contexts:
-        for width in widths:
-            level = draft_level(session, width, context, target.device)
-            seconds = _median_s(level, Tensor.tolist, repeats, target.device)
-            rows.append({"width": width, "context": context, "seconds": seconds})
+    for context, width in product(contexts, widths):
+        level = draft_level(session, width, context, target.device)
+        seconds = _median_s(level, Tensor.tolist, repeats, target.device)
+        rows.append({"width": width, "context": context, "seconds": seconds})
     return rows
 
 

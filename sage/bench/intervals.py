@@ -18,51 +18,33 @@ RESAMPLES = 2000
 
 
 def ratio_interval(
-    tokens: Sequence[float],
-    seconds: Sequence[float],
-    base_tokens: Sequence[float],
-    base_seconds: Sequence[float],
-    level: float = LEVEL,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
+    tokens: Sequence[float], seconds: Sequence[float], base_tokens: Sequence[float], base_seconds: Sequence[float]
 ) -> tuple[float, float] | None:
     """Returns the interval of (sum tokens / sum seconds) / (sum base_tokens / sum base_seconds), prompts resampled in pairs.
 
     Returns:
         (low, high); None for fewer than two prompts, or if nothing was decoded.
     """
-    drawn = _draws(len(tokens), resamples, seed)
-    if drawn is None:
+    if len(tokens) < 2:
         return None
-    speed_R = _rate(tokens, seconds, drawn) / _rate(base_tokens, base_seconds, drawn)
-    return _quantiles(speed_R, level)
+    return _quantiles(_rates(tokens, seconds) / _rates(base_tokens, base_seconds))
 
 
-def rate_interval(
-    tokens: Sequence[float], seconds: Sequence[float], level: float = LEVEL, resamples: int = RESAMPLES, seed: int = 0
-) -> tuple[float, float] | None:
+def rate_interval(tokens: Sequence[float], seconds: Sequence[float]) -> tuple[float, float] | None:
     """Returns the interval of sum tokens / sum seconds under resampling of prompts; None for fewer than two prompts."""
-    drawn = _draws(len(tokens), resamples, seed)
-    return None if drawn is None else _quantiles(_rate(tokens, seconds, drawn), level)
+    return None if len(tokens) < 2 else _quantiles(_rates(tokens, seconds))
 
 
-def _draws(num_prompts: int, resamples: int, seed: int) -> Tensor | None:
-    """Returns prompt indices [R, P] drawn with replacement."""
-    if num_prompts < 2:
-        return None
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(num_prompts, (resamples, num_prompts), generator=generator)
-
-
-def _rate(tokens: Sequence[float], seconds: Sequence[float], drawn_RP: Tensor) -> Tensor:
-    """Returns tokens per second [R] of every resample."""
+def _rates(tokens: Sequence[float], seconds: Sequence[float]) -> Tensor:
+    """Returns tokens per second [R] of every resample; the same prompts are drawn, with replacement, in every call."""
+    drawn_RP = torch.randint(len(tokens), (RESAMPLES, len(tokens)), generator=torch.Generator().manual_seed(0))
     tokens_P = torch.tensor(tokens, dtype=torch.float64)
     seconds_P = torch.tensor(seconds, dtype=torch.float64)
     return tokens_P[drawn_RP].sum(1) / seconds_P[drawn_RP].sum(1).clamp_min(1e-12)
 
 
-def _quantiles(values_R: Tensor, level: float) -> tuple[float, float] | None:
-    tail = (1.0 - level) / 2.0
+def _quantiles(values_R: Tensor) -> tuple[float, float] | None:
+    tail = (1.0 - LEVEL) / 2.0
     finite = values_R[torch.isfinite(values_R)]  # a resample of one-token answers only has no decoding speed
     if not len(finite):
         return None

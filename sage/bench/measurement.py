@@ -50,20 +50,19 @@ def measure(
     warmup: int = 1,
     progress: Callable[[int, int], None] | None = None,
 ) -> Measurement:
-    """Runs every runner `repeats` times on every prompt, interleaved.
+    """Runs every runner `repeats` times on every prompt, interleaved. Raises ValueError for no prompt, a name used twice, no
+    autoregressive runner, or a count out of range.
 
     Args:
-        runners: with different names, at least one of them autoregressive.
-        prompts: at least one.
         warmup: untimed runs of each runner on the first prompt, of at most `WARMUP_TOKENS` tokens.
         progress: called with (done, total), counting prompts once per repeat.
-
-    Raises:
-        ValueError: no prompt, a name used twice, no autoregressive runner, or a count out of range.
     """
     _check(runners, prompts, sampling, repeats, warmup)
     failed: dict[str, str] = {}
-    _warm_up(runners, prompts[0], sampling, warmup, failed)
+    short = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, WARMUP_TOKENS))
+    for runner in [*runners] * warmup:  # first calls allocate, fill caches and calibrate
+        logger.debug("warming up %s", runner.name)
+        _run(runner, prompts[0], short, failed)
     runs: dict[str, list[list[TimedRun]]] = {runner.name: [[] for _ in prompts] for runner in runners}
     for repeat in range(repeats):
         for index, prompt in enumerate(prompts):
@@ -101,15 +100,6 @@ def _run(runner: Runner, prompt: BenchPrompt, sampling: Sampling, failed: dict[s
         failed[runner.name] = f"{type(error).__name__} on prompt {prompt.name}: {' '.join(str(error).split())[:300]}"
         logger.warning("%s is excluded: %s", runner.name, failed[runner.name])
         return None
-
-
-def _warm_up(runners: Sequence[Runner], prompt: BenchPrompt, sampling: Sampling, warmup: int, failed: dict[str, str]) -> None:
-    """Runs every runner untimed: first calls allocate, fill caches and calibrate."""
-    short = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, WARMUP_TOKENS))
-    for _ in range(warmup):
-        for runner in runners:
-            logger.debug("warming up %s", runner.name)
-            _run(runner, prompt, short, failed)
 
 
 def _check(runners: Sequence[Runner], prompts: Sequence[BenchPrompt], sampling: Sampling, repeats: int, warmup: int) -> None:

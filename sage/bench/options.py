@@ -39,15 +39,13 @@ class Variant:
 
 
 def variant(spec: str) -> Variant:
-    """Parses `[LABEL=]POLICY[:option=value,...]`; the default label is the text itself.
-
-    Raises:
-        ValueError: a part without `=`, or an unknown policy, option or value.
+    """Parses `[LABEL=]POLICY[:option=value,...]`; the default label is the text itself. Raises ValueError for a part without
+    `=`, or an unknown policy, option or value.
     """
     head, _, tail = spec.partition(":")
     label, _, name = head.rpartition("=")
     options = {}
-    for word in _names(tail):
+    for word in names(tail):
         key, sign, value = word.partition("=")
         if not sign:
             raise ValueError(f"--policy {spec}: {word!r} has no value; write POLICY:option=value,option=value")
@@ -60,17 +58,15 @@ def variant(spec: str) -> Variant:
 
 
 def variants(policies: str | None, specs: Sequence[str]) -> list[Variant]:
-    """Returns the variants of `--policies`, with default options, and of `--policy`; `DEFAULT_POLICIES` without both.
-
-    Raises:
-        ValueError: an unknown policy or option, or a label that occurs twice.
+    """Returns the variants of `--policies`, with default options, and of `--policy`; `DEFAULT_POLICIES` without both. Raises
+    ValueError for an unknown policy or option, or a label that occurs twice.
     """
     if policies is None:
         policies = "" if specs else DEFAULT_POLICIES
-    names = _names(policies)
-    if unknown := [name for name in names if name not in sage.POLICIES]:
+    plain = names(policies)
+    if unknown := [name for name in plain if name not in sage.POLICIES]:
         raise ValueError(f"--policies: {unknown[0]!r} is unknown; choose from {', '.join(sage.POLICIES)}")
-    found = [Variant(label=name, policy=name) for name in names] + [variant(spec) for spec in specs]
+    found = [Variant(label=name, policy=name) for name in plain] + [variant(spec) for spec in specs]
     labels = [one.label for one in found]
     if twice := [label for label in labels if labels.count(label) > 1 or (label in BASELINES and label not in sage.POLICIES)]:
         raise ValueError(f"--policy: {twice[0]!r} names two runners; write LABEL=POLICY:option=value with labels of your own")
@@ -85,21 +81,13 @@ def _value(text: str) -> Any:
         return text
 
 
-def _names(text: str) -> list[str]:
+def names(text: str) -> list[str]:
+    """Parses a list of names."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def baselines(text: str) -> list[str]:
-    """Parses `--baselines`."""
-    return _names(text)
-
-
 def counts(text: str) -> list[int]:
-    """Parses a list of positive integers.
-
-    Raises:
-        ValueError: another format.
-    """
+    """Parses a list of positive integers; raises ValueError for another format."""
     try:
         found = [int(part) for part in text.split(",")]
     except ValueError:

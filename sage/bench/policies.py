@@ -28,11 +28,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def with_table(page: str) -> str:
-    """Returns the page with a current table between `START` and `END`.
-
-    Raises:
-        ValueError: a marker is missing.
-    """
+    """Returns the page with a current table between `START` and `END`; raises ValueError if one is missing."""
     if START not in page or END not in page:
         raise ValueError(f"--write: the file has no lines {START!r} and {END!r}; add them")
     before, rest = page.split(START, 1)

@@ -20,10 +20,7 @@ def project(report: Mapping[str, Any], costs: Mapping[str, Any]) -> list[dict[st
 
     Args:
         report: a `report.json`.
-        costs: cost tables of the large target, from `measure_shape_costs`.
-
-    Raises:
-        ValueError: one of the two has another format.
+        costs: cost tables of the large target, from `measure_shape_costs`. Raises ValueError if one of the two is malformed.
     """
     if "policies" not in report or costs.get("kind") != "costs":
         raise ValueError("--project: needs a report.json of sage-validate or sage.bench")
@@ -38,14 +35,13 @@ def _row(name: str, part: Mapping[str, Any], costs: Mapping[str, Any], context: 
     compute_s = cost_curve(costs["verify"], "nodes", context)(round(part["nodes_per_round"]) + 1)
     compute_s += levels * cost_curve(costs["draft"], "width", context)(round(width))
     host_s = sum(part["time_s"][phase] for phase in HOST_PHASES) / part["rounds"]
-    share = host_s / (host_s + compute_s)
     shares = decode_shares(part)
     return {
         "policy": name,
         "context": context,
         "compute_s": compute_s,
         "bookkeeping_s": host_s,
-        "share": share,
+        "share": host_s / (host_s + compute_s),
         "measured_share": shares[-1] if shares else 0.0,
     }
 
@@ -57,13 +53,7 @@ def cost_curve(rows: Sequence[Mapping[str, float]], key: str, context: int) -> C
 
 
 def format_projection(rows: Sequence[Mapping[str, Any]], name: str, measured: str) -> str:
-    """Returns a table of the share of host overhead in decoding time: measured, and projected to the large target.
-
-    Args:
-        rows: from `project`.
-        name: name of the large target's shape.
-        measured: name of the measured target.
-    """
+    """Returns a table of the share of host overhead: of the target `measured`, and projected to the shape `name`."""
     contexts = list(dict.fromkeys(row["context"] for row in rows))
     table = []
     for policy in dict.fromkeys(row["policy"] for row in rows):

@@ -23,18 +23,15 @@ TEXTS = (
 def load_prompts(
     target: Any, file: str | None, images: Sequence[str], text: str | None, limit: int | None, family: str | None = None
 ) -> list[BenchPrompt]:
-    """Returns model-ready prompts from the first given source: `file`, then `images` and `text`, then `TEXTS`.
+    """Returns model-ready prompts from the first given source: `file`, then `images` and `text`, then `TEXTS`. Raises
+    ValueError with the file and line, or the image, that cannot be used.
 
     Args:
-        target: prepares the messages.
         file: JSONL; a line is a list of Hugging Face chat messages, or an object with "messages" and, optionally, "id"
             and "family". A final assistant answer is dropped; relative image paths are relative to the file's folder.
         images: paths or URLs; each is a prompt of its own with `text`.
         limit: maximum number of prompts; None for all.
         family: only the prompts of this task family.
-
-    Raises:
-        ValueError: names the file and line, or the image, that cannot be used.
     """
     chats = _chats(file, images, text)
     if family is not None:
@@ -63,11 +60,7 @@ def _chats(file: str | None, images: Sequence[str], text: str | None) -> list[tu
 
 
 def read_jsonl(file: Path) -> list[tuple[str, str, Messages]]:
-    """Returns (name, family, messages up to the question) of every line.
-
-    Raises:
-        ValueError: no such file, no line, or a line without messages.
-    """
+    """Returns (name, family, messages up to the question) of every line; ValueError for no line or one without messages."""
     if not file.is_file():
         raise ValueError(f"--prompts {file}: no such file; give a JSONL file of chat messages")
     lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]

@@ -22,17 +22,14 @@ from sage.trees.base import Policy
 def replays(
     target: Any, draft: Any, prompts: Sequence[BenchPrompt], sampling: Sampling, policies: Mapping[str, Policy]
 ) -> dict[str, Any]:
-    """Returns the section `replay` of the report.
+    """Returns the section `replay` of the report; {} if no policy drafts.
 
     Args:
-        policies: new policies by label; those that do not draft are ignored.
+        policies: new policies by label; those that do not draft are ignored. Without `draft`, ValueError.
 
     Returns:
-        {"recorder": {...}, "rounds": int, "policies": {label: figures of `ReplayResult.summary`}}; {} if no policy
-        drafts. `tokens_per_s` is predicted from timed passes, without the time of the policy itself.
-
-    Raises:
-        ValueError: no draft.
+        {"recorder": {...}, "rounds": int, "policies": {label: figures of `ReplayResult.summary`}}; `tokens_per_s` is
+        predicted from timed passes, without the time of the policy itself.
     """
     if draft is None:
         raise ValueError("replay: needs a draft; give one, or disable the replay")
@@ -40,8 +37,10 @@ def replays(
     if not drafting:
         return {}
     count = max(policy.num_candidates for policy in drafting.values())
-    recordings = [_record(target, draft, prompt, sampling, count) for prompt in prompts]
-    costs = _costs(target, draft, recordings)
+    moved = (on_device(prompt.inputs, target.device) for prompt in prompts)
+    recordings = [record(target, draft, inputs, num_candidates=count, sampling=sampling) for inputs in moved]
+    context = round(sum(recording.prompt_tokens for recording in recordings) / len(recordings))
+    costs = measure_costs(target, draft, context, context + sampling.max_new_tokens)
     return {
         "recorder": {"policy": "eagle2", **WIDE},
         "rounds": sum(len(recording.rounds) for recording in recordings),
@@ -60,12 +59,3 @@ def all_policies(options: Mapping[str, Mapping[str, Any]], leave_out: Sequence[s
     """Returns every policy that drafts, with the given options or its defaults."""
     names = [name for name in sage.POLICIES if name != AUTOREGRESSIVE and name not in leave_out]
     return {name: sage.policy(name, **options.get(name, {})) for name in names}
-
-
-def _record(target: Any, draft: Any, prompt: BenchPrompt, sampling: Sampling, count: int) -> Recording:
-    return record(target, draft, on_device(prompt.inputs, target.device), num_candidates=count, sampling=sampling)
-
-
-def _costs(target: Any, draft: Any, recordings: Sequence[Recording]) -> Costs:
-    context = round(sum(recording.prompt_tokens for recording in recordings) / len(recordings))
-    return measure_costs(target, draft, context, context + max(recording.max_new_tokens for recording in recordings))

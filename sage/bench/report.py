@@ -16,6 +16,7 @@ from sage.bench.summary import summarize
 from sage.dtypes import dtype_name
 
 SCHEMA = 1
+SAMPLING_KEYS = ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "seed")
 PACKAGES = ("sage-draft", "torch", "transformers")
 
 
@@ -26,12 +27,8 @@ def build_report(
 
     Args:
         policies: names of the runners to report as policies.
-        extra: additional keys (step, command, options).
-
-    Raises:
-        ValueError: a key of `extra` belongs to the report itself.
+        extra: additional keys (step, command, options); ValueError for a key that belongs to the report itself.
     """
-    sampling = measurement.sampling
     report = {
         "schema": SCHEMA,
         "target": display_name(target.name),
@@ -39,12 +36,7 @@ def build_report(
         "device": str(target.device),
         "dtype": dtype_name(target.dtype),
         "prompts": len(measurement.prompts),
-        "max_new_tokens": sampling.max_new_tokens,
-        "min_new_tokens": sampling.min_new_tokens,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "seed": sampling.seed,
+        **{key: getattr(measurement.sampling, key) for key in SAMPLING_KEYS},
         "repeats": measurement.repeats,
         **summarize(measurement, target, policies),
         "machine": machine(target.device),

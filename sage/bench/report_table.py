@@ -10,21 +10,8 @@ from sage.bench.tables import RULE, text_table
 
 WIDTH = 118
 HEADER = ("policy", "tokens/pass", "accepted", "tokens/s", "speedup", "95% interval", "end to end", "identical", "to HF")
-SHARE_HEADER = (
-    "of decoding time",
-    "target",
-    "draft",
-    "accept",
-    "commit",
-    "policy",
-    "other",
-    "overhead",
-    "ms/token",
-    "nodes",
-    "levels",
-)
-
 HOST_PHASES = ("accept", "commit", "policy", "other")
+SHARE_HEADER = ("of decoding time", "target", "draft", *HOST_PHASES, "overhead", "ms/token", "nodes", "levels")
 TARGET_PREFILL_PHASES = ("vision", "target_prefill")  # all other phases are decoding
 SHARES = ("target passes", "draft", "acceptance", "cache commit", "policy and tree", "other", "host overhead")
 

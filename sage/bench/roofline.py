@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import product
 from typing import Any
 
 import torch
@@ -26,14 +27,9 @@ def roofline_costs(
     widths: Sequence[int],
     contexts: Sequence[int],
 ) -> dict[str, Any]:
-    """Returns lower bounds of the times of passes and draft levels, in the format of `sage.bench.costs.measure_shape_costs`.
+    """Returns lower bounds of the times of passes and draft levels; grid and format as for `measure_shape_costs`.
 
-    Args:
-        bandwidth_gb_s: gigabytes (1e9) the device reads per second.
-        nodes, widths, contexts: the grid, as for `measure_shape_costs`.
-
-    Raises:
-        ValueError: the bandwidth is not above 0.
+    `bandwidth_gb_s`: gigabytes (1e9) the device reads per second; ValueError if not above 0.
     """
     if not bandwidth_gb_s > 0:
         raise ValueError(f"--bandwidth {bandwidth_gb_s}: give gigabytes per second above 0")
@@ -56,13 +52,11 @@ def roofline_costs(
         "is_extrapolated": True,
         "verify": [
             {"nodes": n, "context": context, "seconds": seconds(target, context + n, shape.num_layers)}
-            for context in contexts
-            for n in nodes
+            for context, n in product(contexts, nodes)
         ],
         "draft": [
             {"width": width, "context": context, "seconds": seconds(draft, context + width, 1)}
-            for context in contexts
-            for width in widths
+            for context, width in product(contexts, widths)
         ],
         "versions": versions(),
     }

@@ -4,11 +4,10 @@ Every runner takes the same model-ready inputs and returns a `TimedRun`, whose t
 
 * `wall_s`, end to end: from model-ready tensors to the last token id, including vision tower and prefill, excluding the
   processor (image decoding, tokenization).
-* `decode_s`: time after the target's prefill. For a policy, `wall_s` minus the phases `vision` and `target_prefill` of its
-  statistics; unattributed time and the draft's prefill count as decoding. For Hugging Face `generate`, a stopping criterion
-  records the time of the first tokens; subtracting a separate `max_new_tokens=1` run would add the noise of that run.
-
-Tokens that exist at the end of the prefill (`prefill_tokens`, the first one) are excluded from decode-only rates.
+* `decode_s`: time after the target's prefill, and thus without its `prefill_tokens`. For a policy, `wall_s` minus the phases
+  `vision` and `target_prefill` of its statistics; unattributed time and the draft's prefill count as decoding. For Hugging
+  Face `generate`, a stopping criterion records the time of the first tokens; subtracting a separate `max_new_tokens=1` run
+  would add the noise of that run.
 """
 
 from __future__ import annotations
@@ -70,16 +69,10 @@ class Runner(Protocol):
 
     def run(self, inputs: Mapping[str, Tensor], sampling: Sampling) -> TimedRun:
         """Generates once from inputs of batch 1."""
-        ...
 
 
 class PolicyRunner:
-    """A policy through `sage.generate`; `autoregressive` needs no draft.
-
-    Args:
-        name: label in the report; also the policy's name if `policy` is None.
-        pruning: visual tokens that the draft reads.
-    """
+    """A policy through `sage.generate`, by default the one named `name`; `autoregressive` needs no draft."""
 
     may_fail = False
 
@@ -101,11 +94,7 @@ class PolicyRunner:
 
 
 class HFRunner:
-    """Hugging Face `generate` on the same model object.
-
-    Args:
-        generation: fields of `GenerationConfig` in addition to plain decoding.
-    """
+    """Hugging Face `generate` on the same model object; `generation`: more fields of `GenerationConfig`."""
 
     def __init__(
         self, target: Any, name: str = HF_GENERATE, is_autoregressive: bool = True, assistant: Any = None, **generation: Any
@@ -140,13 +129,8 @@ class HFRunner:
         """Returns plain decoding, without the repetition penalty and sampling of the checkpoint's generation_config."""
         options: dict[str, Any] = {"do_sample": False}
         if sampling.temperature > 0:
-            options = {
-                "do_sample": True,
-                "temperature": sampling.temperature,
-                "top_k": sampling.top_k,
-                "top_p": sampling.top_p,
-                "min_p": sampling.min_p or None,
-            }
+            options = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
+            options |= {"do_sample": True, "min_p": sampling.min_p or None}
         eos = list(self.target.eos_token_ids)
         return GenerationConfig(
             max_new_tokens=sampling.max_new_tokens,
@@ -188,10 +172,8 @@ def complete_phases(time_s: Mapping[str, float], wall_s: float) -> dict[str, flo
 
 
 def baseline_runner(target: Any, name: str, assistant: Any = None) -> Runner:
-    """Returns the baseline of that name; `hf_assisted` needs a smaller Hugging Face model of the same vocabulary.
-
-    Raises:
-        ValueError: the name is unknown, or `hf_assisted` has no assistant.
+    """Returns the baseline of that name; `hf_assisted` needs a smaller Hugging Face model of the same vocabulary. Raises
+    ValueError for an unknown name, or `hf_assisted` without an assistant.
     """
     makers: dict[str, Callable[[], Runner]] = {
         AUTOREGRESSIVE: lambda: PolicyRunner(target, None, AUTOREGRESSIVE),
@@ -211,13 +193,8 @@ def baseline_runner(target: Any, name: str, assistant: Any = None) -> Runner:
 
 
 def find_assistant(target: Any, path: str | None, draft: Any) -> Any:
-    """Returns the model for Hugging Face assisted generation: the one at `path`, or the draft if it is a smaller model.
-
-    Returns:
-        a Hugging Face model, or None without both.
-
-    Raises:
-        ValueError: another family, or another vocabulary.
+    """Returns the Hugging Face model for assisted generation: the one at `path`, or the draft if it is a smaller model; None
+    without both. Raises ValueError for another family or vocabulary.
     """
     if path is None:
         return draft.model.model if isinstance(draft, ModelDraft) else None

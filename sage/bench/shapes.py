@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,11 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from sage.targets import Target
 
+VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 1}
 USABLE_MEMORY = 0.7  # share of free memory; the rest is for activations, KV cache and other processes
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Shape:
     """Dimensions of a text model, named as in config.json."""
 
@@ -44,46 +45,26 @@ class Shape:
         return (1 if self.is_tied else 2) * self.vocab_size * self.hidden_size
 
 
-def _qwen(name: str, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int = 152064) -> Shape:
-    return Shape(
-        name=name,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        vocab_size=vocab,
-    )
-
-
 SHAPES = {
     shape.name: shape
     for shape in (
-        replace(_qwen("qwen2_5_vl_3b", 2048, 11008, 36, 16, 2, 151936), is_tied=True),
-        _qwen("qwen2_5_vl_7b", 3584, 18944, 28, 28, 4),
-        _qwen("qwen2_5_vl_32b", 5120, 27648, 64, 40, 8),
-        _qwen("qwen2_5_vl_72b", 8192, 29568, 80, 64, 8),
+        Shape("qwen2_5_vl_3b", 2048, 11008, 36, 16, 2, 151936, is_tied=True),
+        Shape("qwen2_5_vl_7b", 3584, 18944, 28, 28, 4, 152064),
+        Shape("qwen2_5_vl_32b", 5120, 27648, 64, 40, 8, 152064),
+        Shape("qwen2_5_vl_72b", 8192, 29568, 80, 64, 8, 152064),
     )
 }
 
 
 def shape_named(name: str) -> Shape:
-    """Returns the shape of that name.
-
-    Raises:
-        ValueError: an unknown name; lists the known ones.
-    """
+    """Returns the shape of that name; ValueError for an unknown name lists the known ones."""
     if name not in SHAPES:
         raise ValueError(f"--shape {name!r} is unknown; choose one of {', '.join(SHAPES)}")
     return SHAPES[name]
 
 
 def layers_that_fit(shape: Shape, dtype: torch.dtype, device: torch.device) -> int:
-    """Returns the number of layers that fit into free memory, beside embedding, lm_head and a draft layer.
-
-    Raises:
-        ValueError: no layer fits.
-    """
+    """Returns the layers that fit into free memory, beside embedding, lm_head and a draft layer; ValueError if none fits."""
     free_bytes = USABLE_MEMORY * _free_bytes(device) - shape.vocabulary_parameters * dtype.itemsize
     fit = int(free_bytes // (shape.layer_parameters * dtype.itemsize)) - 2  # the draft: a layer, and fc of about a layer
     if fit < 1:
@@ -97,13 +78,7 @@ def random_target(shape: Shape, num_layers: int, dtype: torch.dtype, device: tor
     """Returns a target of this shape with `num_layers` text layers, random weights and a vision tower of one small block."""
     config = Qwen2_5_VLConfig(
         text_config=_text_config(shape, num_layers, context),
-        vision_config={
-            "depth": 1,
-            "hidden_size": 16,
-            "intermediate_size": 16,
-            "num_heads": 1,
-            "out_hidden_size": shape.hidden_size,
-        },
+        vision_config=VISION | {"out_hidden_size": shape.hidden_size},
         tie_word_embeddings=shape.is_tied,
     )
     before = torch.get_default_dtype()

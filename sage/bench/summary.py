@@ -72,12 +72,9 @@ def pooled_counts(runs: Runs) -> dict[str, float]:
 
 
 def acceptance_by_depth(runs: Runs) -> list[dict[str, int]]:
-    """Returns conditional acceptance by depth.
+    """Returns conditional acceptance, [{"depth": 1, "tried": rounds, "kept": rounds}, ...] down to the deepest drafted level.
 
     `tried` counts rounds that accepted depth - 1 tokens and drafted deeper, `kept` those of them that accepted one more.
-
-    Returns:
-        [{"depth": 1, "tried": rounds, "kept": rounds}, ...] down to the deepest drafted level.
     """
     log = [entry for repeats in runs for run in repeats for entry in run.stats.rounds_log]
     deepest = max((entry["depth"] for entry in log), default=0)
@@ -102,7 +99,7 @@ def _policy(measurement: Measurement, target: Any, name: str, fastest: str) -> d
         **pooled_counts(chosen),
         **_speeds(runs, measurement.runs[fastest]),
         **_losslessness(measurement, target, name),
-        "time_s": _breakdown(chosen),
+        "time_s": {phase: sum(run.time_s.get(phase, 0.0) for [run] in chosen) for phase in PHASES},
         "rounds": sum(run.stats.rounds for [run] in chosen),
         "prompt_tokens": mean(run.stats.prompt_tokens for [run] in chosen),
         "draft_context": mean(run.stats.draft_context for [run] in chosen),
@@ -115,22 +112,16 @@ def _policy(measurement: Measurement, target: Any, name: str, fastest: str) -> d
 
 def _baseline(measurement: Measurement, name: str, fastest: str) -> dict[str, Any]:
     runs = measurement.runs[name]
-    reference = measurement.runs.get(AUTOREGRESSIVE, runs)
-    same = sum(
-        earliest_difference(ref[0].tokens, [r.tokens for r in own]) is None for ref, own in zip(reference, runs, strict=True)
-    )
+    same = _differences(measurement.runs.get(AUTOREGRESSIVE, runs), runs).count(None)
     section = {**_speeds(runs, measurement.runs[fastest]), "is_autoregressive": name in measurement.autoregressive}
     return {**section, "match": same, "total": len(runs)} if measurement.sampling.temperature == 0 else section
 
 
 def _margins(measurement: Measurement, policies: Sequence[str]) -> dict[str, Any]:
-    """Returns the lead of the fastest policy over every other runner: ratio of decode speeds, paired by prompt.
+    """Returns the lead of the fastest policy over every other runner: ratio of decode speeds, paired by prompt, as {"policy":
+    name, "over": {name: {"ratio": float, "ci": [low, high]}}}; {} without a policy that drafts.
 
-    Intervals of two speedups may overlap although one policy is faster on every prompt; paired margins do not have this
-    problem.
-
-    Returns:
-        {"policy": name, "over": {name: {"ratio": float, "ci": [low, high]}}}; {} without a policy that drafts.
+    Intervals of two speedups may overlap although one policy is faster on every prompt; paired margins avoid this problem.
     """
     rates = {name: decode_rate(measurement.runs[name]) for name in policies if name not in measurement.autoregressive}
     if not rates:
@@ -184,15 +175,9 @@ def _differences(reference: Runs, own: Runs) -> list[int | None]:
     return [earliest_difference(left[0].tokens, [run.tokens for run in right]) for left, right in pairs]
 
 
-def _breakdown(runs: Runs) -> dict[str, float]:
-    """Returns seconds per phase, summed over all runs."""
-    return {phase: sum(run.time_s.get(phase, 0.0) for repeats in runs for run in repeats) for phase in PHASES}
-
-
 def _per_prompt(measurement: Measurement, name: str) -> list[dict[str, Any]]:
-    rows = []
-    for prompt, repeats in zip(measurement.prompts, measurement.runs[name], strict=True):
-        row = {
+    return [
+        {
             "name": prompt.name,
             "family": prompt.family,
             "tokens": len(repeats[0].tokens),
@@ -200,8 +185,8 @@ def _per_prompt(measurement: Measurement, name: str) -> list[dict[str, Any]]:
             "end_to_end_s": median(run.wall_s for run in repeats),
             "tokens_per_target_pass": pooled_counts([[_median_run(repeats)]])["tokens_per_target_pass"],
         }
-        rows.append(row)
-    return rows
+        for prompt, repeats in zip(measurement.prompts, measurement.runs[name], strict=True)
+    ]
 
 
 def _example(measurement: Measurement, name: str) -> dict[str, Any]:

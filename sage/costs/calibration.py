@@ -43,14 +43,11 @@ class Calibrator:
         self.curvature = torch.zeros(NUM_FEATURES, NUM_FEATURES, dtype=torch.float64)
 
     def __call__(self, probs: Tensor, depths: Tensor) -> Tensor:
-        """Returns acceptance probabilities.
+        """Returns acceptance probabilities [M, R], float64 in (0, 1).
 
         Args:
             probs: [M, R], the R largest draft probabilities below each node, in descending order.
             depths: LongTensor [M], depth of the candidates.
-
-        Returns:
-            [M, R] float64, in (0, 1).
         """
         return torch.sigmoid(self._features(probs, depths) @ self.weights).view_as(probs)
 
@@ -87,14 +84,8 @@ class Calibrator:
         return accepted
 
     def learn(self, probs: Tensor, depths: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-        """Takes one Newton step on the decayed, weighted log-likelihood.
-
-        Args:
-            probs, labels: [M, R]; labels in [0, 1].
-            depths, weights: [M].
-
-        Returns:
-            [M, R], the predictions before the step.
+        """Takes one Newton step on the decayed, weighted log-likelihood, given [M, R] probabilities and labels in [0, 1], and
+        depths and weights [M]; returns the predictions [M, R] before the step.
         """
         features = self._features(probs, depths)
         predicted = torch.sigmoid(features @ self.weights)
@@ -129,11 +120,7 @@ class Calibrator:
         return {"weights": self.weights.tolist(), "curvature": self.curvature.tolist()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restores the result of `state`.
-
-        Raises:
-            ValueError: a state of another version.
-        """
+        """Restores the result of `state`; ValueError for a state of another version."""
         if len(state["weights"]) != NUM_FEATURES:
             raise ValueError(f"calibrator: the state has {len(state['weights'])} weights, expected {NUM_FEATURES}; discard it")
         self.weights = torch.tensor(state["weights"], dtype=torch.float64)

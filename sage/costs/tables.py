@@ -3,8 +3,6 @@
 Ref: SAGE, arXiv 2602.00523, Eq. 6. Differs by: the paper charges drafting per node; here drafting has a cost per level, and
 verification a cost by number of nodes and context length.
 
-Owns: the tables. Does not own: measuring them (sage.costs.measure).
-
 Shapes: N verified nodes (the root included), S context tokens.
 """
 
@@ -19,10 +17,7 @@ from typing import Any
 class Curve:
     """Seconds as a piecewise linear function of a count, with a live correction factor.
 
-    Attributes:
-        counts: in increasing order.
-        seconds: at those counts, made non-decreasing.
-        scale: correction factor from live timings.
+    `counts` increase; `seconds` are made non-decreasing; `scale` is the correction factor from live timings.
     """
 
     counts: list[int]
@@ -35,27 +30,21 @@ class Curve:
 
     def __call__(self, count: float) -> float:
         """Returns the seconds at `count`; extrapolates linearly beyond the table."""
-        return self.scale * self._interpolate(count)
+        upper = min(bisect_left(self.counts, count), len(self.counts) - 1)
+        lower = max(upper - 1, 0)
+        if lower == upper:
+            return self.scale * self.seconds[upper]
+        share = (count - self.counts[lower]) / (self.counts[upper] - self.counts[lower])
+        return self.scale * (self.seconds[lower] + share * (self.seconds[upper] - self.seconds[lower]))
 
     def up_to(self, count: int) -> list[float]:
         """Returns the seconds at 1, 2, .. `count`."""
         return [self(one) for one in range(1, count + 1)]
 
-    def _interpolate(self, count: float) -> float:
-        upper = min(bisect_left(self.counts, count), len(self.counts) - 1)
-        lower = max(upper - 1, 0)
-        if lower == upper:
-            return self.seconds[upper]
-        share = (count - self.counts[lower]) / (self.counts[upper] - self.counts[lower])
-        return self.seconds[lower] + share * (self.seconds[upper] - self.seconds[lower])
-
     def correct(self, expected: float, seconds: float, rate: float) -> None:
-        """Moves the correction towards one live timing; ignores timings off by a factor above three, which are interruptions.
+        """Moves the correction towards a timing of `seconds`, predicted as `expected`, by a learning rate in [0, 1].
 
-        Args:
-            expected: seconds predicted with the current correction.
-            seconds: measured seconds.
-            rate: learning rate, 0 to 1.
+        Timings off by a factor above three, which are interruptions, are ignored.
         """
         ratio = seconds / expected
         if 1 / 3 < ratio < 3:

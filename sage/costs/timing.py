@@ -27,13 +27,8 @@ def now_s(device: torch.device) -> float:
 
 
 def interleaved_s(calls: Sequence[Callable[[], object]], repeats: int, device: torch.device) -> list[list[float]]:
-    """Times several calls in turns, so that a slow spell of the machine affects all alike.
-
-    Args:
-        calls: each runs `repeats` times after one warm-up.
-
-    Returns:
-        seconds of every repeat, per call.
+    """Times several calls in turns, so that a slow spell of the machine affects all alike; returns, per call, the seconds of
+    each of `repeats` runs after one warm-up.
     """
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(repeats + 1):
@@ -46,12 +41,9 @@ def interleaved_s(calls: Sequence[Callable[[], object]], repeats: int, device: t
 
 @dataclass
 class RoundTimes:
-    """Timings of one round.
+    """Timings of one round; `total_s` includes the synchronization of the draft.
 
-    Attributes:
-        verify_s: seconds of the target pass.
-        draft: (width, seconds) of each draft pass, including the policy's time before it.
-        total_s: seconds of the round, including the synchronization of the draft.
+    `draft`: (width, seconds) of each draft pass, including the policy's time before it.
     """
 
     verify_s: float = 0.0

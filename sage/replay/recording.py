@@ -1,13 +1,11 @@
 """Recording of a decode: the draft's candidates at every expanded node, and the answer.
 
-Owns: recording. Does not own: replaying a recording (sage.replay.replay).
-
 Shapes: F frontier nodes, K candidates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +13,7 @@ from torch import Tensor
 
 from sage.drafts.loading import Draft
 from sage.drafts.session import DraftSession
-from sage.generation import Generation, start
+from sage.generation import start
 from sage.host_tensors import Tokens
 from sage.targets import Features, Prompt, Target
 from sage.trees import policy as new_policy
@@ -29,11 +27,9 @@ WIDE: Mapping[str, Any] = {"total": 64, "depth": 12, "top_k": 10}  # options of 
 
 @dataclass
 class RecordedRound:
-    """The draft's candidates in one round.
+    """The draft's candidates in one round, below every expanded node, by the path to it.
 
-    Attributes:
-        position: number of answer tokens before the round; the last of them is the root.
-        candidates: candidates below every expanded node, by the path to it.
+    `position`: number of answer tokens before the round; the last of them is the root.
     """
 
     position: int
@@ -42,16 +38,7 @@ class RecordedRound:
 
 @dataclass
 class Recording:
-    """One decode: its answer and the candidates of its rounds.
-
-    Attributes:
-        prompt_tokens: length of the prompt.
-        max_new_tokens: length limit of the answer.
-        vocabulary: size of the target's vocabulary.
-        tokens: the answer.
-        rounds: in order.
-        eos: tokens that end an answer.
-    """
+    """One decode: length of its prompt, length limit, size of the target's vocabulary, answer, rounds, EOS tokens."""
 
     prompt_tokens: int
     max_new_tokens: int
@@ -62,12 +49,7 @@ class Recording:
 
 
 class Recorder(DraftSession):
-    """A draft session that records the candidates of another one.
-
-    Args:
-        session: the draft session.
-        num_candidates: candidates to record per node.
-    """
+    """A draft session that records `num_candidates` candidates per node of another one."""
 
     def __init__(self, session: DraftSession, num_candidates: int) -> None:
         self.session, self.num_candidates = session, num_candidates
@@ -105,23 +87,17 @@ class Recorder(DraftSession):
 def record(
     target: Target, draft: Draft, inputs: Any, policy: str | Policy | None = None, num_candidates: int = 16, **options: Any
 ) -> Recording:
-    """Decodes one prompt and records the draft's candidates.
+    """Decodes one prompt and records the draft's candidates; arguments as for `sage.generate`.
 
     Args:
-        target, draft, inputs, options: as for `sage.generate`.
         policy: a policy with wide trees that drafts in every round; default `eagle2` with the options `WIDE`.
         num_candidates: candidates to record per node; at least `num_candidates` of every policy to replay.
     """
     generation = start(target, draft, inputs, policy=new_policy("eagle2", **WIDE) if policy is None else policy, **options)
     assert generation.request.session is not None, "start refuses a policy that drafts without a draft"
-    recorder = generation.request.session = Recorder(generation.request.session, num_candidates)
-    positions = [len(generation.tokens) for _ in generation.rounds()]
-    return _recording(generation, recorder, positions)
-
-
-def _recording(generation: Generation, recorder: Recorder, positions: Sequence[int]) -> Recording:
-    """`positions`: number of answer tokens after the prefill and after each round."""
     request = generation.request
+    recorder = request.session = Recorder(generation.request.session, num_candidates)
+    positions = [len(generation.tokens) for _ in generation.rounds()]  # after the prefill and after each round
     rounds = recorder.rounds[: len(positions) - 1]  # an answer of one token has candidates, but no round
     return Recording(
         prompt_tokens=request.prompt.input_ids.shape[1],

@@ -6,8 +6,6 @@ recorded candidates, and the rest of the answer shows how much of that tree the 
 A node that the other policy expands and the recording does not cover gets uniform probabilities, which can only lower the
 policy's figures; `coverage` reports how often that happens.
 
-Owns: replaying and its figures. Does not own: recording (sage.replay.recording), the cost of a round (sage.costs).
-
 Shapes: F frontier nodes, K candidates.
 """
 
@@ -25,7 +23,7 @@ from sage.host_tensors import CPU
 from sage.replay.recording import Candidates, RecordedRound, Recording, TokenPath
 from sage.trees.base import Policy
 from sage.trees.level import new_builder
-from sage.trees.tree import RoundOutcome, TopK, Tree
+from sage.trees.tree import RoundOutcome, Tree
 from sage.verify import Verdict
 
 NO_TOKEN = -1  # matches no drafted token
@@ -93,11 +91,8 @@ def replay(recordings: Sequence[Recording], policy: Policy, costs: Costs | None 
 
     Args:
         recordings: in the order in which a learning policy sees them.
-        policy: keeps what it learns. One that needs costs gets a copy of `costs`.
+        policy: keeps what it learns. One that needs costs gets a copy of `costs`; ValueError without `costs`.
         costs: for the prediction of times; None omits them.
-
-    Raises:
-        ValueError: a policy that needs costs, without `costs`.
     """
     if policy.needs_costs:
         if costs is None:
@@ -140,7 +135,8 @@ class _RoundReplayer:
         paths = _paths(tree)
         next_tokens = [self._next_token(path) for path in paths]
         if self.policy.needs_feedback():
-            tree = replace(tree, draft_topk=_known_topk(tree, next_tokens))
+            known = zip(tree.draft_topk, next_tokens, strict=True)  # only nodes whose target token is known are labelled
+            tree = replace(tree, draft_topk=[None if token == NO_TOKEN else topk for topk, token in known])
         verdict = Verdict.of_tokens(tree, next_tokens)
         accepted = min(len(verdict.path) - 1, len(self.answer))
         self.policy.observe(self._outcome(tree, verdict, accepted))
@@ -197,11 +193,6 @@ class _RoundReplayer:
             times = RoundTimes(verify_s, draft, total_s)
             outcome.labels, outcome.times = verdict.labels, lambda: times
         return outcome
-
-
-def _known_topk(tree: Tree, next_tokens: Sequence[int]) -> list[TopK | None]:
-    """`Tree.draft_topk` of the nodes whose target token is known, so that only they are labelled."""
-    return [None if token == NO_TOKEN else topk for topk, token in zip(tree.draft_topk, next_tokens, strict=True)]
 
 
 def _paths(tree: Tree) -> list[TokenPath]:

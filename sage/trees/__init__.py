@@ -28,14 +28,8 @@ def policy_class(name: str) -> type[Policy]:
 
 
 def policy(name: str, **options: Any) -> Policy:
-    """Returns a configured policy.
-
-    Args:
-        name: one of `POLICIES`.
-        options: fields of the policy's class.
-
-    Raises:
-        ValueError: an unknown name or option, or a value that is not allowed.
+    """Returns a configured policy, given one of `POLICIES` and fields of its class. Raises ValueError for an unknown name or
+    option, or a value that is not allowed.
     """
     from sage.trees.options import check_names
 

@@ -18,8 +18,7 @@ _LAST: NextLevel[Sequence[int]] = NextLevel([0], [])
 class Chain(Policy):
     """The draft's most probable token at every level.
 
-    Args:
-        depth: drafted tokens per round.
+    `depth`: drafted tokens per round.
     """
 
     name = "chain"

@@ -1,8 +1,7 @@
 """Growth of a draft tree level by level, and the tree that is verified.
 
-Two builders, one per kind of policy. For a policy on the device, nodes stay tensors and nothing synchronizes with the device
-except the check that the selected nodes are a tree. For a policy on the host, the tree is a few lists, copied to the device
-once.
+For a policy on the device, nodes stay tensors and nothing synchronizes with the device except the check that the selected nodes
+are a tree. For a policy on the host, the tree is a few lists, copied to the device once.
 
 Shapes: N nodes (0 = the root), F frontier nodes, K candidates per node, M nodes of a new level, X expanded nodes of it, E
 expanded nodes of all levels, R selected nodes.
@@ -10,7 +9,7 @@ expanded nodes of all levels, R selected nodes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
 from typing import Any, Protocol
 
@@ -28,38 +27,20 @@ class TreeBuilder(DraftedTree, Protocol):
     """Builds the tree of one round: `open_level`, `add` and `advance` once per level, then `tree`."""
 
     def open_level(self, probs: Tensor, tokens: Tensor) -> Frontier:
-        """Returns the policy's view of the candidates of a new level.
-
-        Args:
-            probs, tokens: [F, K], the draft's candidates below each frontier node, descending; K is the same at every level.
-        """
+        """Returns the policy's view of the candidates below each frontier node, [F, K] each, descending; K is constant."""
 
     def add(self, level: NextLevel[Any]) -> None:
         """Adds the nodes that the policy chose below the current frontier."""
 
     def advance(self, level: NextLevel[Any]) -> tuple[Tensor, Tokens]:
-        """Makes the nodes in `level.expand` the frontier.
-
-        Returns:
-            [X] each: their parents' rows in the last frontier, and their tokens.
-        """
+        """Makes the nodes in `level.expand` the frontier; returns their parents' rows in the last one and their tokens, [X]."""
 
     def tree(self, keep: Any = None) -> Tree:
-        """Returns the tree of the nodes `keep`, in the format of `Policy.select`; None = all nodes.
-
-        Raises:
-            AssertionError: the root or an ancestor is missing.
-        """
+        """Returns the tree of the nodes `keep`, as `Policy.select` returns them; AssertionError if an ancestor is missing."""
 
 
 def new_builder(policy: Policy, root: int, device: torch.device, eos: Collection[int] = ()) -> TreeBuilder:
-    """Returns the builder for a policy on the host or on the device.
-
-    Args:
-        root: token of the tree's root.
-        device: device of the tree.
-        eos: tokens that end the answer.
-    """
+    """Returns the builder for a policy on the host or on the device; `root` is a token, `eos` tokens end the answer."""
     return HostBuilder(root, device, eos) if policy.is_on_host else DeviceBuilder(root, device)
 
 
@@ -90,22 +71,14 @@ class HostBuilder:
             row, rank = divmod(pick, width)
             self._tokens.append(self._candidates[row][rank])
             self._parents.append(self._frontier[row])
-        added = len(level.picks)
-        self._depths += [self._level] * added
-        self._draft_topk += [None] * added
+        self._depths += [self._level] * len(level.picks)
+        self._draft_topk += [None] * len(level.picks)
 
     def advance(self, level: NextLevel[Sequence[int]]) -> tuple[Tensor, Tokens]:
-        width, picks = len(self._candidates[0]), level.picks
-        first = len(self._tokens) - len(picks)
-        rows: list[int] = []
-        tokens: list[int] = []
-        self._frontier = []
-        for pick in level.expand:
-            node = first + picks.index(pick)
-            rows.append(pick // width)
-            tokens.append(self._tokens[node])
-            self._frontier.append(node)
-        return cached_index(tuple(rows), self.device), tokens
+        width, first = len(self._candidates[0]), len(self._tokens) - len(level.picks)
+        self._frontier = [first + level.picks.index(pick) for pick in level.expand]
+        rows = cached_index(tuple([pick // width for pick in level.expand]), self.device)
+        return rows, [self._tokens[node] for node in self._frontier]
 
     @property
     def path_probs(self) -> Tensor:
@@ -121,20 +94,15 @@ class HostBuilder:
         """`keep`: [R], the root first, parents before children."""
         if keep is None:
             return Tree.of(Columns(self._tokens, self._parents, self._depths), self.device, self._draft_topk)
-        tokens: list[int] = []
         parents: list[int] = []
-        depths: list[int] = []
-        draft_topk: list[TopK | None] = []
         place = {-1: -1}
-        for node in keep:
+        for index, node in enumerate(keep):
             parent = self._parents[node]
             assert parent in place, DROPPED
-            place[node] = len(tokens)
-            tokens.append(self._tokens[node])
+            place[node] = index
             parents.append(place[parent])
-            depths.append(self._depths[node])
-            draft_topk.append(self._draft_topk[node])
-        return Tree.of(Columns(tokens, parents, depths), self.device, draft_topk)
+        columns = Columns([self._tokens[node] for node in keep], parents, [self._depths[node] for node in keep])
+        return Tree.of(columns, self.device, [self._draft_topk[node] for node in keep])
 
 
 class DeviceBuilder:
@@ -152,7 +120,7 @@ class DeviceBuilder:
         self._frontiers: list[Frontier] = []
         self._tokens: list[Tensor] = []
         self._levels: list[NextLevel[Tensor]] = []
-        self._path_probs = partial(torch.ones, 1, device=device)
+        self._path_probs: Callable[[], Tensor] = partial(torch.ones, 1, device=device)  # [F], of the frontier
 
     def __len__(self) -> int:
         return self.num_nodes
@@ -169,7 +137,7 @@ class DeviceBuilder:
     def advance(self, level: NextLevel[Tensor]) -> tuple[Tensor, Tensor]:
         last, tokens = self._frontiers[-1], self._tokens[-1]
         rows = level.expand // tokens.shape[1]
-        self._path_probs = partial(_below, last, rows, level.expand)
+        self._path_probs = lambda: last.path_probs.take(rows) * last.probs.take(level.expand)
         return rows, tokens.take(level.expand)
 
     @cached_property
@@ -228,11 +196,6 @@ def _ends(candidates: list[list[int]], eos: frozenset[int]) -> Collection[int]:
 def _repeated(values: Sequence[int], levels: Sequence[Tensor]) -> list[int]:
     """Repeats a value per level for every element of that level."""
     return [value for value, level in zip(values, levels, strict=False) for _ in range(len(level))]
-
-
-def _below(last: Frontier, rows: Tensor, expand: Tensor) -> Tensor:
-    """Returns the path probabilities [X] of the candidates `expand` of the frontier `last`."""
-    return last.path_probs.take(rows) * last.probs.take(expand)
 
 
 def _renumbered(parents: Tensor, keep: Tensor) -> Tensor:

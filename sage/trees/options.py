@@ -34,12 +34,7 @@ class Range:
 
 
 class OptionError(ValueError):
-    """An option that is unknown or has a value that is not allowed.
-
-    Args:
-        policy, option: names.
-        problem: value, what is allowed, remedy.
-    """
+    """An option that is unknown or has a value that is not allowed; `problem` holds value, what is allowed and remedy."""
 
     def __init__(self, policy: str, option: str, problem: str) -> None:
         super().__init__(f"policy.{policy}.{option}: {problem}")
@@ -60,11 +55,7 @@ def defaults(kind: type) -> dict[str, Any]:
 
 
 def check_names(kind: Any, options: Sequence[str]) -> None:
-    """Checks that a policy class has all of `options`.
-
-    Raises:
-        OptionError: names the first unknown option and the known ones.
-    """
+    """Raises OptionError with the first of `options` that a policy class does not have, and the known ones."""
     known = defaults(kind)
     for option in options:
         if option not in known:
@@ -72,10 +63,8 @@ def check_names(kind: Any, options: Sequence[str]) -> None:
 
 
 def check_values(policy: Any) -> None:
-    """Checks every option of a policy against its annotation; text becomes the member of an enum.
-
-    Raises:
-        OptionError: names the option, the value and what is allowed.
+    """Checks every option of a policy against its annotation; text becomes the member of an enum. Raises OptionError with the
+    option, the value and what is allowed.
     """
     kind: type = type(policy)
     hints = types(kind)

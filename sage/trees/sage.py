@@ -27,14 +27,11 @@ from sage.trees.tree import Frontier, NextLevel, RoundOutcome
 
 
 def confidence(logits: Tensor, top_k: int) -> Tensor:
-    """Returns alpha = 1 - H / log k of the k largest probabilities, renormalized (Eq. 7-9).
+    """Returns alpha = 1 - H / log k of the k largest probabilities, renormalized (Eq. 7-9): [...] in [0, 1], 1 = certain.
 
     Args:
         logits: [..., V], V >= top_k; log-probabilities are equivalent.
         top_k: k >= 2.
-
-    Returns:
-        [...] in [0, 1]; 1 = certain.
     """
     log_p = torch.log_softmax(logits.topk(top_k, dim=-1).values, -1)
     entropy = torch.special.entr(log_p.exp()).sum(-1)
@@ -90,14 +87,7 @@ class AlphaSource(StrEnum):
 
 @dataclass
 class SagePlan:
-    """Plan of one round.
-
-    Attributes:
-        alpha: confidence of the draft.
-        depth, width: D and W.
-        num_nodes: nodes drafted so far.
-        paths: path probability of each frontier node.
-    """
+    """Plan of one round: confidence of the draft, D, W, nodes drafted so far, path probability of each frontier node."""
 
     alpha: float
     depth: float

@@ -26,8 +26,7 @@ STATIC_TREE: tuple[Ranks, ...] = (
 class Static(Policy):
     """The same tree in every round; by default SAGE's SD-Tree of 25 nodes (arXiv 2602.00523).
 
-    Args:
-        paths: the child ranks along the path to each node; every prefix of a path must be a path.
+    `paths`: the child ranks along the path to each node; every prefix of a path must be a path.
     """
 
     name = "static"
@@ -46,25 +45,21 @@ class Static(Policy):
             raise OptionError(self.name, "paths", f"{orphans}: every prefix of a path must be a path; add {orphans[0][:-1]}")
         self.num_candidates = 1 + max(rank for path in nodes for rank in path)
         self.tree_capacity = len(nodes) + 1
-        self._levels = [_level(nodes, depth) for depth in range(1, len(nodes[-1]) + 1)]
+        self._nodes = nodes
         self._cached: dict[int, list[NextLevel[Sequence[int]]]] = {}  # all levels by number of candidates
 
     def next_level(self, frontier: Frontier) -> NextLevel[Sequence[int]]:
         num_candidates = frontier.probs.shape[1]
         if num_candidates not in self._cached:
-            self._cached[num_candidates] = [_next_level(*level, num_candidates) for level in self._levels]
+            depths = range(1, len(self._nodes[-1]) + 1)
+            self._cached[num_candidates] = [_next_level(self._nodes, depth, num_candidates) for depth in depths]
         return self._cached[num_candidates][frontier.level - 1]
 
 
-def _next_level(rows: list[int], ranks: list[int], expand: list[int], num_candidates: int) -> NextLevel[Sequence[int]]:
-    picks = [row * num_candidates + rank for row, rank in zip(rows, ranks, strict=True)]
-    return NextLevel(picks, [picks[index] for index in expand])
-
-
-def _level(nodes: list[Ranks], depth: int) -> tuple[list[int], list[int], list[int]]:
-    """Returns rows, ranks and expanded indices of one level; rows count the expanded parents in order."""
+def _next_level(nodes: list[Ranks], depth: int, num_candidates: int) -> NextLevel[Sequence[int]]:
+    """Returns one level; its rows are the parents of its nodes, in order."""
     children = [path for path in nodes if len(path) == depth]
-    inner = sorted({path[:-1] for path in nodes if len(path) == depth + 1})
     parents = sorted({path[:-1] for path in children})
-    rows = [parents.index(path[:-1]) for path in children]
-    return rows, [path[-1] for path in children], [children.index(path) for path in inner]
+    expanded = {path[:-1] for path in nodes if len(path) == depth + 1}
+    picks = [parents.index(path[:-1]) * num_candidates + path[-1] for path in children]
+    return NextLevel(picks, [pick for pick, path in zip(picks, children, strict=True) if path in expanded])

@@ -33,12 +33,9 @@ class Tree:
     """A draft tree; parents come before children.
 
     Attributes:
-        tokens: LongTensor [N].
-        parents: LongTensor [N]; -1 for the root.
-        depths: LongTensor [N]; 0 for the root.
+        tokens, parents, depths: LongTensor [N] each; parent -1 and depth 0 for the root.
         num_levels: upper bound of the depth.
-        draft_topk: per node the draft's candidates below it, None if it was not expanded; empty if the policy planned on the
-            device.
+        draft_topk: per node the draft's candidates below it, None if it was not expanded; empty if planned on the device.
     """
 
     tokens: Tensor
@@ -156,11 +153,7 @@ class NextLevel(NamedTuple, Generic[Indices]):
 
 
 class DraftedTree(Protocol):
-    """The tree before nodes are selected for verification.
-
-    Attributes:
-        path_probs: [N], the product of draft probabilities from the root to each node; 1 for the root.
-    """
+    """The tree before nodes are selected; `path_probs`: [N], product of draft probabilities from the root to each node."""
 
     @property
     def path_probs(self) -> Tensor: ...

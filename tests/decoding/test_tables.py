@@ -35,11 +35,11 @@ def test_text_columns_are_padded_to_the_widest_cell():
 
 
 def test_text_layout_options():
-    text = text_table(HEAD, ROWS, "<", separator=" | ", indent=2, min_widths=(12,), ruled=False, style=str.upper)
+    text = text_table(HEAD, ROWS, "<", indent=2, min_widths=(12,), ruled=False)
     assert text.splitlines() == [
-        "  POLICY       | TOKENS | SPEED",
-        "  chain        | 12     | 1.50x",
-        "  cost_aware   | 3      |",
+        "  policy        tokens  speed",
+        "  chain         12      1.50x",
+        "  cost_aware    3",
     ]
     assert text_table(None, ROWS, indent=1).splitlines()[1] == " cost_aware   3"
     assert text_table(None, []) == ""

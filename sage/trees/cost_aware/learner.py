@@ -28,13 +28,7 @@ FIRST_TOKENS = 1.5  # tokens of a round without drafting, assumed before any rou
 
 @dataclass
 class PendingRound:
-    """A round that the learner has not processed yet.
-
-    Attributes:
-        outcome: of the round.
-        drafting_s: seconds of its draft passes by the cost tables.
-        masses: depth, own acceptance probability and acceptance mass of the candidates of each expanded node.
-    """
+    """A round that the learner has not processed yet; `drafting_s` and `masses` as in `CostPlan`."""
 
     outcome: RoundOutcome
     drafting_s: float
@@ -42,12 +36,7 @@ class PendingRound:
 
 
 class Learner:
-    """Learns from verified rounds in batches.
-
-    Args:
-        calibrate: whether acceptance probabilities are learned.
-        memory: share of the evidence for lambda kept from one round to the next.
-        max_depth: levels per round at most.
+    """Learns from verified rounds in batches; arguments as for `CostAware`.
 
     Attributes:
         before, after: reliability of the draft's own and of the calibrated probabilities.
@@ -140,10 +129,9 @@ def correct_costs(costs: Costs, outcome: RoundOutcome) -> None:
 
 
 def labelled_candidates(outcomes: Iterable[RoundOutcome]) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    """Collects the candidates of every expanded node and their labels; None if no node was expanded.
+    """Collects the candidates of every expanded node; None without one.
 
-    Returns:
-        draft probabilities [M, R], depths [M] of the candidates, labels [M, R] and weights [M].
+    Returns draft probabilities [M, R], depths [M] of the candidates, labels [M, R] and weights [M].
     """
     draft_probs: list[float] = []
     labels: list[float] = []

@@ -70,12 +70,7 @@ class CostPlan:
 
 
 class Planner:
-    """Applies prices to the candidates of a round.
-
-    Args:
-        options: the policy.
-        acceptance: maps a node's candidates to acceptance probabilities.
-    """
+    """Applies prices to the candidates of a round; `acceptance` maps a node's candidates to acceptance probabilities."""
 
     def __init__(self, options: CostAware, acceptance: Acceptance) -> None:
         self.options, self.acceptance = options, acceptance
