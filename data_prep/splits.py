@@ -12,12 +12,21 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from data_prep.config import DataConfig
     from data_prep.conversation import Conversation
-    from data_prep.sources.base import Source
+
+
+class Items(Protocol):
+    """The part of `data_prep.sources.base.Source` that the shares depend on."""
+
+    has_splits: bool
+
+    def __len__(self) -> int: ...
+
+    def prompt(self, index: int) -> Conversation: ...
 
 
 class Split(StrEnum):
@@ -56,7 +65,7 @@ def configured_shares(config: DataConfig) -> Shares:
     return Shares() if config.validation else Shares(config.holdout, config.test_holdout)
 
 
-def shares_of(config: DataConfig, sources: Iterable[Source]) -> Shares:
+def shares_of(config: DataConfig, sources: Iterable[Items]) -> Shares:
     """Returns the shares of these sources, with at least one validation prompt however small they are.
 
     Where no prompt falls into the configured share, the share is enlarged until it contains the first one. It depends on the

@@ -76,7 +76,8 @@ def test_a_row_is_a_choice_of_the_configuration(row: DraftKind) -> None:
     config = compose("config", ARGUMENTS, Config)
     check(config)
     draft: Any = config.draft
-    assert (draft.kind, draft.scale, draft.input_norm, config.run.name) == ("scaled", 0.5, True, "pocket_qwen2_5_vl-scaled")
+    assert (draft.kind, draft.scale, draft.input_norm) == ("scaled", 0.5, True)
+    assert config.run.name.startswith("pocket_qwen2_5_vl-scaled")
     assert unknown_key("draft.scale", Config).endswith("draft=scaled")
 
 
@@ -92,7 +93,7 @@ def test_a_row_is_trained_as_its_kind_of_student(row: DraftKind) -> None:
     draft = fresh_draft(config, make_qwen(), None)
     student = new_student(draft, config)
     assert isinstance(draft, ScaledDraft) and draft.config.scale == 0.5
-    assert isinstance(student, HeadStudent) and student.predicts_features
+    assert isinstance(student, HeadStudent) and KINDS[draft.kind].predicts_features
 
 
 def test_a_row_is_created_saved_loaded_and_decoded(row: DraftKind, tmp_path: Path) -> None:
