@@ -20,7 +20,7 @@ from train.config.overrides import with_resume
 from train.config.resuming import changes
 from train.config.schema import Config, ConfigError
 
-START = ("optim.lr=8e-3", "objective.steps=2", "decode.options.sage.max_depth=4", "train.save_every=1")
+START = ("draft=eagle", "optim.lr=8e-3", "objective.steps=2", "decode.options.sage.max_depth=4", "train.save_every=1")
 
 
 def started(folder: Path, *overrides: str) -> Path:
@@ -98,6 +98,17 @@ def test_a_mistyped_run_is_refused(tmp_path: Path) -> None:
     with refused("--resume", error=ConfigError):
         with_resume(["--resume"])
     assert with_resume(["a=1", "--resume=x", "b=2"]) == ["a=1", "run.dir=x", "run.resume=true", "b=2"]
+
+
+def test_a_configuration_without_newer_keys_is_resumed(tmp_path: Path) -> None:
+    run = started(tmp_path)
+    saved = OmegaConf.load(run / "config.yaml")
+    del saved.data.test_holdout, saved.data.cache_keep, saved.objective.name
+    OmegaConf.save(saved, run / "config.yaml")
+    config = resumed(run)
+    assert config.data.test_holdout == config.data.holdout  # as earlier versions held out
+    assert changes(config) == []
+    check(config)
 
 
 def test_a_configuration_of_another_version_is_refused(tmp_path: Path) -> None:

@@ -93,8 +93,7 @@ def changes(config: Config) -> list[Change]:
     folder = Path(config.run.dir)
     if not is_run(folder):
         return []
-    before = _settings(_read(folder))
-    now = _settings(OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(OmegaConf.structured(config)))))
+    before, now = _settings(_read_typed(folder)), _settings(OmegaConf.structured(config))
     keys = [key for key in sorted(before.keys() | now.keys()) if not key.startswith(UNRECORDED)]
     return [Change(key, before.get(key), now.get(key)) for key in keys if before.get(key) != now.get(key)]
 
@@ -120,8 +119,9 @@ def _keys_of(key: str) -> tuple[str, ...]:
     return (IDENTITIES.get(key, key.replace("/", ".")),)
 
 
-def _settings(tree: Any) -> dict[str, Any]:
-    """Dotted keys without empty mappings."""
+def _settings(config: DictConfig) -> dict[str, Any]:
+    """Dotted keys without empty mappings, with the values that a YAML file has."""
+    tree = OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(config)))
     return {key: value for key, value in dotted_keys(tree).items() if value != {}}
 
 
@@ -133,8 +133,10 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def _read_typed(folder: Path) -> DictConfig:
-    """The run's configuration with the types of the schema."""
+    """The run's configuration with the types of the schema; keys that its version did not have get their defaults."""
     saved = _read(folder)
+    if "holdout" in (data := saved.get("data") or {}):
+        data.setdefault("test_holdout", data["holdout"])  # earlier versions held out a test share of the same size
     config = OmegaConf.structured(Config)
     try:
         for group in ("draft", "draft/compressor", "tracking"):
