@@ -52,6 +52,11 @@ def test_nothing_but_the_run_is_needed(tmp_path: Path) -> None:
     check(config)
 
 
+def test_keys_of_the_own_choices_need_no_choice(tmp_path: Path) -> None:
+    config = resumed(started(tmp_path, "tracking=wandb"), "tracking.project=mine")
+    assert [change.key for change in changes(config)] == ["tracking.project"]
+
+
 def test_the_complete_command_line_of_the_start_is_accepted_too(tmp_path: Path) -> None:
     run = started(tmp_path, "experiment=debug", "draft=eagle3", "data.num_examples=8")
     words = [f"target.path={tmp_path}", *START, "experiment=debug", "draft=eagle3", "data=pocket", "data.num_examples=8"]

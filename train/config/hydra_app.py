@@ -26,7 +26,7 @@ from sage.cli import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_USER, pop_debug_f
 from train.config import sweep
 from train.config.errors import explain, is_config_mistake, refuse_unknown
 from train.config.overrides import task_overrides, with_resume
-from train.config.resuming import with_own_config
+from train.config.resuming import with_own_choices, with_own_config
 from train.config.run_name import run_name
 from train.config.schema import ConfigError
 from train.config.store import config_dir, register
@@ -67,7 +67,7 @@ def run_app(
         interrupt before anything was saved.
     """
     try:
-        sys.argv[1:] = with_choice(with_resume(sys.argv[1:]))
+        sys.argv[1:] = with_own_choices(with_choice(with_resume(sys.argv[1:])))
     except ConfigError as error:
         return report(error, schema, is_main())
     before = {name: os.environ.get(name) for name in (FULL_ERROR, sweep.FOLDER)}
@@ -240,7 +240,7 @@ def compose(config_name: str, overrides: list[str], schema: type) -> Any:
     register_resolvers()
     try:
         with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
-            words = with_choice(overrides)
+            words = with_own_choices(with_choice(overrides))
             return to_object(hydra.compose(config_name, overrides=words), schema, words)
     except Exception as error:
         if is_config_mistake(error):

@@ -34,6 +34,7 @@ UNRECORDED = ("run.", "debug", "launch.plan")  # settings of the command rather 
 IDENTITIES = {"target": "target.path", "draft": "draft.kind", "draft/compressor": "draft.compressor.kind", "data": "data.name"}
 UNUSED_GROUPS = ("experiment", "sweep")  # compositions to start with; a run's own configuration contains their values
 POLICY_GROUP = "decode/policy"
+TYPED_GROUPS = ("draft", "draft/compressor", "tracking")  # their choices have different keys
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,17 @@ class Change:
 
     def __str__(self) -> str:
         return f"{self.key}: {self.before} -> {self.now}{' (training recipe)' if self.is_recipe else ''}"
+
+
+def with_own_choices(overrides: Sequence[str]) -> list[str]:
+    """Inserts the choices of the run to be resumed for the groups whose choices have different keys, unless given."""
+    given = dict(override.partition("=")[::2] for override in overrides)
+    folder = Path(given.get("run.dir", ""))
+    if given.get("run.resume", "").lower() != "true" or not is_run(folder):
+        return list(overrides)
+    saved = dotted_keys(_read(folder))
+    kinds = {group: saved.get(f"{group.replace('/', '.')}.kind") for group in TYPED_GROUPS}
+    return [*(f"{group}={kind}" for group, kind in kinds.items() if kind and group not in given), *overrides]
 
 
 def with_own_config(composed: DictConfig, overrides: Sequence[str]) -> DictConfig:
@@ -139,7 +151,7 @@ def _read_typed(folder: Path) -> DictConfig:
         data.setdefault("test_holdout", data["holdout"])  # earlier versions held out a test share of the same size
     config = OmegaConf.structured(Config)
     try:
-        for group in ("draft", "draft/compressor", "tracking"):
+        for group in TYPED_GROUPS:
             key = group.replace("/", ".")
             if kind := dotted_keys(saved).get(f"{key}.kind"):
                 OmegaConf.update(config, key, OmegaConf.structured(subschemas()[(group, str(kind))]), merge=False)
