@@ -60,6 +60,8 @@ NEEDS = {  # keys that a choice requires
     "target=by_path": ["target.path=Qwen/Qwen2.5-VL-7B-Instruct"],
     "draft=model": ["draft.num_layers=2"],
     "data=llava_instruct": ["data.path=/data/llava.json"],
+    "objective=eagle": ["draft=eagle"],  # a loss on features, which eagle3 does not predict
+    "objective=distill": ["draft=eagle"],
     "experiment=specvlm": ["data.path=/data/llava.json"],
 }
 FILES = [f"{group}={path.stem}" for group in GROUPS for path in sorted((config_dir() / group).glob("*.yaml"))]
@@ -177,21 +179,21 @@ def test_a_searched_sweep_maximises_the_score() -> None:
 
 
 def test_run_name_is_made_of_the_choices() -> None:
-    assert compose("config", [], Config).run.dir == "runs/pocket_qwen2_5_vl-eagle-pocket"
+    assert compose("config", [], Config).run.dir == "runs/pocket_qwen2_5_vl-eagle3-pocket"
     assert compose("config", ["experiment=demo"], Config).run.dir == "runs/demo"
 
 
 @pytest.mark.parametrize(
     ("overrides", "name"),
     [
-        (["draft=eagle3"], "pocket_qwen2_5_vl-eagle3-pocket"),
-        (["objective=lk"], "pocket_qwen2_5_vl-eagle-pocket-lk"),
+        (["draft=eagle"], "pocket_qwen2_5_vl-eagle-pocket"),
+        (["objective=lk"], "pocket_qwen2_5_vl-eagle3-pocket-lk"),
         (["draft=model", "objective=distill"], "pocket_qwen2_5_vl-model-pocket-distill"),
-        (["data=messages", "data.path='/data/my rows, two.v2.jsonl'"], "pocket_qwen2_5_vl-eagle-my_rows_two"),
-        (["data=hub", "data.path=HuggingFaceM4/ChartQA"], "pocket_qwen2_5_vl-eagle-ChartQA"),
-        (["data=messages", f"data.path={'x' * 300}.jsonl"], f"pocket_qwen2_5_vl-eagle-{'x' * 40}"),
-        (["data=folder", "data.path=.."], "pocket_qwen2_5_vl-eagle-data"),
-        (["target=qwen2_5_vl_7b", "data=llava_instruct"], "qwen2_5_vl_7b-eagle-llava_instruct"),
+        (["data=messages", "data.path='/data/my rows, two.v2.jsonl'"], "pocket_qwen2_5_vl-eagle3-my_rows_two"),
+        (["data=hub", "data.path=HuggingFaceM4/ChartQA"], "pocket_qwen2_5_vl-eagle3-ChartQA"),
+        (["data=messages", f"data.path={'x' * 300}.jsonl"], f"pocket_qwen2_5_vl-eagle3-{'x' * 40}"),
+        (["data=folder", "data.path=.."], "pocket_qwen2_5_vl-eagle3-data"),
+        (["target=qwen2_5_vl_7b", "data=llava_instruct"], "qwen2_5_vl_7b-eagle3-llava_instruct"),
     ],
 )
 def test_the_run_folder_tells_runs_apart_by_data_and_objective(overrides: list[str], name: str) -> None:
@@ -211,7 +213,7 @@ WRONG = {
     "optim.lr=fast": ["optim.lr=fast:", "float"],
     "train.max_steps=1.5": ["train.max_steps=1.5:", "int or null"],
     "optim.schedule=step": ["optim.schedule=step:", "one of constant, cosine"],
-    "draft.input_norm=maybe": ["draft.input_norm:", "bool"],
+    "draft=eagle draft.input_norm=maybe": ["draft.input_norm:", "bool"],
     "decode.policies=[sgae]": ["decode.policies[0]=sgae:", "sage"],
     "decode.policies=sage": ["decode.policies:", "list of one of"],
     "target=foo": ["target=foo:"],
