@@ -30,7 +30,7 @@ def folder_of(home: Path, **config: object) -> Path:
 def test_the_precision_is_that_of_the_folder(tmp_path: Path, key: str, dtype: str | None, expected: str) -> None:
     config: Config = compose("config", [f"target.path={folder_of(tmp_path, **{key: dtype})}/"], Config)
     assert (config.target.name, config.target.dtype, config.train.precision) == ("Own-7B", expected, expected)
-    assert config.run.dir == "runs/Own-7B-eagle"
+    assert config.run.dir == "runs/Own_7B-eagle3-pocket"
 
 
 @pytest.mark.parametrize("content", ["{", "[]", None])
@@ -98,5 +98,5 @@ def test_the_command_line_composes_it_too(
         ended.value.code == 0
         and "  name: Own-7B\n" in shown
         and "  dtype: fp32\n" in shown
-        and "dir: runs/Own-7B-eagle" in shown
+        and "dir: runs/Own_7B-eagle3-pocket" in shown
     )
