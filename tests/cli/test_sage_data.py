@@ -37,7 +37,8 @@ def test_statistics_counted_by_hand() -> None:
         Conversation("b", [user("Hi?"), assistant("Yes."), user("No"), assistant("ab")], "two", "talk"),
     ]
     items = [(conversation, build_example(conversation, processor)) for conversation in conversations]
-    found = measure(items, 10, Counter({"broken": 3}), processor)
+    found = measure(items, 10, processor)
+    found.skipped = Counter({"broken": 3})
     assert found.values["tokens"] == [51, 70]
     assert found.values["visual_tokens"] == [4, 0]
     assert found.values["answer_tokens"] == [5, 8]
@@ -63,9 +64,9 @@ def test_report_marks_supervised_tokens() -> None:
     answer = "a <b> & ü"
     conversation = Conversation("<id>", [user(make_image(), [make_image(), make_image()], "Hi?"), assistant(answer)], "one")
     example = build_example(conversation, processor)
-    html = render_html(
-        "title", measure([(conversation, example)], 1, Counter({"<why>": 2}), processor), [(conversation, example)], processor
-    )
+    statistics = measure([(conversation, example)], 1, processor)
+    statistics.skipped = Counter({"<why>": 2})
+    html = render_html("title", statistics, [(conversation, example)], processor)
     supervised = "".join(re.findall(r'<span class="y">(.*?)</span>', html))
     assert supervised.endswith("a &lt;b&gt; &amp; ü&lt;|im_end|&gt;")  # after the word in the legend
     assert html.count("data:image/jpeg;base64,") == 3
@@ -83,9 +84,7 @@ def test_report_shows_the_segment_of_a_video() -> None:
     question["content"][0] |= {"start": 1.0, "end": 2.0}  # two frames, at two per second
     conversation = Conversation("c", [question, assistant("a")], "one")
     example = build_example(conversation, processor)
-    html = render_html(
-        "title", measure([(conversation, example)], 1, Counter(), processor), [(conversation, example)], processor
-    )
+    html = render_html("title", measure([(conversation, example)], 1, processor), [(conversation, example)], processor)
     assert html.count("data:image/jpeg;base64,") == 2
 
 

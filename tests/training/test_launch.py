@@ -268,7 +268,7 @@ def test_a_command_interrupted_before_it_saved_exits_with_1_and_ends_a_sweep(
         raise KeyboardInterrupt
 
     monkeypatch.chdir(tmp_path)
-    for words, seeds in (([], [0]), (["-m", "seed=1,2", f"run.dir={tmp_path}/sweep"], [1])):
+    for words, seeds in ((["data=pocket"], [0]), (["-m", "seed=1,2", f"run.dir={tmp_path}/sweep"], [1])):
         monkeypatch.setattr("sys.argv", ["sage-train", *words])
         assert run_app("config", Config, task, lambda: True) == 1
         check_message(capsys.readouterr().err.splitlines()[0], NOTHING_SAVED)
