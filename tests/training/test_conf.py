@@ -365,7 +365,7 @@ def test_the_command_refuses_such_a_run_folder_with_exit_code_2(
 
 
 @pytest.mark.parametrize(
-    "change", ["seed=1", "train.global_batch_size=64", "draft.input_norm=false", "score.metric=speedup", "data.cache=rows"]
+    "change", ["seed=1", "train.global_batch_size=64", "draft.image_inputs=token", "score.metric=speedup", "data.cache=rows"]
 )
 def test_resuming_with_another_setting_is_refused_by_key(tmp_path: Path, change: str) -> None:
     first = config_in(tmp_path)
@@ -373,7 +373,7 @@ def test_resuming_with_another_setting_is_refused_by_key(tmp_path: Path, change:
     (tmp_path / "run" / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(first)))
     check(config_in(tmp_path, "run.resume=true", "train.max_steps=7", "optim.lr=1", "launch.ranks=2"))  # these may change
     key, _, value = change.partition("=")
-    with refused(f"{key}={value}".replace("false", "False"), error=ConfigError):
+    with refused(f"{key}={value}", error=ConfigError):
         check(config_in(tmp_path, "run.resume=true", change))
 
 

@@ -27,7 +27,7 @@ def render(plan: LaunchPlan) -> str:
     }
     tables = [f"{title}\n{text_table(None, rows, '<', indent=2, min_widths=(22,))}" for title, rows in sections.items()]
     serving = f"the draft {serving_line(models.draft, models.target.model.config)}"
-    return "\n\n".join([head, *tables, f"{_verdict(plan)}\n{serving}"])
+    return "\n\n".join([head, *tables, serving, _verdict(plan)])
 
 
 def _memory(plan: LaunchPlan) -> list[tuple[str, str]]:
