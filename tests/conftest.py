@@ -42,12 +42,16 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_leaked_log_handlers() -> Iterator[None]:
-    """Removes the handlers that Hydra adds to the root logger: each writes to a stream that ends with its test."""
-    before = list(logging.root.handlers)
+def fresh_logging() -> Iterator[None]:
+    """Undoes what a command that ran in this process has configured: its handlers write to a stream that ends with its test."""
+    root_handlers = list(logging.root.handlers)
     yield
+    for name in ("train", "data_prep", "checkpoints", "sage"):
+        package = logging.getLogger(name)
+        package.handlers, package.propagate = [], True
+        package.setLevel(logging.NOTSET)
     for handler in list(logging.root.handlers):
-        if type(handler) is logging.StreamHandler and handler not in before:
+        if type(handler) is logging.StreamHandler and handler not in root_handlers:
             logging.root.removeHandler(handler)
 
 

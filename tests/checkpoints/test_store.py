@@ -130,8 +130,6 @@ def test_corrupt_state_is_named_and_the_previous_one_is_used(
     damage(bad)
     with refused(*parts, error=CorruptFolder):
         verify_state(bad)
-    checkpoints_logger = logging.getLogger("checkpoints")
-    checkpoints_logger.propagate = True
     with caplog.at_level(logging.WARNING):
         assert store.newest() == good
     assert all(part in caplog.text for part in parts)

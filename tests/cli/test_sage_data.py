@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 import signal
 import sys
@@ -188,17 +187,6 @@ def test_stream_is_converted_in_one_pass_and_not_regenerated(streamed: DataConfi
 @pytest.fixture(scope="module")
 def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_target("qwen2_5_vl", tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(autouse=True)
-def restored_logging() -> Iterator[None]:
-    """Restores the loggers, which a command configures for its process."""
-    loggers = [logging.getLogger(name) for name in ("train", "data_prep", "checkpoints", "sage")]
-    before = [(own, list(own.handlers), own.level, own.propagate) for own in loggers]
-    yield
-    for own, handlers, level, propagate in before:
-        own.handlers, own.propagate = handlers, propagate
-        own.setLevel(level)
 
 
 def command(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:

@@ -271,8 +271,7 @@ def test_a_command_interrupted_before_it_saved_exits_with_1_and_ends_a_sweep(
     for words, seeds in ((["data=pocket"], [0]), (["-m", "seed=1,2", f"run.dir={tmp_path}/sweep"], [1])):
         monkeypatch.setattr("sys.argv", ["sage-train", *words])
         assert run_app("config", Config, task, lambda: True) == 1
-        (line,) = [line for line in capsys.readouterr().err.splitlines() if NOTHING_SAVED in line]
-        check_message(line, NOTHING_SAVED)
+        check_message(next(line for line in capsys.readouterr().err.splitlines() if NOTHING_SAVED in line), NOTHING_SAVED)
         assert started == seeds
         started.clear()
     monkeypatch.setattr("sys.argv", ["sage-train", "-m", "seed=1,2", f"run.dir={tmp_path}/sweep"])

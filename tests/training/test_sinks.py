@@ -104,7 +104,6 @@ def test_an_error_on_closing_a_sink_is_logged_and_the_others_are_closed(caplog: 
         def close(self) -> None:
             raise OSError("network is gone")
 
-    logging.getLogger("train").propagate = True
     with caplog.at_level(logging.ERROR):
         Tracker([Broken(), SimpleNamespace(log=None, close=lambda: closed.append(True))]).close()
     assert closed == [True] and "network is gone" in caplog.text
@@ -301,7 +300,6 @@ def test_log_lines_at_intervals_with_the_remaining_time(
 ) -> None:
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    logging.getLogger("train").propagate = True
     lines = LogDisplay(total=100, first=0, interval_s=10)
     with caplog.at_level(logging.INFO, logger="train.monitor.progress"):
         for step in (1, 2, 10, 11, 100):
