@@ -68,7 +68,9 @@ def shallow_model(target: Target, num_layers: int) -> ModelDraft:
     if getattr(text, "layer_types", None):
         text.layer_types = [text.layer_types[k] for k in picked]
     with torch.device(target.device):
-        model = type(target.model)(config).to(target.dtype)
+        model = type(target.model)(config)
+    for parameter in model.parameters():  # not `model.to`: the rope frequencies are buffers, and stay in float32
+        parameter.data = parameter.data.to(target.dtype)
     layers = "model.language_model.layers."
     source = target.model.state_dict()
     kept = {name: value for name, value in source.items() if not name.startswith(layers)}
