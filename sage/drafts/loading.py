@@ -42,9 +42,9 @@ def new_draft(
     row = draft_kind(kind)
     if vocabulary is not None and not row.has_vocabulary:
         raise ValueError(f"draft: {kind} has no vocabulary of its own; drop vocabulary, or choose a kind that has one")
-    with torch.random.fork_rng(enabled=seed is not None):
+    with torch.random.fork_rng(devices=[], enabled=seed is not None):  # weights are drawn on the CPU
         if seed is not None:
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
         with torch.device("meta") if target.is_meta else nullcontext():
             draft: Draft = row.draft_class().new(target, row, vocabulary, **config)
     return draft
