@@ -60,6 +60,17 @@ def tree_attention(
 AttentionInterface.register(NAME, tree_attention)
 
 
+def select_backends(device: torch.device) -> None:
+    """Disables the cuDNN backend of `scaled_dot_product_attention` in this process if `device` is a GPU.
+
+    cuDNN is torch's first choice on Hopper and Blackwell and builds an execution plan for each pair of query and key lengths
+    (23 to 42 ms on an H100, pytorch pull request 191576). In decoding, the number of keys grows in every round, so every pass
+    would build one. With a mask and a backward pass it can return NaN (pytorch issue 196678).
+    """
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 class AttentionRecorder:
     """Sums, over the layers of a prefill, the attention of the text after the last image to the visual tokens.
 

@@ -25,7 +25,7 @@ def pop_debug_flag() -> bool:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Returns the device named by `--device`.
+    """Returns the device named by `--device`; a GPU becomes torch's current device, so that nothing is allocated on another.
 
     Args:
         name: auto (a GPU if there is one), cpu, cuda, cuda:N, or any other device that torch knows.
@@ -45,6 +45,9 @@ def resolve_device(name: str) -> torch.device:
         raise ValueError(
             f"--device {name}: not usable by torch, which finds {gpus} on this machine; choose one of {', '.join(choices)}"
         ) from error
+    if found.type == "cuda":
+        found = torch.device("cuda", found.index or 0)
+        torch.cuda.set_device(found)
     return found
 
 

@@ -58,8 +58,8 @@ class Clock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
-        self._now: Callable[[], Any] = _event if self._is_cuda else time.perf_counter
+        self.device, self._is_cuda = device, device.type == "cuda"
+        self._now: Callable[[], Any] = partial(_event, device) if self._is_cuda else time.perf_counter
         self._laps: list[tuple[str, int, Any]] = [("start", 0, self._now())]
         self._round_start = 0
 
@@ -102,8 +102,7 @@ class Clock:
         return total
 
     def _resolve(self, start: int, end: int | None = None) -> list[tuple[str, int, float]]:
-        if self._is_cuda:
-            torch.cuda.synchronize()
+        synchronize(self.device)
         marks = self._laps[start:end]
         return [
             (phase, num_nodes, before.elapsed_time(now) / 1e3 if self._is_cuda else now - before)
@@ -111,7 +110,7 @@ class Clock:
         ]
 
 
-def _event() -> torch.cuda.Event:
+def _event(device: torch.device) -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
-    event.record()
+    event.record(torch.cuda.current_stream(device))  # the default would be the stream of the current device
     return event

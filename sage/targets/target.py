@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import BatchFeature
 
-from sage.attention import AttentionRecorder, causal_mask, tile_mask, use_tree_attention
+from sage.attention import AttentionRecorder, causal_mask, select_backends, tile_mask, use_tree_attention
 from sage.cache import TreeCache
 from sage.inputs.format import Inputs
 from sage.inputs.processing import Messages, Processor
@@ -60,7 +60,7 @@ class Target:
     """A Qwen2.5-VL or LLaVA-OneVision model for decoding and training.
 
     Args:
-        model: `Qwen2_5_VLForConditionalGeneration` or `LlavaOnevisionForConditionalGeneration`.
+        model: `Qwen2_5_VLForConditionalGeneration` or `LlavaOnevisionForConditionalGeneration`, on the device it will run on.
         processor: a `Processor` or a Hugging Face processor; not needed if inputs are tensors.
 
     Raises:
@@ -82,6 +82,7 @@ class Target:
         self.embed_tokens: nn.Module = model.get_input_embeddings()
         self.lm_head: nn.Module = model.get_output_embeddings()
         self.eos_token_ids = _as_list(model.generation_config.eos_token_id)
+        select_backends(self.device)
 
     @property
     def hidden_size(self) -> int:

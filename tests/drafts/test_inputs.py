@@ -19,6 +19,7 @@ from sage import cli
 from sage.__main__ import _generate, main, parse_args
 
 LENGTH = 10
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 MAKERS = {"qwen2_5_vl": make_qwen, "llava_onevision": make_llava}
 
 
@@ -131,7 +132,7 @@ class TestCommand:
         assert self.run(folders, *words) == 2
         check_message(capsys.readouterr().err.strip().splitlines()[-1], "error: ", *parts)
 
-    @pytest.mark.parametrize("device", ["foo", "meta", "cuda:99", "cuda:x", ""])
+    @pytest.mark.parametrize("device", ["foo", "meta", "cuda:9", "cuda:x", "", pytest.param("cuda", marks=NO_GPU)])
     def test_a_device_that_is_none_here(
         self, folders: tuple[str, str], device: str, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -64,8 +64,6 @@ def process_group(device: str, timeout_s: int) -> Iterator[Ranks]:
     own_device = pick_device(device, cluster_env.local_rank())
     rank, world_size = cluster_env.rank(), cluster_env.world_size()
     backend = "cpu:gloo,cuda:nccl" if own_device.type == "cuda" else "gloo"
-    if own_device.type == "cuda":
-        torch.cuda.set_device(own_device)
     # A single rank needs neither port nor network; without a group DeepSpeed would look for MPI.
     local: dict[str, Any] = {"store": dist.HashStore()} if world_size == 1 else {}
     dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s), **local)
@@ -100,7 +98,7 @@ def is_first_failure() -> bool:
 
 
 def pick_device(device: str, local_rank: int) -> torch.device:
-    """Returns the device of a rank; raises ValueError as `process_group` does."""
+    """Returns the device of a rank and makes it torch's current device; raises ValueError as `process_group` does."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "cuda" and not count:
         raise ValueError("launch.device=cuda: PyTorch sees no GPU; use launch.device=cpu, or install a CUDA build of torch")
@@ -108,4 +106,5 @@ def pick_device(device: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if local_rank >= count:
         raise ValueError(f"launch.gpus: rank {local_rank} of this machine finds only {count} GPU(s); start at most {count}")
+    torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
