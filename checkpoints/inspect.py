@@ -161,7 +161,7 @@ def _describe_run(found: Description) -> None:
         found.problems += inner.problems
         found.facts[name] = f"{inner.facts.get('architecture')}, {inner.facts.get('parameters')} parameters"
     if drafts:
-        source = find_source(folder, DRAFT if DRAFT in drafts else drafts[0])
+        source = find_source(folder / (DRAFT if DRAFT in drafts else drafts[0]))
         found.facts["steps trained"] = source.step
         found.add_report(source.report)
     found.facts["later checks"] = [f"{path.parent.name}/{path.name}" for path in list_checks(folder)]

@@ -9,7 +9,8 @@
     validation/step_########/report.json   measured by the run itself
     checks/DRAFT_step_########/report.json  measured later by sage-validate; never replaces another measurement
 
-Owns: names, readers, the validation score. Does not own: writing (train), checkpoints (checkpoints.store).
+Owns: names, readers, the validation score. Does not own: writing (train), checkpoints (checkpoints.store),
+the draft that a user names (sage.drafts.location).
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from typing import Any
 
 import yaml
 
+from sage.drafts import location
 from sage.manifest import has_manifest, read_manifest
 from sage.trees.names import AUTOREGRESSIVE, SAGE
 
-CONFIG, PROVENANCE, METRICS = "config.yaml", "provenance.json", "metrics.jsonl"
+CONFIG, DRAFT, BEST_DRAFT = location.RUN_CONFIG, location.DRAFT, location.BEST_DRAFT
+PROVENANCE, METRICS = "provenance.json", "metrics.jsonl"
 STATE, VALIDATION, CHECKS = "state", "validation", "checks"
-DRAFT, BEST_DRAFT = "draft", "draft_best"
 REPORT, REPORT_PAGE = "report.json", "report.md"
 STEP_NAME = re.compile(r"step_(\d{8})")
 CHANGED_CONFIG = re.compile(r"config_(\d+)_from_step_(\d{8})\.yaml")

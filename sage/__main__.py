@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from sage import cli
-from sage.dtypes import SHORT_NAMES, torch_dtype
+from sage.dtypes import torch_dtype
 from sage.trees.names import POLICIES
 
 GREEN, RESET, DIM = "\x1b[32m", "\x1b[0m", "\x1b[2m"
@@ -17,8 +17,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(prog="sage-generate", description=__doc__)
     add = parser.add_argument
-    add("--target", help="folder or hub id of the target; default: the one the draft was trained for")
-    add("--draft", help="folder of the draft, for example runs/demo/draft; not needed for --policy autoregressive")
+    cli.add_model_options(parser)
     add("--image", action="append", default=[], help="path or URL of an image; can be repeated")
     add("--video", action="append", default=[], help="video file or folder of frames; can be repeated")
     add("--prompt", required=True, help="text of the prompt")
@@ -39,8 +38,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="how visual tokens are selected: attention, uniform or random (default: %(default)s)",
     )
     add("--seed", type=int, default=0, help="seed of the sampling noise (default: %(default)s)")
-    add("--device", default="cpu", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
-    add("--dtype", default="float32", choices=tuple(SHORT_NAMES), help="dtype of target and draft (default: %(default)s)")
+    cli.add_device_option(parser, "cpu")
+    cli.add_dtype_option(parser, "float32", "dtype of target and draft (default: %(default)s)")
     add("--explain", action="store_true", help="print the tree and the policy's decision of every round")
     add("--show-drafted", action="store_true", help="print accepted draft tokens in green")
     return parser.parse_args(argv)
@@ -60,13 +59,13 @@ def _generate(args: argparse.Namespace) -> None:
     logging.disable_progress_bar()
     messages = [{"role": "user", "content": _content(args)}]
     policy, sampling = sage.policy(args.policy), sage.Sampling.from_attributes(args)
-    path = _target_path(args)
     if policy.num_candidates and not args.draft:
         raise ValueError(
             f"--draft: missing, and the policy {args.policy!r} needs one; give a draft folder or --policy autoregressive"
         )
+    path, folder = cli.find_models(args)
     target = sage.load_target(path, dtype=torch_dtype(args.dtype), device=cli.resolve_device(args.device))
-    draft = sage.load_draft(args.draft, target) if args.draft else None
+    draft = sage.load_draft(folder, target) if folder is not None else None
     generation = start(
         target,
         draft,
@@ -89,19 +88,6 @@ def _content(args: argparse.Namespace) -> list[dict[str, Any]]:
         raise ValueError("--prompt: empty; give a text, for example 'Describe the image.'")
     media = [{"type": kind, kind: source} for kind in ("image", "video") for source in getattr(args, kind)]
     return [*media, {"type": "text", "text": args.prompt}]
-
-
-def _target_path(args: argparse.Namespace) -> str:
-    from sage.model_files import read_config
-
-    if args.target:
-        return args.target
-    if not args.draft:
-        raise ValueError("--target: missing; give a target folder or hub id, or a --draft whose config.json names its target")
-    path = read_config(args.draft).get("target_path")
-    if not path:
-        raise ValueError(f"--draft: {args.draft}: its config.json names no target; give --target as well")
-    return str(path)
 
 
 def _explain(policy: Any, stats: Any) -> None:

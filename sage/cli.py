@@ -1,11 +1,17 @@
-"""Exit codes, error reporting and the `--device` option shared by every command. Imports torch only to resolve a device."""
+"""What the commands share: exit codes, error reporting, and the options for models, device and dtype. Imports no torch."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from sage.drafts.location import DRAFT_HELP, find_draft, target_of
+from sage.dtypes import LONG_NAMES, SHORT_NAMES
+from sage.manifest import refuse_corrupt_draft
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +28,45 @@ def pop_debug_flag() -> bool:
         sys.argv.remove("--debug")
         return True
     return os.environ.get("HYDRA_FULL_ERROR") == "1"
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Adds `--target` and `--draft`; `find_models` reads them."""
+    default = "default: the one the draft was trained for"
+    parser.add_argument("--target", metavar="DIR_OR_ID", help=f"folder or hub id of the target; {default}")
+    parser.add_argument("--draft", metavar="RUN", help=f"{DRAFT_HELP}; not needed for the policy autoregressive")
+
+
+def find_models(args: argparse.Namespace) -> tuple[str, Path | None]:
+    """Returns the target's folder or hub id, and the draft's folder, if given, with its checksums verified; loads neither.
+
+    Raises:
+        ValueError: the draft is missing or corrupt, or no target is known.
+    """
+    if args.draft is None:
+        if args.target is None:
+            raise ValueError("--target: missing; give a folder or hub id, or a --draft that names its target")
+        return args.target, None
+    draft = find_draft(args.draft, "--draft")
+    refuse_corrupt_draft(draft)
+    from sage.drafts.loading import kind_of_folder
+
+    kind_of_folder(draft)
+    return args.target or target_of(draft, "--target"), draft
+
+
+def add_dtype_option(parser: argparse._ActionsContainer, default: str | None, text: str) -> None:
+    """Adds `--dtype`, with long and short names; `text` describes it."""
+    names = (*LONG_NAMES, *SHORT_NAMES)
+    text = f"{text}: {', '.join(names)}"
+    parser.add_argument("--dtype", metavar="NAME", choices=names, default=default, help=text)
+
+
+def add_device_option(parser: argparse._ActionsContainer, default: str) -> None:
+    """Adds `--device`; `resolve_device` reads it."""
+    parser.add_argument(
+        "--device", default=default, help="auto (a GPU if there is one), cpu, cuda or cuda:N; default %(default)s"
+    )
 
 
 def resolve_device(name: str) -> torch.device:

@@ -1,6 +1,6 @@
 """sage-export: exports a trained draft for vLLM or SGLang and checks it before it is served.
 
-sage-export RUN_OR_DRAFT --format eagle3 --out DIR        write an export (also: speculators, eagle --flavour vllm|sglang)
+sage-export RUN --format eagle3 --out DIR                 write an export (also: speculators, eagle --flavour vllm|sglang)
 sage-export --check DIR [--target DIR]                    list the errors of a draft and their effect in an engine
 sage-export --inspect DIR                                 describe a folder and verify its checksums
 sage-export --import DIR --target DIR --out DIR           convert a third-party EAGLE-3 draft for our decoder
@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sage import cli
-from sage.dtypes import SHORT_NAMES, torch_dtype
+from sage.drafts.location import DRAFT_HELP
+from sage.dtypes import dtype_name, torch_dtype
 
 if TYPE_CHECKING:
     from checkpoints.export.exporter import ExportOptions
     from checkpoints.export.validator.findings import CheckResult
 
 EXPORT_ONLY = (
-    *("format", "flavour", "draft", "report", "target_name", "license", "license_link", "push_to_hub"),
+    *("format", "flavour", "report", "target_name", "license", "license_link", "push_to_hub"),
     *("allow_unserved", "allow_uncompressed"),
 )
 
@@ -33,7 +34,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="sage-export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("source", nargs="?", help="folder of a run or of a draft")
+    parser.add_argument("source", nargs="?", metavar="RUN", help=DRAFT_HELP)
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--check", metavar="DIR", help="check the folder of a draft, of this project or third-party")
     mode.add_argument("--inspect", metavar="DIR", help="describe a folder and verify its checksums")
@@ -52,13 +53,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def _add_export(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--format", help="eagle3 (vLLM and SGLang), speculators (vLLM), or eagle (with --flavour)")
     group.add_argument("--flavour", choices=("vllm", "sglang"), help="the engine, for --format eagle")
-    group.add_argument(
-        "--dtype", default="bfloat16", choices=tuple(SHORT_NAMES), help="dtype of the weights (default: %(default)s)"
-    )
+    cli.add_dtype_option(group, "bfloat16", "dtype of the weights (default: %(default)s)")
     group.add_argument(
         "--target-name", metavar="ID", help="name of the target in configs and serve commands; default: as it was loaded"
     )
-    group.add_argument("--draft", choices=("draft", "draft_best"), help="which draft of a run; default: the best one")
     group.add_argument(
         "--report", metavar="DIR", help="measurements of the model card, such as RUN/checks/NAME; default: the run's own"
     )
@@ -176,8 +174,8 @@ def _export(args: argparse.Namespace) -> int:
     print(f"draft: {result.source.draft}{f', {result.source.step} steps' if result.source.step is not None else ''}")
     for warning in [*result.warnings, *map(str, result.check.warnings)]:
         print(f"warning: {warning}")
-    rounding = f"rounding to {args.dtype} changes outputs by up to {result.rounding.max_abs_difference:.3g}"
-    print(f"{result.folder}: valid, bit-identical after reloading; {rounding}")
+    dtype, difference = dtype_name(torch_dtype(args.dtype)), f"{result.rounding.max_abs_difference:.3g}"
+    print(f"{result.folder}: valid, bit-identical after reloading; rounding to {dtype} changes outputs by up to {difference}")
     if args.push_to_hub:
         print(push_to_hub(result.folder, args.push_to_hub, args.private))
     return cli.EXIT_DONE
@@ -194,7 +192,6 @@ def _options(args: argparse.Namespace) -> ExportOptions:
         embedding=args.embedding,
         overwrite=args.overwrite,
         name=args.push_to_hub,
-        draft=args.draft,
         report=args.report,
         license=args.license,
         license_link=args.license_link,

@@ -46,7 +46,6 @@ class ExportOptions:
         embedding: write the target's embedding too; None = only for `speculators`.
         overwrite: replace an existing export.
         name: the export's name in the card's commands; None = its folder.
-        draft: which draft of a run (`draft`, `draft_best`); None = the best.
         report: the report.json with the card's measurements, or its folder; None = the run's own.
         license, license_link: for the model card; None = not stated.
         allow_unserved: export although no engine serves the target's family.
@@ -60,7 +59,6 @@ class ExportOptions:
     embedding: bool | None = None
     overwrite: bool = False
     name: str | None = None
-    draft: str | None = None
     report: str | None = None
     license: str | None = None
     license_link: str | None = None
@@ -87,7 +85,7 @@ def export(path: Path | str, out: Path | str, format_: Format | str, options: Ex
         InvalidExport: the written export would not compute what the draft computes; `out` is unchanged.
     """
     out, format_, options = Path(out), _parse_format(format_), options or ExportOptions()
-    source = find_source(Path(path), options.draft)
+    source = find_source(Path(path))
     if options.report is not None:
         source = with_report(source, Path(options.report))
     trained = load_trained(source.draft)

@@ -6,22 +6,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from checkpoints.export.weight_files import CONFIG
 from checkpoints.run_folder import (
-    BEST_DRAFT,
-    DRAFT,
     PROVENANCE,
     REPORT,
     describe_recipe_changes,
     draft_report,
     draft_step,
-    is_run,
     read_report,
     read_run_config,
     run_of,
 )
-from checkpoints.run_folder import CONFIG as RUN_CONFIG
 from sage.drafts.head import DraftHead
+from sage.drafts.location import find_draft
 from sage.drafts.registry import head_kind
 from sage.files import read_json
 from sage.manifest import refuse_corrupt_draft
@@ -54,29 +50,15 @@ class DraftSource:
     report: dict[str, Any] | None = None
 
 
-def find_source(path: Path, name: str | None = None) -> DraftSource:
-    """Finds the draft in the folder of a run or of a draft.
-
-    Args:
-        name: which draft of a run; None = `draft_best`, or `draft` if there is no best one.
+def find_source(path: Path) -> DraftSource:
+    """Finds the draft that `path` names (see `find_draft`), and the run that contains it.
 
     Raises:
-        ValueError: the folder contains no draft.
+        ValueError: there is no draft.
     """
-    if not path.is_dir():
-        raise ValueError(f"{path}: no such folder; give the folder of a run or of a draft")
-    if not is_run(path):
-        if not (path / CONFIG).is_file():
-            raise ValueError(f"{path}: neither a run ({RUN_CONFIG}) nor a draft ({CONFIG})")
-        if name:
-            raise ValueError(f"--draft {name}: {path} is the folder of a draft, not of a run; drop --draft")
-        run = run_of(path)
-        return _of_run(path, run) if run else DraftSource(draft=path)
-    names = [name] if name else [BEST_DRAFT, DRAFT]
-    for candidate in names:
-        if (path / candidate / CONFIG).is_file():
-            return _of_run(path / candidate, path)
-    raise ValueError(f"{path}: the run has no {' or '.join(names)} yet; train further, or give another --draft")
+    draft = find_draft(path)
+    run = run_of(draft)
+    return _of_run(draft, run) if run else DraftSource(draft=draft)
 
 
 def _of_run(draft: Path, run: Path) -> DraftSource:

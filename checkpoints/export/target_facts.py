@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from checkpoints.export.weight_files import Weights
+from sage.hub import require_hub
 
 ARCHITECTURES = {
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
@@ -86,13 +87,14 @@ class TargetFacts:
         """Reads a target's config.json; no weights are read.
 
         Raises:
-            ValueError: no readable config, or an unknown model family.
+            ValueError: no readable config, an unknown model family, or a hub that cannot be reached.
         """
         from transformers import AutoConfig
 
         name = str(path_or_id)
         if not Path(name).is_dir() and (name.count("/") != 1 or name.startswith((".", "/", "~"))):
             raise ValueError(f"--target {name}: no such folder; give a target's folder or a hub id like owner/name")
+        require_hub(name, "--target")
         try:
             config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         except (OSError, ValueError) as error:

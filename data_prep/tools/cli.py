@@ -23,6 +23,7 @@ from data_prep.tools.html_report import render_html
 from data_prep.tools.jsonl_writer import MediaFolder, as_line
 from data_prep.tools.regenerate import RegenerationResult, answerer, regenerate
 from data_prep.tools.stats import Statistics, measure, sample
+from sage.drafts.location import find_draft
 from sage.inputs.processing import Processor
 from sage.progress import progress_bar
 
@@ -104,7 +105,7 @@ def regenerate_data(
     provenance = {
         "target": target.name,
         "target_fingerprint": target.fingerprint,
-        "draft": _digest(Path(settings.draft)) if settings.draft else None,
+        "draft": _digest(find_draft(settings.draft)) if settings.draft else None,
         "dtype": str(target.dtype),
         "data": dataset.fingerprint,
         "num_frames": config.num_frames,

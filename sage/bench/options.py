@@ -12,13 +12,13 @@ import sage
 from sage.bench import costs as cost
 from sage.bench.runners import BASELINES, HF_GENERATE, PROMPT_LOOKUP
 from sage.bench.shapes import SHAPES
-from sage.dtypes import LONG_NAMES
+from sage.cli import add_device_option, add_dtype_option, add_model_options
 
 DEFAULT_POLICIES = "chain,static,sage"
 EXAMPLES = """\
 several configurations of one policy side by side, on the captions of a file of prompts:
   sage-data action=convert data=pocket split=validation data.num_examples=400 out=prompts.jsonl
-  python -m sage.bench --target data_prep/pocket/targets/pocket_qwen2_5_vl --draft runs/demo/draft \\
+  python -m sage.bench --draft runs/demo_pocket_qwen2_5_vl \\
       --prompts prompts.jsonl --family caption --num-prompts 16 \\
       --policies chain,cost_aware --policy sage:max_width=2,min_width=1 --policy deep=sage:max_depth=12,max_width=2 \\
       --baselines hf_generate,hf_prompt_lookup --out bench.json
@@ -105,8 +105,7 @@ def compare_parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--target", required=True, metavar="DIR_OR_ID", help="the target model")
-    parser.add_argument("--draft", metavar="DIR", help="the draft; optional with --policies autoregressive")
+    add_model_options(parser)
     _variant_options(parser)
     _prompt_options(parser)
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
@@ -117,8 +116,8 @@ def compare_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=3, help="timed runs per prompt; the median counts")
     parser.add_argument("--warmup", type=int, default=1)
-    parser.add_argument("--dtype", choices=tuple(LONG_NAMES), help="default: the dtype of the checkpoint")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    add_dtype_option(parser, None, "dtype of target and draft (default: that of the checkpoint)")
+    add_device_option(parser, "auto")
     parser.add_argument("--replay", action="store_true", help="also replay every policy on the same recorded drafts")
     parser.add_argument("--out", metavar="FILE", help="write the report as JSON, for `python -m train.report FILE`")
     return parser
@@ -177,8 +176,8 @@ def costs_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--bandwidth", type=float, metavar="GB/S", help="do not measure; lower bounds for a device with this memory bandwidth"
     )
-    parser.add_argument("--dtype", choices=tuple(LONG_NAMES), default="bf16")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    add_dtype_option(parser, "bf16", "dtype of the weights (default: %(default)s)")
+    add_device_option(parser, "auto")
     parser.add_argument("--project", metavar="FILE", help="a report.json whose host overhead is projected to this shape")
     parser.add_argument("--out", metavar="FILE", help="write the tables as JSON")
     return parser

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sage.drafts.head import DraftHead
+from sage.drafts.location import find_draft
 from sage.drafts.model import ModelDraft
 from sage.drafts.pruning import KEEP_ALL, Pruning
 from sage.drafts.registry import KINDS, DraftKind, StudentKind, draft_kind, head_kind
@@ -54,11 +55,11 @@ def load_draft(path: str | Path, target: Target, dtype: torch.dtype | None = Non
     """Loads a draft for a target: a trained head, or a smaller target of the same family.
 
     Args:
-        path: folder with config.json and model.safetensors.
+        path: a run (its best draft), a draft of a run, or the folder of any draft; see `find_draft`.
         dtype: dtype of a smaller target; None = the target's, the only one for a head, which reads the target's features.
 
     Raises:
-        ValueError: no draft in the folder, a corrupt one, a head in another dtype, or one for another target (names both).
+        ValueError: no draft there, a corrupt one, a head in another dtype, or one for another target (names both).
     """
     draft = open_draft(path, target, dtype or target.dtype)
     if isinstance(draft, DraftHead) and draft.dtype != target.dtype:
@@ -70,7 +71,7 @@ def load_draft(path: str | Path, target: Target, dtype: torch.dtype | None = Non
 
 def open_draft(path: str | Path, target: Target, dtype: torch.dtype) -> Draft:
     """`load_draft` in any dtype, with its other errors: training keeps a head in float32 beside a target in bfloat16."""
-    folder = Path(path)
+    folder = find_draft(path)
     refuse_corrupt_draft(folder)
     draft: Draft = kind_of_folder(folder).draft_class().load(folder, target, dtype)
     return draft
@@ -83,7 +84,10 @@ def kind_of_folder(folder: Path) -> DraftKind:
         return next(kind for kind in KINDS.values() if kind.student is StudentKind.model)
     kind = head_kind(stored.get("model_type"))
     if kind is None or not stored.get("target"):
-        raise ValueError(f"draft: {folder}: model_type {stored.get('model_type')!r} is not a draft of this package")
+        raise ValueError(
+            f"draft: {folder}: model_type {stored.get('model_type')!r} is not a draft of this package; sage-export --import "
+            "converts EAGLE-3 drafts"
+        )
     return kind
 
 

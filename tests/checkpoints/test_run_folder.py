@@ -60,7 +60,7 @@ def test_step_and_report_of_the_best_draft_are_those_of_its_manifest(run: Path) 
     assert source.report is not None and source.report["policies"]["chain"]["speedup"] == 1.9
     found = inspect_folder(run / "draft_best")
     assert found.facts["steps trained"] == 200 and found.table["sage"]["tokens_per_target_pass"] == 2.25
-    assert find_source(run, "draft").step == 300
+    assert find_source(run / "draft").step == 300
     assert inspect_folder(run).facts["steps trained"] == 300
 
 
@@ -72,7 +72,7 @@ def test_a_draft_without_manifest_has_no_step(run: Path) -> None:
 
 def test_a_draft_saved_after_the_last_validation_has_no_report(run: Path) -> None:
     edit_json_manifest(run / "draft", 350)
-    source = find_source(run, "draft")
+    source = find_source(run / "draft")
     assert (source.step, source.report) == (350, None)
 
 
@@ -93,7 +93,7 @@ def test_a_later_check_replaces_no_measurement(run: Path, tmp_path: Path) -> Non
         chosen = with_report(source, path).report
         assert chosen is not None and chosen["prompts"] == prompts
     with refused(str(checks[0]), "200", "300"):
-        with_report(find_source(run, "draft"), checks[0])
+        with_report(find_source(run / "draft"), checks[0])
     with refused(str(tmp_path / "none")):
         with_report(source, tmp_path / "none")
 

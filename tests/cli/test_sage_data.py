@@ -271,7 +271,7 @@ def test_interrupted_regeneration_exits_with_3_once_answers_are_saved(
         (["limit=-1"], "limit=-1"),
         (["action=convert"], "out=FILE.jsonl"),
         (["out=page.txt"], "out=page.txt"),
-        (["action=regenerate", "out=a.jsonl", "regenerate.draft=/nowhere"], "regenerate.draft=/nowhere"),
+        (["action=regenerate", "out=a.jsonl", "regenerate.draft=/nowhere"], "regenerate.draft: /nowhere"),
         (["action=convert", "out=a.jsonl", "limit=3"], "limit=3"),
         (["regenerate.seed=1"], "regenerate.seed=1"),
         (["launch.gpus=8"], "launch.gpus=8"),

@@ -142,7 +142,6 @@ class TestCommand:
             (("lone", "--format", "eagle3", "--out", "o", "--json"), ("--json", "--check", "--inspect")),
             (("lone", "--format", "eagle3", "--out", "o", "--levels", "1,2,3"), ("--levels", "--import")),
             (("lone", "--format", "eagle3", "--out", "o", "--private"), ("--private", "--push-to-hub")),
-            (("lone", "--format", "eagle3", "--out", "o", "--draft", "draft"), ("--draft draft", "lone")),
             (("--import", "export", "--out", "o"), ("--target: missing",)),
             (("--import", "export", "--out", "o", "--target", "target", "--levels", "a"), ("--levels a", "2,14,25")),
         ],
@@ -174,8 +173,8 @@ class TestCard:
         _, body = self.card(home, tmp_path)
         assert "| `sage` | 2.50 | 1.50 | 50.0 | 1.75x | 1.50x | 4/4 |" in body
         assert "4 prompts, float32 on cpu, temperature 0, at most 64 new tokens" in body
-        _, body = self.card(home, tmp_path / "last", draft="draft")
-        assert "| `sage` | 2.25 |" in body
+        last = export_draft(home / "run" / "draft", tmp_path / "last", "eagle3").folder
+        assert "| `sage` | 2.25 |" in (last / "README.md").read_text()
 
     def test_measurements_of_a_later_check(self, home: Path, tmp_path: Path, command: Any) -> None:
         check = tmp_path / "check"
@@ -245,7 +244,6 @@ class TestCard:
 class TestSource:
     def test_steps_of_the_drafts(self, home: Path) -> None:
         assert find_source(home / "run").step == 100
-        assert find_source(home / "run", "draft").step == 200
         assert find_source(home / "run" / "draft").step == 200
         assert find_source(home / "lone").step is None
 

@@ -7,6 +7,7 @@ from huggingface_hub import constants
 from support.messages import refused
 
 import sage
+from checkpoints.export.target_facts import TargetFacts
 from data_prep.sources.hub import load_table
 from sage import hub
 from sage.hub import HubUnreachable
@@ -40,6 +41,12 @@ def test_target_is_requested_once(client: Unreachable) -> None:
 def test_data_set_is_requested_once(client: Unreachable, tmp_path: Path) -> None:
     with refused("data.path: nobody/nothing", constants.ENDPOINT, "HF_HOME", error=HubUnreachable):
         load_table("nobody/nothing", "", "train", str(tmp_path), streaming=False)
+    assert client.num_requests == 1
+
+
+def test_the_target_of_an_export_is_requested_once(client: Unreachable) -> None:
+    with refused("--target: nobody/nothing", constants.ENDPOINT, "HF_HOME", error=HubUnreachable):
+        TargetFacts.of_folder("nobody/nothing")
     assert client.num_requests == 1
 
 

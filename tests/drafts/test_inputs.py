@@ -175,11 +175,7 @@ class TestCommand:
         self, folders: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert self.command(monkeypatch, "--draft", folders[1], "--max-new-tokens", "2") == 0
-        for content, message in {
-            None: "config.json",
-            "{": "config.json",
-            "{}": "--target",
-        }.items():
+        for content, message in {None: "config.json", "{": "config.json", "{}": "model_type"}.items():
             if content is not None:
                 (tmp_path / "config.json").write_text(content)
             capsys.readouterr()

@@ -225,7 +225,7 @@ WRONG = {
     "seed=-1": ["seed=-1:"],
     "run.dir=": ["run.dir=:"],
     "target.path=/no/such/folder": ["target.path=/no/such/folder:"],
-    "draft.path=./nothing": ["draft.path=./nothing:"],
+    "draft.path=./nothing": ["draft.path: ./nothing:", "RUN/draft_best"],
     "data=llava_instruct": ["data.path:"],
     "data.max_length=1": ["data.max_length", "1"],
     "train.epochs=null": ["train.epochs, train.max_steps:"],

@@ -149,7 +149,7 @@ def test_recipe_changes_are_recorded_with_their_step(tmp_path: Path, target: Pat
     assert [line["lr"] for line in losses if "lr" in line] == [8e-3, 8e-3, 8e-3, 1e-3]
 
     described = "from step 3: optim.lr 0.008 -> 0.001"
-    assert find_source(run, "draft").recipe_changes == [described]
+    assert find_source(run / "draft").recipe_changes == [described]
     assert inspect_folder(run).facts["recipe changed"] == [described]
     assert described in (run / "report.md").read_text()
 

@@ -16,6 +16,7 @@ from data_prep.config import RegenerateConfig, validate
 from data_prep.files import check_writable
 from data_prep.splits import Split
 from sage.cli import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED
+from sage.drafts.location import find_draft
 from train.config.checks import check_path
 from train.config.hydra_app import NOTHING_SAVED, configure_logging, run_app
 from train.config.overrides import launch_keys, refuse_unused, task_overrides
@@ -117,7 +118,7 @@ def check(config: DataCommand) -> None:
         if getattr(config, name) < 0:
             raise ConfigError(f"{name}={getattr(config, name)}; allowed: 0 or more")
     if config.regenerate.draft:
-        check_path("regenerate.draft", config.regenerate.draft)
+        find_draft(config.regenerate.draft, "regenerate.draft")
 
 
 class Stopped(Exception):

@@ -13,10 +13,11 @@ from typing import Any
 from checkpoints.run_folder import REPORT, draft_step
 from data_prep.files import check_writable
 from sage.cli import EXIT_DONE, run
+from sage.manifest import refuse_corrupt_draft
 from train.config.checks import check_decode, check_path
 from train.config.hydra_app import configure_logging, run_app
-from train.config.overrides import launch_keys, refuse_unused, task_overrides
-from train.config.schema import ValidateConfig
+from train.config.overrides import key_of, launch_keys, refuse_unused, task_overrides
+from train.config.schema import ConfigError, ValidateConfig
 from train.launch import cluster_env
 from train.report.compare import run_command
 from train.validation.selection import Checkpoint, find_checkpoint, settle
@@ -50,7 +51,10 @@ def run_validation(config: ValidateConfig, overrides: Sequence[str] | None = Non
     """
     given = task_overrides() if overrides is None else list(overrides)
     refuse_unused(given, UNUSED)
+    if [key_of(override) for override in given].count("checkpoint") > 1:
+        raise ConfigError("checkpoint: given twice (draft= is another name for it); give one draft")
     checkpoint = find_checkpoint(config)
+    refuse_corrupt_draft(checkpoint.draft)  # before a large target is loaded
     config = settle(config, checkpoint, given)
     check_decode(config.decode)
     check_path("target.path", config.target.path)
@@ -62,8 +66,8 @@ def run_validation(config: ValidateConfig, overrides: Sequence[str] | None = Non
 
 
 def _alias(argument: str) -> str:
-    """Replaces `draft=DIR` by `draft.path=DIR`; the kind of a saved draft is not a choice."""
-    return f"draft.path={argument.removeprefix('draft=')}" if argument.startswith("draft=") else argument
+    """Replaces `draft=`, the name of a draft in the other commands, by `checkpoint=`."""
+    return f"checkpoint={argument.removeprefix('draft=')}" if argument.startswith("draft=") else argument
 
 
 def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from data_prep.config import validate as check_data_fields
 from data_prep.sources import KINDS as SOURCE_KINDS
 from data_prep.splits import Split
+from sage.drafts.location import find_draft
 from sage.drafts.options import Eagle3Options, ModelOptions, TrainedPart
 from sage.drafts.registry import KINDS
 from sage.trees.names import AUTOREGRESSIVE, POLICIES
@@ -52,8 +53,6 @@ def check(config: Config) -> None:
         check_run_folder(config.run)
         check_same_run(config)
     check_path("target.path", config.target.path)
-    if config.draft.path is not None:
-        check_path("draft.path", config.draft.path)
     _check_draft(config)
     _check_data(config)
     _check_train(config)
@@ -110,6 +109,8 @@ def _check_draft(config: Config) -> None:
     for name in SIZES:
         if config.draft.path is not None and getattr(config.draft, name, None) is not None:
             _refuse(f"draft.{name}", getattr(config.draft, name), "null with draft.path", "a saved draft has its own")
+    if config.draft.path is not None:
+        find_draft(config.draft.path, "draft.path")
     _check_compressor(config)
     if isinstance(config.draft, Eagle3Options):
         _check_eagle3(config.draft)

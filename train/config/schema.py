@@ -249,23 +249,15 @@ class Config:
 
 
 @dataclass(kw_only=True)
-class DraftChoice:
-    """A saved draft: its name in the run folder (`draft`, `draft_best`), or any folder."""
-
-    path: str = "draft"
-
-
-@dataclass(kw_only=True)
 class ValidateConfig:
     """The configuration of `sage-validate`. For a run, keys not given on the command line come from its config.yaml.
 
     Attributes:
-        checkpoint: a run folder or the folder of a draft.
+        checkpoint: a run (its best draft), RUN/draft, RUN/draft_best or the folder of a draft; also as `draft=`.
         out: `validation/step_########/` is written below it; default: a new folder in `checks/` of the run.
     """
 
     checkpoint: str | None = None
-    draft: DraftChoice = field(default_factory=DraftChoice)
     out: str | None = None
     debug: bool = False
     target: TargetConfig = field(default_factory=TargetConfig)

@@ -12,6 +12,7 @@ from torch import Tensor
 import sage
 from data_prep.dataset.vocabulary import count_tokens, most_frequent
 from sage.drafts.loading import Draft, open_draft
+from sage.drafts.location import find_draft
 from sage.drafts.model import ModelDraft
 from sage.drafts.options import ModelOptions, TrainedPart
 from sage.drafts.registry import KINDS
@@ -37,7 +38,9 @@ def build_student(config: Config, target: sage.Target, dataset: Any, ranks: Rank
     if chosen.path is None:
         draft = fresh_draft(config, target, draft_vocabulary(chosen, target, dataset, ranks))
     else:
-        draft = open_draft(chosen.path, target, torch.float32)
+        folder = find_draft(chosen.path, "draft.path")
+        draft = open_draft(folder, target, torch.float32)
+        logger.info("draft: continues from %s", folder)
         check_kind(chosen, draft)
         _check_same(chosen, draft)
     return new_student(draft, config)

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConf
 import sage
 from sage.drafts.head import DraftHead
 from sage.drafts.loading import Draft
+from sage.drafts.location import find_draft
 from sage.drafts.model import ModelDraft
 from sage.drafts.registry import head_kind
 from sage.hub import require_hub
@@ -102,10 +103,10 @@ def meta_draft(config: Config, target: sage.Target) -> nn.Module:
     if chosen.path is None:
         size = getattr(chosen, "draft_vocab_size", None)
         draft: Draft = fresh_draft(config, target, None if size is None else torch.arange(size))
-    elif is_target_folder(chosen.path):
-        draft = ModelDraft(meta_target(AutoConfig.from_pretrained(chosen.path)), target)
+    elif is_target_folder(folder := find_draft(chosen.path, "draft.path")):
+        draft = ModelDraft(meta_target(AutoConfig.from_pretrained(folder)), target)
     else:
-        draft = _meta_head(Path(chosen.path))
+        draft = _meta_head(folder)
     check_kind(chosen, draft)
     return new_student(draft, config).draft
 

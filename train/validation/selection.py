@@ -6,7 +6,6 @@ the config.json of the draft. Imports no torch.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -16,13 +15,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from checkpoints.run_folder import CONFIG as RUN_CONFIG
-from checkpoints.run_folder import config_files, is_run, run_of
+from checkpoints.run_folder import config_files, run_of
+from sage.drafts.location import find_draft, target_of
 from train.config.overrides import key_of
-from train.config.schema import ConfigError, DataConfig, DecodeConfig, DraftChoice, TargetConfig, ValidateConfig
+from train.config.schema import ConfigError, DataConfig, DecodeConfig, TargetConfig, ValidateConfig
 from train.config.target_path import CHOICE, target_dtype, target_name
 
 Group = TypeVar("Group", TargetConfig, DataConfig, DecodeConfig)
-DRAFT_FILE = "config.json"
 CHOSEN = {"decode/policy": {"policies", "options"}, "data/validation": {"validation"}}  # fields set by a choice within a group
 
 
@@ -40,39 +39,23 @@ class Checkpoint:
 
 
 def find_checkpoint(config: ValidateConfig) -> Checkpoint:
-    """Finds the draft's folder from `checkpoint` and `draft.path`.
+    """Finds the draft that `checkpoint` names (see `find_draft`).
 
     Raises:
-        ConfigError: neither names a folder with a draft; names the drafts of the run.
+        ValueError: nothing is named, or there is no draft.
     """
-    named = Path(config.draft.path).expanduser()
     if config.checkpoint is None:
-        if config.draft.path == DraftChoice().path:
-            raise ConfigError("checkpoint: missing; give checkpoint=RUN_FOLDER, or draft=DIR with target=NAME")
-        if not (named / DRAFT_FILE).is_file():
-            raise ConfigError(f"draft={named}: no draft there ({DRAFT_FILE} is missing); give a run's draft/ folder")
-        return Checkpoint(draft=named, run=run_of(named))
-    folder = Path(config.checkpoint).expanduser()
-    if not folder.is_dir():
-        raise ConfigError(f"checkpoint={folder}: no such folder; give a run's folder or a draft's folder")
-    if (folder / DRAFT_FILE).is_file():
-        return Checkpoint(draft=folder, run=run_of(folder))
-    run = folder if is_run(folder) else None
-    for draft in (folder / config.draft.path, named):
-        if (draft / DRAFT_FILE).is_file():
-            return Checkpoint(draft=draft, run=run)
-    if run is None:
-        raise ConfigError(f"checkpoint={folder}: neither a run ({RUN_CONFIG}) nor a draft ({DRAFT_FILE}); give one of them")
-    saved = sorted(path.parent.name for path in folder.glob(f"draft*/{DRAFT_FILE}"))
-    remedy = f"it has {', '.join(saved)}" if saved else "the run has not saved one yet"
-    raise ConfigError(f"draft={config.draft.path}: no draft of that name in {folder}; {remedy}")
+        raise ConfigError("checkpoint: missing; give checkpoint=RUN, or draft=DIR with target=NAME")
+    draft = find_draft(config.checkpoint, "checkpoint")
+    return Checkpoint(draft=draft, run=run_of(draft))
 
 
 def settle(config: ValidateConfig, checkpoint: Checkpoint, overrides: Sequence[str]) -> ValidateConfig:
     """Returns the configuration with settings that are not overridden taken from the run, or from the draft itself.
 
     Raises:
-        ConfigError: there is no target, or the run's config.yaml cannot be used.
+        ConfigError: the run's config.yaml cannot be used.
+        ValueError: there is no target.
     """
     overrides = [override for override in overrides if override != CHOICE]  # inserted by `with_choice`
     if checkpoint.run is not None:
@@ -86,12 +69,7 @@ def settle(config: ValidateConfig, checkpoint: Checkpoint, overrides: Sequence[s
     keys = {key_of(override) for override in overrides}
     if keys & {"target", "target.path"}:
         return config
-    path = json.loads((checkpoint.draft / DRAFT_FILE).read_text(encoding="utf-8")).get("target_path")
-    if not path:
-        raise ConfigError(
-            f"target: missing; {checkpoint.draft} belongs to no run and does not name its target; "
-            "give target=NAME or target.path=DIR"
-        )
+    path = target_of(checkpoint.draft, "target=NAME or target.path=DIR")
     dtype = config.target.dtype if "target.dtype" in keys else target_dtype(path)
     return replace(config, target=replace(config.target, name=target_name(path), path=path, dtype=dtype))
 

@@ -1,0 +1,170 @@
+"""A draft is named in the same way in every command: a run, one of its drafts, or the folder of any draft."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hydra.core.config_store import ConfigStore
+from support.messages import check_message, refused
+from support.validate_helpers import save_draft, save_run, save_target
+
+import sage
+from checkpoints.export.__main__ import main as sage_export
+from data_prep.config import RegenerateConfig
+from data_prep.tools import cli as data_cli
+from sage.__main__ import main as sage_generate
+from sage.bench.__main__ import main as bench
+from sage.bench.options import compare_parser
+from sage.drafts.location import find_draft, target_of
+from sage.manifest import write_manifest
+from train.cli.data import DataCommand
+from train.cli.data import check as check_data_command
+from train.config.checks import check
+from train.config.hydra_app import compose
+from train.config.schema import Config
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_target(tmp_path_factory.mktemp("names") / "target")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, target: Path) -> Path:
+    """A run whose best draft is of step 7 and whose latest one is of step 12."""
+    run = save_run(tmp_path_factory.mktemp("names") / "run", target)
+    best = shutil.copytree(run / "draft", run / "draft_best")
+    (best / "manifest.json").unlink()
+    write_manifest(best, step=7)
+    return run
+
+
+def test_a_run_stands_for_its_best_draft(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_draft(run) == run / "draft_best"
+    assert find_draft(str(run / "draft")) == run / "draft"
+    monkeypatch.setenv("HOME", str(run.parent))
+    assert find_draft("~/run") == run / "draft_best"
+    unscored = shutil.copytree(run, tmp_path / "unscored", ignore=shutil.ignore_patterns("draft_best"))
+    assert find_draft(unscored) == unscored / "draft"
+    shutil.rmtree(unscored / "draft")
+    with refused("--draft: ", "unscored", "draft_best or draft", "train further"):
+        find_draft(unscored, "--draft")
+    with refused("--draft: ", "neither a run (config.yaml) nor a draft (config.json)", "RUN/draft_best"):
+        find_draft(tmp_path, "--draft")
+    with refused("--draft: ", "no such folder", "RUN/draft_best"):
+        find_draft(tmp_path / "none", "--draft")
+
+
+def test_the_target_of_a_draft(run: Path, target: Path, tmp_path: Path) -> None:
+    assert target_of(run / "draft", "--target") == str(target)
+    (tmp_path / "config.json").write_text("{}")
+    with refused("target: missing", "give --target"):
+        target_of(tmp_path, "--target")
+    (tmp_path / "config.json").write_text("{")
+    with refused("config.json", "copy the draft again"):
+        target_of(tmp_path, "--target")
+
+
+@pytest.fixture(params=["", "draft_best", "draft", "copy"])
+def name(request: pytest.FixtureRequest, run: Path, tmp_path: Path) -> Path:
+    """Every way to name a draft: the run, one of its drafts, a draft without a run."""
+    return Path(shutil.copytree(run / "draft", tmp_path / "copy")) if request.param == "copy" else run / request.param
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The drafts that were verified, instead of loading anything."""
+    found: list[Path] = []
+
+    class Found(Exception):
+        pass
+
+    def refuse_corrupt_draft(folder: Path) -> None:
+        found.append(folder)
+        raise ValueError("found")
+
+    for module in ("sage.cli", "sage.drafts.loading", "train.cli.validate", "checkpoints.export.source"):
+        monkeypatch.setattr(f"{module}.refuse_corrupt_draft", refuse_corrupt_draft)
+    return found
+
+
+def expected(name: Path) -> Path:
+    return name / "draft_best" if name.name == "run" else name
+
+
+COMMANDS = {
+    "sage-generate": ["--prompt", "Hi", "--draft", "NAME"],
+    "sage-validate checkpoint=": ["checkpoint=NAME"],
+    "sage-validate draft=": ["draft=NAME"],
+    "sage-export": ["NAME", "--format", "eagle", "--flavour", "vllm", "--out", "OUT"],
+    "python -m sage.bench": ["--draft", "NAME"],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands(command: str, name: Path, opened: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from train.cli.validate import main as sage_validate
+
+    words = [word.replace("NAME", str(name)).replace("OUT", str(tmp_path / "out")) for word in COMMANDS[command]]
+    monkeypatch.setattr(sys, "argv", [command, *words])
+    program: Any = {"sage-generate": sage_generate, "sage-export": sage_export, "python": bench}.get(
+        command.split()[0], sage_validate
+    )
+    with pytest.raises((SystemExit, ValueError)):
+        program()
+    assert opened == [expected(name)]
+
+
+def test_python(name: Path, opened: list[Path]) -> None:
+    with pytest.raises(ValueError, match="found"):
+        sage.load_draft(name, SimpleNamespace(dtype=None))  # type: ignore[arg-type]
+    assert opened == [expected(name)]
+
+
+def test_configurations(name: Path, target: Path, tmp_path: Path) -> None:
+    where = [f"target.path={target}", f"run.dir={tmp_path}/new"]
+    check(compose("config", [*where, f"draft.path={name}"], Config))
+    ConfigStore.instance().store(name="prepare_schema", node=DataCommand)
+    check_data_command(compose("prepare", [f"target.path={target}", f"regenerate.draft={name}"], DataCommand))
+
+
+def test_the_origin_of_regenerated_answers_is_the_draft_that_a_run_stands_for(run: Path) -> None:
+    assert data_cli._digest(find_draft(RegenerateConfig(draft=str(run)).draft)).startswith("draft_best:")
+
+
+def test_generate_verifies_the_draft_before_it_loads_the_target(
+    run: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sage, "load_target", None)
+    draft = Path(shutil.copytree(run / "draft", tmp_path / "draft"))
+    with (draft / "model.safetensors").open("ab") as file:
+        file.write(b"x")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps({"model_type": "llama", "target_path": str(target)}))
+    for folder, part in ((draft, "corrupt"), (other, "sage-export --import"), (tmp_path / "none", "no such folder")):
+        monkeypatch.setattr(sys, "argv", ["sage-generate", "--draft", str(folder), "--prompt", "Hi"])
+        with pytest.raises(SystemExit) as ended:
+            sage_generate()
+        assert ended.value.code == 2
+        check_message(capsys.readouterr().err, str(folder), part)
+
+
+def test_the_bench_takes_the_target_from_the_draft(run: Path, target: Path) -> None:
+    from sage.cli import find_models
+
+    assert find_models(compare_parser().parse_args(["--draft", str(run)])) == (str(target), run / "draft_best")
+    assert find_models(compare_parser().parse_args(["--draft", str(run), "--target", "a/b"])) == ("a/b", run / "draft_best")
+    with refused("--target: missing", "--draft"):
+        find_models(compare_parser().parse_args([]))
+
+
+def test_a_smaller_target_is_a_draft(target: Path, tmp_path: Path) -> None:
+    assert find_draft(target) == target
+    assert save_draft(tmp_path / "draft", sage.load_target(target)) == find_draft(tmp_path / "draft")
