@@ -29,6 +29,9 @@ from train.state.resume import rng_state, set_rng_state
 
 pytestmark = pytest.mark.slow
 
+# One thread, in this process as in others: sums of several threads differ in their last bits.
+SETTINGS = ("deepspeed=zero2", "launch.device=cpu", "launch.threads=1", "objective.feature_noise=0.1", "train.save_every=1")
+
 # Killed after half of the second file of the third state.
 KILLED = """
 import os, signal, sys
@@ -50,15 +53,15 @@ main()
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No launcher variables; restores the random generators."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    """No launcher variables; restores the random generators and the number of threads."""
+    threads = torch.get_num_threads()
     with single_process(monkeypatch):
         yield
+    torch.set_num_threads(threads)
 
 
 def configure(target: Path, run: Path, *overrides: str) -> Config:
-    same = ["deepspeed=zero2", "launch.device=cpu", "objective.feature_noise=0.1", "train.save_every=1"]
-    config: Config = compose("config", [*command(target, run), *same, *overrides], Config)
+    config: Config = compose("config", [*command(target, run), *SETTINGS, *overrides], Config)
     return config
 
 
@@ -68,9 +71,8 @@ def steps(run: Path) -> list[int]:
 
 def test_a_run_killed_during_a_save_resumes_bit_for_bit(target: Path, tmp_path: Path) -> None:
     straight, killed = tmp_path / "straight", tmp_path / "killed"
-    arguments = [*command(target, killed), "deepspeed=zero2", "launch.device=cpu", "objective.feature_noise=0.1"]
     done = subprocess.run(
-        [sys.executable, "-c", KILLED, *arguments, "train.save_every=1", "train.max_steps=5"],
+        [sys.executable, "-c", KILLED, *command(target, killed), *SETTINGS, "train.max_steps=5"],
         env=environment(),
         capture_output=True,
         text=True,
