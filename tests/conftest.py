@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import messages
+import torch
+from support import accelerator, messages
 from support.models import make_llava, make_qwen
 from support.train_helpers import make_target
 
@@ -72,6 +73,15 @@ def target(targets: dict[str, Path]) -> Path:
 def tiny_target(request: pytest.FixtureRequest) -> sage.Target:
     """Both families in turn."""
     return make_qwen() if request.param == "qwen2_5_vl" else make_llava()
+
+
+@pytest.fixture
+def traffic() -> Iterator[accelerator.Traffic]:
+    """A pretend accelerator for the duration of a test: its counts."""
+    if not accelerator.IS_SUPPORTED:
+        pytest.skip(f"torch {torch.__version__} cannot register a device type written in Python")
+    with accelerator.pretend_accelerator() as traffic:
+        yield traffic
 
 
 @pytest.fixture
