@@ -235,6 +235,7 @@ def interruptible() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interruptible")
+@pytest.mark.slow
 def test_interrupted_regeneration_exits_with_3_once_answers_are_saved(
     target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

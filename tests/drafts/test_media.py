@@ -329,6 +329,7 @@ def test_invalid_times_are_named(times: dict[str, Any], parts: tuple[str, ...]) 
         open_video_part({"type": "video", "video": [make_image(8)], **times})
 
 
+@pytest.mark.slow
 def test_invalid_video_files_are_named(tmp_path: Path) -> None:
     names = ["a.gif"] + (["a.mp4"] if importlib.util.find_spec("av") else [])
     for name in names:

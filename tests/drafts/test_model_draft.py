@@ -25,6 +25,7 @@ def hugging_face(target: sage.Target, inputs: dict[str, torch.Tensor]) -> list[i
 
 @pytest.mark.parametrize("family", MAKERS)
 @pytest.mark.parametrize("policy", [name for name in sage.POLICIES if name != "autoregressive"])
+@pytest.mark.slow
 def test_any_model_drafts_losslessly(family: str, policy: str) -> None:
     """The target as its own draft and an unrelated model both give the target's text."""
     target = MAKERS[family]()

@@ -78,6 +78,7 @@ def test_step_prints_the_parts_of_a_target_and_of_a_shape(
     assert "draft=eagle3, 2 steps of 2 = 2 x 1, 24 tokens" in text
 
 
+@pytest.mark.slow
 def test_unknown_and_unsupported_arguments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments, parts in (
         (["objective", "seed=1"], ("seed=1", "objective")),

@@ -196,6 +196,7 @@ def test_run_name_is_made_of_the_choices() -> None:
         (["target=qwen2_5_vl_7b", "data=llava_instruct"], "qwen2_5_vl_7b-eagle3-llava_instruct"),
     ],
 )
+@pytest.mark.slow
 def test_the_run_folder_tells_runs_apart_by_data_and_objective(overrides: list[str], name: str) -> None:
     config = compose("config", overrides, Config)
     assert (config.run.name, config.run.dir) == (name, f"runs/{name}")
@@ -301,6 +302,7 @@ def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(("overrides", "parts"), WRONG.items(), ids=WRONG.keys())
+@pytest.mark.slow
 def test_mistakes_are_refused_by_name_with_exit_code_2(
     overrides: str, parts: list[str], in_empty_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -336,6 +338,7 @@ def test_an_existing_run_folder_is_not_overwritten(tmp_path: Path) -> None:
         check(config_in(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_run_folder_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     for run in ("file", "file/run", "file/below/run"):
@@ -367,6 +370,7 @@ def test_the_command_refuses_such_a_run_folder_with_exit_code_2(
 @pytest.mark.parametrize(
     "change", ["seed=1", "train.global_batch_size=64", "draft.image_inputs=token", "score.metric=speedup", "data.cache=rows"]
 )
+@pytest.mark.slow
 def test_resuming_with_another_setting_is_refused_by_key(tmp_path: Path, change: str) -> None:
     first = config_in(tmp_path)
     (tmp_path / "run").mkdir()

@@ -258,6 +258,7 @@ def test_an_interrupt_exits_with_3_only_if_a_state_is_saved(tmp_path: Path) -> N
     check_message(str(interrupted(tmp_path)), "run.resume=true")
 
 
+@pytest.mark.slow
 def test_a_command_interrupted_before_it_saved_exits_with_1_and_ends_a_sweep(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -348,6 +349,7 @@ def test_launcher_variables_are_read_in_one_module() -> None:
     assert found == ["train/launch/cluster_env.py"]
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks_than_started_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)

@@ -125,6 +125,7 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(loss, (rows, x["head"]))
 
 
+@pytest.mark.slow
 def test_float32_is_accurate_to_float32_rounding() -> None:
     objective = objective_of(*WEIGHTS)
     small, wide = make(torch.float32), {k: v.double() if v.is_floating_point() else v for k, v in make(torch.float32).items()}
@@ -135,6 +136,7 @@ def test_float32_is_accurate_to_float32_rounding() -> None:
         assert float((mine.double() - theirs).abs().max()) < 1e-5 * float(theirs.abs().max())
 
 
+@pytest.mark.slow
 def test_distributions_with_almost_no_overlap_have_a_finite_and_exact_gradient() -> None:
     """Spread 6 gives logits of some hundreds, so that a is 1e-20 or less, and underflows in float32."""
     objective, x = objective_of("lk_weight"), make(spread=6.0)

@@ -46,6 +46,7 @@ def big(target: str, *overrides: str) -> LaunchPlan:
 
 
 @pytest.mark.parametrize(("target", "published"), PUBLISHED.items(), ids=PUBLISHED.keys())
+@pytest.mark.slow
 def test_presets_have_their_published_sizes(target: str, published: float) -> None:
     models = build_on_meta(configure(f"target={target}"))
     assert models.target_parameters / 1e9 == pytest.approx(published, rel=0.01)
@@ -63,6 +64,7 @@ def test_negative_control_another_width_has_another_size() -> None:
 @pytest.mark.parametrize(
     "draft", ["draft=eagle", "draft=eagle3 draft.draft_vocab_size=32000", "draft=model draft.num_layers=2"]
 )
+@pytest.mark.slow
 def test_every_kind_of_draft_is_planned(draft: str) -> None:
     models = build_on_meta(configure("target=qwen2_5_vl_7b", *draft.split()))
     assert 0 < models.trained_parameters <= models.draft_parameters < models.target_parameters
@@ -124,6 +126,7 @@ def base_optimizer(wrapped: Any) -> Any:
     return wrapped
 
 
+@pytest.mark.slow
 def test_each_stage_shards_its_components() -> None:
     one, eight = ({s: draft_memory(configure(f"deepspeed=zero{s}"), 1000, 1000, r) for s in range(4)} for r in (1, 8))
     for stage in range(4):
@@ -195,6 +198,7 @@ def test_a_7b_target_fits_on_eight_gpus() -> None:
     assert sum(found.memory.values()) == found.total_bytes < 80e9
 
 
+@pytest.mark.slow
 def test_a_72b_target_fits_when_sharded() -> None:
     found = big("qwen2_5_vl_72b", "launch.gpus=8")
     assert not found.fits and found.change == ["deepspeed.shard_target=true"]
@@ -242,6 +246,7 @@ def test_a_plan_without_a_fitting_change_says_so() -> None:
     assert found.change is None and "no change of batch" in render(found).splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_memory_grows_with_every_size() -> None:
     config = configure("target=qwen2_5_vl_7b", "data=llava_instruct")
     models = build_on_meta(config)

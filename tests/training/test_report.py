@@ -173,6 +173,7 @@ def test_plots_without_data_are_left_out(tmp_path):
     assert [plot.file for plot in write_plots(report, tmp_path)] == ["speed.png", "time.png"]
 
 
+@pytest.mark.slow
 def test_page_embeds_plots_by_relative_name_and_shows_the_command(tmp_path):
     report = example_report()
     page = render_page(report, write_plots(report, tmp_path))

@@ -42,6 +42,7 @@ def resumed(run: Path, *overrides: str) -> Config:
     return config
 
 
+@pytest.mark.slow
 def test_nothing_but_the_run_is_needed(tmp_path: Path) -> None:
     run = started(tmp_path, "draft=eagle3", "draft.draft_vocab_size=100", "draft/compressor=pool", "tracking=tensorboard")
     config = resumed(run)
@@ -52,11 +53,13 @@ def test_nothing_but_the_run_is_needed(tmp_path: Path) -> None:
     check(config)
 
 
+@pytest.mark.slow
 def test_keys_of_the_own_choices_need_no_choice(tmp_path: Path) -> None:
     config = resumed(started(tmp_path, "tracking=wandb"), "tracking.project=mine")
     assert [change.key for change in changes(config)] == ["tracking.project"]
 
 
+@pytest.mark.slow
 def test_the_complete_command_line_of_the_start_is_accepted_too(tmp_path: Path) -> None:
     run = started(tmp_path, "experiment=debug", "draft=eagle3", "data.num_examples=8")
     words = [f"target.path={tmp_path}", *START, "experiment=debug", "draft=eagle3", "data=pocket", "data.num_examples=8"]
@@ -70,6 +73,7 @@ def test_the_complete_command_line_of_the_start_is_accepted_too(tmp_path: Path) 
         *("tracking=tensorboard", "decode.num_prompts=3", "decode/policy=[autoregressive,chain]", "data.num_workers=1"),
     ],
 )
+@pytest.mark.slow
 def test_length_launch_tracking_and_decoding_may_change(tmp_path: Path, override: str) -> None:
     config = resumed(started(tmp_path), override)
     assert changes(config) and not any(change.is_fixed or change.is_recipe for change in changes(config))
@@ -77,6 +81,7 @@ def test_length_launch_tracking_and_decoding_may_change(tmp_path: Path, override
 
 
 @pytest.mark.parametrize("override", ["optim.lr=1e-3", "objective.steps=3", "optim=adamw_cosine", "objective=lk"])
+@pytest.mark.slow
 def test_changes_of_the_recipe_are_told_apart(tmp_path: Path, override: str) -> None:
     config = resumed(started(tmp_path), override)
     assert any(change.is_recipe for change in changes(config))
@@ -92,6 +97,7 @@ def test_changes_of_the_recipe_are_told_apart(tmp_path: Path, override: str) -> 
         *(("+data/validation=pocket", "data.validation.pocket"), ("score.metric=speedup", "score.metric=speedup")),
     ],
 )
+@pytest.mark.slow
 def test_settings_that_make_another_run_are_refused_by_key(tmp_path: Path, override: str, key: str) -> None:
     with refused(key, "run.dir", error=ConfigError):
         check(resumed(started(tmp_path), override))
@@ -105,6 +111,7 @@ def test_a_mistyped_run_is_refused(tmp_path: Path) -> None:
     assert with_resume(["a=1", "--resume=x", "b=2"]) == ["a=1", "run.dir=x", "run.resume=true", "b=2"]
 
 
+@pytest.mark.slow
 def test_a_configuration_without_newer_keys_is_resumed(tmp_path: Path) -> None:
     run = started(tmp_path)
     saved = OmegaConf.load(run / "config.yaml")
@@ -116,6 +123,7 @@ def test_a_configuration_without_newer_keys_is_resumed(tmp_path: Path) -> None:
     check(config)
 
 
+@pytest.mark.slow
 def test_a_configuration_of_another_version_is_refused(tmp_path: Path) -> None:
     run = started(tmp_path)
     with (run / "config.yaml").open("a") as file:

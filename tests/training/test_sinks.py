@@ -159,6 +159,7 @@ LOGIN = ("tracking=wandb", "wandb login", "tracking.mode=offline")
 
 
 @pytest.mark.usefixtures("logged_out")
+@pytest.mark.slow
 def test_wandb_without_a_login_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -175,6 +176,7 @@ def test_wandb_without_a_login_is_refused_before_anything_is_written(
 
 @pytest.mark.usefixtures("logged_out")
 @pytest.mark.parametrize("change", ["WANDB_API_KEY=" + 40 * "a", "WANDB_MODE=offline", "WANDB_MODE=disabled", "RANK=1"])
+@pytest.mark.slow
 def test_wandb_needs_a_login_on_rank_0_and_online_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     monkeypatch.setattr("train.monitor.sinks._has_login", lambda: "WANDB_API_KEY" in os.environ)
     config = config_in(tmp_path, "tracking=wandb")
