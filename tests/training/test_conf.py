@@ -229,7 +229,6 @@ WRONG = {
     "draft.path=./nothing": ["draft.path: ./nothing:", "RUN/draft_best"],
     "data=llava_instruct": ["data.path:"],
     "data.max_length=1": ["data.max_length", "1"],
-    "train.epochs=null": ["train.epochs, train.max_steps:"],
     "train.epochs=0": ["train.epochs=0:"],
     "train.save_every=-1": ["train.save_every=-1:"],
     "train.global_batch_size=6": ["train.global_batch_size=6:"],

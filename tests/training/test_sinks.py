@@ -22,6 +22,7 @@ from checkpoints.run_folder import read_metrics
 from checkpoints.store import SaveFailed
 from train.cli.train import main
 from train.config.hydra_app import compose
+from train.config.run_length import MIN_STEPS, repetition_line, total_steps
 from train.config.schema import (
     Config,
     ConfigError,
@@ -31,7 +32,7 @@ from train.config.schema import (
     WandbConfig,
     WandbMode,
 )
-from train.engine.lr_schedule import learning_rate, total_steps
+from train.engine.lr_schedule import learning_rate
 from train.job.build import open_run_folder
 from train.launch.ranks import Ranks
 from train.monitor.metrics import TrainingMetrics
@@ -240,10 +241,20 @@ def test_git_revision_is_a_commit_or_nothing() -> None:
         (["train.epochs=null", "train.max_steps=70"], 2.5, 70),
         (["train.max_steps=5"], None, 5),
         (["train.epochs=1"], 0.1, 1),
+        (["train.max_steps=null"], 70.2, 71),
+        (["train.max_steps=null"], 1.4, MIN_STEPS),
     ],
 )
 def test_total_steps(tmp_path: Path, overrides: list[str], per_epoch: float | None, steps: int) -> None:
     assert total_steps(config_in(tmp_path, *overrides), per_epoch) == steps
+
+
+def test_repeated_data_are_reported(tmp_path: Path) -> None:
+    config = config_in(tmp_path, "train.max_steps=null", "train.global_batch_size=16")
+    assert f"23 example(s) are repeated to {MIN_STEPS} steps (34.8 epochs)" in repetition_line(config, 23 / 16)
+    assert not repetition_line(config, MIN_STEPS)
+    for given in ("train.epochs=1", "train.max_steps=3"):
+        assert not repetition_line(config_in(tmp_path, given), 23 / 16)
 
 
 def test_a_stream_needs_max_steps(tmp_path: Path) -> None:

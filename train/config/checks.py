@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from data_prep.config import validate as check_data_fields
 from data_prep.sources import KINDS as SOURCE_KINDS
+from data_prep.sources.paths import check_paths
 from data_prep.splits import Split
 from sage.drafts.location import find_draft
 from sage.drafts.options import Eagle3Options, ModelOptions, TrainedPart
@@ -150,16 +151,11 @@ def _check_data(config: Config) -> None:
     for label, source in config.data.resolved(Split.train).items():
         if "path" in SOURCE_KINDS[source.kind].options and not source.path:
             raise ConfigError(f"data.path: missing; data source {label} ({source.kind}) needs data.path=FILE_OR_FOLDER")
-        if source.path and source.path.startswith((".", "/", "~")) and not Path(source.path).expanduser().exists():
-            raise ConfigError(f"data.path={source.path}: no such file or folder; data source {label} reads it")
-        if source.media_root and not Path(source.media_root).expanduser().is_dir():
-            raise ConfigError(f"data.media_root={source.media_root}: no such folder; relative media paths start there")
+    check_paths(config.data)
 
 
 def _check_train(config: Config) -> None:
     train = config.train
-    if train.epochs is None and train.max_steps is None:
-        raise ConfigError("train.epochs, train.max_steps: both null, so the run has no end; give one of them")
     for name in ("epochs", "max_steps", "global_batch_size", "micro_batch_size", "keep_last", "log_every", "length_window"):
         _at_least(f"train.{name}", getattr(train, name), 1)
     for name in ("save_every", "keep_every", "validate_every", "patience"):

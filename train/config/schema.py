@@ -145,7 +145,8 @@ class TrainConfig:
     """Length and schedule of a run, in optimizer steps.
 
     Attributes:
-        epochs, max_steps: the run ends at the first one reached.
+        epochs, max_steps: the run ends at the first one reached; without both, after one epoch, which is repeated for small
+            data (see `train.config.run_length`).
         save_every: 0: only at the end.
         keep_last: number of newest states kept, beside the state of the best draft.
         keep_every: states of steps that are a multiple of this are kept as well; 0: none.

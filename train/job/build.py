@@ -30,12 +30,12 @@ from sage.dtypes import torch_dtype
 from sage.files import write_text
 from train.config.checks import check_batch
 from train.config.resuming import changes
+from train.config.run_length import repetition_line, total_steps
 from train.config.schema import Config
 from train.distill.build import build_student
 from train.distill.student import Student
 from train.distill.teacher import Teacher
 from train.engine.engine import Engine
-from train.engine.lr_schedule import total_steps
 from train.engine.sharded_teacher import ShardedTarget, load_sharded
 from train.job.loop import TrainingRun
 from train.launch import cluster_env
@@ -77,10 +77,13 @@ def building(
     inputs = build_inputs(config, ranks)
     target, dataset = inputs.target, inputs.dataset
     loader = partial(build_loader, config, ranks, dataset, target)
-    steps, accumulation = total_steps(config, loader(0).steps_per_epoch), check_batch(config, ranks.world_size)
+    per_epoch = loader(0).steps_per_epoch
+    steps, accumulation = total_steps(config, per_epoch), check_batch(config, ranks.world_size)
     store = StateStore(state_folder(config.run.dir), config.train.keep_last, config.train.keep_every)
     stop = stop or StopFlag()
     _log_run(config, ranks, inputs, steps, accumulation)
+    if repetition := repetition_line(config, per_epoch):
+        logger.info("%s", repetition)
     with ExitStack() as stack:
         engine = stack.enter_context(_open_engine(config, ranks, inputs.student, accumulation))
         state = restore(config, store, engine, ranks, dataset)

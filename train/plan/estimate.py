@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 
 from train.config.checks import check_batch
+from train.config.run_length import total_steps
 from train.config.schema import Config
 from train.plan.memory import BYTES, VISUAL_SHARE, Workload, draft_rows, memory_per_gpu
 from train.plan.meta import MetaModels
@@ -53,9 +53,7 @@ class LaunchPlan(Workload):
     def num_steps(self) -> int | None:
         """Optimizer steps of the run; None if they depend on the size of the data."""
         train, examples = self.config.train, self.config.data.num_examples
-        by_epochs = math.ceil(train.epochs * examples / train.global_batch_size) if train.epochs and examples else None
-        known = [steps for steps in (by_epochs, train.max_steps) if steps is not None]
-        return min(known, default=None)
+        return total_steps(self.config, examples / train.global_batch_size) if examples else train.max_steps
 
 
 def estimate(config: Config, models: MetaModels, ranks: int) -> LaunchPlan:
