@@ -6,6 +6,7 @@ command that only checks its configuration stays fast. Does not own: the options
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -111,17 +112,17 @@ class DataConfig:
     shuffle_block: int = 256
 
     def resolved(self, split: Split) -> dict[str, SourceConfig]:
-        """Returns the sources of a split by label, with the top-level defaults filled in for those of `sources`."""
-        if self.validation and split != Split.train:
-            return self.validation
+        """Returns the sources of a split by label: `~` expanded, the top-level defaults filled in for those of `sources`."""
+        is_prompts = bool(self.validation) and split != Split.train
+        defaults = DataConfig() if is_prompts else self
         return {
             label: replace(
                 source,
-                path=source.path or self.path,
-                media_root=source.media_root or self.media_root,
-                num_examples=source.num_examples or self.num_examples,
+                path=os.path.expanduser(source.path or defaults.path),
+                media_root=os.path.expanduser(source.media_root or defaults.media_root),
+                num_examples=source.num_examples or defaults.num_examples,
             )
-            for label, source in self.sources.items()
+            for label, source in (self.validation if is_prompts else self.sources).items()
         }
 
     def source_weights(self) -> list[float] | None:

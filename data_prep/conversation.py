@@ -53,8 +53,12 @@ class TooLong(BadItem):
     """A valid item that exceeds the configured length; it is dropped and counted, and never stops a run."""
 
 
-class BadTemplate(BadItem):
-    """An item that reveals a fault of the target's chat template. Skipping it does not help: other items fail likewise."""
+class BadSource(BadItem):
+    """An item of a source without valid items. Skipping it does not help."""
+
+
+class BadTemplate(BadSource):
+    """An item that reveals a fault of the target's chat template: other items fail likewise."""
 
 
 @dataclass

@@ -23,7 +23,7 @@ import sage.inputs
 import sage.targets
 from data_prep.chat import Example, build_example
 from data_prep.config import DataConfig, OnBad
-from data_prep.conversation import BadItem, Conversation, TooLong
+from data_prep.conversation import BadItem, BadSource, Conversation, TooLong
 from data_prep.dataset.example_store import ExampleStore, Packed, pack, write_examples
 from data_prep.dataset.pixel_codec import PixelTable
 from data_prep.dataset.skip_log import SKIPPED, SkipLog, count_reasons
@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 Item = tuple[str, int, Packed]  # id, source number, fields
 STORE = "store"
 INVALID = "bad.npy"  # the invalid items, which are checked again: a missing image may have been restored
+NUM_PROBED = 1000  # rows, to tell one invalid item from a source that is invalid as a whole
 CHUNK_SIZE = 64  # examples per task of a worker
 MIN_PARALLEL = 20_000  # items; below, starting workers (seconds each, to import torch) costs more than it saves
 
@@ -166,13 +167,33 @@ def _write_index(config: DataConfig, sources: list[Source], split: Split, shares
                 if source.is_trusted or source.belongs_to(source.example(row), split, shares):
                     valid.append((number, row))
             except BadItem as error:
-                skipped.add(error)
+                skipped.add(_with_extent(error, source, row) if skipped.is_strict else error)
                 invalid.append((number, row))
         logger.info("%s: %d of %d items", source.name, len(valid) - before, len(source))
     if not valid:
         raise ValueError(_no_item_message(config, sources, split, skipped.items))
     np.save(folder / "index.npy", np.array(valid, dtype=np.int64).T)
     np.save(folder / INVALID, np.array(invalid, dtype=np.int64).reshape(-1, 2))
+
+
+def _with_extent(error: BadItem, source: Source, row: int) -> BadItem:
+    """Returns the error of a row with the number of invalid rows among those that follow."""
+    last = min(row + NUM_PROBED, len(source))
+    num_invalid = 1 + sum(_is_invalid(source, other) for other in range(row + 1, last))
+    if num_invalid == 1:
+        return error
+    if num_invalid == last:
+        return BadSource(error.source, error.index, f"{error.reason} (all of the first {last} items are invalid)")
+    extent = f"{num_invalid} of the {last - row} items from here on are invalid"
+    return BadItem(error.source, error.index, f"{error.reason} ({extent})")
+
+
+def _is_invalid(source: Source, row: int) -> bool:
+    try:
+        source.example(row)
+    except BadItem:
+        return True
+    return False
 
 
 def _no_item_message(config: DataConfig, sources: list[Source], split: Split, skipped: list[BadItem]) -> str:

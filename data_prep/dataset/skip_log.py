@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from data_prep.conversation import BadItem, BadTemplate, TooLong
+from data_prep.conversation import BadItem, BadSource, TooLong
 
 logger = logging.getLogger(__name__)
 SKIPPED = "skipped.jsonl"
@@ -39,7 +39,7 @@ class SkipLog:
             BadItem: the item with a remedy, if invalid items are errors.
         """
         if self.is_strict and not isinstance(item, TooLong):
-            remedy = "" if isinstance(item, BadTemplate) else REMEDY
+            remedy = "" if isinstance(item, BadSource) else REMEDY
             raise type(item)(item.source, item.index, item.reason.removesuffix(REMEDY) + remedy) from item
         self.items.append(item)
         key = (item.source, str(item.index))

@@ -8,6 +8,7 @@ caching and order (data_prep.dataset).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,16 @@ if TYPE_CHECKING:
     from data_prep.splits import Split
 
 
+class Content(StrEnum):
+    """The content that `path` must have (data_prep.sources.paths)."""
+
+    none = "none"  # there is no path
+    json = "json"  # a JSON array or JSON Lines
+    folder = "folder"
+    table = "table"  # a hub name, a Parquet file, a folder of them
+    any = "any"  # a hub name, or anything that exists
+
+
 @dataclass(frozen=True)
 class Kind:
     """A source format.
@@ -26,28 +37,34 @@ class Kind:
     Attributes:
         module: the module that reads it, imported on first use (`datasets` takes seconds to import).
         options: fields of `SourceConfig` that the format uses, besides `weight` and `num_examples`.
+        content: what `path` must be.
     """
 
     module: str
     options: tuple[str, ...] = ("path", "media_root")
+    content: Content = Content.none
 
 
-_PROMPT_SET = Kind("data_prep.sources.prompt_sets", ("path", "media_root", "subset", "split", "long_answers"))
-_TABLE = Kind("data_prep.sources.hub", ("path", "media_root", "subset", "split", "columns", "streaming"))
+_PROMPT_SET = Kind("data_prep.sources.prompt_sets", ("path", "media_root", "subset", "split", "long_answers"), Content.any)
+_TABLE = Kind("data_prep.sources.hub", ("path", "media_root", "subset", "split", "columns", "streaming"), Content.table)
 KINDS = {
     "pocket": Kind("data_prep.sources.pocket", ("families",)),
-    "llava_json": Kind("data_prep.sources.llava_json"),
-    "sharegpt": Kind("data_prep.sources.llava_json", ("path",)),
-    "messages": Kind("data_prep.sources.messages"),
+    "llava_json": Kind("data_prep.sources.llava_json", content=Content.json),
+    "sharegpt": Kind("data_prep.sources.llava_json", ("path",), Content.json),
+    "messages": Kind("data_prep.sources.messages", content=Content.json),
     "llava_onevision": _TABLE,
     "hub": _TABLE,
-    "folder": Kind("data_prep.sources.folder", ("path", "prompt")),
+    "folder": Kind("data_prep.sources.folder", ("path", "prompt"), Content.folder),
     **dict.fromkeys(LAYOUTS, _PROMPT_SET),
 }
 
 
 def open_source(label: str, config: SourceConfig, split: Split, cache_dir: str = "") -> Source:
-    """Opens the source with the key `label`; raises ValueError if its path does not exist or a required field is empty."""
+    """Opens the source with the key `label`; raises ValueError if its path is empty, missing, or not of this kind."""
+    from data_prep.sources.paths import check_path
+
+    if config.path:
+        check_path(config.kind, config.path)
     source: Source = import_module(KINDS[config.kind].module).open_source(label, config, split, cache_dir)
     source.limit = config.num_examples
     return source

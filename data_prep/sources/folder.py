@@ -9,20 +9,29 @@ The question is `prompt`. A folder without texts provides prompts, also for rege
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from pathlib import Path
 
 from PIL import Image
 
 from data_prep.config import SourceConfig
-from data_prep.conversation import BadItem, Message
-from data_prep.sources.base import Source
+from data_prep.conversation import BadItem, Conversation, Message
+from data_prep.sources.base import Source, as_example
+from data_prep.sources.paths import content_hint
 from data_prep.sources.rows import Row, RowSource, require_path
 from data_prep.splits import Split
 from sage.inputs.media import frame_files
 from sage.inputs.video import VIDEO_SUFFIXES
 
+logger = logging.getLogger(__name__)
+NUM_NAMED = 3  # files in a message
 PROMPT = "Describe it in detail."
+
+
+def shorten(names: list[str]) -> str:
+    """Returns the first names and the number of the others."""
+    return ", ".join(names[:NUM_NAMED]) + (f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else "")
 
 
 class FolderRows:
@@ -30,13 +39,16 @@ class FolderRows:
 
     def __init__(self, path: str) -> None:
         self.name = path
-        folder = Path(path)
-        if not folder.is_dir():
-            raise ValueError(f"{path}: no such folder; set data.path to a folder of images, frame folders or videos")
+        files = sorted(Path(path).iterdir())
         known = Image.registered_extensions()
-        self.items = [(item, kind) for item in sorted(folder.iterdir()) if (kind := _kind(item, known))]
+        self.items = [(item, kind) for item in files if (kind := _kind(item, known))]
         if not self.items:
-            raise ValueError(f"{path}: no image, frame folder or video in it")
+            hint = content_hint(Path(path))
+            raise ValueError(f"{path}: no image, frame folder or video in it; {hint or 'set data.path to another folder'}")
+        names = {item.stem for item, _ in self.items}
+        unused = [file.name for file in files if file.suffix == ".txt" and file.stem not in names]
+        if unused:
+            logger.warning("%s: %d text file(s) without an image or video of that name: %s", path, len(unused), shorten(unused))
 
     @property
     def digest(self) -> str:
@@ -66,6 +78,19 @@ def _kind(item: Path, known: dict[str, str]) -> str:
     return "image" if item.suffix.lower() in known else ""
 
 
+class FolderSource(RowSource):
+    """The items of a folder; those without a text are prompts only."""
+
+    def example(self, index: int) -> Conversation:
+        found = self.conversation(index)
+        if found.messages[-1]["role"] == "user":
+            item = Path(self.rows.row(index)["path"])
+            reason = f"no text file; write the answer to {item.with_suffix('.txt').name}"
+            frames = f"; if its files are separate images, give data.path={item}" if item.is_dir() else ""
+            raise found.error(reason + frames)
+        return as_example(found)
+
+
 def folder_messages(row: Row, prompt: str) -> list[Message]:
     """Returns the image or video with the question and, if there is a text, the answer."""
     media = {"type": row["kind"], row["kind"]: row["path"]}
@@ -79,4 +104,4 @@ def open_source(label: str, config: SourceConfig, split: Split, cache_dir: str) 
     """Opens one folder."""
     path = require_path(label, config.path, "the folder")
     prompt = config.prompt or PROMPT
-    return RowSource(FolderRows(path), partial(folder_messages, prompt=prompt), prompt)
+    return FolderSource(FolderRows(path), partial(folder_messages, prompt=prompt), prompt)

@@ -134,7 +134,7 @@ def table_messages(row: Row, columns: dict[str, str], media_root: str) -> list[M
     found = {kind: _media_column(row, columns, kind) for kind in MEDIA}
     if turns is not None and "question" not in columns:
         return _turn_messages(row[turns], found, media_root)
-    media = {kind: media_list(values, media_root) for kind, values in found.items()}
+    media = {kind: media_list(values, media_root, kind) for kind, values in found.items()}
     question = str(_column(row, columns, "question"))
     parts = place_media(question, media) if any(f"<{kind}>" in question for kind in MEDIA) else text_part(question)
     media_parts: list[Part] = [{"type": kind, kind: value} for kind in MEDIA for value in media[kind]]

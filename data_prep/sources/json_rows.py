@@ -15,26 +15,24 @@ import numpy as np
 
 from data_prep.conversation import BadItem
 from data_prep.files import default_cache_dir, locked, writing
+from data_prep.sources.paths import is_array
 
 CHUNK_BYTES = 1 << 24
-LINE_SUFFIXES = (".jsonl", ".ndjson")
 
 
 class JsonRows:
     """The objects of one file.
 
     Args:
-        path: a JSON array (`.json`) or one object per line (`.jsonl`, `.ndjson`).
+        path: a JSON array, or one object per line; the content decides, not the suffix.
 
     Raises:
-        ValueError: no such file, or a `.json` file that is not a complete array (an invalid *line* is an error of that item).
+        ValueError: an array that is not complete (an invalid *line* is an error of that item).
     """
 
     def __init__(self, path: str, cache_dir: str = "") -> None:
         self.path = Path(path)
         self.name = path
-        if not self.path.is_file():
-            raise ValueError(f"{path}: no such file; set data.path (or data.sources.NAME.path) to the data's file")
         self.digest = file_digest(self.path)
         self.spans = self._cached_spans(cache_dir)
 
@@ -63,8 +61,7 @@ class JsonRows:
         cached = default_cache_dir(cache_dir) / "rows" / f"{self.digest[:24]}.npy"
         with locked(cached):
             if not cached.exists():
-                is_lines = self.path.suffix.lower() in LINE_SUFFIXES
-                spans = _line_spans(self.path) if is_lines else _array_spans(self.path)
+                spans = _array_spans(self.path) if is_array(self.path) else _line_spans(self.path)
                 with writing(cached) as path, path.open("wb") as file:
                     np.save(file, np.asarray(spans, dtype=np.int64).reshape(-1, 2))
         return np.load(cached, mmap_mode="r")
@@ -95,11 +92,8 @@ def _array_spans(path: Path) -> list[tuple[int, int]]:
     text = path.read_bytes().decode("latin-1")
     decoder = json.JSONDecoder()
     spans = []
-    position = _skip_blanks(text, 0)
+    position = _skip_blanks(text, text.index("[") + 1)
     try:
-        if text[position : position + 1] != "[":
-            raise json.JSONDecodeError("not an array", text, position)
-        position = _skip_blanks(text, position + 1)
         while text[position : position + 1] != "]":
             _, end = decoder.raw_decode(text, position)
             spans.append((position, end))
@@ -109,8 +103,8 @@ def _array_spans(path: Path) -> list[tuple[int, int]]:
             position = _skip_blanks(text, position + 1) if text[position] == "," else position
     except json.JSONDecodeError as error:
         raise ValueError(
-            f"{path}: not a JSON array ({error.msg} in line {error.lineno}, after {len(spans)} complete items); "
-            f"repair the file, or give one object per line as .jsonl"
+            f"{path}: the JSON array is incomplete or invalid ({error.msg} in line {error.lineno}, after {len(spans)} complete "
+            f"items); repair the file, or write it again"
         ) from error
     return spans
 

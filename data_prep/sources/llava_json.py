@@ -16,6 +16,7 @@ from data_prep.config import SourceConfig
 from data_prep.conversation import Message, Part
 from data_prep.sources.base import Source
 from data_prep.sources.json_rows import JsonRows
+from data_prep.sources.paths import layout_of
 from data_prep.sources.rows import Row, RowSource, require_path
 from data_prep.splits import Split
 
@@ -37,13 +38,21 @@ def llava_messages(row: Row, media_root: Roots, is_text: bool = False) -> list[M
     Raises:
         ValueError: an unknown speaker, or different numbers of placeholders and files.
     """
-    turns = row.get("conversations")
-    if not isinstance(turns, list):
-        raise ValueError("no 'conversations' list")
-    media = {kind: media_list(row.get(kind), media_root) for kind in ("image", "video")}
+    turns = turns_of(row, "conversations")
+    media = {kind: media_list(row.get(kind), media_root, kind) for kind in ("image", "video")}
     messages = [_turn(turn, i, None if is_text else media) for i, turn in enumerate(turns)]
     check_all_placed(media)
     return messages
+
+
+def turns_of(row: Row, key: str) -> list[Any]:
+    """Returns the list of turns of a row; raises ValueError, naming the keys and the layout they suggest, if there is none."""
+    turns = row.get(key)
+    if isinstance(turns, list):
+        return turns
+    choice = layout_of(row)
+    remedy = f"for this layout choose {choice}" if choice else f"write the turns as {key!r}"
+    raise ValueError(f"no {key!r} list, its keys are {', '.join(map(repr, row))[:120]}; {remedy}")
 
 
 def place_media(text: str, media: dict[str, list[Any]]) -> list[Part]:
@@ -60,11 +69,13 @@ def place_media(text: str, media: dict[str, list[Any]]) -> list[Part]:
     return parts + text_part(text[position:])
 
 
-def media_list(value: Any, media_root: Roots) -> list[Any]:
-    """Returns one or several images or videos as a list; relative paths start from `media_root`, of
-    several the first that contains the file."""
+def media_list(value: Any, media_root: Roots, kind: str) -> list[Any]:
+    """Returns one or several images or videos as a list.
+
+    Relative paths start from `media_root`, of several the first that contains the file; ValueError if none does.
+    """
     values = [] if value is None or value == "" else value if isinstance(value, list) else [value]
-    return [_rooted(item, media_root) for item in values]
+    return [_rooted(item, media_root, kind) for item in values]
 
 
 def check_all_placed(media: dict[str, list[Any]]) -> None:
@@ -82,20 +93,20 @@ def text_part(text: str) -> list[Part]:
 def media_roots(config: SourceConfig, path: str) -> Roots:
     """Returns the folders that relative paths start from: `media_root` first, then the folder of the data file."""
     folder = os.path.dirname(path)
-    return (os.path.expanduser(config.media_root), folder) if config.media_root else folder
+    return (config.media_root, folder) if config.media_root else folder
 
 
-def _rooted(item: Any, media_root: Roots) -> Any:
+def _rooted(item: Any, media_root: Roots, kind: str) -> Any:
     if not isinstance(item, str) or not item.strip() or item.startswith(("data:", "http://", "https://")):
+        return item
+    if os.path.isabs(item):
         return item
     roots = (media_root,) if isinstance(media_root, str) else media_root
     paths = [os.path.join(root, item) for root in roots]
-    if len(roots) == 1 or os.path.isabs(item):
-        return paths[0]
     found = next((path for path in paths if os.path.exists(path)), None)
     if found is None:
-        tried = " and ".join(paths)
-        raise ValueError(f"image {item}: no such file; tried {tried}; set data.media_root, or give absolute paths")
+        tried = " and ".join(map(os.path.abspath, paths))
+        raise ValueError(f"{kind} {item}: no such file; tried {tried}; set data.media_root, or give absolute paths")
     return found
 
 

@@ -14,7 +14,7 @@ from data_prep.config import SourceConfig
 from data_prep.conversation import MEDIA, MEDIA_KEYS, Message, Part
 from data_prep.sources.base import Source
 from data_prep.sources.json_rows import JsonRows
-from data_prep.sources.llava_json import Roots, check_all_placed, media_list, media_roots, place_media
+from data_prep.sources.llava_json import Roots, check_all_placed, media_list, media_roots, place_media, turns_of
 from data_prep.sources.rows import Row, RowSource, require_path
 from data_prep.splits import Split
 from sage.inputs.video import TIME_KEYS
@@ -28,10 +28,8 @@ def chat_messages(row: Row, media_root: Roots, key: str = "messages") -> list[Me
     Raises:
         ValueError: no messages, an unknown part, or different numbers of parts and files.
     """
-    messages = row.get(key)
-    if not isinstance(messages, list):
-        raise ValueError(f"no {key!r} list")
-    media = {kind: media_list(row.get(f"{kind}s") or row.get(kind), media_root) for kind in MEDIA}
+    messages = turns_of(row, key)
+    media = {kind: media_list(row.get(f"{kind}s") or row.get(kind), media_root, kind) for kind in MEDIA}
     found = [_message(message, i, media, media_root) for i, message in enumerate(messages)]
     check_all_placed(media)
     return found
@@ -65,9 +63,9 @@ def _part(part: Any, index: int, media: dict[str, list[Any]], media_root: Roots)
     elif part.get("base64") is value:
         value = f"data:;base64,{value}"
     elif kind == "video" and isinstance(value, list):
-        value = media_list(value, media_root)
+        value = media_list(value, media_root, kind)
     else:
-        value = media_list(value, media_root)[0]
+        value = media_list(value, media_root, kind)[0]
     return {"type": kind, kind: value, **{name: part[name] for name in TIME_KEYS if part.get(name) is not None}}
 
 

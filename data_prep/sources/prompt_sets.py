@@ -13,7 +13,8 @@ from data_prep.config import SourceConfig
 from data_prep.conversation import Conversation, Message
 from data_prep.multi_turn import FOLLOW_UPS
 from data_prep.sources.base import Source
-from data_prep.sources.json_rows import LINE_SUFFIXES, JsonRows
+from data_prep.sources.json_rows import JsonRows
+from data_prep.sources.paths import JSON_SUFFIXES
 from data_prep.sources.prompt_layouts import LAYOUTS, Layout, Question
 from data_prep.sources.rows import ListRows, MediaFinder, Row, Rows, RowSource, require_path
 from data_prep.splits import Split
@@ -56,10 +57,10 @@ def _lines(question: str, ending: str) -> str:
 
 
 def _open_rows(config: SourceConfig, path: str, layout: Layout, cache_dir: str) -> Rows:
-    is_json = path.endswith((".json", *LINE_SUFFIXES))
+    is_json = path.endswith(JSON_SUFFIXES)
     if (config.subset or config.split) and is_json:
         raise ValueError(f"{path}: a JSON file has no subset ({config.subset!r}) and no split ({config.split!r})")
-    if path.endswith(LINE_SUFFIXES):
+    if is_json and not path.endswith(".json"):
         return JsonRows(path, cache_dir)
     if is_json:
         return ListRows(path, layout.select_rows)

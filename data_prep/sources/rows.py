@@ -92,12 +92,10 @@ class ListRows:
         select: parsed file -> list of rows.
 
     Raises:
-        ValueError: the file does not exist, is not JSON, or contains no rows.
+        ValueError: the file is not JSON, or contains no rows.
     """
 
     def __init__(self, path: str, select: Callable[[Any], Sequence[Row]]) -> None:
-        if not os.path.isfile(path):
-            raise ValueError(f"{path}: no such file; set data.path (or data.sources.NAME.path) to the layout's file")
         self.name = path
         try:
             self._rows = list(select(json.loads(Path(path).read_bytes())))

@@ -126,7 +126,7 @@ def test_parquet_versions_have_embedded_images(kind: str, tmp_path: Path) -> Non
     assert found.messages[0]["content"][1]["text"] == question
     assert found.meta["answer"] == answer
     with refused("x.json", "'val'"):
-        source = SourceConfig(kind=kind, path=str(tmp_path / "json" / "x.json"), split="val")
+        source = SourceConfig(kind=kind, path=str(write(tmp_path / "x.json", [])), split="val")
         prompts(DataConfig(validation={"it": source}))
 
 

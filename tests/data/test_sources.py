@@ -200,12 +200,13 @@ def test_unknown_columns_are_refused(tmp_path: Path) -> None:
         ([{"conversations": [{"from": "human"}]}], ["turn 0"]),
         ([{"conversations": share_turns("<image>What?", "a")}], ["<image>"]),
         ([{"image": "a.png", "conversations": share_turns("What?", "a")}], ["1 image(s)"]),
-        ([{"image": "a.png", "conversations": share_turns("<image>What?", "a")}], ["a.png"]),
+        ([{"image": "gone.png", "conversations": share_turns("<image>What?", "a")}], ["gone.png", "data.media_root"]),
         ([["no", "object"]], ["list"]),
     ],
 )
 def test_invalid_llava_rows(rows: list[Any], parts: list[str], tmp_path: Path) -> None:
     path = tmp_path / "mix.json"
+    save_images(tmp_path, "a.png")
     path.write_text(json.dumps([{"conversations": share_turns("a", "b")}, *rows]))
     source = open_source("it", SourceConfig(kind="llava_json", path=str(path)), Split.train, str(tmp_path / "cache"))
     assert source.example(0).messages[1] == assistant("b")
@@ -226,6 +227,7 @@ def test_invalid_llava_rows(rows: list[Any], parts: list[str], tmp_path: Path) -
 )
 def test_invalid_message_rows(part: Any, row: dict[str, Any], parts: list[str], tmp_path: Path) -> None:
     path = tmp_path / "chat.jsonl"
+    save_images(tmp_path, "a.png")
     row = row | {"messages": [{"role": "user", "content": [part]}, {"role": "assistant", "content": "a"}]}
     path.write_text(json.dumps(row))
     with refused(f"{path}: item 0", *parts, error=BadItem):
@@ -251,10 +253,9 @@ def test_file_that_is_not_an_array_is_refused(tmp_path: Path) -> None:
     with refused("mix.json", "data.path"):
         opened(config, tmp_path / "cache")
     for text, part in (
-        ('{"a": 1}', "line 1, after 0"),
         ('[{"a": 1},\n{"b": 2', "line 2, after 1"),
         ('[{"a": 1} {"b": 2}]', "',' or ']'"),
-        ("", "line 1, after 0"),
+        ("[", "line 1, after 0"),
     ):
         path.write_text(text)
         with refused("mix.json", "JSON array", part):
@@ -277,7 +278,7 @@ def test_folder_without_texts_provides_prompts_only(tmp_path: Path) -> None:
     save_images(tmp_path, "cat.png")
     source = open_source("it", SourceConfig(kind="folder", path=str(tmp_path)), Split.train)
     assert source.prompt(0).messages[0]["content"][1]["text"] == "Describe it in detail."
-    with refused("cat.png", "'user'", "assistant", error=BadItem):
+    with refused("cat.png", "cat.txt", error=BadItem):
         source.example(0)
     (tmp_path / "empty").mkdir()
     with refused(str(tmp_path / "empty")):

@@ -14,6 +14,7 @@ from hydra.core.config_store import ConfigStore
 
 from data_prep.config import RegenerateConfig, validate
 from data_prep.files import check_writable
+from data_prep.sources.paths import check_paths
 from data_prep.splits import Split
 from sage.cli import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED
 from sage.drafts.location import find_draft
@@ -109,6 +110,7 @@ def check(config: DataCommand) -> None:
         ConfigError, ValueError: dotted key, value, allowed values.
     """
     validate(config.data)
+    check_paths(config.data)
     check_path("target.path", config.target.path)
     if config.action is not Action.check and not config.out.endswith(".jsonl"):
         raise ConfigError(f"out={config.out}: {config.action} writes rows; give out=FILE.jsonl")

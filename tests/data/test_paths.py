@@ -1,0 +1,129 @@
+"""Wrong paths and wrong formats, each refused in one line that names the path and what to give instead."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.data_helpers import make_processor, save_images
+from support.messages import refused
+
+from data_prep.build import build_dataset
+from data_prep.config import DataConfig, SourceConfig
+from data_prep.conversation import BadItem
+from data_prep.sources import open_source
+from data_prep.sources.paths import check_path, check_paths
+from data_prep.splits import Split
+
+CHAT = {"messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "Red."}]}
+LLAVA = {"image": "a.png", "conversations": [{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "Red."}]}
+
+
+def put(path: Path, content: object) -> str:
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    return str(path)
+
+
+WRONG: dict[str, tuple[str, Callable[[Path], str], tuple[str, ...]]] = {  # kind, makes the path, parts of the message
+    "missing": ("messages", lambda at: str(at / "chat.jsonl"), ("chat.jsonl: no such file", "data.path")),
+    "misspelt": ("messages", lambda at: put(at / "chats.jsonl", CHAT)[:-7] + ".jsonl", ("did you mean", "chats.jsonl")),
+    "missing folder": ("folder", lambda at: str(at / "no" / "such"), ("no folder", "no")),
+    "missing table": ("hub", lambda at: str(at / "t.parquet"), ("t.parquet: no such file",)),
+    "folder with rows": (
+        "llava_json",
+        lambda at: str(Path(put(at / "d" / "r.json", [CHAT])).parent),
+        ("data=messages", "r.json"),
+    ),
+    "folder of LLaVA rows": (
+        "messages",
+        lambda at: str(Path(put(at / "d" / "r.json", [LLAVA])).parent),
+        ("data=llava_instruct", "r.json"),
+    ),
+    "folder of Parquet": ("messages", lambda at: str(Path(put(at / "d" / "t.parquet", b"PAR1")).parent), ("data=hub",)),
+    "folder of images": ("messages", lambda at: str(Path(put(at / "d" / "a.png", b"x")).parent), ("a folder", "data=folder")),
+    "file for a folder": ("folder", lambda at: put(at / "r.jsonl", LLAVA), ("not a folder", "choose data=llava_instruct")),
+    "image for a folder": ("folder", lambda at: put(at / "a.png", b"x"), ("not a folder", "give the folder")),
+    "empty": ("messages", lambda at: put(at / "r.jsonl", b" \n"), ("empty",)),
+    "Parquet": ("messages", lambda at: put(at / "r.jsonl", b"PAR1...."), ("data=hub",)),
+    "zip": ("messages", lambda at: put(at / "r.zip", b"PK\3\4"), ("zip", "unpack")),
+    "CSV": ("llava_json", lambda at: put(at / "r.csv", b"id,image\n1,a.png"), ("'id,image'",)),
+    "one object": ("messages", lambda at: put(at / "r.json", b'{\n  "messages": []\n}'), ("several lines", "array")),
+    "JSON for a table": ("hub", lambda at: put(at / "r.jsonl", CHAT), ("data=messages",)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_paths_are_refused(name: str, tmp_path: Path) -> None:
+    kind, make, parts = WRONG[name]
+    source = SourceConfig(kind=kind, path=make(tmp_path))
+    with refused(str(tmp_path), *parts):
+        check_paths(DataConfig(sources={"it": source}))
+    with pytest.raises(ValueError, match=str(tmp_path)):
+        open_source("it", source, Split.train, str(tmp_path / "cache"))
+
+
+def test_what_may_be_on_the_hub_passes(tmp_path: Path) -> None:
+    for kind in ("hub", "llava_onevision", "textvqa"):
+        check_path(kind, "owner/name")
+    with refused("data.media_root", "nowhere"):
+        check_paths(
+            DataConfig(sources={"it": SourceConfig(kind="hub", path="owner/name", media_root=str(tmp_path / "nowhere"))})
+        )
+
+
+def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    put(tmp_path / "r.jsonl", CHAT)
+    check_paths(DataConfig(sources={"it": SourceConfig(kind="messages")}, path="~/r.jsonl"))
+    config = DataConfig(
+        sources={"it": SourceConfig(kind="messages", path="~/r.jsonl")}, holdout=0.0, cache_dir=str(tmp_path / "c")
+    )
+    assert len(build_dataset(config, make_processor("qwen2_5_vl"))) == 1
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".txt"])
+@pytest.mark.parametrize("content", ["array", "lines", "indented array with a byte order mark"])
+def test_arrays_and_lines_are_told_apart_by_content(suffix: str, content: str, tmp_path: Path) -> None:
+    path = tmp_path / f"r{suffix}"
+    lines = f"{json.dumps(CHAT)}\n{json.dumps(CHAT)}\n"
+    text = {"array": json.dumps([CHAT, CHAT]), "lines": lines}.get(content, "\ufeff" + json.dumps([CHAT, CHAT], indent=1))
+    path.write_text(text, encoding="utf-8")
+    source = open_source("it", SourceConfig(kind="messages", path=str(path)), Split.train, str(tmp_path / "cache"))
+    assert [source.example(row).id for row in range(len(source))] == ["0", "1"]
+
+
+@pytest.mark.parametrize(("kind", "row", "choice"), [
+    ("messages", LLAVA, "data=llava_instruct"),
+    ("messages", {"conversations": LLAVA["conversations"]}, "data=sharegpt"),
+    ("llava_json", CHAT, "data=messages"),
+    ("llava_json", {"question": "What?", "answer": "Red."}, "'question', 'answer'"),
+])  # fmt: skip
+def test_rows_of_another_layout_name_the_choice_that_reads_them(kind: str, row: object, choice: str, tmp_path: Path) -> None:
+    source = SourceConfig(kind=kind, path=put(tmp_path / "r.json", [row] * 3))
+    config = DataConfig(sources={"it": source}, cache_dir=str(tmp_path / "cache"))
+    with refused("r.json: item 0", choice, "all of the first 3 items", error=BadItem) as caught:
+        build_dataset(config, make_processor("qwen2_5_vl"))
+    assert "on_bad" not in str(caught.value)  # skipping all of them does not help
+
+
+def test_number_of_invalid_rows_is_named(tmp_path: Path) -> None:
+    rows = [CHAT, {"messages": []}, CHAT, {"messages": []}]
+    source = SourceConfig(kind="messages", path=put(tmp_path / "r.json", rows))
+    with refused("item 1", "2 of the 3 items from here on", "data.on_bad=skip", error=BadItem):
+        build_dataset(DataConfig(sources={"it": source}, cache_dir=str(tmp_path / "cache")), make_processor("qwen2_5_vl"))
+
+
+def test_folders_of_images(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Without texts, with texts of other names, and with the images one folder further down."""
+    save_images(tmp_path / "d", "images/a.png", "images/b.png")
+    (tmp_path / "d" / "cat.txt").write_text("A cat.")
+    source = SourceConfig(kind="folder", path=str(tmp_path / "d"))
+    with refused("images.txt", "data.path=", "separate images", error=BadItem):
+        open_source("it", source, Split.train).example(0)
+    assert "cat.txt" in caplog.text
+    put(tmp_path / "rows" / "r.jsonl", CHAT)
+    with refused("no image", "data=messages", "r.jsonl"):
+        open_source("it", SourceConfig(kind="folder", path=str(tmp_path / "rows")), Split.train)
