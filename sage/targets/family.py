@@ -75,6 +75,9 @@ class Family(InputFormat):
     def decode_positions(self, position_N: Tensor) -> Tensor:
         """Returns positions [N] of generated tokens in the layout of the text layers, batch 1."""
 
+    def optimize(self, model: nn.Module) -> None:
+        """Replaces slow modules of a loaded model by equivalent ones, with the same weights under the same names."""
+
     def embed(self, model: nn.Module, inputs: Inputs, past: Prompt | None = None) -> Prompt:
         """Runs embedding and vision tower once.
 

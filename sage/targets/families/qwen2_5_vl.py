@@ -11,6 +11,30 @@ from sage.inputs.format import Inputs
 from sage.targets.family import Family
 
 
+class PatchProjection(nn.Module):
+    """The patch embedding's `Conv3d` as a matrix product: its kernel and stride are the size of a patch, so it has one output.
+
+    For such convolutions in bfloat16, cuDNN has no fast engine: seconds per image on an H100 (transformers issue 45750). On the
+    CPU the convolution stays, whose result the matrix product differs from in rounding.
+    """
+
+    def __init__(self, convolution: nn.Conv3d) -> None:
+        super().__init__()
+        assert convolution.kernel_size == convolution.stride
+        self.stride = convolution.stride
+        self.weight, self.bias = convolution.weight, convolution.bias
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """[patches, C, *kernel] -> [patches, D], on the CPU [patches, D, 1, 1, 1]."""
+        if patches.device.type == "cpu":
+            return nn.functional.conv3d(patches, self.weight, self.bias, self.stride)
+        return self.linear(patches)
+
+    def linear(self, patches: Tensor) -> Tensor:
+        """[patches, C, *kernel] -> [patches, D]."""
+        return nn.functional.linear(patches.flatten(1), self.weight.flatten(1), self.bias)
+
+
 class Qwen2_5_VL(Family):
     """Ref: Qwen2.5-VL technical report, arXiv 2502.13923, sections 2.1 (vision encoder) and 2.1.2 (M-RoPE)."""
 
@@ -59,6 +83,11 @@ class Qwen2_5_VL(Family):
         kinds[input_ids == self.placeholder_ids["image"]] = 1
         kinds[input_ids == self.placeholder_ids["video"]] = 2
         return {"mm_token_type_ids": kinds}
+
+    def optimize(self, model: Any) -> None:
+        patch_embed = model.model.visual.patch_embed
+        if isinstance(patch_embed.proj, nn.Conv3d):
+            patch_embed.proj = PatchProjection(patch_embed.proj)
 
     def visual_features(self, model: nn.Module, inputs: Inputs) -> dict[int, Tensor]:
         features = {}
