@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 NAME = "sage_tree"
+MASK_ALIGNMENT = 8  # elements; of the memory-efficient kernel of torch
 
 
 def tree_attention(
@@ -104,9 +105,21 @@ class AttentionRecorder:
 
 def tile_mask(visible_NS: Tensor, group: int, dtype: torch.dtype) -> Tensor:
     """Bool [N, S] (True = attend) -> additive float [1, 1, group * N, S], rows ordered like folded query heads."""
-    additive = torch.zeros(visible_NS.shape, dtype=dtype, device=visible_NS.device)
-    additive.masked_fill_(~visible_NS, torch.finfo(dtype).min)
-    return additive.repeat(group, 1)[None, None]
+    mask = _aligned_zeros(group * len(visible_NS), visible_NS.shape[1], dtype, visible_NS.device)
+    mask.unflatten(0, (group, -1)).masked_fill_(~visible_NS, torch.finfo(dtype).min)
+    return mask[None, None]
+
+
+def repeat_mask(additive_NS: Tensor, group: int) -> Tensor:
+    """Additive [N, S] -> [1, 1, group * N, S], as `tile_mask`."""
+    mask = _aligned_zeros(group * len(additive_NS), additive_NS.shape[1], additive_NS.dtype, additive_NS.device)
+    mask.unflatten(0, (group, -1)).copy_(additive_NS)
+    return mask[None, None]
+
+
+def _aligned_zeros(rows: int, keys: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros [rows, keys] with a row stride of a multiple of 8: otherwise the fused kernel copies the mask in every layer."""
+    return torch.zeros(rows, -(-keys // MASK_ALIGNMENT) * MASK_ALIGNMENT, dtype=dtype, device=device)[:, :keys]
 
 
 def causal_mask(length: int, past: int, group: int, dtype: torch.dtype, device: torch.device) -> Tensor:

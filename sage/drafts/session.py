@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from sage.attention import causal_mask, tile_mask
+from sage.attention import causal_mask, repeat_mask, tile_mask
 from sage.cache import TreeCache
 from sage.drafts.compressor.spans import PairMasks, ends_of_turn
 from sage.drafts.eagle import EagleDraft
@@ -166,8 +166,7 @@ class EagleSession(DraftSession):
                 return None
             self.visible = self.hidden.new_zeros(len(self.hidden), self.cache.length)
         self.visible = torch.cat((self.visible.index_select(0, rows), self._only_itself(len(rows))), 1)
-        mask = self.visible if len(rows) == 1 else self.visible.repeat(self.group, 1)  # one row serves all heads of a group
-        return mask[None, None]
+        return repeat_mask(self.visible, self.group if len(rows) > 1 else 1)  # one row serves all heads of a group
 
     @torch.no_grad()
     def commit(self, features: Features, tokens: Tokens) -> Tensor:
