@@ -7,7 +7,8 @@ Shapes: B batch, T tokens, N tree nodes, S keys, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,6 +83,7 @@ class Target:
         self.embed_tokens: nn.Module = model.get_input_embeddings()
         self.lm_head: nn.Module = model.get_output_embeddings()
         self.eos_token_ids = _as_list(model.generation_config.eos_token_id)
+        self.family.optimize(model)
         select_backends(self.device)
 
     @property
@@ -212,18 +214,33 @@ class Target:
         levels: Sequence[int],
         recorder: AttentionRecorder | None = None,
     ) -> Features:
-        extra: dict[str, Any] = {"output_hidden_states": True} if levels else {}
-        if recorder is not None:
-            extra["attention_recorder"] = recorder
-        out = self.text_model(
-            inputs_embeds=embeds,
-            position_ids=positions,
-            attention_mask=mask,
-            past_key_values=cache,
-            use_cache=cache is not None,
-            **extra,
-        )
-        return Features(out.last_hidden_state, tuple(out.hidden_states[k] for k in levels))
+        extra: dict[str, Any] = {} if recorder is None else {"attention_recorder": recorder}
+        with self._captured(levels) as hidden_states:
+            last = self.text_model(
+                inputs_embeds=embeds,
+                position_ids=positions,
+                attention_mask=mask,
+                past_key_values=cache,
+                use_cache=cache is not None,
+                **extra,
+            ).last_hidden_state
+        hidden_states |= {0: embeds, self.num_layers: last}
+        return Features(last, tuple(hidden_states[k] for k in levels))
+
+    @contextmanager
+    def _captured(self, levels: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+        """Yields a dict that receives the outputs of layers k - 1 for the levels k. `output_hidden_states=True` would keep the
+        outputs of all layers until the end of the pass, and only newer versions of transformers take indices.
+        """
+        kept: dict[int, Tensor] = {}
+        layers: Any = self.text_model.layers
+        inner = [k for k in set(levels) if 0 < k < self.num_layers]
+        hooks = [layers[k - 1].register_forward_hook(lambda _, __, out, k=k: kept.update({k: out})) for k in inner]
+        try:
+            yield kept
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def new_cache(self, capacity: int) -> TreeCache:
         """Returns an empty cache for this target with a capacity in tokens."""

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from support.fake_cuda import FakeCuda, fake_cuda
-from support.models import make_qwen
+from support.models import make_inputs, make_qwen, random_draft
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import sage
+from sage.attention import repeat_mask, tile_mask
 from sage.cli import resolve_device
 from sage.costs.timing import Clock
 from sage.drafts.model import shallow_model
+from sage.targets.families.qwen2_5_vl import PatchProjection
 from train.launch.ranks import pick_device
 
 __all__ = ["fake_cuda"]
@@ -63,6 +67,79 @@ def _cast_parameters(model: Any, dtype: torch.dtype) -> Any:
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
+
+
+def test_patch_embedding_is_a_matrix_product() -> None:
+    target = make_qwen()
+    convolution = torch.nn.Conv3d(3, 16, (2, 4, 4), (2, 4, 4), bias=False, dtype=torch.float64)
+    projection = target.model.model.visual.patch_embed.proj
+    assert isinstance(projection, PatchProjection)  # of every target, and so of the teacher
+    assert "model.visual.patch_embed.proj.weight" in target.model.state_dict()
+    convolution.weight.data.copy_(projection.weight)
+    patches = torch.randn(7, 3, 2, 4, 4, dtype=torch.float64)
+    expected = convolution(patches).flatten(1)
+    torch.testing.assert_close(PatchProjection(convolution).linear(patches), expected, atol=1e-14, rtol=0)
+    assert torch.equal(PatchProjection(convolution)(patches).flatten(1), expected)  # on the CPU
+
+
+def test_no_convolution_runs_beside_the_cpu() -> None:
+    operators = Operators()
+    projection = make_qwen().model.model.visual.patch_embed.proj.to("meta")
+    with operators:
+        assert projection(torch.empty(7, 3, 2, 4, 4, device="meta")).shape == (7, 16)
+    assert not any("conv" in name for name in operators.names)
+
+
+class Operators(TorchDispatchMode):
+    """Records the names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("keys", [1, 7, 8, 9])
+@pytest.mark.parametrize("group", [1, 3])
+def test_rows_of_masks_are_aligned(keys: int, group: int) -> None:
+    visible = torch.rand(5, keys) < 0.5
+    additive = torch.zeros(5, keys).masked_fill(~visible, torch.finfo(torch.float32).min)
+    for mask in (tile_mask(visible, group, torch.float32), repeat_mask(additive, group)):
+        assert torch.equal(mask, additive.repeat(group, 1)[None, None])
+        assert all(stride % 8 == 0 for stride in mask.stride()[:-1]) and mask.stride(-1) == 1
+
+
+def test_masks_of_tree_and_draft_passes_are_aligned(tiny_target: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    strides: list[int] = []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def recorded(*args: Any, attn_mask: Any = None, **options: Any) -> torch.Tensor:
+        strides.extend(() if attn_mask is None else attn_mask.stride()[:-1])
+        return attention(*args, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
+    sage.generate(tiny_target, random_draft(tiny_target), make_inputs(tiny_target), policy="static", max_new_tokens=9)
+    assert strides and all(stride % 8 == 0 for stride in strides)
+
+
+def test_only_the_requested_hidden_states_are_kept(tiny_target: sage.Target) -> None:
+    prompt, levels = tiny_target.embed(make_inputs(tiny_target)), (3, 1, 0)
+    outputs: list[weakref.ref[torch.Tensor]] = []
+    for layer in tiny_target.text_model.layers:
+        layer.register_forward_hook(lambda _, __, out: outputs.append(weakref.ref(out)))
+    features = tiny_target.prefill(prompt, tiny_target.new_cache(64), levels)
+    assert [output() is not None for output in outputs] == [True, False, False]
+    assert {len(layer._forward_hooks) for layer in tiny_target.text_model.layers} == {1}  # those of this test
+    with torch.no_grad():
+        expected = tiny_target.text_model(
+            inputs_embeds=prompt.embeds, position_ids=prompt.position_ids, output_hidden_states=True
+        ).hidden_states
+    assert len(features.levels) == 3
+    for k, level in zip(levels, features.levels, strict=True):
+        torch.testing.assert_close(level, expected[k], atol=1e-5, rtol=0)
 
 
 def test_a_seed_draws_weights_beside_several_gpus(fake_cuda: FakeCuda) -> None:
