@@ -26,7 +26,7 @@ from sage.bench.report import SCHEMA, machine, versions
 from sage.bench.shapes import Shape, random_target
 from sage.bench.tables import text_table
 from sage.costs.measure import draft_level, empty_cache, verify_pass
-from sage.costs.timing import interleaved_s
+from sage.costs.timing import TimedCall, interleaved_s
 from sage.drafts.eagle import EagleDraft
 from sage.drafts.loading import new_draft
 from sage.drafts.session import EagleSession
@@ -116,7 +116,7 @@ def draft_costs(
     session.cache.storage.zero_()
     rows = []
     for context, width in product(contexts, widths):
-        level = draft_level(session, width, context, target.device)
+        level = draft_level(session, target, width, context)
         seconds = _median_s(level, Tensor.tolist, repeats, target.device)
         rows.append({"width": width, "context": context, "seconds": seconds})
     return rows
@@ -135,9 +135,9 @@ def without_layers(target: Target) -> Iterator[None]:
 
 
 @torch.inference_mode()
-def _median_s(call: Callable[[], Tensor], transfer: Callable[[Tensor], object], repeats: int, device: torch.device) -> float:
+def _median_s(call: TimedCall, transfer: Callable[[Tensor], object], repeats: int, device: torch.device) -> float:
     """Returns the median seconds of `call` and the transfer of its result to the host."""
-    return median(interleaved_s([lambda: transfer(call())], repeats, device)[0])
+    return median(interleaved_s([TimedCall(lambda: transfer(call.run()), call.reset)], repeats, device)[0])
 
 
 def _argmax_on_host(logits_NV: Tensor) -> list[int]:

@@ -9,14 +9,15 @@ Shapes: N verified nodes (the root included), W nodes of one draft level, S cont
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from sage.cache import TreeCache
 from sage.costs.tables import Costs, Curve
-from sage.costs.timing import interleaved_s
+from sage.costs.timing import TimedCall, interleaved_s
 from sage.drafts.loading import Draft, new_session
 from sage.drafts.session import DraftSession
 from sage.targets import Target
@@ -43,7 +44,7 @@ def measure_costs(target: Target, draft: Draft, context: int, longer: int) -> Co
     longer = max(longer, min(context + MIN_CONTEXT_SPAN, limit))
     cache = empty_cache(target, longer + room)
     session = new_session(draft, target, context + room)
-    levels = _lower_quartiles([draft_level(session, width, context, target.device) for width in DRAFT_WIDTHS], target.device)
+    levels = _lower_quartiles([draft_level(session, target, width, context) for width in DRAFT_WIDTHS], target.device)
     passes = [verify_pass(target, cache, nodes, context) for nodes in VERIFY_NODES]
     *at_context, at_longer = _lower_quartiles([*passes, verify_pass(target, cache, LONGER_NODES, longer)], target.device)
     growth_s = max(at_longer - at_context[VERIFY_NODES.index(LONGER_NODES)], 0.0)
@@ -62,8 +63,8 @@ def empty_cache(target: Target, capacity: int) -> TreeCache:
     return cache
 
 
-def verify_pass(target: Target, cache: TreeCache, num_nodes: int, context: int) -> Callable[[], Tensor]:
-    """Returns a call that verifies a chain of N nodes on top of S tokens and returns the logits [N, V].
+def verify_pass(target: Target, cache: TreeCache, num_nodes: int, context: int) -> TimedCall:
+    """Returns a call that verifies a chain of N distinct tokens on top of S tokens and returns the logits [N, V].
 
     The tree's shape is irrelevant: masks and rows cost the same for every tree of N nodes.
     """
@@ -72,24 +73,23 @@ def verify_pass(target: Target, cache: TreeCache, num_nodes: int, context: int) 
     ancestors = torch.ones(num_nodes, num_nodes, dtype=torch.bool, device=target.device).tril()
 
     def run() -> Tensor:
-        cache.crop_to(context)
         return target.lm_head(target.tree_pass(tokens, context + depths, ancestors, cache).last[0])
 
-    return run
+    return TimedCall(run, reset=partial(cache.crop_to, context))
 
 
-def draft_level(session: DraftSession, width: int, context: int, device: torch.device) -> Callable[[], Tensor]:
-    """Returns a call that drafts a level of W nodes below as many parents, on top of S tokens, and returns the probabilities
-    [W, K] of the best candidates.
+def draft_level(session: DraftSession, target: Target, width: int, context: int) -> TimedCall:
+    """Returns a call that drafts a level of W distinct tokens below as many parents, on top of S tokens, and returns the
+    probabilities [W, K] of the best candidates.
     """
-    rows = torch.arange(width, device=device)
+    rows = torch.arange(width, device=target.device)
+    tokens = rows % target.vocab_size
 
     def run() -> Tensor:
-        session.set_synthetic_state(context, width)
-        return session.propose(session.expand(rows, torch.zeros_like(rows)), NUM_CANDIDATES)[0]
+        return session.propose(session.expand(rows, tokens), NUM_CANDIDATES)[0]
 
-    return run
+    return TimedCall(run, reset=partial(session.set_synthetic_state, context, width))
 
 
-def _lower_quartiles(calls: list[Callable[[], Tensor]], device: torch.device) -> list[float]:
+def _lower_quartiles(calls: Sequence[TimedCall], device: torch.device) -> list[float]:
     return [statistics.quantiles(seconds, n=4)[0] for seconds in interleaved_s(calls, REPEATS, device)]

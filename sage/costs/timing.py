@@ -26,15 +26,24 @@ def now_s(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def interleaved_s(calls: Sequence[Callable[[], object]], repeats: int, device: torch.device) -> list[list[float]]:
+@dataclass
+class TimedCall:
+    """A call to be timed; `reset` restores the state that it starts from, outside the clock."""
+
+    run: Callable[[], Any]
+    reset: Callable[[], object] = lambda: None
+
+
+def interleaved_s(calls: Sequence[TimedCall], repeats: int, device: torch.device) -> list[list[float]]:
     """Times several calls in turns, so that a slow spell of the machine affects all alike; returns, per call, the seconds of
     each of `repeats` runs after one warm-up.
     """
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(repeats + 1):
         for own, call in zip(times, calls, strict=True):
+            call.reset()
             start = now_s(device)
-            call()
+            call.run()
             own.append(now_s(device) - start)
     return [own[1:] for own in times]
 

@@ -183,9 +183,8 @@ class EagleSession(DraftSession):
     def set_synthetic_state(self, context: int, width: int) -> None:
         self.cache.storage[..., :context, :] = 0
         self.cache.crop_to(context)
-        size = self.draft.config.hidden_size
-        self._start_tree(torch.zeros(1, width, size, dtype=self.dtype, device=self.cache.storage.device))
-        self.hidden = self.hidden.expand(width, -1)
+        self.committed, self.depth, self.visible = context, 0, None
+        self.hidden = self.hidden.new_zeros(width, self.draft.config.hidden_size)
 
     def _start_tree(self, hidden: Tensor) -> Tensor:
         """Starts a tree from the output of the last pair, which belongs to the root, and commits its cache row.

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from support.messages import refused
+from support.models import make_qwen
 from support.slow_trees import SlowTree, add_next_level, numbers
 from support.toy_helpers import PROMPT, make_policy, toy_request, toy_tree
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import sage
 from sage.costs import measure as probe
@@ -19,6 +21,8 @@ from sage.costs.measure import MIN_CONTEXT_SPAN
 from sage.costs.tables import Costs, Curve
 from sage.costs.timing import RoundTimes
 from sage.decoder import decode
+from sage.drafts.loading import new_session
+from sage.drafts.model import ModelDraft
 from sage.sampling import Sampling, TargetSampler
 from sage.trees.cost_aware.learner import (
     LABELLED_RANKS,
@@ -154,6 +158,38 @@ class TestCurve:
             seen.clear()
             probe.measure_costs(tiny_qwen, sage.new_draft(tiny_qwen), context, longer)
             assert seen == {context, expected}
+
+    @pytest.mark.parametrize("kind", ["eagle", "model"])
+    def test_a_timed_level_is_that_of_decoding(self, kind: str, tiny_qwen: sage.Target) -> None:
+        """One pass over distinct tokens and one product with lm_head, both of the draft; nothing of the target's."""
+        drafting = make_qwen(seed=1) if kind == "model" else tiny_qwen
+        draft = ModelDraft(drafting, tiny_qwen) if kind == "model" else sage.new_draft(tiny_qwen)
+        session = new_session(draft, tiny_qwen, 40)
+        tokens: list[int] = []
+        drafting.embed_tokens.register_forward_hook(lambda _, inputs, __: tokens.extend(inputs[0].tolist()))
+        call = probe.draft_level(session, tiny_qwen, 4, context=20)
+        with Products(tiny_qwen.vocab_size) as products:
+            call.reset()
+            assert session.context == 20 and not products.rows
+            first = call.run()
+        assert products.rows == [4] and len(set(tokens)) == 4
+        call.reset()
+        assert torch.equal(call.run(), first)  # every run starts from the same state
+
+
+class Products(TorchDispatchMode):
+    """Records the rows of matrix products with `columns` columns."""
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.columns = columns
+        self.rows: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func._schema.name in ("aten::mm", "aten::addmm", "aten::bmm") and out.shape[-1] == self.columns:
+            self.rows.append(out.shape[-2])
+        return out
 
 
 class TestTree:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -48,3 +50,14 @@ def test_skipped_time_counts_for_no_phase(monkeypatch: pytest.MonkeyPatch) -> No
     clock.skip()
     clock.lap("vision")
     assert clock.seconds()["vision"] == sum(clock.seconds().values()) == 3.0
+
+
+def test_only_the_run_of_a_call_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+
+    def spend(seconds: float) -> None:
+        now[0] += seconds
+
+    calls = [timing.TimedCall(partial(spend, 2.0), reset=partial(spend, 50.0)), timing.TimedCall(partial(spend, 3.0))]
+    assert timing.interleaved_s(calls, 2, CPU) == [[2.0, 2.0], [3.0, 3.0]]
