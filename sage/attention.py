@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface
 
 NAME = "sage_tree"
+HALF = (torch.float16, torch.bfloat16)
 MASK_ALIGNMENT = 8  # elements; of the memory-efficient kernel of torch
 
 
@@ -36,8 +39,7 @@ def tree_attention(
     Args:
         query: [B, H, N, d].
         key, value: [B, H // G, S, d].
-        attention_mask: additive float [1, 1, G * N, S] from `tile_mask`; None attends causally (N = S) or to everything
-            (N = 1).
+        attention_mask: additive float [1, 1, G * N, S] from `tile_mask`; None attends as `causal_attention`.
         attention_recorder: records this layer; the text model forwards it from its own keyword arguments.
 
     Returns:
@@ -48,9 +50,7 @@ def tree_attention(
     if attention_recorder is not None:
         attention_recorder.add(query, key, scaling or size**-0.5)
     if attention_mask is None and length > 1:
-        out = nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scaling, enable_gqa=heads != kv_heads
-        )
+        out = causal_attention(query, key, value, scaling)
     else:
         folded = query.reshape(batch, kv_heads, -1, size)
         out = nn.functional.scaled_dot_product_attention(folded, key, value, attn_mask=attention_mask, scale=scaling)
@@ -59,6 +59,27 @@ def tree_attention(
 
 
 AttentionInterface.register(NAME, tree_attention)
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
+    """Attention of each query to the keys up to its own; the last query and the last key are of the same token.
+
+    Without a mask, which would take N x S numbers and exclude the flash kernel. Of the GPU kernels without a mask, only flash
+    takes grouped heads, in half precision; for other dtypes keys and values are repeated there.
+
+    Args:
+        query: [B, H, N, d]; key, value: [B, H // G, S, d], S >= N.
+
+    Returns:
+        [B, H, N, d].
+    """
+    group = query.shape[1] // key.shape[1]
+    if group > 1 and not _takes_grouped_heads(query):
+        key, value, group = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1), 1
+    attend = partial(nn.functional.scaled_dot_product_attention, query, key, value, scale=scale, enable_gqa=group > 1)
+    if query.shape[2] == key.shape[2]:
+        return attend(is_causal=True)
+    return attend(attn_mask=causal_lower_right(query.shape[2], key.shape[2]))
 
 
 def select_backends(device: torch.device) -> None:
@@ -70,6 +91,11 @@ def select_backends(device: torch.device) -> None:
     """
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def _takes_grouped_heads(query: Tensor) -> bool:
+    """Whether a fused kernel of the device shares keys and values between heads."""
+    return query.device.type == "cpu" or query.dtype in HALF
 
 
 class AttentionRecorder:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 
+from sage.attention import causal_attention
 from sage.drafts.rope import rotate
 from sage.drafts.unroll import Chains
 
@@ -59,7 +60,6 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         self.kv_heads = config.num_key_value_heads
-        self.group = config.num_attention_heads // self.kv_heads
         self.q_proj = nn.Linear(input_size, config.num_attention_heads * config.head_dim, bias=False)
         self.k_proj = nn.Linear(input_size, config.num_key_value_heads * config.head_dim, bias=False)
         self.v_proj = nn.Linear(input_size, config.num_key_value_heads * config.head_dim, bias=False)
@@ -81,7 +81,7 @@ class Attention(nn.Module):
         if cache is not None:
             key, value = cache.update(key, value, 0)
         if mask is None and query.shape[2] > 1:
-            return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.group > 1)
+            return causal_attention(query, key, value)
         folded = query.reshape(query.shape[0], key.shape[1], -1, self.head_dim)
         return nn.functional.scaled_dot_product_attention(folded, key, value, attn_mask=mask)
 

@@ -18,6 +18,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from sage.attention import causal_attention
+
 EXTRA = 8  # additional columns: two are used, and fused kernels need a multiple of eight
 
 
@@ -49,8 +51,7 @@ class Chains:
         if self.true is None:
             value = value if self.weight is None else value * self.weight[:, None, :, None]
             self.true = (key, value)
-            gqa = query.shape[1] != key.shape[1]
-            return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=gqa)
+            return causal_attention(query, key, value)
         self.own.append((key, value))
         rows = query.shape[2]
         true_key, true_value = (states[:, :, :rows] for states in self.true)
@@ -79,13 +80,11 @@ def attend_with_chain(query: Tensor, key: Tensor, value: Tensor, chain_key: Tens
     level = (scores.logsumexp(-1) / scale).flatten(1, 2)[..., None]
     high = level.to(query.dtype)
     low = (level - high.to(wide)).to(query.dtype)  # two numbers, so that bf16 holds the score to four digits
-    out = nn.functional.scaled_dot_product_attention(
+    out = causal_attention(
         nn.functional.pad(torch.cat((query, high, low), -1), (0, EXTRA - 2, 1, 0)),
         _with_first_row(key, num_ones=2),
         _with_first_row(value, num_ones=1),
-        is_causal=True,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
+        scale,
     )[:, :, 1:]
     return out[..., :size] + out[..., size : size + 1] * own
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import BatchFeature
 
-from sage.attention import AttentionRecorder, causal_mask, select_backends, tile_mask, use_tree_attention
+from sage.attention import AttentionRecorder, select_backends, tile_mask, use_tree_attention
 from sage.cache import TreeCache
 from sage.inputs.format import Inputs
 from sage.inputs.processing import Messages, Processor
@@ -174,11 +174,8 @@ class Target:
             wants_attention: also return `Features.attention`.
         """
         recorder = AttentionRecorder(prompt.visual_mask[0]) if wants_attention else None
-        length = prompt.embeds.shape[1]
-        mask = causal_mask(length, cache.length, self.group, self.dtype, self.device) if cache.length else None
         with use_tree_attention(self.text_model):
-            masks = {"full_attention": mask}
-            features = self._run(prompt.embeds, prompt.position_ids, masks, cache, levels, recorder)
+            features = self._run(prompt.embeds, prompt.position_ids, {"full_attention": None}, cache, levels, recorder)
         return replace(features, attention=recorder.mean()) if recorder else features
 
     @torch.no_grad()

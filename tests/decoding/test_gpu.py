@@ -12,6 +12,7 @@ from support.models import make_inputs, make_qwen, random_draft
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sage
+from sage import attention
 from sage.attention import repeat_mask, tile_mask
 from sage.cli import resolve_device
 from sage.costs.timing import Clock
@@ -102,6 +103,52 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize(("queries", "keys"), [(5, 5), (3, 9), (1, 4)])
+@pytest.mark.parametrize("is_grouped", [True, False])
+def test_causal_attention_equals_a_masked_softmax(
+    dtype: torch.dtype, group: int, queries: int, keys: int, is_grouped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_takes_grouped_heads", lambda query: is_grouped)
+    query, key, value = (torch.randn(2, heads, n, 8, dtype=dtype) for heads, n in ((2 * group, queries), (2, keys), (2, keys)))
+    found = attention.causal_attention(query, key, value, 0.3)
+    wide = [states.double().repeat_interleave(group, 1) for states in (key, value)]
+    scores = query.double() @ wide[0].transpose(-1, -2) * 0.3
+    future = torch.arange(keys) > torch.arange(keys - queries, keys)[:, None]
+    expected = scores.masked_fill(future, -torch.inf).softmax(-1) @ wide[1]
+    torch.testing.assert_close(found.double(), expected, atol=1e-12 if dtype == torch.float64 else 1e-5, rtol=0)
+
+
+def test_grouped_heads_in_float32_are_repeated_beside_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU kernels that take grouped heads take half precision only; the fallback stores all attention weights."""
+    heads: dict[torch.dtype, tuple[int, int, bool]] = {}
+
+    def recorded(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool, **_: Any) -> torch.Tensor:
+        heads[query.dtype] = query.shape[1], key.shape[1], enable_gqa
+        return query
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
+    for dtype in (torch.float32, torch.bfloat16):
+        query, key = (torch.empty(1, count, 4, 8, dtype=dtype, device="meta") for count in (4, 2))
+        attention.causal_attention(query, key, key)
+    assert heads == {torch.float32: (4, 4, False), torch.bfloat16: (4, 2, True)}
+
+
+def test_a_second_prefill_has_no_mask(tiny_target: sage.Target) -> None:
+    """2000 new tokens after 8000 would take a mask of 280 MB at 7B."""
+    prompt, cache = tiny_target.embed(make_inputs(tiny_target)), tiny_target.new_cache(64)
+    complete = tiny_target.prefill(prompt, tiny_target.new_cache(64)).last
+    masks: list[Any] = []
+    tiny_target.text_model.register_forward_pre_hook(
+        lambda _, __, named: masks.append(named["attention_mask"]), with_kwargs=True
+    )
+    first = tiny_target.prefill(prompt.at(torch.arange(5)), cache).last
+    second = tiny_target.prefill(prompt.after(5), cache).last
+    torch.testing.assert_close(torch.cat((first, second), 1), complete, atol=1e-5, rtol=0)
+    assert masks == [{"full_attention": None}] * 2
+
+
 @pytest.mark.parametrize("keys", [1, 7, 8, 9])
 @pytest.mark.parametrize("group", [1, 3])
 def test_rows_of_masks_are_aligned(keys: int, group: int) -> None:
@@ -114,11 +161,11 @@ def test_rows_of_masks_are_aligned(keys: int, group: int) -> None:
 
 def test_masks_of_tree_and_draft_passes_are_aligned(tiny_target: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
     strides: list[int] = []
-    attention = torch.nn.functional.scaled_dot_product_attention
+    attend = torch.nn.functional.scaled_dot_product_attention
 
     def recorded(*args: Any, attn_mask: Any = None, **options: Any) -> torch.Tensor:
         strides.extend(() if attn_mask is None else attn_mask.stride()[:-1])
-        return attention(*args, attn_mask=attn_mask, **options)
+        return attend(*args, attn_mask=attn_mask, **options)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
     sage.generate(tiny_target, random_draft(tiny_target), make_inputs(tiny_target), policy="static", max_new_tokens=9)
