@@ -148,7 +148,7 @@ EXPORTS: list[tuple[Message, str]] = [
 
 def render_blocks() -> dict[str, str]:
     """Returns the content of every block of the page by name."""
-    blocks = {name: "\n".join(["```", *map(_text, messages), "```"]) for name, messages in MESSAGES.items()}
+    blocks = {name: "\n".join(["```text", *map(_text, messages), "```"]) for name, messages in MESSAGES.items()}
     rows = [(f"`{_text(message)}`", remedy) for message, remedy in EXPORTS]
     return blocks | {"exports": markdown_table(("message", "cause or remedy"), rows, "<")}
 
