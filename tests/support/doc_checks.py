@@ -74,13 +74,15 @@ def check_settings(words: Sequence[str]) -> None:
     words = [re.sub(r"[|]\w.*$|\.\.zero3$", "", word) for word in words]  # the first of several choices
     for override in _parser().parse_overrides([re.sub(r"=[NK]$", "=2", word) for word in words]):
         key, choices = override.key_or_group, _choices(override.key_or_group)
+        if key.startswith("hydra"):
+            continue  # keys of plugins
         if choices:
             is_many = override.is_sweep_override() or isinstance(override.value(), list)
             assert is_many or override.value() in (*choices, "NAME"), f"{key}: {sorted(choices)}"
         elif key.startswith("decode.options."):
             policy, option = key.removeprefix("decode.options.").split(".")
             assert option in defaults(sage.trees.policy_class(policy)), f"{policy}: no option {option}"
-        elif not key.startswith("hydra"):
+        else:
             _check_value(key, override.value())
 
 
@@ -170,7 +172,7 @@ def _validate(words: list[str]) -> None:
 
         return _parse(lambda: run_command(words[1:]))
     register()
-    compose("validate", [re.sub("^draft=", "draft.path=", word) for word in words], ValidateConfig)
+    compose("validate", [re.sub("^draft=", "checkpoint=", word) for word in words], ValidateConfig)
 
 
 def _data(words: list[str]) -> None:
