@@ -8,12 +8,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from data_prep.chat import Lengths
 from data_prep.config import Cache, DataConfig, OnBad, validate
-from data_prep.conversation import BadItem, Conversation
+from data_prep.conversation import BadItem, Conversation, TooLong
 from data_prep.dataset.dataset import ConversationDataset, StoredDataset, skip_path
+from data_prep.dataset.lengths import LongExamples, find_long
 from data_prep.dataset.prepare import content_hash, prepare_examples, prepare_index
 from data_prep.dataset.skip_log import SKIPPED, SkipLog, count_reasons, read_skipped
-from data_prep.dataset.stream import StreamDataset
+from data_prep.dataset.stream import StreamDataset, is_stream
 from data_prep.files import default_cache_dir
 from data_prep.sources import open_source, open_stream
 from data_prep.sources.base import Source, Stream, as_prompt
@@ -65,6 +67,21 @@ def build_dataset(config: DataConfig, processor: Processor, split: str = "train"
         dataset = ConversationDataset(config, sources, index, processor, weights)
     _report_skipped(skip_logs, skip_path(config, index))
     return dataset
+
+
+def long_examples(config: DataConfig, dataset: Any) -> LongExamples | None:
+    """Returns the examples of a dataset of `build_dataset` that exceed `data.max_length`; None for a stream.
+
+    Raises:
+        ValueError: all of them would be dropped.
+        BadItem: a measured item is invalid and `data.on_bad` is `error`.
+    """
+    if is_stream(dataset):
+        return None
+    lengths = [Lengths(*row) for row in dataset.full_lengths().tolist()]
+    found = find_long(config, lengths, len(lengths) if config.cache is Cache.examples else len(dataset))
+    found.check()
+    return found
 
 
 def prompts(config: DataConfig, split: str = "validation", num_prompts: int = 8) -> list[Conversation]:
@@ -168,13 +185,14 @@ def _stream_prompts(stream: Stream, split: Split, shares: Shares, skipped: SkipL
 
 
 def _report_skipped(skip_logs: list[Path], target: Path) -> None:
-    """Logs the skipped items by reason, and lists all of them in `target`."""
+    """Lists the skipped items in `target`, and logs the invalid ones by reason; for the others see `long_examples`."""
     rows = [row for path in skip_logs for row in read_skipped(path)]
-    if not rows:
-        return
     listed = SkipLog(target, is_strict=False)
     for row in rows:
         if target not in skip_logs:
-            listed.add(BadItem(row["source"], row["index"], row["reason"]))
-    counts = ", ".join(f"{count} x {reason}" for reason, count in count_reasons(rows).most_common(NUM_LOGGED_REASONS))
-    logger.warning("skipped %d items (%s); listed in %s", len(rows), counts, target)
+            error_type = TooLong if row["kind"] == TooLong.kind else BadItem
+            listed.add(error_type(row["source"], row["index"], row["reason"]))
+    invalid = [row for row in rows if row["kind"] == BadItem.kind]
+    if invalid:
+        counts = ", ".join(f"{count} x {reason}" for reason, count in count_reasons(invalid).most_common(NUM_LOGGED_REASONS))
+        logger.warning("skipped %d invalid items (%s); listed in %s", len(invalid), counts, target)

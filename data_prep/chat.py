@@ -16,7 +16,10 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import replace
-from typing import Any
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from data_prep.config import OnLong
 from data_prep.conversation import BadTemplate, Conversation, Message, Part, TooLong, check_conversation, text_of
@@ -26,6 +29,36 @@ Example = dict[str, Any]
 PRIVATE_USE = range(0xF0000, 0xF0100)  # characters of a Unicode private use area
 
 
+class Fit(StrEnum):
+    """What becomes of an example under `data.max_length`."""
+
+    kept = "kept"
+    shortened = "shortened"
+    dropped = "dropped"
+
+
+class Lengths(NamedTuple):
+    """Tokens of an example before it is shortened, visual tokens included.
+
+    Attributes:
+        total: of the complete conversation.
+        first_turn: up to the end of the first answer.
+        prompt: before the first answer.
+    """
+
+    total: int
+    first_turn: int
+    prompt: int
+
+    def fit(self, max_length: int | None, on_long: OnLong) -> Fit:
+        """Returns what becomes of the example."""
+        if max_length is None or self.total <= max_length:
+            return Fit.kept
+        has_turn = on_long is not OnLong.drop and self.first_turn <= max_length
+        has_beginning = on_long is OnLong.cut and self.prompt < max_length - 1
+        return Fit.shortened if has_turn or has_beginning else Fit.dropped
+
+
 def build_example(
     conversation: Conversation,
     processor: Processor,
@@ -33,7 +66,7 @@ def build_example(
     on_long: OnLong = OnLong.turn,
     num_frames: int = 32,
 ) -> Example:
-    """Renders, tokenizes and masks one conversation.
+    """Renders, tokenizes and masks one conversation, and shortens it if it is too long.
 
     Args:
         max_length: maximum number of tokens, visual tokens included; None: no limit. An image is kept completely or dropped.
@@ -48,12 +81,38 @@ def build_example(
         BadItem: the conversation or an image is invalid, or the mask covers none or all of its text.
         TooLong: the conversation is too long and cannot be shortened.
     """
+    example = encode_example(conversation, processor, num_frames)
+    return shorten_example(conversation, example, processor, max_length, on_long, num_frames)
+
+
+def encode_example(conversation: Conversation, processor: Processor, num_frames: int = 32) -> Example:
+    """`build_example` without a limit on the length."""
     conversation = check_conversation(conversation)
     example = _encode(conversation, processor, num_frames)
-    if max_length is not None and len(example["input_ids"]) > max_length:
-        example = _shorten(conversation, example, processor, max_length, on_long, num_frames)
     _check_mask(conversation, example, processor)
     return {"id": conversation.id, **example}
+
+
+def shorten_example(
+    conversation: Conversation, example: Example, processor: Processor, max_length: int | None, on_long: OnLong, num_frames: int
+) -> Example:
+    """Returns an example of `encode_example`, shortened if it is too long; raises TooLong if it cannot be."""
+    lengths = example_lengths(example)
+    match lengths.fit(max_length, on_long):
+        case Fit.kept:
+            return example
+        case Fit.dropped:
+            reason = f"longer than data.max_length={max_length} (data.on_long={on_long}): {lengths.total} tokens"
+            raise conversation.error(reason, TooLong)
+    assert max_length is not None
+    short = _keep_turns(check_conversation(conversation), example, processor, max_length, num_frames)
+    return short | {"id": conversation.id}
+
+
+def example_lengths(example: Example) -> Lengths:
+    """Returns the lengths of a complete example."""
+    mask = example["loss_mask"]
+    return Lengths(len(mask), _turn_ends(mask)[0], int(mask.int().argmax()))
 
 
 def segments(messages: list[Message], processor: Processor) -> list[Segment]:
@@ -152,22 +211,22 @@ def _encode(conversation: Conversation, processor: Processor, num_frames: int) -
         raise conversation.error(str(error)) from error
 
 
-def _shorten(
-    conversation: Conversation, example: Example, processor: Processor, max_length: int, on_long: OnLong, num_frames: int
+def _turn_ends(mask: Tensor) -> list[int]:
+    """Returns the end of every turn; a turn ends with a run of supervised tokens."""
+    steps = mask[:-1].int() - mask[1:].int()
+    return (steps == 1).nonzero().flatten().add(1).tolist() + [len(mask)]
+
+
+def _keep_turns(
+    conversation: Conversation, example: Example, processor: Processor, max_length: int, num_frames: int
 ) -> Example:
-    """Keeps the leading turns that fit. A turn ends with a run of supervised tokens."""
-    mask = example["loss_mask"].int()
-    ends = ((mask[:-1] - mask[1:]) == 1).nonzero().flatten().add(1).tolist() + [len(mask)]
-    keep = sum(end <= max_length for end in ends)
-    if on_long is not OnLong.drop and keep:
-        answers = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-        short = replace(conversation, messages=conversation.messages[: answers[keep - 1] + 1])
-        return _encode(short, processor, num_frames)
-    begin = int(mask.argmax())
-    if on_long is OnLong.cut and begin < max_length - 1:
+    """Keeps the leading turns that fit, or the beginning of the first."""
+    keep = sum(end <= max_length for end in _turn_ends(example["loss_mask"]))
+    if not keep:
         return _cut(conversation, example, processor, max_length, num_frames)
-    reason = f"longer than data.max_length={max_length} (data.on_long={on_long}): {len(mask)} tokens"
-    raise conversation.error(reason, TooLong)
+    answers = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+    short = replace(conversation, messages=conversation.messages[: answers[keep - 1] + 1])
+    return _encode(short, processor, num_frames)
 
 
 def _cut(conversation: Conversation, example: Example, processor: Processor, max_length: int, num_frames: int) -> Example:

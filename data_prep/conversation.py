@@ -37,13 +37,15 @@ class BadItem(ValueError):
         reason: the fault and what is allowed.
     """
 
+    kind = "invalid"
+
     def __init__(self, source: str, index: int | str, reason: str) -> None:
         super().__init__(f"{source}: item {index}: {reason}")
         self.source, self.index, self.reason = source, index, reason
 
     def as_row(self) -> dict[str, str]:
         """Returns the row of a list of skipped items."""
-        return {"source": self.source, "index": str(self.index), "reason": self.reason}
+        return {"source": self.source, "index": str(self.index), "kind": self.kind, "reason": self.reason}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.source, self.index, self.reason)
@@ -51,6 +53,8 @@ class BadItem(ValueError):
 
 class TooLong(BadItem):
     """A valid item that exceeds the configured length; it is dropped and counted, and never stops a run."""
+
+    kind = "too long"
 
 
 class BadSource(BadItem):

@@ -11,16 +11,20 @@ from pathlib import Path
 import numpy as np
 from torch.utils.data import Dataset
 
-from data_prep.chat import Example, build_example
+from data_prep.chat import Example, Lengths, build_example, encode_example, example_lengths
 from data_prep.config import DataConfig, OnBad
 from data_prep.conversation import BadItem, Conversation
 from data_prep.dataset.example_store import ExampleStore
-from data_prep.dataset.mixing import MixedOrder
-from data_prep.dataset.prepare import Index
+from data_prep.dataset.lengths import as_array
+from data_prep.dataset.mixing import MixedOrder, sample
+from data_prep.dataset.prepare import LENGTHS, Index, code_fingerprint, content_hash, processor_fingerprint
 from data_prep.dataset.skip_log import SKIPPED, SkipLog, read_skipped, unique_rows
+from data_prep.files import default_cache_dir, locked, writing
 from data_prep.sources.base import Source
 from sage.inputs.processing import Processor
+from sage.progress import progress_bar
 
+NUM_MEASURED = 500  # examples whose lengths are known before training; more would take minutes with large images
 MAX_INVALID_IN_A_ROW = 100
 
 
@@ -74,6 +78,31 @@ class ConversationDataset(Dataset[Example]):
         """Returns the items skipped during preparation, and by this process since."""
         return unique_rows(read_skipped(self.index.folder / SKIPPED) + [item.as_row() for item in self.skipped.items])
 
+    def full_lengths(self) -> np.ndarray:
+        """Returns the lengths of a sample of the examples before they are shortened, int64 [N, 3] (`Lengths`).
+
+        They are measured once and cached, for any `data.max_length`.
+
+        Raises:
+            BadItem: an item of the sample is invalid and `on_bad` is `error`.
+        """
+        key = content_hash(self.fingerprint, self.config.num_frames, processor_fingerprint(self.processor), code_fingerprint())
+        cached = default_cache_dir(self.config.cache_dir) / "lengths" / f"{key}.npy"
+        with locked(cached):
+            if not cached.exists():
+                positions = progress_bar(sample(len(self), NUM_MEASURED), "measuring lengths")
+                found = [lengths for position in positions if (lengths := self._lengths(position)) is not None]
+                with writing(cached) as path, path.open("wb") as file:
+                    np.save(file, as_array(found))
+        return np.load(cached)
+
+    def _lengths(self, position: int) -> Lengths | None:
+        try:
+            return example_lengths(encode_example(self.conversation(position), self.processor, self.config.num_frames))
+        except BadItem as error:
+            self.skipped.add(error)
+            return None
+
     def example(self, position: int) -> Example:
         """Returns the example at a position, without replacement; raises BadItem if the item is invalid or too long."""
         return self.build(self.conversation(position))
@@ -98,6 +127,10 @@ class StoredDataset(Dataset[Example]):
 
     def __len__(self) -> int:
         return len(self.store)
+
+    def full_lengths(self) -> np.ndarray:
+        """Returns the lengths of all examples before they are shortened, dropped ones included, int64 [N, 3] (`Lengths`)."""
+        return np.load(self.store.folder.parent / LENGTHS)
 
     def __getitem__(self, position: int) -> Example:
         return self.store[position]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -13,6 +14,13 @@ def permutation(size: int, *key: int | str) -> np.ndarray:
     digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
     return torch.randperm(size, generator=generator).numpy()
+
+
+def sample(total: int, count: int, seed: int = 0) -> Sequence[int]:
+    """Returns `count` positions out of `total` in increasing order; all of them if there are no more, or with count 0."""
+    if not count or count >= total:
+        return range(total)
+    return sorted(permutation(total, seed, "sample")[:count].tolist())
 
 
 class MixedOrder:

@@ -21,10 +21,11 @@ import numpy as np
 import data_prep
 import sage.inputs
 import sage.targets
-from data_prep.chat import Example, build_example
+from data_prep.chat import Example, Lengths, encode_example, example_lengths, shorten_example
 from data_prep.config import DataConfig, OnBad
 from data_prep.conversation import BadItem, BadSource, Conversation, TooLong
 from data_prep.dataset.example_store import ExampleStore, Packed, pack, write_examples
+from data_prep.dataset.lengths import as_array, find_long
 from data_prep.dataset.pixel_codec import PixelTable
 from data_prep.dataset.skip_log import SKIPPED, SkipLog, count_reasons
 from data_prep.files import default_cache_dir, locked, prune_folders, writing
@@ -36,7 +37,9 @@ from sage.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 Item = tuple[str, int, Packed]  # id, source number, fields
+Encoded = tuple[Item | BadItem, Lengths | None]
 STORE = "store"
+LENGTHS = "lengths.npy"  # of every example before it is shortened
 INVALID = "bad.npy"  # the invalid items, which are checked again: a missing image may have been restored
 NUM_PROBED = 1000  # rows, to tell one invalid item from a source that is invalid as a whole
 CHUNK_SIZE = 64  # examples per task of a worker
@@ -90,7 +93,7 @@ def prepare_examples(config: DataConfig, sources: list[Source], index: Index, pr
     key = content_hash(index.fingerprint, settings, processor_fingerprint(processor), code_fingerprint())
     folder = default_cache_dir(config.cache_dir) / "examples" / key
     with locked(folder):
-        if not folder.exists() or _has_repaired_item(folder, partial(_build, config, sources, index, processor)):
+        if not folder.exists() or _has_repaired_item(folder, partial(_encode, config, sources, index, processor)):
             with writing(folder) as temporary:
                 _write_examples(config, sources, index, processor, temporary)
             if config.cache_keep is not None:
@@ -138,16 +141,16 @@ def _check_row(sources: list[Source], number: int, row: int) -> None:
     sources[number].example(row)
 
 
-def _build(
+def _encode(
     config: DataConfig, sources: list[Source], index: Index, processor: Processor, position: int
 ) -> tuple[Conversation, Example]:
-    """Returns the conversation at a position of the index and its example.
+    """Returns the conversation at a position of the index and its example, however long it is.
 
     Raises:
-        BadItem: it is invalid or too long.
+        BadItem: it is invalid.
     """
     conversation = sources[int(index.source[position])].conversation(int(index.row[position]))
-    return conversation, build_example(conversation, processor, config.max_length, config.on_long, config.num_frames)
+    return conversation, encode_example(conversation, processor, config.num_frames)
 
 
 # -- the index ----------------------------------------------------------------------------------------------------------
@@ -217,10 +220,12 @@ def _write_examples(config: DataConfig, sources: list[Source], index: Index, pro
     table = PixelTable.measure(processor)
     skipped = SkipLog(folder / SKIPPED, is_strict=config.on_bad is OnBad.error)
     invalid: list[int] = []
+    measured: list[Lengths] = []
 
     def valid() -> Iterator[Item]:
         encoded = _encode_all(_Encoder(config, sources, index, processor, table), len(index))
-        for position, item in enumerate(progress_bar(encoded, "preparing", len(index))):
+        for position, (item, lengths) in enumerate(progress_bar(encoded, "preparing", len(index))):
+            measured.extend([lengths] if lengths else [])
             if not isinstance(item, BadItem):
                 yield item
                 continue
@@ -230,28 +235,33 @@ def _write_examples(config: DataConfig, sources: list[Source], index: Index, pro
 
     number = write_examples(folder / STORE, valid(), table)
     np.save(folder / INVALID, np.array(invalid, dtype=np.int64).reshape(-1, 1))
+    np.save(folder / LENGTHS, as_array(measured))
+    find_long(config, measured, len(measured)).check()
     if not number:
-        raise ValueError(f"data.sources: not one of {len(index)} items became an example; see data.max_length")
+        raise ValueError(_no_item_message(config, sources, Split.train, skipped.items))
     logger.info("prepared %d examples, skipped %d", number, len(index) - number)
 
 
 class _Encoder:
-    """Position in the index -> packed example, or its error; runs in worker processes."""
+    """Position in the index -> packed example or its error, and its lengths; runs in worker processes."""
 
     def __init__(
         self, config: DataConfig, sources: list[Source], index: Index, processor: Processor, table: PixelTable
     ) -> None:
         self.config, self.sources, self.index, self.processor, self.table = config, sources, index, processor, table
 
-    def __call__(self, position: int) -> Item | BadItem:
+    def __call__(self, position: int) -> Encoded:
+        config, lengths = self.config, None
         try:
-            conversation, example = _build(self.config, self.sources, self.index, self.processor, position)
+            conversation, full = _encode(config, self.sources, self.index, self.processor, position)
+            lengths = example_lengths(full)
+            example = shorten_example(conversation, full, self.processor, config.max_length, config.on_long, config.num_frames)
         except BadItem as error:
-            return error
-        return conversation.id, int(self.index.source[position]), pack(example, self.table)
+            return error, lengths
+        return (conversation.id, int(self.index.source[position]), pack(example, self.table)), lengths
 
 
-def _encode_all(encoder: _Encoder, total: int) -> Iterator[Item | BadItem]:
+def _encode_all(encoder: _Encoder, total: int) -> Iterator[Encoded]:
     """Yields the results in order, from several processes if there are enough items."""
     processes = num_processes()
     if total < MIN_PARALLEL or processes < 2:
@@ -269,5 +279,5 @@ def _start_worker(encoder: _Encoder) -> None:
     _worker[:] = [encoder]
 
 
-def _encode_one(position: int) -> Item | BadItem:
+def _encode_one(position: int) -> Encoded:
     return _worker[0](position)

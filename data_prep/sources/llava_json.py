@@ -52,7 +52,8 @@ def turns_of(row: Row, key: str) -> list[Any]:
         return turns
     choice = layout_of(row)
     remedy = f"for this layout choose {choice}" if choice else f"write the turns as {key!r}"
-    raise ValueError(f"no {key!r} list, its keys are {', '.join(map(repr, row))[:120]}; {remedy}")
+    keys = ", ".join(map(repr, row))[:120] or "none"
+    raise ValueError(f"no {key!r} list; keys of the row: {keys}; {remedy}")
 
 
 def place_media(text: str, media: dict[str, list[Any]]) -> list[Part]:

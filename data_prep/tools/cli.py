@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.build import build_dataset
-from data_prep.chat import Example
+from data_prep.chat import Example, encode_example, example_lengths, shorten_example
 from data_prep.config import Cache, DataConfig, RegenerateConfig
 from data_prep.conversation import BadItem, Conversation, check_conversation
 from data_prep.dataset.dataset import ConversationDataset
+from data_prep.dataset.lengths import LongExamples
+from data_prep.dataset.mixing import sample
 from data_prep.dataset.skip_log import count_reasons
 from data_prep.dataset.stream import StreamDataset
 from data_prep.files import writing
@@ -22,7 +24,7 @@ from data_prep.splits import Split
 from data_prep.tools.html_report import render_html
 from data_prep.tools.jsonl_writer import MediaFolder, as_line
 from data_prep.tools.regenerate import RegenerationResult, answerer, regenerate
-from data_prep.tools.stats import Statistics, measure, sample
+from data_prep.tools.stats import Statistics, measure
 from sage.drafts.location import find_draft
 from sage.inputs.processing import Processor
 from sage.progress import progress_bar
@@ -38,10 +40,12 @@ def check_data(config: DataConfig, processor: Processor, split: str, limit: int)
     """
     dataset = _dataset(config, processor, split)
     conversations, count = _conversations(dataset, split, limit)
-    items = _examples(dataset, progress_bar(conversations, "measuring", count))
     total = None if isinstance(dataset, StreamDataset) else len(dataset)
-    statistics = measure(items, total, processor)
-    statistics.skipped = count_reasons(dataset.skipped_items())
+    long = LongExamples(total, config.max_length, config.on_long)
+    statistics = measure(_examples(dataset, progress_bar(conversations, "measuring", count), long), total, processor)
+    statistics.long = long
+    statistics.skipped = count_reasons([row for row in dataset.skipped_items() if row["kind"] == BadItem.kind])
+    long.check()
     if not statistics.num_measured:
         raise ValueError(f"data.sources: not one of {count or 'all'} items became an example; see {dataset.skipped.path}")
     return statistics, dataset
@@ -128,11 +132,22 @@ def _conversations(dataset: Data, split: str, count: int, seed: int = 0) -> tupl
     return (dataset.conversation(position) for position in positions), len(positions)
 
 
-def _examples(dataset: Data, conversations: Iterator[Conversation]) -> Iterator[tuple[Conversation, Example]]:
-    """Yields conversations with their examples; invalid ones are listed or raised, as set by `data.on_bad`."""
+def _examples(
+    dataset: Data, conversations: Iterator[Conversation], long: LongExamples | None = None
+) -> Iterator[tuple[Conversation, Example]]:
+    """Yields conversations with their examples; invalid ones are listed or raised, as set by `data.on_bad`.
+
+    Args:
+        long: counts the lengths.
+    """
+    config = dataset.config
     for conversation in conversations:
         try:
-            yield check_conversation(conversation), dataset.build(conversation)
+            example = encode_example(conversation, dataset.processor, config.num_frames)
+            if long is not None:
+                long.add(example_lengths(example))
+            limits = (config.max_length, config.on_long, config.num_frames)
+            yield check_conversation(conversation), shorten_example(conversation, example, dataset.processor, *limits)
         except BadItem as error:
             dataset.skipped.add(error)
 

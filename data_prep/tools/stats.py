@@ -6,15 +6,15 @@ Owns: the measures of an example and their aggregation. Does not own: the HTML r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from data_prep.chat import Example
+from data_prep.chat import Example, Fit
 from data_prep.conversation import Conversation, media_parts
-from data_prep.dataset.mixing import permutation
+from data_prep.dataset.lengths import LongExamples
 from sage.bench.tables import text_table
 from sage.inputs.processing import Processor
 
@@ -39,7 +39,8 @@ class Statistics:
         total: examples in the dataset; None for a stream.
         sources, families: measured examples by source and by task family.
         values: one value per measured example, by measure (a key of `MEASURES`).
-        skipped: skipped items by reason.
+        skipped: invalid items by reason.
+        long: the examples that exceed `data.max_length`, if they were counted.
     """
 
     total: int | None
@@ -47,6 +48,7 @@ class Statistics:
     families: Counter[str] = field(default_factory=Counter)
     values: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in MEASURES})
     skipped: Counter[str] = field(default_factory=Counter)
+    long: LongExamples | None = None
 
     @property
     def num_measured(self) -> int:
@@ -94,6 +96,7 @@ class Statistics:
             "families": dict(self.families),
             "measures": {name: dict(zip(JSON_KEYS, self.summary(name), strict=True)) for name in MEASURES},
             "skipped": dict(self.skipped),
+            "long": {fit: self.long.counts[fit] for fit in Fit} if self.long else None,
         }
 
     def as_text(self) -> str:
@@ -102,16 +105,10 @@ class Statistics:
         for title, counts in (("source", self.sources), ("family", self.families)):
             lines += [f"  {title} {name}: {count}" for name, count in counts.most_common()]
         lines += ["", text_table(HEAD, self.table_rows(), ruled=False), ""]
-        lines += [f"{sum(self.skipped.values())} items skipped"]
+        lines += [f"{sum(self.skipped.values())} invalid items skipped"]
         lines += [f"  {count} x {reason}" for reason, count in self.skipped.most_common()]
+        lines += [self.long.line()] if self.long else []
         return "\n".join(lines)
-
-
-def sample(total: int, count: int, seed: int = 0) -> Sequence[int]:
-    """Returns `count` positions out of `total` in increasing order; all of them if there are no more, or with count 0."""
-    if not count or count >= total:
-        return range(total)
-    return sorted(permutation(total, seed, "sample")[:count].tolist())
 
 
 def measure(items: Iterable[tuple[Conversation, Example]], total: int | None, processor: Processor) -> Statistics:

@@ -22,10 +22,11 @@ from data_prep.build import build_dataset
 from data_prep.chat import build_example
 from data_prep.config import DataConfig, OnBad, RegenerateConfig, SourceConfig
 from data_prep.conversation import BadItem, Conversation
+from data_prep.dataset.mixing import sample
 from data_prep.splits import Split
 from data_prep.tools import cli
 from data_prep.tools.html_report import render_html
-from data_prep.tools.stats import measure, sample
+from data_prep.tools.stats import measure
 from train.cli import data as data_cli
 
 

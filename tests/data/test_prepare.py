@@ -18,7 +18,7 @@ from support.data_helpers import make_image, make_processor, save_images
 from support.messages import refused
 
 from data_prep.build import build_dataset
-from data_prep.chat import build_example
+from data_prep.chat import build_example, encode_example
 from data_prep.config import Cache, DataConfig, OnBad, OnLong, SourceConfig
 from data_prep.conversation import BadItem
 from data_prep.dataset import prepare
@@ -62,7 +62,7 @@ def test_cache_is_used_until_a_setting_changes(tmp_path: Path, monkeypatch: pyte
         raise AssertionError("prepared a second time")
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepare, "build_example", never)
+        patch.setattr(prepare, "encode_example", never)
         begin = time.perf_counter()
         again = build_dataset(pocket(tmp_path), processor)
         assert time.perf_counter() - begin < 0.5
@@ -104,9 +104,9 @@ def _prepare(folder: Path, done: Any) -> None:
     def counted(*args: Any) -> Any:
         calls.append(1)
         time.sleep(0.02)
-        return build_example(*args)
+        return encode_example(*args)
 
-    prepare.build_example = counted  # type: ignore[assignment]
+    prepare.encode_example = counted  # type: ignore[assignment]
     dataset = build_dataset(pocket(folder), make_processor("qwen2_5_vl"))
     done.put((len(dataset), len(calls)))
 
@@ -136,7 +136,7 @@ def test_interrupted_preparation_leaves_no_file(tmp_path: Path, monkeypatch: pyt
         return build_example(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepare, "build_example", stops)
+        patch.setattr(prepare, "encode_example", stops)
         with pytest.raises(KeyboardInterrupt):
             build_dataset(pocket(tmp_path), processor)
     assert not [path for path in (tmp_path / "examples").iterdir() if path.is_dir()]
@@ -228,10 +228,10 @@ def test_no_valid_item_is_an_error(tmp_path: Path) -> None:
     path.write_text("{}\n{}")
     sources = {"it": SourceConfig(kind="sharegpt", path=str(path))}
     config = DataConfig(sources=sources, on_bad=OnBad.skip, cache_dir=str(tmp_path / "cache"))
-    with refused("data.sources", "train", "rows.jsonl", "2 x no 'conversations' list (first: item 0)"):
+    with refused("data.sources", "train", "rows.jsonl", "2 x no 'conversations' list", "(first: item 0)"):
         build_dataset(config, make_processor("qwen2_5_vl"))
     config = replace(pocket(tmp_path), max_length=20, on_long=OnLong.drop)
-    with refused("data.sources", "6", "data.max_length"):
+    with refused("data.max_length: 20", "6", "data.max_length"):
         build_dataset(config, make_processor("qwen2_5_vl"))
 
 

@@ -73,6 +73,7 @@ CONFIGS, COMPATIBILITY = "checkpoints/export/validator/config_checks.py", "check
 RUN_CHECKS, RESUMING = "train/config/run_checks.py", "train/config/resuming.py"
 WARNINGS, MEDIA = "train/report/warnings.py", "sage/inputs/media.py"
 ITEM, SKIP = "error: chats.jsonl: item 0: ", Part("data_prep/dataset/skip_log.py", "data.on_bad=skip skips")
+LENGTHS = "data_prep/dataset/lengths.py"
 SIZES = "(hidden_size 192, num_layers 12, vocab_size {})"
 MADE_FOR = ("a/draft", f"qwen2_5_vl {SIZES.format(1030)}", f"llava_onevision {SIZES.format(1028)}")
 LEVELS = "eagle_aux_hidden_state_layer_ids"
@@ -100,7 +101,8 @@ MESSAGES: dict[str, list[Message]] = {
         (ITEM, "image bad/a.png: ", Part(MEDIA, "corrupt or truncated", ("image file is truncated",)), SKIP),
     ],
     "length": [
-        ("error: ", Part("data_prep/tools/cli.py", "became an example", ("4", "cache/index/4ee35c74b3151eb7/skipped.jsonl")))
+        (Part(LENGTHS, "are too long for", ("3", "24 examples", "512", "2 shortened and 1 dropped", "turn", "1204")),),
+        ("error: ", Part(LENGTHS, "drops all of", ("64", "24 examples", "turn", "151", "1204"))),
     ],
     "finite": [("error: ", Part("train/job/loop.py", "is not finite for", ("2", "train-9, train-4, train-5, train-8", "1")))],
     "estimate": [(Part(WARNINGS, "estimated on the training batches", ("40", "1.20", "3.00")),)],

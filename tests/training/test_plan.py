@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -262,6 +264,30 @@ def test_the_number_of_steps_is_known_if_the_configuration_determines_it() -> No
     assert plan(configure("train.max_steps=7", "train.epochs=null")).num_steps == 7
     assert plan(configure("data.num_examples=1000", "train.epochs=2", "train.global_batch_size=128")).num_steps == 16
     assert big("qwen2_5_vl_7b").num_steps is None and "size of the data" in render(big("qwen2_5_vl_7b"))
+
+
+@pytest.mark.slow
+def test_a_plan_reports_the_data(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Number of examples and steps, long rows, invalid rows; why data are not opened."""
+    path = tmp_path / "chats.jsonl"
+    turns = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "Red. " * 60}]
+    path.write_text("".join(json.dumps({"id": str(i), "messages": turns}) + "\n" for i in range(24)))
+    words = ["launch.plan=true", f"target.path={target}", "data=messages", f"data.cache_dir={tmp_path}/cache"]
+
+    def planned(*more: str) -> str:
+        config: Config = compose("config", [*words, *more], Config)
+        assert train(config) == 0
+        return capsys.readouterr().out
+
+    text = planned(f"data.path={path}", "data.max_length=64", "data.on_long=cut")
+    assert re.search(rf"examples +23 for training in {path}", text)
+    assert "23 of 23 examples are too long for data.max_length=64: 23 shortened" in text
+    assert re.search(r"complete run +50 steps", text)
+    assert "drops all of 23 examples" in planned(f"data.path={path}", "data.max_length=64")
+    assert "not opened" in planned() and "data.path is not given" in planned()
+    assert "no such file" in planned(f"data.path={tmp_path}/gone.jsonl")
+    path.write_text("{}\n" * 3)
+    assert "all of the first 3 items are invalid" in planned(f"data.path={path}")
 
 
 def test_a_plan_writes_nothing_and_needs_no_data(

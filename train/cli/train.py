@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import replace
 
 from sage.cli import EXIT_DONE, EXIT_USER
 from train.config.checks import check
@@ -44,12 +45,15 @@ def train(config: Config) -> int:
     for change in changes(config):
         logger.info("%s: resumed with %s", config.run.dir, change)
     if config.launch.plan:
+        from train.plan.data import plan_data
         from train.plan.search import plan
         from train.plan.text import render
         from train.validation.validate import build_policies
 
         build_policies(config.decode)
-        print(render(plan(config)))
+        found = plan(config)
+        data = plan_data(config)
+        print(render(replace(found, num_examples=data.num_examples), data))
         return EXIT_DONE
     from train.job.rank import run_rank
     from train.launch.launcher import launch

@@ -25,6 +25,7 @@ from checkpoints.run_folder import is_run, next_config, state_folder
 from checkpoints.store import StateStore, saving
 from data_prep import StepLoader, build_dataset
 from data_prep import prompts as held_out_prompts
+from data_prep.build import long_examples
 from sage.drafts.options import ImageInputs
 from sage.dtypes import torch_dtype
 from sage.files import write_text
@@ -145,6 +146,8 @@ def build_inputs(config: Config, ranks: Ranks) -> RunInputs:
     target, sharded = build_target(config, ranks)
     assert target.processor is not None
     dataset = build_dataset(config.data, target.processor, "train")
+    if (long := long_examples(config.data, dataset)) is not None:
+        logger.log(logging.WARNING if long.num_long else logging.INFO, "%s", long.line())
     student = build_student(config, target, dataset, ranks)
     shard = prepare_prompts(config, target, student.decoding_draft, ranks)
     return RunInputs(target=target, sharded=sharded, dataset=dataset, student=student, shard=shard)

@@ -23,6 +23,7 @@ class LaunchPlan(Workload):
         memory: bytes per GPU by component.
         flops: floating-point operations of an optimizer step over all ranks, by component.
         gather_s: seconds per optimizer step to gather a sharded target.
+        num_examples: of an epoch; None if the data were not opened.
         change: overrides that make the run fit; None if it fits as it is, or if none do.
     """
 
@@ -30,6 +31,7 @@ class LaunchPlan(Workload):
     memory: dict[str, float] = field(default_factory=dict)
     flops: dict[str, float] = field(default_factory=dict)
     gather_s: float = 0.0
+    num_examples: int | None = None
     change: list[str] | None = None
 
     @property
@@ -52,7 +54,7 @@ class LaunchPlan(Workload):
     @property
     def num_steps(self) -> int | None:
         """Optimizer steps of the run; None if they depend on the size of the data."""
-        train, examples = self.config.train, self.config.data.num_examples
+        train, examples = self.config.train, self.num_examples or self.config.data.num_examples
         return total_steps(self.config, examples / train.global_batch_size) if examples else train.max_steps
 
 

@@ -6,14 +6,15 @@ from tqdm import tqdm
 
 from checkpoints.export.serving import serving_line
 from sage.bench.tables import text_table
+from train.plan.data import DataPlan
 from train.plan.estimate import LaunchPlan
 from train.plan.memory import VISUAL_SHARE
 
 MIN_GB_BYTES = 5e6  # smaller amounts are shown in MB
 
 
-def render(plan: LaunchPlan) -> str:
-    """Returns the complete plan as text."""
+def render(plan: LaunchPlan, data: DataPlan | None = None) -> str:
+    """Returns the complete plan as text, with what was found in the data."""
     config, models = plan.config, plan.models
     head = f"plan: {config.draft.kind} draft for {config.target.name} on {plan.ranks} GPU(s), ZeRO {config.deepspeed.stage}"
     vision, text = models.vision_parameters, models.target_parameters - models.vision_parameters
@@ -24,7 +25,7 @@ def render(plan: LaunchPlan) -> str:
         "parameters": [("target", target), ("draft", draft)],
         "memory per GPU": _memory(plan),
         "one optimizer step": _step(plan),
-    }
+    } | ({"data": data.rows} if data else {})
     tables = [f"{title}\n{text_table(None, rows, '<', indent=2, min_widths=(22,))}" for title, rows in sections.items()]
     serving = f"the draft {serving_line(models.draft, models.target.model.config)}"
     return "\n\n".join([head, *tables, serving, _verdict(plan)])

@@ -1,0 +1,85 @@
+"""Examples that are longer than `data.max_length`: what becomes of them, and the value that keeps them.
+
+Does not own: the measured lengths (data_prep.dataset.dataset), invalid items (data_prep.dataset.skip_log).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from data_prep.chat import Fit, Lengths
+from data_prep.config import DataConfig, OnLong
+
+
+@dataclass
+class LongExamples:
+    """The examples of a data set that exceed `max_length`.
+
+    Attributes:
+        total: examples of the data set; None for a stream.
+        counts: measured examples by what becomes of them.
+        longest: tokens of the longest measured example before it is shortened.
+        shortest: tokens of the shortest first turn.
+    """
+
+    total: int | None
+    max_length: int | None
+    on_long: OnLong
+    counts: Counter[Fit] = field(default_factory=Counter)
+    longest: int = 0
+    shortest: int = 0
+
+    def add(self, lengths: Lengths) -> None:
+        """Counts one example."""
+        self.shortest = min(self.shortest or lengths.first_turn, lengths.first_turn)
+        self.longest = max(self.longest, lengths.total)
+        self.counts[lengths.fit(self.max_length, self.on_long)] += 1
+
+    @property
+    def num_measured(self) -> int:
+        return self.counts.total()
+
+    @property
+    def num_long(self) -> int:
+        return self.num_measured - self.counts[Fit.kept]
+
+    def line(self) -> str:
+        """Returns one line: how many examples are too long, what becomes of them, and the value that keeps them."""
+        if not self.num_long:
+            limit = "no data.max_length" if self.max_length is None else f"data.max_length={self.max_length}"
+            return f"the longest of {self._extent()} has {self.longest} tokens ({limit})"
+        fates = [f"{self.counts[fit]} {fit}" for fit in (Fit.shortened, Fit.dropped) if self.counts[fit]]
+        return (
+            f"{self.num_long} of {self._extent()} are too long for data.max_length={self.max_length}: {' and '.join(fates)} "
+            f"(data.on_long={self.on_long}); data.max_length={self.longest} keeps all of them complete"
+        )
+
+    def check(self) -> None:
+        """Raises ValueError if every measured example would be dropped."""
+        if self.num_measured and self.counts[Fit.dropped] == self.num_measured:
+            raise ValueError(
+                f"data.max_length: {self.max_length}; drops all of {self._extent()} (data.on_long={self.on_long}), whose first "
+                f"turns have at least {self.shortest} tokens; data.max_length={self.longest} keeps all of them complete"
+            )
+
+    def _extent(self) -> str:
+        if self.num_measured == self.total:
+            return f"{self.total} examples"
+        return f"{self.num_measured} measured examples" + (f" (of {self.total})" if self.total is not None else "")
+
+
+def find_long(config: DataConfig, lengths: Iterable[Lengths], total: int | None) -> LongExamples:
+    """Counts examples by their lengths."""
+    found = LongExamples(total, config.max_length, config.on_long)
+    for item in lengths:
+        found.add(item)
+    return found
+
+
+def as_array(lengths: Iterable[Lengths]) -> np.ndarray:
+    """Returns lengths as int64 [N, 3], the columns in the order of `Lengths`."""
+    return np.array(list(lengths), dtype=np.int64).reshape(-1, len(Lengths._fields))

@@ -1,0 +1,70 @@
+"""The data of a run in its plan: number of examples, invalid items, and examples that are too long.
+
+Owns: the decision whether the data can be opened without the hub. Does not own: their preparation (data_prep), whose result the
+run reuses from the cache.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+
+from huggingface_hub import try_to_load_from_cache
+
+from data_prep.build import build_dataset, long_examples, open_sources
+from data_prep.config import Cache
+from data_prep.sources import KINDS, Content
+from data_prep.sources.paths import check_paths
+from data_prep.splits import Split
+from sage.targets.loading import load_processor
+from train.config.schema import Config
+
+
+@dataclass(frozen=True)
+class DataPlan:
+    """The data of a run.
+
+    Attributes:
+        num_examples: training examples; None if the data were not opened.
+        rows: name and text of each line of the plan.
+    """
+
+    num_examples: int | None
+    rows: list[tuple[str, str]]
+
+
+def plan_data(config: Config) -> DataPlan:
+    """Opens the data if they and the target's tokenizer are on this machine; an error becomes a line of the plan."""
+    folder = _local_folder(config.target.path)
+    reason = _unopened(config) or ("" if folder else "the tokenizer of the target is not on this machine")
+    if not folder or reason:
+        return DataPlan(None, [("not opened", reason)])
+    data = replace(config.data, cache=Cache.rows)
+    try:
+        check_paths(data)
+        dataset = build_dataset(data, load_processor(folder), "train")
+        long = None if all(source.is_trusted for source in open_sources(data, Split.train)) else long_examples(data, dataset)
+    except (ValueError, OSError) as error:
+        return DataPlan(None, [("error", " ".join(str(error).split()))])
+    names = ", ".join(source.path or source.kind for source in data.resolved(Split.train).values())
+    examples = f"{len(dataset):,} for training in {names}"
+    return DataPlan(len(dataset), [("examples", examples), *([("lengths", long.line())] if long else [])])
+
+
+def _local_folder(path: str) -> str | None:
+    """Returns the folder of a target's tokenizer and image processor: a local one, or that of the hub's cache."""
+    if os.path.isdir(os.path.expanduser(path)):
+        return path
+    found = try_to_load_from_cache(path, "preprocessor_config.json")
+    return os.path.dirname(found) if isinstance(found, str) else None
+
+
+def _unopened(config: Config) -> str:
+    """Returns why the data are not opened, empty if they can be."""
+    for label, source in config.data.resolved(Split.train).items():
+        content = KINDS[source.kind].content
+        if content is not Content.none and not source.path:
+            return f"data.path is not given for source {label}"
+        if source.streaming or (content is Content.table and not os.path.exists(source.path)):
+            return f"{source.path} is on the hub"
+    return ""
