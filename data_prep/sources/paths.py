@@ -109,7 +109,7 @@ def _similar(path: str) -> str:
     missing = Path(path).absolute()
     if not missing.parent.is_dir():
         return f"; there is no folder {missing.parent}; set data.path to the data"
-    names = difflib.get_close_matches(missing.name, sorted(item.name for item in missing.parent.iterdir()), 1, 0.5)
+    names = difflib.get_close_matches(missing.name, sorted(item.name for item in missing.parent.iterdir()), 1, 0.75)
     suggestion = f"did you mean {Path(path).parent / names[0]}?" if names else "set data.path to the data"
     return f" in {missing.parent}; {suggestion}"
 
@@ -126,7 +126,7 @@ def _json_choice(path: Path) -> str:
 
 def content_hint(folder: Path) -> str:
     """Returns what to give in place of a folder: a JSON file in it, or the choice that reads its files; empty if unknown."""
-    files = sorted(item for item in folder.iterdir() if item.is_file())
+    files = sorted(item for item in folder.iterdir() if item.is_file() and item.stat().st_size)
     rows = [item for item in files if item.suffix.lower() in JSON_SUFFIXES]
     if rows:
         return f"give {_json_choice(rows[0])} data.path={rows[0]}"

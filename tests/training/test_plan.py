@@ -272,7 +272,7 @@ def test_a_plan_reports_the_data(target: Path, tmp_path: Path, capsys: pytest.Ca
     path = tmp_path / "chats.jsonl"
     turns = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "Red. " * 60}]
     path.write_text("".join(json.dumps({"id": str(i), "messages": turns}) + "\n" for i in range(24)))
-    words = ["launch.plan=true", f"target.path={target}", "data=messages", f"data.cache_dir={tmp_path}/cache"]
+    words = ["launch.plan=true", f"target.path={target}", "draft=eagle", "data=messages", f"data.cache_dir={tmp_path}/cache"]
 
     def planned(*more: str) -> str:
         config: Config = compose("config", [*words, *more], Config)
