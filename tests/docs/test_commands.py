@@ -9,8 +9,22 @@ from pathlib import Path
 import pytest
 from support.doc_blocks import COMMANDS, ROOT, Block, blocks, command_lines, pages, spans, tracked_files
 from support.doc_checks import check_call, check_settings, make_placeholders
+from support.doc_workspace import Workspace
 
+POCKET, DEMO = "data_prep/pocket/targets/pocket_qwen2_5_vl", "runs/demo_pocket_qwen2_5_vl"
 PAGES = pages()
+# What the placeholders of a page stand for when its blocks are executed, and figures that are smaller here.
+SUBSTITUTIONS = {
+    "README.md": {
+        '"Qwen/Qwen2.5-VL-7B-Instruct", dtype=torch.bfloat16, device="cuda"': f'"{POCKET}"',
+        "runs/x/draft": f"{DEMO}/draft",
+        '"train.max_steps=100"': '"train.max_steps=2", "train.epochs=null", "decode.num_prompts=2", "decode.max_new_tokens=16"',
+        "train.max_steps=30": "train.max_steps=3",
+    },
+    "docs/adding_a_family.md": {"DIR": POCKET, "train.max_steps=10": "train.max_steps=2"},
+    "docs/exporting.md": {"RUN": "runs/pocket_qwen2_5_vl-eagle3-chats", "TARGET": POCKET, "DIR": "exports/chats"},
+    "docs/launching.md": {"RUN": DEMO, "train.max_steps=20": "train.max_steps=2", "train.max_steps=600": "train.max_steps=6"},
+}
 EXAMPLE = re.compile(r"NAME|messages\.json|(llava|llava_7b)\.(py|yaml)$|^conf/data/mine")  # files that a reader may add
 WITH_VALUE = ("--draft", "--inspect")  # options that the text names without their value
 SETTING = re.compile(r"\+?[a-z_]+([./@][a-z_0-9]+)*=\S*")
@@ -81,3 +95,23 @@ def anchors(page: Path) -> set[str]:
     """Returns the anchors of a page's headings, as GitHub names them."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    """A checkout after the first block of README.md, `make demo`."""
+    made = Workspace(tmp_path_factory.mktemp("docs") / "checkout")
+    made.output = made.run(to_execute("README.md")[0], {})
+    return made
+
+
+def to_execute(page: str) -> list[Block]:
+    return [block for block in blocks(page) if block.language in ("bash", "python") and block.reason is None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if to_execute(page)])
+def test_the_blocks_run(page: str, workspace: Workspace) -> None:
+    first = 1 if page == "README.md" else 0  # the fixture has executed `make demo`
+    for block in to_execute(page)[first:]:
+        workspace.run(block, SUBSTITUTIONS.get(page, {}))

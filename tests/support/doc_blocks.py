@@ -1,11 +1,11 @@
 """The fenced blocks and code spans of the documentation pages, and the commands in them.
 
-A page marks every block by its language. Blocks of commands are
+A page marks every block by its language. Blocks of `bash` and `python` are
 
     ```bash                 executed by tests/docs/test_commands.py, in the order of the page
     ```bash norun: REASON   only checked: options, configuration keys, files
 
-and everything a command prints is `text`.
+and everything that a command prints is `text`.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def blocks(page: str) -> list[Block]:
         line = text[: fence.start()].count("\n") + 2
         if language not in LANGUAGES:
             raise ValueError(f"{page}:{line}: language {language!r}; mark commands as bash, output as text")
-        if attribute and not (language == "bash" and attribute.startswith(NORUN) and attribute.removeprefix(NORUN)):
-            raise ValueError(f"{page}:{line}: {attribute!r}; only `bash norun: REASON` is known")
+        if attribute and not (language in ("bash", "python") and re.fullmatch(f"{NORUN}.+", attribute)):
+            raise ValueError(f"{page}:{line}: {attribute!r}; only `norun: REASON` is known, after bash or python")
         found.append(Block(page, line, language, attribute.removeprefix(NORUN) or None, content))
     return found
 

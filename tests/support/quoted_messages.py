@@ -79,19 +79,9 @@ MADE_FOR = ("a/draft", f"qwen2_5_vl {SIZES.format(1030)}", f"llava_onevision {SI
 LEVELS = "eagle_aux_hidden_state_layer_ids"
 READ = f"{LEVELS} and eagle_config.{LEVELS}: vLLM reads hidden_states[1, 2, 3], SGLang reads hidden_states[0, 1, 2]"
 AT_IMAGES = ("vLLM", "the placeholder token's embedding", "the visual embedding", "token")
-CHANGE = "train.micro_batch_size=2 deepspeed.offload_optimizer=cpu"
 
 Message = tuple[Part | str, ...]
 MESSAGES: dict[str, list[Message]] = {
-    "plan": [
-        (
-            Part(
-                "train/plan/text.py",
-                "it fits with",
-                (Part("train/plan/text.py", "does not fit", ("  9.40 GB",)).render(), CHANGE),
-            ),
-        )
-    ],
     "template": [
         (ITEM, Part("data_prep/chat.py", "located in the rendered text")),
         (ITEM, Part("sage/inputs/processing.py", "its tokenizer has no chat template")),

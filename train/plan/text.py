@@ -62,8 +62,8 @@ def _duration(plan: LaunchPlan) -> str:
 def _verdict(plan: LaunchPlan) -> str:
     spare = plan.limit_bytes - plan.total_bytes
     if plan.fits:
-        return f"fits: {gigabytes(spare)} to spare. Parameters are exact; activations and time are estimates."
-    over = f"does not fit: {gigabytes(-spare)} too much"
+        return f"fits: {gigabytes(spare).strip()} to spare. Parameters are exact; activations and time are estimates."
+    over = f"does not fit: {gigabytes(-spare).strip()} too much"
     if plan.change is None:
         return f"{over}; no change of batch, chunk, ZeRO stage or number of GPUs makes it fit"
     return f"{over}; it fits with {' '.join(plan.change)}"

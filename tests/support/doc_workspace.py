@@ -1,0 +1,112 @@
+"""A copy of the checkout in which the blocks of the documentation are executed, with a reader's own files beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from support.doc_blocks import ROOT, Block, make_tools, tracked_files
+
+from data_prep.pocket import world
+
+ENTRY_POINTS = {
+    "sage-train": "train.cli.train",
+    "sage-validate": "train.cli.validate",
+    "sage-data": "train.cli.data",
+    "sage-generate": "sage.__main__",
+    "sage-export": "checkpoints.export.__main__",
+}
+# Appended to `sage-train` for every key that its line leaves open: the same steps on less data.
+SHORTER = {
+    "train.max_steps": "4",
+    "train.epochs": "null",
+    "train.global_batch_size": "8",
+    "train.micro_batch_size": "4",
+    "data.num_examples": "48",
+    "decode.num_prompts": "2",
+    "decode.max_new_tokens": "24",
+    "decode.repeats": "1",
+}
+SCRIPT = """\
+#!{python}
+import sys
+from {module} import main
+given = {{word.partition("=")[0] for word in sys.argv}}
+if not given & {{"--help", "--resume"}}:
+    sys.argv += [f"{{key}}={{value}}" for key, value in {settings}.items() if key not in given]
+sys.exit(main())
+"""
+
+
+class Workspace:
+    """Executes blocks in a copy of the checkout.
+
+    Args:
+        folder: where to make it; must not exist.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in tracked_files():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+        scripts = {
+            name: SCRIPT.format(python=sys.executable, module=module, settings=SHORTER if name == "sage-train" else {})
+            for name, module in ENTRY_POINTS.items()
+        }
+        self._tools = make_tools(folder / ".venv" / "bin", scripts)
+        (self._tools / "python").symlink_to(sys.executable)
+        (folder / ".venv" / "installed").touch()
+        _write_own_files(folder)
+
+    def run(self, block: Block, substitutions: Mapping[str, str]) -> str:
+        """Executes a block with bash, or a block of Python; returns its output.
+
+        Raises:
+            AssertionError: it fails.
+        """
+        text = block.text
+        for placeholder, value in substitutions.items():
+            text = text.replace(placeholder, value)
+        command = ["bash", "-euxo", "pipefail", "-c"] if block.language == "bash" else [str(self._tools / "python"), "-c"]
+        done = subprocess.run(
+            [*command, text],
+            cwd=self.folder,
+            env=self._environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert done.returncode == 0, f"{block.place}: exit code {done.returncode}\n{done.stdout[-4000:]}"
+        return done.stdout
+
+    def _environment(self) -> dict[str, str]:
+        outside = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTEST_CURRENT_TEST"}
+        return {name: value for name, value in os.environ.items() if name not in outside} | {
+            "PATH": f"{self._tools}:{os.environ['PATH']}",
+            "PYTHONPATH": str(self.folder),
+            "XDG_CACHE_HOME": str(self.folder / ".cache"),
+            "HF_HUB_OFFLINE": "1",
+            "WANDB_MODE": "offline",
+            "OMP_NUM_THREADS": "1",
+        }
+
+
+def _write_own_files(folder: Path) -> None:
+    """Writes photo.jpg, and chats.jsonl with 24 rows about images in images/."""
+    (folder / "images").mkdir()
+    rows = []
+    for number in range(24):
+        question, answer = world.sample("train", number, ["caption"]).messages[:2]
+        image, text = (part for part in question["content"])
+        path = folder / "images" / f"{number}.jpg"
+        image["image"].save(path)
+        content = [{"type": "image", "image": f"images/{path.name}"}, {"type": "text", "text": text["text"]}]
+        rows.append({"messages": [{"role": "user", "content": content}, answer]})
+    (folder / "chats.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    shutil.copy(folder / "images" / "0.jpg", folder / "photo.jpg")
