@@ -24,7 +24,7 @@ MEASURES = {
     "answer_tokens": "supervised tokens per example",
     "mask_share": "supervised share of the text",
     "turns": "answers per example",
-    "pictures": "images and videos per example",
+    "visuals": "images and videos per example",
 }
 QUANTILES = {"min": 0.0, "5%": 0.05, "median": 0.5, "95%": 0.95, "max": 1.0}
 HEAD = ("", *QUANTILES, "mean")
@@ -71,7 +71,7 @@ class Statistics:
             "answer_tokens": answer_tokens,
             "mask_share": answer_tokens / int((~visual).sum()),
             "turns": sum(message["role"] == "assistant" for message in conversation.messages),
-            "pictures": sum(1 for _ in media_parts(conversation.messages)),
+            "visuals": sum(1 for _ in media_parts(conversation.messages)),
         }
         for name, value in found.items():
             self.values[name].append(value)

@@ -21,7 +21,7 @@ from checkpoints.export.validator.findings import InvalidExport
 
 KINDS = ("eagle3", "speculators", "vllm", "sglang")
 AUX = "eagle_aux_hidden_state_layer_ids"
-Damage = Callable[[Path], None]
+Corruption = Callable[[Path], None]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def without_manifest(exports: Path, kind: str, out: Path) -> Path:
     return out
 
 
-def config(**changes: Any) -> Damage:
+def config(**changes: Any) -> Corruption:
     """Fields set to other values; `...` removes one."""
 
     def apply(content: dict[str, Any]) -> None:
@@ -56,12 +56,12 @@ def config(**changes: Any) -> Damage:
     return lambda folder: edit_json(folder / "config.json", apply)
 
 
-def nested(section: str, **changes: Any) -> Damage:
+def nested(section: str, **changes: Any) -> Corruption:
     """Fields of a section of config.json."""
     return lambda folder: edit_json(folder / "config.json", lambda content: content[section].update(changes))
 
 
-def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
+def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Corruption:
     """Tensors changed in the file."""
 
     def apply(folder: Path) -> None:
@@ -72,16 +72,16 @@ def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
     return apply
 
 
-def put(name: str, value: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
+def put(name: str, value: Callable[[torch.Tensor], torch.Tensor]) -> Corruption:
     """One tensor replaced by a function of itself."""
     return tensors(lambda content: content.update({name: value(content[name])}))
 
 
-def drop(name: str) -> Damage:
+def drop(name: str) -> Corruption:
     return tensors(lambda content: content.pop(name))
 
 
-def add(name: str, shape: tuple[int, ...] = (32,)) -> Damage:
+def add(name: str, shape: tuple[int, ...] = (32,)) -> Corruption:
     return tensors(lambda content: content.update({name: torch.ones(shape, dtype=torch.bfloat16)}))
 
 
@@ -90,7 +90,7 @@ def prefixed(content: dict[str, torch.Tensor]) -> None:
         content[f"model.{name}"] = content.pop(name)
 
 
-def text(name: str, content: str) -> Damage:
+def text(name: str, content: str) -> Corruption:
     return lambda folder: (folder / name).write_text(content) and None
 
 
@@ -99,7 +99,7 @@ def truncated(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def sharded(*names: str) -> Damage:
+def sharded(*names: str) -> Corruption:
     def apply(folder: Path) -> None:
         (folder / "model.safetensors").unlink()
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {name: name for name in names}}))
@@ -128,7 +128,7 @@ def repeated(d2t: torch.Tensor) -> torch.Tensor:
 
 
 # kind of export, change, where the finding must be, values that its text must contain
-DAMAGES: dict[str, tuple[str, Damage, str, tuple[str, ...]]] = {
+CORRUPTIONS: dict[str, tuple[str, Corruption, str, tuple[str, ...]]] = {
     "no lm_head": ("eagle3", drop("lm_head.weight"), "lm_head.weight", ("missing", "acceptance 1.00, no error")),
     "no d2t": ("eagle3", drop("d2t"), "d2t", ("missing", "acceptance 1.00, no error")),
     "absolute d2t": ("eagle3", put("d2t", lambda d: d + torch.arange(len(d))), "d2t", ("absolute", "offsets")),
@@ -237,11 +237,11 @@ DAMAGES: dict[str, tuple[str, Damage, str, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", DAMAGES)
+@pytest.mark.parametrize("name", CORRUPTIONS)
 def test_every_error_is_found_and_named(exports: Path, tmp_path: Path, name: str) -> None:
-    kind, damage, where, parts = DAMAGES[name]
+    kind, corrupt, where, parts = CORRUPTIONS[name]
     folder = without_manifest(exports, kind, tmp_path / "broken")
-    damage(folder)
+    corrupt(folder)
     check = check_folder(folder)
     found = [str(finding) for finding in check.errors if finding.where == where]
     assert found, [str(finding) for finding in check.findings]

@@ -108,7 +108,7 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "parts"),
+    ("corrupt", "parts"),
     [
         (lambda folder: (folder / "a.bin").unlink(), ("a.bin", "missing")),
         (lambda folder: (folder / "a.bin").write_text("shrt"), ("a.bin", "4 bytes", "7")),
@@ -122,12 +122,12 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     ],
 )
 def test_corrupt_state_is_named_and_the_previous_one_is_used(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: object, parts: tuple[str, ...]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, corrupt: object, parts: tuple[str, ...]
 ) -> None:
     store = StateStore(tmp_path)
     good, bad = save(store, 1), save(store, 2)
-    assert callable(damage)
-    damage(bad)
+    assert callable(corrupt)
+    corrupt(bad)
     with refused(*parts, error=CorruptFolder):
         verify_state(bad)
     with caplog.at_level(logging.WARNING):

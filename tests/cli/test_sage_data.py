@@ -44,7 +44,7 @@ def test_statistics_counted_by_hand() -> None:
     assert found.values["answer_tokens"] == [5, 8]
     assert found.values["mask_share"] == [5 / 47, 8 / 70]
     assert found.values["turns"] == [1, 2]
-    assert found.values["pictures"] == [1, 0]
+    assert found.values["visuals"] == [1, 0]
     text = found.as_text()
     assert "10 examples, 2 measured" in text
     assert "source one: 1" in text

@@ -29,11 +29,11 @@ def write_row(path: Path, kind: str, image: str) -> SourceConfig:
     ("place", "has_root"), [("file", False), ("file", True), ("root", True), ("absolute", False), ("absolute", True)]
 )
 def test_images_are_found(tmp_path: Path, kind: str, place: str, has_root: bool) -> None:
-    (tmp_path / "pictures").mkdir()
-    save_images(tmp_path / "pictures" if place == "root" else tmp_path, "a.png")
+    (tmp_path / "images").mkdir()
+    save_images(tmp_path / "images" if place == "root" else tmp_path, "a.png")
     image = str(tmp_path / "a.png") if place == "absolute" else "a.png"
     config = write_row(tmp_path / ("rows.jsonl" if kind == "messages" else "rows.json"), kind, image)
-    config.media_root = str(tmp_path / "pictures") if has_root else ""
+    config.media_root = str(tmp_path / "images") if has_root else ""
     found = open_source("it", config, Split.train, str(tmp_path / "cache")).example(0)
     assert Path(found.messages[0]["content"][0]["image"]).is_file()
 
@@ -41,6 +41,6 @@ def test_images_are_found(tmp_path: Path, kind: str, place: str, has_root: bool)
 @pytest.mark.parametrize("kind", ["messages", "llava_json"])
 def test_missing_image_names_what_was_tried(tmp_path: Path, kind: str) -> None:
     config = write_row(tmp_path / ("rows.jsonl" if kind == "messages" else "rows.json"), kind, "gone.png")
-    config.media_root = str(tmp_path / "pictures")
-    with refused("gone.png", "pictures/gone.png", "data.media_root", error=BadItem):
+    config.media_root = str(tmp_path / "images")
+    with refused("gone.png", "images/gone.png", "data.media_root", error=BadItem):
         open_source("it", config, Split.train, str(tmp_path / "cache")).example(0)

@@ -207,7 +207,7 @@ def test_training_items_are_refused_as_prompts(tmp_path: Path, streaming: bool) 
 
 
 def test_shares_of_the_splits() -> None:
-    """The validation share is the configured one, and nothing is left to a test split that was not asked for."""
+    """The validation share is the configured one, and nothing is left to a test split that was not requested."""
     for shares, (validation, test) in ((Shares(0.1, 0.1), (200, 200)), (Shares(0.2), (400, 0)), (Shares(), (2000, 2000))):
         items = [Conversation(str(i), [{"role": "user", "content": "q"}]) for i in range(2000)]
         counts = {split: sum(shares.has(item, split) for item in items) for split in Split}

@@ -137,10 +137,10 @@ def test_unfinished_turn_leaves_the_conversation_unchanged(ready: sage.Target) -
     next(abandoned.rounds())
     assert chat.messages == before
     answer = chat.ask("four")
-    asked = [*before, {"role": "user", "content": [{"type": "text", "text": "four"}]}]
-    fresh = sage.generate(target, None, target.prepare(asked), policy="autoregressive", max_new_tokens=3)
+    messages = [*before, {"role": "user", "content": [{"type": "text", "text": "four"}]}]
+    fresh = sage.generate(target, None, target.prepare(messages), policy="autoregressive", max_new_tokens=3)
     assert torch.equal(answer.tokens, fresh.tokens)
-    assert chat.messages[:-1] == asked
+    assert chat.messages[:-1] == messages
     with refused("chat"):
         chat.finish(abandoned)
 

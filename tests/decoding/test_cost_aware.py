@@ -364,13 +364,13 @@ class TestLearning:
         assert found is not None
         rows = []
         for outcome in outcomes:
-            judged = iter(outcome.labels(LABELLED_RANKS))
+            labels = iter(outcome.labels(LABELLED_RANKS))
             for node in range(len(outcome.tree)):
                 topk = outcome.tree.draft_topk[node]
                 if topk is not None:
                     weight = 1.0 if node in outcome.path else OFF_PATH_WEIGHT
-                    rows.append((topk[0], int(outcome.tree.depths[node]) + 1, next(judged), weight))
-            assert next(judged, None) is None
+                    rows.append((topk[0], int(outcome.tree.depths[node]) + 1, next(labels), weight))
+            assert next(labels, None) is None
         for column, expected in zip(found, zip(*rows, strict=True), strict=True):
             torch.testing.assert_close(column, torch.tensor(expected, dtype=column.dtype))
         assert labelled_candidates([RoundOutcome(0, Tree.of_root(0), [0])]) is None

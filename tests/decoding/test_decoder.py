@@ -114,10 +114,10 @@ def test_draft_after_commits_equals_one_prefill(tiny_target: sage.Target) -> Non
     prompt = tiny_target.embed(again)
     features = tiny_target.features(prompt)
     with torch.no_grad():
-        whole = draft(prompt.embeds[:, 1:], features.last[:, :-1], prompt.position_ids[..., :-1])
+        full = draft(prompt.embeds[:, 1:], features.last[:, :-1], prompt.position_ids[..., :-1])
     known = session.committed
     assert known >= inputs["input_ids"].shape[1]
-    torch.testing.assert_close(session.hidden[-1], whole[0, known - 1], atol=1e-10, rtol=0)
+    torch.testing.assert_close(session.hidden[-1], full[0, known - 1], atol=1e-10, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "model"])

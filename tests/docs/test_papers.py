@@ -206,8 +206,10 @@ def test_every_run_in_the_settings_composes() -> None:
 def recording(answer: list[int], rounds: list[tuple[int, dict[tuple[int, ...], list[int]]]]) -> Recording:
     """Returns a recording whose candidates have decreasing probabilities."""
     recorded = []
-    for position, said in rounds:
-        probs = {path: (torch.tensor([0.6, 0.3, 0.1][: len(tokens)]), torch.tensor(tokens)) for path, tokens in said.items()}
+    for position, proposed in rounds:
+        probs = {
+            path: (torch.tensor([0.6, 0.3, 0.1][: len(tokens)]), torch.tensor(tokens)) for path, tokens in proposed.items()
+        }
         recorded.append(RecordedRound(position, probs))
     return Recording(prompt_tokens=5, max_new_tokens=20, vocabulary=50, tokens=answer, rounds=recorded)
 

@@ -73,12 +73,12 @@ def world(request: pytest.FixtureRequest) -> World:
     examples = {name: in_double(example(target, pieces)) for name, pieces in CONVERSATIONS.items()}
     batch = together(target, list(examples.values()))
     prompts = []
-    for number, whole in enumerate(examples.values()):
-        for start in starts_of_answers(whole["loss_mask"]):
-            prompt = target.embed(in_double(prompt_of(target, whole, start)))
+    for number, full in enumerate(examples.values()):
+        for start in starts_of_answers(full["loss_mask"]):
+            prompt = target.embed(in_double(prompt_of(target, full, start)))
             prompts.append((number, start, prompt, target.features(prompt, LEVELS)))
-    whole = examples["two images"]
-    inputs = in_double(prompt_of(target, whole, starts_of_answers(whole["loss_mask"])[0]))
+    full = examples["two images"]
+    inputs = in_double(prompt_of(target, full, starts_of_answers(full["loss_mask"])[0]))
     answer = sage.generate(target, None, inputs, policy="autoregressive", max_new_tokens=10).tokens
     torch.set_rng_state(generator)
     return World(target, batch, Teacher(target, levels=LEVELS)(batch), prompts, inputs, answer)

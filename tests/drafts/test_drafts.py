@@ -222,9 +222,9 @@ class TestMistakes:
         capsys.readouterr()
         for load in tries:
             assert cli.run(lambda load=load: load() and None) == 2
-            said = capsys.readouterr().err
-            error = said[said.index("error: ") :]  # after a progress bar
-            assert error.startswith(f"error: {what}: {broken}: ") and len(error.splitlines()) == 1 and "REPORT" not in said
+            printed = capsys.readouterr().err
+            error = printed[printed.index("error: ") :]  # after a progress bar
+            assert error.startswith(f"error: {what}: {broken}: ") and len(error.splitlines()) == 1 and "REPORT" not in printed
             assert message in error and "again" in error.rsplit(";", 1)[1]
 
     def test_dtype_of_heads_and_of_smaller_models(self, tmp_path: Path) -> None:

@@ -198,9 +198,9 @@ class TestCommand:
         self, folders: tuple[str, str], policy: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert self.run(folders, "--max-new-tokens", "8", "--explain", policy=policy) == 0
-        said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("round ")]
+        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("round ")]
         why = {"sage": "planned depth", "cost_aware": "tokens/s"}[policy]
-        assert said and all(why in line and "accepted" in line for line in said)
+        assert lines and all(why in line and "accepted" in line for line in lines)
 
     def test_one_token_is_the_prefills(self, folders: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
         assert self.run(folders, "--max-new-tokens", "1") == 0

@@ -44,15 +44,15 @@ def test_code_of_a_target_is_not_run(
 ) -> None:
     """There is no interactive question either: it would block a batch job."""
 
-    asked: list[object] = []
-    monkeypatch.setattr("builtins.input", lambda *question: asked.append(question) or "y")
+    questions: list[object] = []
+    monkeypatch.setattr("builtins.input", lambda *question: questions.append(question) or "y")
     name_code(evil, file, keys, **changes)
     for load in (sage.load_target, lambda folder: load_processor(str(folder)), TargetFacts.of_folder):
         try:
             load(evil)
         except ValueError as error:
             assert file != "config.json" or "cannot read its config.json" in str(error)
-    assert not asked
+    assert not questions
     assert not (tmp_path / "ran").exists()
 
 

@@ -70,11 +70,11 @@ def example(target: sage.Target, pieces: list[Any]) -> dict[str, Tensor]:
     return {**_tokens(target, torch.tensor([ids])), **pixels, "loss_mask": torch.tensor([mask])}
 
 
-def prompt_of(target: sage.Target, whole: dict[str, Tensor], length: int) -> dict[str, Tensor]:
+def prompt_of(target: sage.Target, full: dict[str, Tensor], length: int) -> dict[str, Tensor]:
     """Returns the inputs of the first `length` tokens; an image begins with its first placeholder."""
-    ids = whole["input_ids"][:, :length]
-    images, clips = (_runs(ids[0] == token) for token in (IMAGE_TOKEN, VIDEO_TOKEN))
-    return {**_tokens(target, ids), **_pixels(target, images, clips)}
+    ids = full["input_ids"][:, :length]
+    images, videos = (_runs(ids[0] == token) for token in (IMAGE_TOKEN, VIDEO_TOKEN))
+    return {**_tokens(target, ids), **_pixels(target, images, videos)}
 
 
 def together(target: sage.Target, examples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -106,7 +106,7 @@ def _placeholders(target: sage.Target, piece: str, images: int) -> list[int]:
     return [token] * (5 if piece == "video" or images > 1 else 10)  # only a single image has tiles
 
 
-def _pixels(target: sage.Target, images: int, clips: int) -> dict[str, Tensor]:
+def _pixels(target: sage.Target, images: int, videos: int) -> dict[str, Tensor]:
     """Returns pixel inputs that depend only on the index of an image."""
     generator = torch.Generator().manual_seed(7)
     found: dict[str, Tensor] = {}
@@ -114,13 +114,13 @@ def _pixels(target: sage.Target, images: int, clips: int) -> dict[str, Tensor]:
         values = torch.randn(64, 3 * 2 * 4 * 4, generator=generator)
         if images:
             found |= {"pixel_values": values[: 16 * images], "image_grid_thw": torch.tensor([[1, 4, 4]] * images)}
-        if clips:
-            found |= {"pixel_values_videos": values[: 32 * clips], "video_grid_thw": torch.tensor([[2, 4, 4]] * clips)}
+        if videos:
+            found |= {"pixel_values_videos": values[: 32 * videos], "video_grid_thw": torch.tensor([[2, 4, 4]] * videos)}
         return found
     values = torch.randn(4, 4, 3, 8, 8, generator=generator)
     if images:
         sizes = torch.tensor([[8, 8]] * images)
         found |= {"pixel_values": values[:images, :2], "image_sizes": sizes, "batch_num_images": torch.tensor([images])}
-    if clips:
-        found |= {"pixel_values_videos": values[:clips]}
+    if videos:
+        found |= {"pixel_values_videos": values[:videos]}
     return found

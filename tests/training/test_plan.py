@@ -303,8 +303,8 @@ def test_a_plan_writes_nothing_and_needs_no_data(
 
 def test_an_unknown_hub_id_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with refused("target.path: nobody/nothing", "HF_HUB_OFFLINE"):
-        target_architecture("nobody/nothing")
+    with refused("target.path: owner/missing", "HF_HUB_OFFLINE"):
+        target_architecture("owner/missing")
 
 
 def test_attention_heads_that_do_not_fit_the_key_and_value_heads_are_refused() -> None:
