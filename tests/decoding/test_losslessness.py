@@ -200,7 +200,7 @@ def test_negative_control_min_of_one_and_p_over_q_is_biased_for_a_tree_of_top_ca
     assert total_variation(ours, P_SIX) < 1e-12
 
 
-# -- the complete loop, round after round ------------------------------------------------------------------------------------------
+# -- the complete loop, round after round --------------------------------------------------------------------------------------
 
 
 def loop_distribution(
