@@ -64,7 +64,7 @@ AttentionInterface.register(NAME, tree_attention)
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
     """Attention of each query to the keys up to its own; the last query and the last key are of the same token.
 
-    Without a mask, which would take N x S numbers and exclude the flash kernel. Of the GPU kernels without a mask, only flash
+    On GPUs without a mask, which would take N x S numbers and exclude the flash kernel. Of the kernels without mask, only flash
     takes grouped heads, in half precision; for other dtypes keys and values are repeated there.
 
     Args:
@@ -75,11 +75,12 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | N
     """
     group = query.shape[1] // key.shape[1]
     if group > 1 and not _takes_grouped_heads(query):
-        key, value, group = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1), 1
+        key, value = (states[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2) for states in (key, value))
+        group = 1
     attend = partial(nn.functional.scaled_dot_product_attention, query, key, value, scale=scale, enable_gqa=group > 1)
     if query.shape[2] == key.shape[2]:
         return attend(is_causal=True)
-    return attend(attn_mask=causal_lower_right(query.shape[2], key.shape[2]))
+    return attend(attn_mask=_lower_right(query.shape[2], key.shape[2], query.device))
 
 
 def select_backends(device: torch.device) -> None:
@@ -91,6 +92,13 @@ def select_backends(device: torch.device) -> None:
     """
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def _lower_right(queries: int, keys: int, device: torch.device) -> Tensor:
+    """Returns causal attention of the last `queries` of `keys` tokens: for GPUs without a mask, elsewhere Bool [N, S]."""
+    if device.type == "cuda":
+        return causal_lower_right(queries, keys)
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
 def _takes_grouped_heads(query: Tensor) -> bool:
@@ -117,11 +125,12 @@ class AttentionRecorder:
         """Adds one layer. query: [1, H, T, d]; key: [1, KV, S, d], the last T of them the prompt's."""
         heads, size = query.shape[1], query.shape[-1]
         past = key.shape[2] - query.shape[2]
-        folded = query[0, :, self.text].view(key.shape[1], -1, size)
-        scores = (folded @ key[0].transpose(1, 2)).view(heads, len(self.text), -1) * scaling
+        text, visual = self.text.to(key.device), self.visual.to(key.device)
+        folded = query[0, :, text].view(key.shape[1], -1, size)
+        scores = (folded @ key[0].transpose(1, 2)).view(heads, len(text), -1) * scaling
         columns = torch.arange(key.shape[2], device=key.device)
-        scores = scores.masked_fill(columns > past + self.text[:, None], -torch.inf)
-        self.total += scores.float().softmax(-1)[..., past + self.visual].sum(1).mean(0)
+        scores = scores.masked_fill(columns > past + text[:, None], -torch.inf)
+        self.total += scores.float().softmax(-1)[..., past + visual].sum(1).mean(0).to(self.total.device)
         self.num_layers += 1
 
     def mean(self) -> Tensor:

@@ -1,7 +1,7 @@
 """A preallocated KV cache that compacts an accepted tree path in place.
 
 `DynamicCache` copies itself in every step and cannot select by position; `StaticCache` attends over its full length.
-`TreeCache` writes into one buffer for all layers, returns views of the filled part, and moves accepted rows with one gather.
+`TreeCache` writes into one buffer per device, returns views of the filled part, and moves accepted rows with one gather.
 
 Shapes: L layers, B batch, H KV heads, C capacity, S filled length, d head size.
 """
@@ -48,13 +48,34 @@ class _Layer(CacheLayerMixin):
 
 
 class TreeCache(Cache):
-    """KV cache of `num_layers` layers with room for `capacity` tokens: prompt, new tokens and the largest tree."""
+    """KV cache with room for `capacity` tokens: prompt, new tokens and the largest tree.
+
+    Args:
+        devices: of each of the L layers.
+
+    Attributes:
+        buffers: one for each device, [layers of the device, 2, B = 1, H, C, d].
+    """
 
     def __init__(
-        self, num_layers: int, num_kv_heads: int, head_dim: int, capacity: int, dtype: torch.dtype, device: torch.device | str
+        self, devices: Sequence[torch.device], num_kv_heads: int, head_dim: int, capacity: int, dtype: torch.dtype
     ) -> None:
-        self.storage = torch.empty(num_layers, 2, 1, num_kv_heads, capacity, head_dim, dtype=dtype, device=device)
-        super().__init__(layers=[_Layer(layer[0], layer[1]) for layer in self.storage])
+        self._devices = list(devices)
+        self.buffers = [
+            torch.empty(self._devices.count(device), 2, 1, num_kv_heads, capacity, head_dim, dtype=dtype, device=device)
+            for device in dict.fromkeys(self._devices)
+        ]
+        super().__init__(layers=[_Layer(rows[0], rows[1]) for rows in self._rows_of_layers()])
+
+    def _rows_of_layers(self) -> list[Tensor]:
+        """Returns keys and values [2, 1, H, C, d] of every layer."""
+        rows = {device: iter(buffer) for device, buffer in zip(dict.fromkeys(self._devices), self.buffers, strict=True)}
+        return [next(rows[device]) for device in self._devices]
+
+    @property
+    def capacity(self) -> int:
+        """Number of tokens C that fit."""
+        return int(self.buffers[0].shape[-2])
 
     @property
     def length(self) -> int:
@@ -68,14 +89,21 @@ class TreeCache(Cache):
 
     def grow_to(self, capacity: int) -> None:
         """Grows the buffer to `capacity` tokens; keeps the cached ones."""
-        if capacity <= self.storage.shape[-2]:
+        if capacity <= self.capacity:
             return
         length = self.length
-        grown = self.storage.new_empty(*self.storage.shape[:-2], capacity, self.storage.shape[-1])
-        grown[..., :length, :] = self.storage[..., :length, :]
-        self.storage = grown
-        for layer, buffer in zip(self.layers, grown, strict=True):
-            layer.keys, layer.values = buffer[0], buffer[1]
+        for place, buffer in enumerate(self.buffers):
+            grown = buffer.new_empty(*buffer.shape[:-2], capacity, buffer.shape[-1])
+            grown[..., :length, :] = buffer[..., :length, :]
+            self.buffers[place] = grown
+        for layer, rows in zip(self.layers, self._rows_of_layers(), strict=True):
+            layer.keys, layer.values = rows[0], rows[1]
+
+    def zero_to(self, length: int) -> None:
+        """Replaces the contents by `length` tokens of zeros."""
+        for buffer in self.buffers:
+            buffer[..., :length, :] = 0
+        self.crop_to(length)
 
     def keep_path(self, start: int, path: Sequence[int]) -> None:
         """Keeps the rows of `path` among the tree rows from `start` on, and drops the others.
@@ -86,7 +114,8 @@ class TreeCache(Cache):
         """
         end = start + len(path)
         if path[-1] != len(path) - 1:
-            rows = cached_index(tuple(path), self.storage.device)
-            tree = self.storage.narrow(-2, start, self.length - start)
-            tree.narrow(-2, 0, len(path)).copy_(tree.index_select(-2, rows))
+            for buffer in self.buffers:
+                rows = cached_index(tuple(path), buffer.device)
+                tree = buffer.narrow(-2, start, self.length - start)
+                tree.narrow(-2, 0, len(path)).copy_(tree.index_select(-2, rows))
         self.crop_to(end)

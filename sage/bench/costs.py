@@ -113,7 +113,7 @@ def draft_costs(
     draft = new_draft(target, "eagle", seed=0)
     assert isinstance(draft, EagleDraft)
     session = EagleSession(draft.eval(), target, capacity)
-    session.cache.storage.zero_()
+    session.cache.zero_to(capacity)
     rows = []
     for context, width in product(contexts, widths):
         level = draft_level(session, target, width, context)

@@ -59,7 +59,7 @@ def measure_costs(target: Target, draft: Draft, context: int, longer: int) -> Co
 def empty_cache(target: Target, capacity: int) -> TreeCache:
     """A cache of zeros: uninitialized memory may hold denormal numbers, which are slow on a CPU."""
     cache = target.new_cache(capacity)
-    cache.storage.zero_()
+    cache.zero_to(capacity)
     return cache
 
 

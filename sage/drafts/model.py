@@ -123,8 +123,7 @@ class ModelSession(DraftSession):
         return self._read(self._staging.stage(tokens))
 
     def set_synthetic_state(self, context: int, width: int) -> None:
-        self.cache.storage[..., :context, :] = 0
-        self.cache.crop_to(context)
+        self.cache.zero_to(context)
         self.committed = context
         self.position = torch.full((1,), context, device=self.model.device)
         self.ancestors = torch.zeros(width, 0, dtype=torch.bool, device=self.model.device)

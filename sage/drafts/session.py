@@ -97,7 +97,7 @@ class EagleSession(DraftSession):
             fuse_linears(draft)
         self.levels, self.token_map = draft.levels, draft.token_map
         self.group = config.num_attention_heads // config.num_key_value_heads
-        self.cache = TreeCache(1, config.num_key_value_heads, config.head_dim, capacity, draft.dtype, draft.device)
+        self.cache = TreeCache([draft.device], config.num_key_value_heads, config.head_dim, capacity, draft.dtype)
         self.capacity = capacity
         self.dtype = draft.dtype
         self.hidden = torch.zeros(1, config.hidden_size, dtype=draft.dtype, device=draft.device)
@@ -181,8 +181,7 @@ class EagleSession(DraftSession):
         return self._start_tree(hidden)
 
     def set_synthetic_state(self, context: int, width: int) -> None:
-        self.cache.storage[..., :context, :] = 0
-        self.cache.crop_to(context)
+        self.cache.zero_to(context)
         self.committed, self.depth, self.visible = context, 0, None
         self.hidden = self.hidden.new_zeros(width, self.draft.config.hidden_size)
 
@@ -201,6 +200,6 @@ class EagleSession(DraftSession):
     def _only_itself(self, width: int) -> Tensor:
         """Additive mask [F, F] among the nodes of one level: siblings do not attend to each other."""
         if width not in self._siblings:
-            eye = torch.eye(width, dtype=torch.bool, device=self.cache.storage.device)
+            eye = torch.eye(width, dtype=torch.bool, device=self.hidden.device)
             self._siblings[width] = tile_mask(eye, 1, self.dtype)[0, 0]
         return self._siblings[width]

@@ -22,6 +22,7 @@ from sage.inputs.format import Inputs
 from sage.inputs.processing import Messages, Processor
 from sage.targets.families import family_of
 from sage.targets.family import Prompt
+from sage.targets.placement import connect, is_spread, layer_devices
 
 
 @dataclass
@@ -83,6 +84,9 @@ class Target:
         self.embed_tokens: nn.Module = model.get_input_embeddings()
         self.lm_head: nn.Module = model.get_output_embeddings()
         self.eos_token_ids = _as_list(model.generation_config.eos_token_id)
+        self._is_spread = is_spread(model)
+        if self._is_spread:
+            connect(model, self.text_model)
         self.family.optimize(model)
         select_backends(self.device)
 
@@ -115,6 +119,11 @@ class Target:
     @property
     def device(self) -> torch.device:
         return self.embed_tokens.weight.device
+
+    @property
+    def layer_devices(self) -> list[torch.device]:
+        """Device of each text layer: `device`, unless the target is on several devices."""
+        return layer_devices(self.text_model) if self._is_spread else [self.device] * self.num_layers
 
     @property
     def dtype(self) -> torch.dtype:
@@ -222,7 +231,7 @@ class Target:
                 **extra,
             ).last_hidden_state
         hidden_states |= {0: embeds, self.num_layers: last}
-        return Features(last, tuple(hidden_states[k] for k in levels))
+        return Features(last, tuple(hidden_states[k].to(self.device) for k in levels))
 
     @contextmanager
     def _captured(self, levels: Sequence[int]) -> Iterator[dict[int, Tensor]]:
@@ -241,7 +250,7 @@ class Target:
 
     def new_cache(self, capacity: int) -> TreeCache:
         """Returns an empty cache for this target with a capacity in tokens."""
-        return TreeCache(self.num_layers, self.num_kv_heads, self.head_dim, capacity, self.dtype, self.device)
+        return TreeCache(self.layer_devices, self.num_kv_heads, self.head_dim, capacity, self.dtype)
 
 
 def _as_list(value: Any) -> list[int]:

@@ -152,4 +152,4 @@ def test_prefix_without_common_tokens_is_empty(tiny_qwen: sage.Target) -> None:
     past = CachedPrefix(torch.tensor([5, 6]), cache, features, prompt)
     assert past.reuse(tiny_qwen.embed({"input_ids": torch.tensor([[7, 6, 5]])}), 16) == (cache, [])
     assert cache.length == 0
-    assert cache.storage.shape[-2] == 16
+    assert cache.capacity == 16
