@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from typing import Any
 
@@ -38,8 +39,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="how visual tokens are selected: attention, uniform or random (default: %(default)s)",
     )
     add("--seed", type=int, default=0, help="seed of the sampling noise (default: %(default)s)")
-    cli.add_device_option(parser, "cpu")
-    cli.add_dtype_option(parser, "float32", "dtype of target and draft (default: %(default)s)")
+    cli.add_device_option(parser, "auto")
+    add(
+        "--device-map",
+        metavar="MAP",
+        help="spread a target that is too large for one GPU over all of them: auto, balanced or sequential, or a JSON object, "
+        "module name -> device; replaces --device",
+    )
+    cli.add_dtype_option(parser, None, "dtype of target and draft (default: that of the checkpoint)")
     add("--explain", action="store_true", help="print the tree and the policy's decision of every round")
     add("--show-drafted", action="store_true", help="print accepted draft tokens in green")
     return parser.parse_args(argv)
@@ -64,7 +71,12 @@ def _generate(args: argparse.Namespace) -> None:
             f"--draft: missing, and the policy {args.policy!r} needs one; give a draft folder or --policy autoregressive"
         )
     path, folder = cli.find_models(args)
-    target = sage.load_target(path, dtype=torch_dtype(args.dtype), device=cli.resolve_device(args.device))
+    target = sage.load_target(
+        path,
+        dtype=torch_dtype(args.dtype) if args.dtype else None,
+        device=cli.resolve_device(args.device),
+        device_map=_device_map(args.device_map),
+    )
     draft = sage.load_draft(folder, target) if folder is not None else None
     generation = start(
         target,
@@ -81,6 +93,16 @@ def _generate(args: argparse.Namespace) -> None:
     if args.explain:
         _explain(policy, generation.stats)
     _report(generation.stats, args.show_drafted)
+
+
+def _device_map(text: str | None) -> str | dict[str, Any] | None:
+    if text is None or not text.startswith("{"):
+        return text
+    try:
+        found: dict[str, Any] = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"--device-map: {text!r} is no JSON object ({error})") from error
+    return found
 
 
 def _content(args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -8,33 +8,63 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.integrations import is_deepspeed_zero3_enabled
 
+from sage.attention import HALF
 from sage.hub import require_hub
 from sage.inputs.processing import Processor
 from sage.model_files import in_one_line, load_weights, read_config
 from sage.targets.families import FAMILIES, family_of
+from sage.targets.placement import check_device_map
 from sage.targets.target import Target
+from sage.vision_attention import VisionAttention, check_attention, resolve_attention
 
 
 def load_target(
-    path_or_id: str | Path, dtype: torch.dtype | None = None, device: str | torch.device = "cpu", **kwargs: Any
+    path_or_id: str | Path,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    *,
+    attention: str = VisionAttention.auto,
+    device_map: str | dict[str, Any] | None = None,
+    **kwargs: Any,
 ) -> Target:
     """Loads a target with its processor from a folder or a hub id.
 
     Args:
         dtype: None keeps that of the checkpoint.
-        kwargs: arguments of `from_pretrained`.
+        attention: of the vision tower, one of `VisionAttention`.
+        device_map: spreads a target that is too large for one GPU over several, in place of `device`: auto, balanced or
+            sequential, or module name -> device, as for `from_pretrained`.
+        kwargs: further arguments of `from_pretrained`.
 
     Raises:
-        ValueError: the folder does not exist, is corrupt or incomplete, or holds no model of a known family.
+        ValueError: the folder does not exist, is corrupt or incomplete, or holds no model of a known family; the attention is
+            not available; the device map leaves modules on the CPU or on disk.
     """
+    vision_attention = check_attention(attention)
+    if device_map is not None:
+        check_device_map(device_map)
     path = str(path_or_id)
     if _looks_local(path) and not Path(path).is_dir():
         raise ValueError(f"target: {path}: no such folder; give a local folder or a hub id like Qwen/Qwen2.5-VL-7B-Instruct")
     processor = load_processor(path)
     kind = AutoModelForImageTextToText
-    model = load_weights(kind, path, "target", allow_unused=True, dtype=dtype or "auto", **kwargs)
-    return Target(model.to(device), processor)
+    placement = _placement(torch.device(device), device_map)
+    model = load_weights(kind, path, "target", allow_unused=True, dtype=dtype or "auto", **placement, **kwargs)
+    if device_map is not None:
+        check_device_map(getattr(model, "hf_device_map", {}))  # a strategy offloads what does not fit
+    target = Target(model if placement else model.to(device), processor)
+    vision_attention = resolve_attention(vision_attention, target.device.type, target.dtype in HALF)
+    model.set_attn_implementation({"vision_config": str(vision_attention)})
+    return target
+
+
+def _placement(device: torch.device, device_map: str | dict[str, Any] | None) -> dict[str, Any]:
+    """Returns the options of `from_pretrained` that load to the devices without a copy of the weights in CPU memory."""
+    if device_map is not None:
+        return {"device_map": device_map}
+    return {"device_map": {"": device}} if device.type == "cuda" and not is_deepspeed_zero3_enabled() else {}
 
 
 def load_processor(path: str) -> Processor:

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.fake_cuda import FakeCuda, fake_cuda
+from support.messages import refused
 from support.models import make_inputs, make_qwen, random_draft
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sage
-from sage import attention
+from sage import attention, vision_attention
 from sage.attention import repeat_mask, tile_mask
 from sage.cli import resolve_device
 from sage.costs.timing import Clock
 from sage.drafts.model import shallow_model
+from sage.model_files import load_weights
+from sage.targets import loading
 from sage.targets.families.qwen2_5_vl import PatchProjection
+from sage.vision_attention import VisionAttention, resolve_attention
 from train.launch.ranks import pick_device
 
 __all__ = ["fake_cuda"]
@@ -106,11 +112,13 @@ class Operators(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize(("queries", "keys"), [(5, 5), (3, 9), (1, 4)])
-@pytest.mark.parametrize("is_grouped", [True, False])
+@pytest.mark.parametrize("is_gpu", [True, False])
 def test_causal_attention_equals_a_masked_softmax(
-    dtype: torch.dtype, group: int, queries: int, keys: int, is_grouped: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, group: int, queries: int, keys: int, is_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "_takes_grouped_heads", lambda query: is_grouped)
+    if is_gpu:
+        monkeypatch.setattr(attention, "_takes_grouped_heads", lambda query: False)
+        monkeypatch.setattr(attention, "_lower_right", lambda queries, keys, _: causal_lower_right(queries, keys))
     query, key, value = (torch.randn(2, heads, n, 8, dtype=dtype) for heads, n in ((2 * group, queries), (2, keys), (2, keys)))
     found = attention.causal_attention(query, key, value, 0.3)
     wide = [states.double().repeat_interleave(group, 1) for states in (key, value)]
@@ -196,3 +204,67 @@ def test_a_seed_draws_weights_beside_several_gpus(fake_cuda: FakeCuda) -> None:
     first, second = (sage.new_draft(target, "eagle", seed=3) for _ in range(2))
     assert torch.equal(first.fc.weight, second.fc.weight)
     assert torch.equal(state, torch.random.get_rng_state())
+
+
+class TestLoading:
+    """`load_target`: where the weights go, and the attention of the vision tower."""
+
+    def options(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> dict[str, Any]:
+        """Returns the options that `from_pretrained` gets for a GPU."""
+        seen: dict[str, Any] = {}
+
+        def load(kind: Any, path: str, role: str, **given: Any) -> Any:
+            seen.update(given)
+            given.pop("device_map", None)
+            return load_weights(kind, path, role, **given)
+
+        monkeypatch.setattr(loading, "load_weights", load)
+        monkeypatch.setattr(torch.nn.Module, "to", lambda module, device: seen.setdefault("moved to", device) and module)
+        sage.load_target(folder, torch.float32, **options)
+        return seen
+
+    def test_weights_go_straight_to_the_gpu(self, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        seen = self.options(target, monkeypatch, device="cuda:1")
+        assert seen["device_map"] == {"": torch.device("cuda:1")} and "moved to" not in seen
+
+    def test_under_zero3_the_parts_are_moved(self, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(loading, "is_deepspeed_zero3_enabled", lambda: True)
+        seen = self.options(target, monkeypatch, device="cuda:1")
+        assert "device_map" not in seen and seen["moved to"] == "cuda:1"
+
+    def test_a_strategy_that_offloads_is_refused(self, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def load(*args: Any, **options: Any) -> Any:
+            assert options["device_map"] == "auto"
+            model = make_qwen().model
+            model.hf_device_map = {"model.visual": 0, "model.language_model.layers.2": "cpu", "lm_head": "disk"}
+            return model
+
+        monkeypatch.setattr(loading, "load_weights", load)
+        with refused("device_map: ", "model.language_model.layers.2", "cpu and disk", "more or larger GPUs"):
+            sage.load_target(target, device_map="auto")
+
+    def test_attention_of_the_vision_tower_alone(self, targets: dict[str, Path]) -> None:
+        for folder in targets.values():
+            for choice, expected in (("auto", "sdpa"), ("sdpa", "sdpa"), ("eager", "eager")):
+                config = sage.load_target(folder, attention=choice).model.config
+                assert config.vision_config._attn_implementation == expected
+                assert config.get_text_config()._attn_implementation == "sdpa"
+
+    @pytest.mark.parametrize(
+        ("device", "is_half", "is_installed", "expected"),
+        [("cuda", True, True, "flash_attention_2"), ("cuda", True, False, "sdpa"), ("cuda", False, True, "sdpa"),
+         ("cpu", True, True, "sdpa")],
+    )  # fmt: skip
+    def test_auto(self, device: str, is_half: bool, is_installed: bool, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(vision_attention, "has_flash_attention", lambda: is_installed)
+        assert resolve_attention(VisionAttention.auto, device, is_half) == expected
+
+    def test_mistakes(self, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        with refused("target.attention: 'fast'", "auto, eager, sdpa, flash_attention_2"):
+            sage.load_target(target, attention="fast")
+        monkeypatch.setattr(vision_attention, "has_flash_attention", lambda: False)
+        with refused("target.attention: flash_attention_2", "flash-attn", "not installed"):
+            sage.load_target(target, attention="flash_attention_2")
+        monkeypatch.setattr(vision_attention, "has_flash_attention", lambda: True)
+        with refused("target.attention: flash_attention_2", "GPU", "cpu"):
+            sage.load_target(target, attention="flash_attention_2")

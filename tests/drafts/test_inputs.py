@@ -124,6 +124,9 @@ class TestCommand:
             (["--image", "/no/such.png"], ("/no/such.png",)),
             (["--top-p", "3"], ("top_p: 3.0",)),
             (["--prompt", " "], ("--prompt",)),
+            (["--device-map", '{"": "disk"}'], ("device_map", "the model", "disk")),
+            (["--device-map", '{"model.visual": 0, "lm_head": "cpu"}'], ("device_map", "lm_head", "cpu")),
+            (["--device-map", "{nothing"], ("--device-map", "JSON")),
         ],
     )
     def test_mistakes_are_one_line_and_code_2(

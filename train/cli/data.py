@@ -8,7 +8,6 @@ import sys
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
@@ -198,8 +197,8 @@ def _regenerate(config: DataCommand, rank: int, world_size: int) -> int:
     if config.launch.threads is not None:
         torch.set_num_threads(config.launch.threads)
     device = pick_device(str(config.launch.device), cluster_env.local_rank())
-    options: dict[str, Any] = {"revision": config.target.revision} if config.target.revision is not None else {}
-    target = sage.load_target(config.target.path, dtype=torch_dtype(config.target.dtype), device=device, **options)
+    options = {"dtype": torch_dtype(config.target.dtype), "device": device, **config.target.load_options()}
+    target = sage.load_target(config.target.path, **options)
     settings = config.regenerate
     draft = sage.load_draft(settings.draft, target) if settings.draft else None
     out = Path(config.out)

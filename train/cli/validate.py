@@ -103,8 +103,9 @@ def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     build_policies(config.decode)
     dtype = torch_dtype(config.decode.dtype or config.target.dtype)
     device = pick_device(str(config.launch.device), 0)
-    options = {"revision": config.target.revision} if config.target.revision is not None else {}
-    target = sage.load_target(config.target.path, dtype=dtype, device=device, **options)
+    target = sage.load_target(
+        config.target.path, dtype=dtype, device=device, device_map=config.device_map, **config.target.load_options()
+    )
     draft = load_any(checkpoint.draft, target)
     held_out = prompts(config.data, "validation", config.decode.num_prompts)
     prompt_set, progress = PromptSet(target, config.decode, held_out), progress_callback("measuring")

@@ -13,6 +13,7 @@ from omegaconf import MISSING
 
 from data_prep.config import DataConfig
 from sage.trees.names import POLICIES
+from sage.vision_attention import VisionAttention
 from train.config.draft import DraftConfig
 
 
@@ -21,6 +22,7 @@ class ConfigError(ValueError):
 
 
 Device = StrEnum("Device", ["auto", "cpu", "cuda"])
+DeviceMap = StrEnum("DeviceMap", ["auto", "balanced", "sequential"])
 Precision = StrEnum("Precision", ["fp32", "bf16"])
 Schedule = StrEnum("Schedule", ["constant", "cosine"])
 Offload = StrEnum("Offload", ["none", "cpu"])
@@ -76,13 +78,23 @@ class TargetRecipe:
 
 @dataclass(kw_only=True)
 class TargetConfig:
-    """The frozen vision-language model: a local folder or a hub id; `recipe` has the training defaults for it."""
+    """The frozen vision-language model: a local folder or a hub id; `recipe` has the training defaults for it.
+
+    Attributes:
+        attention: of the vision tower.
+    """
 
     name: str = MISSING
     path: str = MISSING
     revision: str | None = None
     dtype: Precision = MISSING
+    attention: VisionAttention = VisionAttention.auto
     recipe: TargetRecipe = field(default_factory=TargetRecipe)
+
+    def load_options(self) -> dict[str, Any]:
+        """Returns keyword arguments of `sage.load_target` beyond path, dtype and device."""
+        revision = {} if self.revision is None else {"revision": self.revision}
+        return {"attention": str(self.attention), **revision}
 
 
 @dataclass(kw_only=True)
@@ -256,10 +268,12 @@ class ValidateConfig:
     Attributes:
         checkpoint: a run (its best draft), RUN/draft, RUN/draft_best or the folder of a draft; also as `draft=`.
         out: `validation/step_########/` is written below it; default: a new folder in `checks/` of the run.
+        device_map: spreads a target that is too large for one GPU over those of this machine: auto, balanced or sequential.
     """
 
     checkpoint: str | None = None
     out: str | None = None
+    device_map: DeviceMap | None = None
     debug: bool = False
     target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=lambda: DataConfig(sources={}))

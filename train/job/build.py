@@ -182,8 +182,8 @@ def restore(config: Config, store: StateStore, engine: Engine, ranks: Ranks, dat
 def build_target(config: Config, ranks: Ranks) -> tuple[sage.Target, ShardedTarget | None]:
     """Loads the frozen target to this rank's device, complete or sharded over all ranks."""
     chosen = config.target
-    options = {"revision": chosen.revision} if chosen.revision is not None else {}
-    load = partial(sage.load_target, chosen.path, dtype=torch_dtype(chosen.dtype), device=ranks.device, **options)
+    options = {"dtype": torch_dtype(chosen.dtype), "device": ranks.device, **chosen.load_options()}
+    load = partial(sage.load_target, chosen.path, **options)
     if not config.deepspeed.shard_target:
         return load(), None
     sharded = load_sharded(load, config, ranks)

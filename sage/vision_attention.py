@@ -1,0 +1,53 @@
+"""Attention of the vision tower: names and availability. Does not import torch.
+
+Qwen2.5-VL attends within windows of 64 patches in most layers. With `sdpa`, transformers runs one call per window, 840 for an
+image of 640 x 480; with flash-attn one per layer.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from importlib.util import find_spec
+
+
+class VisionAttention(StrEnum):
+    """Choices of `target.attention`; `auto` is flash_attention_2 on a GPU in half precision if flash-attn is installed."""
+
+    auto = "auto"
+    eager = "eager"
+    sdpa = "sdpa"
+    flash_attention_2 = "flash_attention_2"
+
+
+def check_attention(name: str) -> VisionAttention:
+    """Returns the choice with a name; ValueError if it is unknown or its package is not installed."""
+    if name not in tuple(VisionAttention):
+        raise ValueError(f"target.attention: {name!r} is unknown; choose one of {', '.join(VisionAttention)}")
+    if name == VisionAttention.flash_attention_2 and not has_flash_attention():
+        raise ValueError(
+            "target.attention: flash_attention_2 needs the package flash-attn, which is not installed; install it, or use auto"
+        )
+    return VisionAttention(name)
+
+
+def has_flash_attention() -> bool:
+    """Whether the package flash-attn is installed."""
+    return find_spec("flash_attn") is not None
+
+
+def resolve_attention(choice: VisionAttention, device_type: str, is_half: bool) -> VisionAttention:
+    """Returns the attention to use; ValueError for flash_attention_2 on another device than a GPU or in another dtype.
+
+    Args:
+        is_half: whether the target is in float16 or bfloat16.
+    """
+    fits_flash = device_type == "cuda" and is_half
+    if choice is VisionAttention.auto:
+        return VisionAttention.flash_attention_2 if fits_flash and has_flash_attention() else VisionAttention.sdpa
+    if choice is VisionAttention.flash_attention_2 and not fits_flash:
+        precision = "half precision" if is_half else "full precision"
+        raise ValueError(
+            f"target.attention: flash_attention_2 needs a GPU and a target in bf16 or fp16; this one is on {device_type} in "
+            f"{precision}; use auto"
+        )
+    return choice
