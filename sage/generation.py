@@ -14,6 +14,7 @@ from sage.cache import TreeCache
 from sage.costs.measure import measure_costs
 from sage.costs.timing import Clock
 from sage.decoder import Request, Round, decode
+from sage.detokenizer import Detokenizer
 from sage.drafts.loading import Draft, check_draft, new_session
 from sage.drafts.pruning import KEEP_ALL, Pruning
 from sage.host_tensors import CPU, long_tensor
@@ -24,8 +25,6 @@ from sage.targets import Features, Prompt, Target
 from sage.trees import policy as new_policy
 from sage.trees.base import Policy
 from sage.verify import Verifier
-
-REPLACEMENT_CHARACTER = "\ufffd"  # decoded bytes of an incomplete character
 
 
 @dataclass
@@ -263,17 +262,13 @@ def pieces(generation: Generation) -> Iterator[Piece]:
     """
     if generation.target.processor is None:
         raise ValueError("stream: the target has no processor to decode text with; use generate and read its tokens")
-    tokenizer = generation.target.processor.tokenizer
-    shown = ""
+    detokenizer = Detokenizer(generation.target.processor.tokenizer)
     for round_ in generation.rounds():
         before = len(generation.tokens) - len(round_.tokens)
         for end, is_drafted in ((before + round_.num_drafted, True), (len(generation.tokens), False)):
-            text = tokenizer.decode(generation.tokens[:end], skip_special_tokens=True)
             is_last = generation.request.stop.is_over and end == len(generation.tokens)
-            complete = text if is_last else text.rstrip(REPLACEMENT_CHARACTER)
-            if len(complete) > len(shown):
-                yield Piece(complete[len(shown) :], is_drafted)
-                shown = complete
+            if piece := detokenizer.next_piece(generation.tokens, end, is_last):
+                yield Piece(piece, is_drafted)
 
 
 def _capacity(target: Target, input_ids: Tensor, max_new_tokens: int, policy: Policy) -> int:
