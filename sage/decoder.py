@@ -43,11 +43,11 @@ class Request:
         session: the draft session; None for a policy that never drafts.
         verifier: samples and accepts tokens.
         stop: ends the answer; holds the emitted tokens.
-        prompt: the embedded inputs, batch size 1.
+        prompt: the embedded inputs, batch size 1; without embeddings after the prefill, unless `keep_features`.
         cache: the target's; may hold a prefix of the prompt.
         pruning: the visual tokens that the draft reads.
         features: of the cached prefix; emptied by the prefill, unless `keep_features`.
-        keep_features: whether `features` collects those of all cached tokens, for a later turn.
+        keep_features: whether `features` collects those of all cached tokens, and `prompt` its embeddings, for a later turn.
         root: last emitted token, the root of the next tree.
         draft_logits: [1, U], the draft's logits below the root; None until it has read the root.
         unread: features and tokens of the rounds that the draft has not read yet.
@@ -110,6 +110,7 @@ def prefill(request: Request) -> Round:
         request.stats.draft_context = session.context
     if not request.keep_features:
         request.features.clear()
+        request.prompt = request.prompt.without_embeddings()
     clock.lap("draft_prefill")
     return Round(_emit(request, [request.root]), 0)
 

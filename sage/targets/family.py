@@ -47,6 +47,10 @@ class Prompt:
         """Returns the prompt without its first `known` tokens."""
         return self.at(torch.arange(known, self.input_ids.shape[1], device=self.input_ids.device)) if known else self
 
+    def without_embeddings(self) -> Prompt:
+        """Returns ids, positions and masks alone, which is what decoding reads after the prefill."""
+        return replace(self, embeds=self.embeds.new_empty(1, 0, self.embeds.shape[-1]), inputs={}, visual={})
+
     def at(self, index: Tensor) -> Prompt:
         """Returns the prompt reduced to some of its tokens, `index` LongTensor [T']; positions are kept."""
         return replace(
