@@ -21,7 +21,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     cli.add_model_options(parser)
     add("--image", action="append", default=[], help="path or URL of an image; can be repeated")
     add("--video", action="append", default=[], help="video file or folder of frames; can be repeated")
-    add("--prompt", required=True, help="text of the prompt")
+    add("--prompt", help="text of the prompt")
     add("--policy", default="sage", help=f"tree policy, one of {', '.join(POLICIES)} (default: %(default)s)")
     add("--max-new-tokens", type=int, default=256, help="maximum number of generated tokens (default: %(default)s)")
     add("--temperature", type=float, default=0.0, help="sampling temperature; 0 = greedy decoding (default)")
@@ -47,6 +47,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "module name -> device; replaces --device",
     )
     cli.add_dtype_option(parser, None, "dtype of target and draft (default: that of the checkpoint)")
+    add(
+        "--check-device",
+        action="store_true",
+        help="print attention kernels, bandwidth, time of a pass and synchronizations on this device instead of an answer",
+    )
     add("--explain", action="store_true", help="print the tree and the policy's decision of every round")
     add("--show-drafted", action="store_true", help="print accepted draft tokens in green")
     return parser.parse_args(argv)
@@ -54,7 +59,25 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     """Console entry point."""
-    sys.exit(cli.run(lambda: _generate(parse_args())))
+    sys.exit(cli.run(lambda: _run(parse_args())))
+
+
+def _run(args: argparse.Namespace) -> None:
+    if args.check_device:
+        _check_device(args)
+    else:
+        _generate(args)
+
+
+def _check_device(args: argparse.Namespace) -> None:
+    from transformers.utils import logging
+
+    from sage.device_check import check_device
+
+    logging.disable_progress_bar()
+    target, draft = _load(args)
+    for name, value in check_device(target, draft, args.policy):
+        print(f"{name:<20}{value}", flush=True)
 
 
 def _generate(args: argparse.Namespace) -> None:
@@ -70,14 +93,7 @@ def _generate(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--draft: missing, and the policy {args.policy!r} needs one; give a draft folder or --policy autoregressive"
         )
-    path, folder = cli.find_models(args)
-    target = sage.load_target(
-        path,
-        dtype=torch_dtype(args.dtype) if args.dtype else None,
-        device=cli.resolve_device(args.device),
-        device_map=_device_map(args.device_map),
-    )
-    draft = sage.load_draft(folder, target) if folder is not None else None
+    target, draft = _load(args)
     generation = start(
         target,
         draft,
@@ -95,6 +111,21 @@ def _generate(args: argparse.Namespace) -> None:
     _report(generation.stats, args.show_drafted)
 
 
+def _load(args: argparse.Namespace) -> tuple[Any, Any]:
+    """Returns the target, and the draft if there is one."""
+    import sage
+
+    path, folder = cli.find_models(args)
+    target = sage.load_target(
+        path,
+        dtype=torch_dtype(args.dtype) if args.dtype else None,
+        device=cli.resolve_device(args.device),
+        device_map=_device_map(args.device_map),
+    )
+    draft = sage.load_draft(folder, target) if folder is not None else None
+    return target, draft
+
+
 def _device_map(text: str | None) -> str | dict[str, Any] | None:
     if text is None or not text.startswith("{"):
         return text
@@ -106,8 +137,8 @@ def _device_map(text: str | None) -> str | dict[str, Any] | None:
 
 
 def _content(args: argparse.Namespace) -> list[dict[str, Any]]:
-    if not args.prompt.strip():
-        raise ValueError("--prompt: empty; give a text, for example 'Describe the image.'")
+    if not (args.prompt or "").strip():
+        raise ValueError("--prompt: missing or empty; give a text, for example 'Describe the image.'")
     media = [{"type": kind, kind: source} for kind in ("image", "video") for source in getattr(args, kind)]
     return [*media, {"type": "text", "text": args.prompt}]
 

@@ -1,0 +1,167 @@
+"""What `sage-generate --check-device` reports: the kernels, the bandwidth and the synchronizations of an installation.
+
+Nothing here judges; docs/gpu.md says what to expect.
+
+Shapes: N nodes of a tree pass, S context tokens.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from PIL import Image
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sage.costs.measure import empty_cache, verify_pass
+from sage.costs.timing import TimedCall, interleaved_s
+from sage.drafts.loading import Draft
+from sage.dtypes import dtype_name
+from sage.generation import Generation, start
+from sage.inputs.format import Inputs
+from sage.targets import Prompt, Target
+from sage.trees.names import AUTOREGRESSIVE
+
+NODES, CONTEXT = 16, 512
+REPEATS = 10
+COPY_BYTES, GPU_COPY_BYTES = 2**26, 2**29  # larger than the caches
+IMAGE_SIDE = 448  # pixels
+NEW_TOKENS = 32
+OPERATOR = re.compile(r"(?:aten::_scaled_dot_product|flash_attn:)_?(\w+)")
+KERNEL, KERNEL_WIDTH = re.compile(r"flash|fmha|attention|sdpa", re.IGNORECASE), 60
+SYNCHRONIZING = "synchronizing CUDA operation"  # of the warnings that torch.cuda.set_sync_debug_mode turns on
+
+
+def check_device(target: Target, draft: Draft | None, policy: str) -> Iterator[tuple[str, str]]:
+    """Yields the report as (name, value), each as soon as it is measured.
+
+    Args:
+        draft: counts the synchronizations of `policy`; None for those of autoregressive decoding.
+    """
+    device = target.device
+    yield "device", _device(device)
+    yield "versions", f"torch {torch.__version__}, transformers {transformers.__version__}"
+    weights = _decoder_bytes(target)
+    yield "target", f"{Path(target.name).name}, {target.num_layers} layers on {len(set(target.layer_devices))} device(s)"
+    yield "dtype", dtype_name(target.dtype)
+    inputs = _inputs(target)
+    prompt = target.embed(inputs)
+    yield "vision attention", attention_used(TimedCall(lambda: target.embed(inputs)), device)
+    yield "prefill attention", attention_used(TimedCall(lambda: _prefill(target, prompt)), device)
+    cache = empty_cache(target, CONTEXT + NODES)
+    tree = verify_pass(target, cache, NODES, CONTEXT)
+    yield "tree attention", attention_used(tree, device)
+    bandwidth = copy_bandwidth(device)
+    pass_s = _median_s(tree, device)
+    read = weights + (CONTEXT + NODES) * _row_bytes(target)
+    bound_s = read / bandwidth
+    yield "copy bandwidth", f"{bandwidth / 1e9:.1f} GB/s"
+    yield (
+        "target pass",
+        f"{1e3 * pass_s:.2f} ms for {NODES} nodes after {CONTEXT} tokens; reads {read / 1e9:.3f} GB, at the copy bandwidth "
+        f"{1e3 * bound_s:.2f} ms: {pass_s / bound_s:.1f} times",
+    )
+    policy = policy if draft is not None else AUTOREGRESSIVE
+    count = synchronizations_per_round(start(target, draft, inputs, policy, max_new_tokens=NEW_TOKENS), device)
+    yield "synchronizations", "n/a" if count is None else f"{count:.1f} per round of the policy {policy}"
+
+
+def _device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{device}, {torch.cuda.get_device_name(device)}"
+    return f"{device}, {torch.get_num_threads()} threads"
+
+
+def _inputs(target: Target) -> Inputs:
+    image = Image.effect_noise((IMAGE_SIDE, IMAGE_SIDE), 64).convert("RGB")
+    content = [{"type": "image", "image": image}, {"type": "text", "text": "Describe the image."}]
+    return target.prepare([{"role": "user", "content": content}])
+
+
+def _prefill(target: Target, prompt: Prompt) -> object:
+    return target.prefill(prompt, target.new_cache(prompt.embeds.shape[1]))
+
+
+def _decoder_bytes(target: Target) -> int:
+    """Bytes of the weights that a pass reads: text layers and lm_head, of the embedding only single rows."""
+    text = sum(p.nbytes for name, p in target.text_model.named_parameters() if not name.startswith("embed_tokens"))
+    return text + sum(p.nbytes for p in target.lm_head.parameters())
+
+
+def _row_bytes(target: Target) -> int:
+    """Bytes of the keys and values of one token."""
+    return 2 * target.num_layers * target.num_kv_heads * target.head_dim * target.dtype.itemsize
+
+
+@torch.inference_mode()
+def _median_s(call: TimedCall, device: torch.device) -> float:
+    return statistics.median(interleaved_s([call], REPEATS, device)[0])
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Returns the bytes read and written per second by copies of one large tensor to another."""
+    source = torch.ones(GPU_COPY_BYTES if device.type == "cuda" else COPY_BYTES, dtype=torch.uint8, device=device)
+    copy = torch.empty_like(source)
+    return 2 * source.nbytes / _median_s(TimedCall(lambda: copy.copy_(source)), device)
+
+
+def attention_used(call: TimedCall, device: torch.device) -> str:
+    """Returns the attention operators that `call` runs, with their number, and on a GPU the kernels."""
+    call.reset()
+    with AttentionOperators() as operators:
+        call.run()
+    counts = ", ".join(f"{name} x {count}" for name, count in operators.counts.items()) or "no fused operator"
+    kernels = _attention_kernels(call) if device.type == "cuda" else []
+    return f"{counts} ({', '.join(kernels)})" if kernels else counts
+
+
+class AttentionOperators(TorchDispatchMode):
+    """Counts the fused attention operators that run; the fallback consists of other operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if match := OPERATOR.fullmatch(func._schema.name):
+            self.counts[match[1]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _attention_kernels(call: TimedCall) -> list[str]:
+    call.reset()
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        call.run()
+    return [event.key[:KERNEL_WIDTH] for event in trace.key_averages() if KERNEL.search(event.key)]
+
+
+def synchronizations_per_round(generation: Generation, device: torch.device) -> float | None:
+    """Runs a request; returns how often a round after the prefill waits for the GPU, on average; None on other devices."""
+    if device.type != "cuda":
+        return None
+    rounds = generation.rounds()
+    next(rounds)
+    with warnings.catch_warnings(record=True) as caught, _reporting_synchronizations():
+        warnings.simplefilter("always")
+        for _ in rounds:
+            pass
+    waits = sum(SYNCHRONIZING in str(warning.message) for warning in caught)
+    return waits / max(generation.stats.rounds, 1)
+
+
+@contextmanager
+def _reporting_synchronizations() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,86 @@
+"""`sage-generate --check-device` on the CPU, and what it counts on a GPU with a fake torch.cuda."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.fake_cuda import FakeCuda, fake_cuda
+from support.messages import check_message
+
+import sage
+from sage import device_check
+from sage.__main__ import main
+from sage.costs.timing import TimedCall
+from sage.device_check import attention_used, copy_bandwidth, synchronizations_per_round
+
+__all__ = ["fake_cuda"]
+CPU = torch.device("cpu")
+BACKENDS = torch.nn.attention.SDPBackend
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava_onevision"])
+def test_report_of_the_cpu(
+    family: str, targets: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(device_check, "REPEATS", 2)
+    monkeypatch.setattr("sys.argv", ["sage-generate", "--check-device", "--target", str(targets[family]), "--device", "cpu"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 0
+    rows = {line[:20].strip(): line[20:] for line in capsys.readouterr().out.splitlines()}
+    target = sage.load_target(targets[family])
+    assert rows["device"].startswith("cpu, ") and rows["dtype"] == str(target.dtype).removeprefix("torch.")
+    for part in ("vision", "prefill", "tree"):
+        assert rows[f"{part} attention"].startswith("flash_attention_for_cpu x ")
+    assert rows["tree attention"].endswith(f" x {target.num_layers}")
+    assert rows["copy bandwidth"].endswith(" GB/s") and rows["target pass"].endswith(" times")
+    assert rows["synchronizations"] == "n/a"
+
+
+def test_without_the_option_a_prompt_is_required(
+    target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["sage-generate", "--target", str(target), "--policy", "autoregressive"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    check_message(capsys.readouterr().err.strip(), "--prompt: missing")
+
+
+def test_attention_is_named_by_the_operators_that_run() -> None:
+    states = torch.zeros(1, 2, 4, 8)
+
+    def attend(is_math: bool) -> None:
+        with torch.no_grad(), torch.nn.attention.sdpa_kernel([BACKENDS.MATH] if is_math else [*BACKENDS.__members__.values()]):
+            torch.nn.functional.scaled_dot_product_attention(states, states, states)
+
+    assert attention_used(TimedCall(lambda: attend(False)), CPU) == "flash_attention_for_cpu x 1"
+    assert attention_used(TimedCall(lambda: attend(True)), CPU) == "no fused operator"
+
+
+def test_bandwidth_counts_reads_and_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_check, "_median_s", lambda call, device: 0.5)
+    assert copy_bandwidth(CPU) == 4 * device_check.COPY_BYTES
+
+
+def test_synchronizations_of_rounds_without_the_prefill(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: fake_cuda.calls.append(("mode", mode)))
+
+    def rounds() -> Iterator[None]:
+        yield  # the prefill
+        for _ in range(2):
+            for _ in range(3):
+                warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+            warnings.warn("something else", stacklevel=1)
+            yield
+
+    generation = SimpleNamespace(rounds=rounds, stats=SimpleNamespace(rounds=2))
+    assert synchronizations_per_round(generation, torch.device("cuda:0")) == 3.0
+    assert fake_cuda.calls == [("mode", "warn"), ("mode", "default")]
+    assert synchronizations_per_round(generation, CPU) is None
