@@ -67,6 +67,7 @@ def _compare(args: argparse.Namespace, command: str) -> None:
         calibration=calibration(runners, measurement),
         replay=_replay(target, draft, own, prompts, sampling) if args.replay else {},
         command=command,
+        **({"first_answer": True} if args.first_answer else {}),
     )
     print(format_table(report))
     _write(report, args.out)
@@ -103,7 +104,10 @@ def _runners(target: Any, draft: Any, own: Sequence[options.Variant], args: argp
     if needing and draft is None:
         raise ValueError(f"--draft: missing; required by {', '.join(needing)}; give a draft folder")
     wanted = dict.fromkeys([AUTOREGRESSIVE, *options.names(args.baselines), *([HF_ASSISTED] if args.assistant else [])])
-    runners: list[Runner] = [PolicyRunner(target, draft, one.label, sage.policy(one.policy, **one.options)) for one in own]
+    runners: list[Runner] = [
+        PolicyRunner(target, draft, one.label, sage.policy(one.policy, **one.options), is_first_answer=args.first_answer)
+        for one in own
+    ]
     taken = [one.label for one in own]
     return runners + [baseline_runner(target, name, assistant) for name in wanted if name not in taken]
 

@@ -14,7 +14,7 @@ from sage.bench.runners import BASELINES, HF_GENERATE, PROMPT_LOOKUP
 from sage.bench.shapes import SHAPES
 from sage.cli import add_device_option, add_dtype_option, add_model_options
 
-DEFAULT_POLICIES = "chain,static,sage"
+DEFAULT_POLICIES = "chain,static,sage,cost_aware"
 EXAMPLES = """\
 several configurations of one policy side by side, on the captions of a file of prompts:
   sage-data action=convert data=pocket split=validation data.num_examples=400 out=prompts.jsonl
@@ -118,6 +118,11 @@ def compare_parser() -> argparse.ArgumentParser:
     parser.add_argument("--warmup", type=int, default=1)
     add_dtype_option(parser, None, "dtype of target and draft (default: that of the checkpoint)")
     add_device_option(parser, "auto")
+    parser.add_argument(
+        "--first-answer",
+        action="store_true",
+        help="a new policy for every run, as in a new process: times include what cost_aware measures before its first answer",
+    )
     parser.add_argument("--replay", action="store_true", help="also replay every policy on the same recorded drafts")
     parser.add_argument("--out", metavar="FILE", help="write the report as JSON, for `python -m train.report FILE`")
     return parser

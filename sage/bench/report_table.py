@@ -110,6 +110,7 @@ def measured_with(report: Mapping[str, Any]) -> str:
         ("dtype", lambda dtype: f"{dtype} on {report['device']}"),
         ("temperature", lambda temperature: f"temperature {temperature:g}"),
         ("max_new_tokens", lambda count: f"at most {_counted(count, 'new token')}"),
+        ("first_answer", lambda _: "a new policy for every run"),
     )
     return ", ".join(form(report[key]) for key, form in forms if key in report)
 

@@ -12,6 +12,7 @@ Every runner takes the same model-ready inputs and returns a `TimedRun`, whose t
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -72,19 +73,34 @@ class Runner(Protocol):
 
 
 class PolicyRunner:
-    """A policy through `sage.generate`, by default the one named `name`; `autoregressive` needs no draft."""
+    """A policy through `sage.generate`, by default the one named `name`; `autoregressive` needs no draft.
+
+    One policy decodes all prompts and keeps what it learns. With `is_first_answer`, every run starts with a policy that has
+    measured and learned nothing, as in a new process, and its time includes both.
+    """
 
     may_fail = False
 
-    def __init__(self, target: Any, draft: Any, name: str, policy: Any = None, pruning: Pruning = KEEP_ALL) -> None:
+    def __init__(
+        self,
+        target: Any,
+        draft: Any,
+        name: str,
+        policy: Any = None,
+        pruning: Pruning = KEEP_ALL,
+        is_first_answer: bool = False,
+    ) -> None:
         self.target, self.name, self.pruning = target, name, pruning
-        self.policy = sage.policy(name) if policy is None else policy  # shared by all prompts: it keeps what it learns
+        self.policy = sage.policy(name) if policy is None else policy
+        self._unused = copy.deepcopy(self.policy) if is_first_answer else None
         self.is_autoregressive = self.policy.name == AUTOREGRESSIVE
         self.draft = None if self.is_autoregressive else draft
 
     def run(self, inputs: Mapping[str, Tensor], sampling: Sampling) -> TimedRun:
         """Generates once; times the complete call."""
         inputs = on_device(inputs, self.target.device)
+        if self._unused is not None:
+            self.policy = copy.deepcopy(self._unused)
         start = now_s(self.target.device)
         out = sage.generate(self.target, self.draft, inputs, policy=self.policy, pruning=self.pruning, sampling=sampling)
         wall_s = now_s(self.target.device) - start

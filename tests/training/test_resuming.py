@@ -66,6 +66,19 @@ def test_the_complete_command_line_of_the_start_is_accepted_too(tmp_path: Path) 
     assert changes(resumed(run, *words)) == []
 
 
+def test_only_resuming_compares_with_the_run(tmp_path: Path) -> None:
+    run = started(tmp_path)
+    planned = compose("config", [f"target.path={tmp_path}", f"run.dir={run}", "launch.plan=true", "optim.lr=1e-3"], Config)
+    assert changes(planned) == []
+    saved = OmegaConf.load(run / "config.yaml")
+    del saved.optim.grad_clip  # a key without a default, as if it were newer than the run
+    OmegaConf.save(saved, run / "config.yaml")
+    assert changes(resumed(run, "optim.grad_clip=2")) == []
+    assert [str(change) for change in changes(resumed(run, "optim.grad_clip=2", "optim.lr=1e-3"))] == [
+        "optim.lr: 0.008 -> 0.001 (training recipe)"
+    ]
+
+
 @pytest.mark.parametrize(
     "override",
     [

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from checkpoints.run_folder import CONFIG, RECIPE, dotted_keys, is_run, read_run_config
@@ -97,17 +97,19 @@ def with_own_config(composed: DictConfig, overrides: Sequence[str]) -> DictConfi
 
 
 def changes(config: Config) -> list[Change]:
-    """Returns the settings of a configuration that differ from those last used in its run folder; none for a new run.
+    """Returns the settings of a resumed run that differ from those last used in its folder; none if it is not resumed.
+
+    Settings that the run's version did not have, and that have no default, are left out.
 
     Raises:
         ConfigError: the run's configuration cannot be read.
     """
     folder = Path(config.run.dir)
-    if not is_run(folder):
+    if not config.run.resume or not is_run(folder):
         return []
     before, now = _settings(_read_typed(folder)), _settings(OmegaConf.structured(config))
     keys = [key for key in sorted(before.keys() | now.keys()) if not key.startswith(UNRECORDED)]
-    return [Change(key, before.get(key), now.get(key)) for key in keys if before.get(key) != now.get(key)]
+    return [Change(key, before.get(key), now.get(key)) for key in keys if before.get(key) not in (now.get(key), MISSING)]
 
 
 def check_same_run(config: Config) -> None:
