@@ -75,8 +75,8 @@ class DataConfig:
     Attributes:
         name: label in reports.
         sources: training sources by label.
-        validation: prompt sources by label; empty: the held-out part of `sources`.
-        path, media_root, num_examples: defaults for every one of `sources` that leaves the field empty.
+        validation: prompt sources by label, with the keys of `sources`; empty: the held-out part of `sources`.
+        path, media_root, num_examples: default of this key for every one of `sources` that leaves it empty.
         holdout: share of the images (or texts) that are validation prompts instead of training examples where `validation`
             is empty; at least one. The pocket world has splits of its own.
         test_holdout: share that is kept for a test split and used by neither training nor validation.
@@ -136,9 +136,13 @@ class RegenerateConfig:
     """Decoding settings for answers that the target generates itself.
 
     Attributes:
-        draft: folder of the draft for speculative decoding; empty: none. The answers do not depend on it.
+        draft: RUN or the folder of a draft, for speculative decoding; empty: none. The answers do not depend on it.
         policy: a name of `sage.POLICIES`.
-        temperature: 0 is greedy; `top_k` 0 and `top_p` 1 disable truncation.
+        max_new_tokens: maximum length of an answer, in tokens.
+        temperature: sampling temperature; 0: greedy decoding.
+        top_k: sample from the k most likely tokens; 0: all.
+        top_p: sample from the most likely tokens of this total probability.
+        seed: seed of the sampling noise.
     """
 
     draft: str = ""

@@ -16,7 +16,7 @@ GREEN, RESET, DIM = "\x1b[32m", "\x1b[0m", "\x1b[2m"
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(prog="sage-generate", description=__doc__)
+    parser = cli.new_parser("sage-generate", description=__doc__)
     add = parser.add_argument
     cli.add_model_options(parser)
     add("--image", action="append", default=[], help="path or URL of an image; can be repeated")
@@ -26,13 +26,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--max-new-tokens", type=int, default=256, help="maximum number of generated tokens (default: %(default)s)")
     add("--temperature", type=float, default=0.0, help="sampling temperature; 0 = greedy decoding (default)")
     add("--top-k", type=int, default=0, help="sample from the k most likely tokens; 0 = all (default)")
-    add("--top-p", type=float, default=1.0, help="nucleus sampling: total probability of the tokens to sample from")
-    add("--min-p", type=float, default=0.0, help="minimum probability, relative to that of the most likely token")
+    add("--top-p", type=float, default=1.0, help="nucleus sampling: total probability to sample from; 1 = all (default)")
+    add("--min-p", type=float, default=0.0, help="minimum probability relative to the most likely token; 0 = none (default)")
     add("--repetition-penalty", type=float, default=1.0, help="penalty of tokens that occurred before; 1 = none (default)")
-    add("--min-new-tokens", type=int, default=0, help="minimum number of generated tokens")
+    add("--min-new-tokens", type=int, default=0, help="minimum number of generated tokens (default: %(default)s)")
     add("--stop", action="append", default=[], help="stop string; can be repeated")
     add("--bad-words", action="append", default=[], help="text that is never generated; can be repeated")
-    add("--prune", type=float, default=0.0, help="fraction of the visual tokens that are removed from the draft's input")
+    add("--prune", type=float, default=0.0, help="share of visual tokens removed from the draft's input (default: %(default)s)")
     add(
         "--prune-method",
         default="attention",

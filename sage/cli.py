@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 import sys
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sage.drafts.location import DRAFT_HELP, find_draft, target_of
 from sage.dtypes import LONG_NAMES, SHORT_NAMES
@@ -22,12 +24,36 @@ EXIT_USER = 2  # the user's mistake, reported in one line
 EXIT_STOPPED = 3  # stopped by a signal after saving
 
 
+def version_text() -> str:
+    """Returns what `--version` prints: this package and the packages that its results depend on."""
+    found = [f"{name} {_version(name)}" for name in ("sage-draft", "torch", "transformers")]
+    return f"{', '.join(found)}, Python {platform.python_version()}"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # a checkout that is not installed
+        return "unknown"
+
+
 def pop_debug_flag() -> bool:
     """Removes `--debug` from the command line; returns whether tracebacks are requested (`--debug` or HYDRA_FULL_ERROR=1)."""
     if "--debug" in sys.argv:
         sys.argv.remove("--debug")
         return True
     return os.environ.get("HYDRA_FULL_ERROR") == "1"
+
+
+def new_parser(program: str, **texts: Any) -> argparse.ArgumentParser:
+    """Returns a parser with `--version`, whose help keeps the line breaks of its texts.
+
+    Args:
+        texts: `description` and `epilog`.
+    """
+    parser = argparse.ArgumentParser(prog=program, formatter_class=argparse.RawDescriptionHelpFormatter, **texts)
+    parser.add_argument("--version", action="version", version=version_text(), help="print versions and exit")
+    return parser
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:

@@ -31,9 +31,7 @@ EXPORT_ONLY = (
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(
-        prog="sage-export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = cli.new_parser("sage-export", description=__doc__)
     parser.add_argument("source", nargs="?", metavar="RUN", help=DRAFT_HELP)
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--check", metavar="DIR", help="check the folder of a draft, of this project or third-party")

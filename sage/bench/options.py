@@ -12,7 +12,7 @@ import sage
 from sage.bench import costs as cost
 from sage.bench.runners import BASELINES, HF_GENERATE, PROMPT_LOOKUP
 from sage.bench.shapes import SHAPES
-from sage.cli import add_device_option, add_dtype_option, add_model_options
+from sage.cli import add_device_option, add_dtype_option, add_model_options, new_parser
 
 DEFAULT_POLICIES = "chain,static,sage,cost_aware"
 EXAMPLES = """\
@@ -99,12 +99,8 @@ def counts(text: str) -> list[int]:
 
 def compare_parser() -> argparse.ArgumentParser:
     """Returns the parser of the comparison."""
-    parser = argparse.ArgumentParser(
-        prog="python -m sage.bench",
-        description="Compares decoding policies and Hugging Face decoders, interleaved in one process.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    text = "Compares decoding policies and Hugging Face decoders, interleaved in one process."
+    parser = new_parser("python -m sage.bench", description=text, epilog=EXAMPLES)
     add_model_options(parser)
     _variant_options(parser)
     _prompt_options(parser)
@@ -168,10 +164,8 @@ def _prompt_options(parser: argparse.ArgumentParser) -> None:
 
 def costs_parser() -> argparse.ArgumentParser:
     """Returns the parser of `costs`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m sage.bench costs",
-        description="Measures verification c_t(nodes, context) and draft levels c_d(width, context) on random weights.",
-    )
+    text = "Measures verification c_t(nodes, context) and draft levels c_d(width, context) on random weights."
+    parser = new_parser("python -m sage.bench costs", description=text)
     parser.add_argument("--shape", required=True, metavar="NAME", help=f"one of {', '.join(SHAPES)}")
     parser.add_argument("--layers", type=int, metavar="N", help="layers to build; default: all that fit, at most 2 on a CPU")
     parser.add_argument("--nodes", default=",".join(map(str, cost.NODES)), metavar="N,N")

@@ -12,14 +12,14 @@ TRAINING_ONLY = {"training_only": True}  # metadata of keys that a run reads and
 
 
 class ImageInputs(StrEnum):
-    """Embeddings of a head at image and video positions: the visual embedding or the placeholder token's."""
+    """Embeddings of a head at image and video positions."""
 
     embed = "embed"
     token = "token"
 
 
 class TrainedPart(StrEnum):
-    """Trained part of a smaller target: decoder layers, also embedding and lm_head, or the vision tower as well."""
+    """Trained part of a smaller target."""
 
     layers = "layers"
     text = "text"
@@ -28,7 +28,14 @@ class TrainedPart(StrEnum):
 
 @dataclass(kw_only=True)
 class HeadOptions:
-    """Sizes that are None follow the target."""
+    """Keys of every draft head.
+
+    Attributes:
+        image_inputs: embeddings at image and video positions: the visual embedding, or that of the placeholder token.
+        intermediate_size: width of the MLP; null: the target's.
+        num_attention_heads: query heads of the attention; null: the target's.
+        num_key_value_heads: key and value heads of the attention; null: the target's.
+    """
 
     image_inputs: ImageInputs = ImageInputs.embed
     intermediate_size: int | None = None
@@ -38,16 +45,22 @@ class HeadOptions:
 
 @dataclass(kw_only=True)
 class EagleOptions(HeadOptions):
-    """`input_norm` normalizes the input of the layer's attention."""
+    """One decoder layer that predicts the target's next feature (EAGLE, arXiv 2401.15077).
+
+    Attributes:
+        input_norm: normalize the input of the layer's attention.
+    """
 
     input_norm: bool = True
 
 
 @dataclass(kw_only=True)
 class Eagle3Options(HeadOptions):
-    """`feature_levels` are indices of the target's hidden_states; None selects low, middle and high.
+    """One decoder layer that reads features of three of the target's layers (EAGLE-3, arXiv 2503.01840).
 
-    `draft_vocab_size` restricts the draft vocabulary to the most frequent tokens of the training answers; None keeps all.
+    Attributes:
+        feature_levels: indices of the target's hidden_states; null: low, middle and high.
+        draft_vocab_size: tokens of the draft vocabulary, the most frequent ones of the training answers; null: all.
     """
 
     feature_levels: list[int] | None = None
@@ -56,7 +69,12 @@ class Eagle3Options(HeadOptions):
 
 @dataclass(kw_only=True)
 class ModelOptions:
-    """`num_layers` of the target's own text layers form a fresh draft."""
+    """A smaller target as the draft: some of the target's own layers, or any model of its family.
+
+    Attributes:
+        num_layers: number of the target's text layers that form a fresh draft; null: give draft.path.
+        train_part: trained part: decoder layers, also embedding and lm_head (text), or the vision tower as well (all).
+    """
 
     num_layers: int | None = None
     train_part: TrainedPart = field(default=TrainedPart.text, metadata=TRAINING_ONLY)

@@ -18,7 +18,8 @@ _LAST: NextLevel[Sequence[int]] = NextLevel([0], [])
 class Chain(Policy):
     """The draft's most probable token at every level.
 
-    `depth`: drafted tokens per round.
+    Args:
+        depth: drafted tokens per round.
     """
 
     name = "chain"

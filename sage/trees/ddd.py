@@ -24,7 +24,7 @@ class Ddd(Eagle2):
     after which drafting stops stays in the tree. At most `total - 1` nodes of a beam are summed.
 
     Args:
-        total, depth, top_k: as for `eagle2`; `depth` is the maximum.
+        depth: levels drafted per round at most; `total` and `top_k` as for `eagle2`.
         threshold: summed probability of the beam below which no further level is drafted.
         check_every: levels between two checks; 1 checks every level.
     """

@@ -101,15 +101,18 @@ class Sage(Policy):
     """Depth and width from the entropy of the last round's draft, pruned by path probability (arXiv 2602.00523).
 
     Args:
-        max_depth, min_depth: D_max and D_min of Eq. 10.
-        max_width, min_width: W_max and W_min of Eq. 11.
+        max_depth: D_max of Eq. 10, levels of a round at full confidence.
+        min_depth: D_min of Eq. 10, levels of a round without confidence.
+        max_width: W_max of Eq. 11, nodes of a level without confidence.
+        min_width: W_min of Eq. 11, nodes of a level at full confidence.
         top_k: k of Eq. 7-9, also the most children of a node.
         max_nodes: N_max, drafted nodes per round.
         threshold: the probability that theta_l prunes by.
         alpha_from: `accepted` and `root` use the last round (the paper's lookahead), `current` uses this one.
         history: whether accepted lengths move the ceiling of the depth.
         window: rounds of the history.
-        history_low, history_high: mean accepted lengths below and above which the ceiling moves.
+        history_low: mean accepted length below which the ceiling moves down.
+        history_high: mean accepted length above which the ceiling moves up.
         max_depth_ceiling: maximum of the ceiling.
     """
 

@@ -26,7 +26,8 @@ STATIC_TREE: tuple[Ranks, ...] = (
 class Static(Policy):
     """The same tree in every round; by default SAGE's SD-Tree of 25 nodes (arXiv 2602.00523).
 
-    `paths`: the child ranks along the path to each node; every prefix of a path must be a path.
+    Args:
+        paths: the child ranks along the path to each node; every prefix of a path must be a path.
     """
 
     name = "static"

@@ -30,9 +30,9 @@ class Talon(Policy):
 
     Args:
         total: nodes per round, the root included.
-        top_k: K.
+        top_k: K, children of a node at most.
         ratio: mu, the share of the level's largest path probability that a node needs.
-        max_depth: maximum number of levels; None = until the budget is used.
+        max_depth: maximum number of levels; null: until the budget is used.
     """
 
     name = "talon"

@@ -95,7 +95,7 @@ def test_specs_are_parsed():
     assert variant("a b=sage:alpha_from=root,max_depth=9") == Variant(
         label="a b", policy="sage", options={"alpha_from": "root", "max_depth": 9}
     )
-    assert [one.label for one in variants(None, [])] == ["chain", "static", "sage"]
+    assert [one.label for one in variants(None, [])] == ["chain", "static", "sage", "cost_aware"]
     assert [one.label for one in variants(None, ["chain:depth=2"])] == ["chain:depth=2"]
 
 

@@ -51,6 +51,7 @@ class DataCommand:
         out: the page (`check`; default `runs/data/NAME.html`) or the rows (`.jsonl`).
         limit: number of examples to check, 0: all; of a stream the first ones.
         shown: number of examples on the page.
+        debug: detailed log.
     """
 
     action: Action = Action.check

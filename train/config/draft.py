@@ -18,42 +18,67 @@ CompressorKind = StrEnum(
 
 @dataclass(kw_only=True)
 class CompressorConfig:
-    """Keys of every visual compressor; their values are in `conf/draft/compressor/`."""
+    """Keys of every visual compressor; their values are in `conf/draft/compressor/`.
+
+    Attributes:
+        kind: set by the choice.
+    """
 
     kind: CompressorKind = CompressorKind.none
 
 
 @dataclass(kw_only=True)
 class RatioConfig(CompressorConfig):
-    """Keys of prune, pool, conv and weighted: `ratio` visual pairs become one row."""
+    """Keys of prune, pool, conv and weighted.
+
+    Attributes:
+        ratio: visual pairs that become one row (for concat and select: by prune and pool).
+    """
 
     ratio: int = MISSING
 
 
 @dataclass(kw_only=True)
 class ResamplerConfig(CompressorConfig):
-    """An image becomes `queries` rows."""
+    """Keys of the resampler.
+
+    Attributes:
+        queries: rows that an image becomes.
+    """
 
     queries: int = MISSING
 
 
 @dataclass(kw_only=True)
 class ConcatConfig(RatioConfig, ResamplerConfig):
-    """Several operators, concatenated: `ratio` is for pool (and prune), `conv_ratio` for conv."""
+    """Keys of several operators, concatenated.
+
+    Attributes:
+        conv_ratio: visual pairs that become one row by conv.
+    """
 
     conv_ratio: int = MISSING
 
 
 @dataclass(kw_only=True)
 class SelectConfig(ConcatConfig):
-    """One of several operators per image, drawn by a Gumbel-softmax gate of this `temperature`."""
+    """Keys of the selection of one operator per image.
+
+    Attributes:
+        temperature: temperature of the Gumbel-softmax gate in training.
+    """
 
     temperature: float = MISSING
 
 
 @dataclass(kw_only=True)
 class DraftConfig:
-    """Keys of every draft. `path` continues from a saved draft instead of fresh weights."""
+    """Keys of every draft.
+
+    Attributes:
+        kind: set by the choice.
+        path: continue from a saved draft: RUN (its best draft), RUN/draft or the folder of a draft; null: fresh weights.
+    """
 
     kind: str = MISSING
     path: str | None = None

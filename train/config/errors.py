@@ -14,9 +14,8 @@ from typing import Any
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import errors as oc
 
-from sage.trees.names import POLICIES
 from train.config.schema import ConfigError
-from train.config.store import POLICY_GROUP, config_dir, subschemas
+from train.config.store import group_choices, subschemas
 
 MAX_LISTED = 30
 PLUGINS = {  # choices that need a package
@@ -56,9 +55,7 @@ def _missing_choice(error: MissingConfigException) -> str:
     group, _, choice = name.rpartition("/")
     if name in PLUGINS:
         return f"{name}: its package is not installed; pip install 'sage-draft[sweep]' ({PLUGINS[name]})"
-    files = {path.stem for path in (config_dir() / group).glob("*.yaml")}
-    policies = POLICIES if group == POLICY_GROUP else ()
-    options = sorted({*files, *policies, *(kind for where, kind in subschemas() if where == group)})
+    options = group_choices(group)
     if not group or not options:
         return f"{name}: no such configuration file"
     hint = "; or give any local folder as target.path=DIR" if group == "target" else ""

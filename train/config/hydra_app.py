@@ -22,9 +22,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from checkpoints.run_folder import is_run
-from sage.cli import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_USER, pop_debug_flag
+from sage.cli import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_USER, pop_debug_flag, version_text
 from train.config import sweep
 from train.config.errors import explain, is_config_mistake, refuse_unknown
+from train.config.help import help_text
 from train.config.overrides import task_overrides, with_resume
 from train.config.resuming import with_own_choices, with_own_config
 from train.config.run_name import run_name
@@ -66,12 +67,17 @@ def run_app(
         the exit code: the task's (the largest of a sweep), 2 after a user's mistake, 1 after any other error, and after an
         interrupt before anything was saved.
     """
+    if "--version" in sys.argv:
+        print(version_text())
+        return EXIT_DONE
     try:
         sys.argv[1:] = with_own_choices(with_choice(with_resume(sys.argv[1:])))
     except ConfigError as error:
         return report(error, schema, is_main())
     before = {name: os.environ.get(name) for name in (FULL_ERROR, sweep.FOLDER)}
     job = SweepJob(schema, task, is_main, sweep_score, pop_debug_flag(), sweep.swept_keys(sys.argv[1:]))
+    if {"-h", "--help"} & set(sys.argv):
+        return job.guard(lambda: _print_help(config_name, schema))
     os.environ[FULL_ERROR] = "1"  # makes Hydra raise errors instead of printing them and exiting
     register()
     register_resolvers()
@@ -90,6 +96,14 @@ def run_app(
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+
+
+def _print_help(config_name: str, schema: type) -> int:
+    """Prints the help of a command; returns the exit code."""
+    register()
+    register_resolvers()
+    print(help_text(config_name, schema, sys.argv[1:]), flush=True)
+    return EXIT_DONE
 
 
 class SweepJob:

@@ -28,17 +28,21 @@ Schedule = StrEnum("Schedule", ["constant", "cosine"])
 Offload = StrEnum("Offload", ["none", "cpu"])
 TrackingKind = StrEnum("TrackingKind", ["jsonl", "tensorboard", "wandb"])
 WandbMode = StrEnum("WandbMode", ["online", "offline"])
-# Ranks that decode during training: rank 0, all ranks with a part of the prompts, or `auto`: all if each has a GPU.
 ValidateOn = StrEnum("ValidateOn", ["auto", "main", "all"])
-ScoreMetric = StrEnum("ScoreMetric", ["tokens_per_target_pass", "speedup"])  # the figure of a report that is the score
+ScoreMetric = StrEnum("ScoreMetric", ["tokens_per_target_pass", "speedup"])
 PolicyName = StrEnum("PolicyName", {name: name for name in POLICIES})  # type: ignore[misc]
-# Decoding methods of Hugging Face, measured beside the policies.
 Baseline = StrEnum("Baseline", ["hf_generate", "hf_static_cache", "hf_prompt_lookup", "hf_assisted"])
 
 
 @dataclass(kw_only=True)
 class RunConfig:
-    """The run folder. `dir` holds all files of the run; `resume` continues an interrupted run from its newest state."""
+    """The run folder.
+
+    Attributes:
+        name: the last part of the default folder.
+        dir: holds all files of the run.
+        resume: continue the run in `dir` from its newest state, with its own configuration.
+    """
 
     name: str = MISSING
     dir: str = MISSING
@@ -50,11 +54,14 @@ class LaunchConfig:
     """Ranks on this machine.
 
     Attributes:
-        gpus: number of ranks; `ranks` is an alias. Both stay unset inside torchrun, deepspeed or srun.
-        timeout_s: time limit of a collective operation; has to exceed a validation by rank 0 alone.
-        threads: CPU threads per rank.
-        plan: prints memory and time of the run instead of training, for GPUs with `gpu_memory_gb` (10^9 bytes) and
-            `gpu_tflops`.
+        gpus: number of ranks; null: 1, or the ranks of torchrun, deepspeed or srun.
+        ranks: the same as `gpus`, for ranks on a CPU.
+        device: device of the ranks.
+        timeout_s: time limit of a collective operation in seconds; has to exceed a validation by rank 0 alone.
+        threads: CPU threads per rank; null: as torch chooses.
+        plan: print memory and time of the run instead of training.
+        gpu_memory_gb: memory of one GPU for the plan, in 10^9 bytes.
+        gpu_tflops: sustained speed of one GPU for the plan, in 10^12 floating-point operations per second.
     """
 
     gpus: int | None = None
@@ -69,7 +76,13 @@ class LaunchConfig:
 
 @dataclass(kw_only=True)
 class TargetRecipe:
-    """Defaults of `optim.lr`, `train.global_batch_size` and `train.micro_batch_size` that suit the target's width."""
+    """Training defaults that suit the target's width.
+
+    Attributes:
+        lr: default of `optim.lr`.
+        global_batch_size: default of `train.global_batch_size`, in sequences.
+        micro_batch_size: default of `train.micro_batch_size`, in sequences.
+    """
 
     lr: float | None = None
     global_batch_size: int | None = None
@@ -78,10 +91,14 @@ class TargetRecipe:
 
 @dataclass(kw_only=True)
 class TargetConfig:
-    """The frozen vision-language model: a local folder or a hub id; `recipe` has the training defaults for it.
+    """The frozen vision-language model.
 
     Attributes:
-        attention: of the vision tower.
+        name: label in reports and in the name of a run.
+        path: a local folder or a hub id; alone, it selects any other model of a supported family.
+        revision: branch, tag or commit of a hub id; null: the newest.
+        dtype: dtype of the target.
+        attention: attention of the vision tower.
     """
 
     name: str = MISSING
@@ -102,9 +119,12 @@ class DeepspeedConfig:
     """DeepSpeed's configuration; batch sizes, precision and clipping are derived from other groups.
 
     Attributes:
-        stage: ZeRO stage of the draft.
-        shard_target: shards the frozen target over the ranks (see `train.engine.sharded_teacher`).
-        extra: further keys of DeepSpeed's configuration, passed unchanged.
+        stage: ZeRO stage of the draft, 0 to 3.
+        overlap_comm: overlap the reduction of gradients with the backward pass.
+        bucket_elements: gradient elements per communication bucket.
+        offload_optimizer: where the optimizer state is kept; none: on the GPU.
+        shard_target: shard the frozen target over the ranks.
+        extra: further keys of DeepSpeed's configuration, passed unchanged; added as +deepspeed.extra.KEY=VALUE.
     """
 
     stage: int = MISSING
@@ -117,11 +137,20 @@ class DeepspeedConfig:
 
 @dataclass(kw_only=True)
 class ObjectiveConfig:
-    """Weights of the loss terms and the number of unrolled steps (see `train.distill.objective.Objective`).
+    """Weights of the loss terms (`train.distill.chunked_loss.TERMS`) and the number of unrolled steps.
 
-    `<name>_weight` belongs to the term of that name in `train.distill.chunked_loss.TERMS`; `feature_weight` to SmoothL1 on the
-    features. Logits exist for `chunk_tokens` positions at a time; `feature_noise` is the half-width of uniform noise on the
-    input features. `name` is the choice of `objective=`, for the name of a run.
+    Attributes:
+        name: the choice of `objective=`, for the name of a run.
+        ce_weight: weight of the soft cross-entropy to the target's distribution.
+        feature_weight: weight of SmoothL1 between the features of draft and target; 0 for drafts that predict none.
+        tv_weight: weight of the total variation distance, one minus the acceptance probability.
+        lk_weight: weight of the LK loss, -log of the acceptance probability.
+        steps: unrolled draft steps per training step.
+        step_decay: factor of the loss from one unrolled step to the next.
+        temperature: temperature of both distributions in the soft cross-entropy.
+        smooth_l1_beta: feature difference at which SmoothL1 turns from quadratic to linear.
+        feature_noise: half-width of the uniform noise on the input features.
+        chunk_tokens: positions whose logits exist at a time, in tokens; lower needs less memory.
     """
 
     name: str = ""
@@ -139,7 +168,19 @@ class ObjectiveConfig:
 
 @dataclass(kw_only=True)
 class OptimConfig:
-    """AdamW. `grad_clip` 0 disables clipping; `min_lr_ratio` is the final learning rate of the cosine divided by `lr`."""
+    """AdamW.
+
+    Attributes:
+        lr: peak learning rate.
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled weight decay.
+        schedule: course of the learning rate after the warm-up.
+        warmup_steps: optimizer steps of linear warm-up.
+        min_lr_ratio: final learning rate of the cosine, as a share of `lr`.
+        grad_clip: maximum norm of the gradient; 0: no clipping.
+    """
 
     lr: float = MISSING
     beta1: float = 0.9
@@ -157,16 +198,23 @@ class TrainConfig:
     """Length and schedule of a run, in optimizer steps.
 
     Attributes:
-        epochs, max_steps: the run ends at the first one reached; without both, after one epoch, which is repeated for small
-            data (see `train.config.run_length`).
-        save_every: 0: only at the end.
+        epochs: passes over the data. The run ends at this or at `max_steps`, whichever is first; without both, after one epoch,
+            which is repeated for small data.
+        max_steps: optimizer steps.
+        global_batch_size: sequences per optimizer step over all ranks.
+        micro_batch_size: sequences per rank and pass.
+        precision: dtype of the draft's forward and backward pass; the optimizer keeps float32 weights.
+        save_every: optimizer steps between two saved states; 0: only at the end.
         keep_last: number of newest states kept, beside the state of the best draft.
         keep_every: states of steps that are a multiple of this are kept as well; 0: none.
         length_window: optimizer steps within which examples are sorted by length, to reduce padding and waiting between
             ranks; the steps are shuffled afterwards. 1: no sorting.
+        validate_every: optimizer steps between two validations by the decoder; 0: only at the end.
+        validate_on: ranks that decode: rank 0 (main), all ranks with a part of the prompts, or auto: all if each has a GPU.
         patience: number of validations in a row without a better score that ends the run; 0: never.
-        profile: [first, last] step to trace.
-        log_interval_s: of the progress line where stderr is not a terminal.
+        profile: [first, last] step to trace; null: none.
+        log_every: optimizer steps between two lines of metrics.jsonl.
+        log_interval_s: seconds between two progress lines where stderr is not a terminal.
     """
 
     epochs: int | None = None
@@ -191,11 +239,20 @@ class DecodeConfig:
     """How a draft is measured.
 
     Attributes:
-        policies: names of `sage.POLICIES`.
-        options: policy name -> options that differ from the policy's defaults.
-        dtype: of both models; null: as trained.
+        policies: policies that are measured.
+        options: policy name -> options that differ from the policy's defaults; decode.options.POLICY.KEY=VALUE.
+        baselines: decoders of Hugging Face that are measured beside the policies.
+        num_prompts: number of held-out prompts.
+        max_new_tokens: maximum length of an answer, in tokens.
+        temperature: sampling temperature; 0: greedy decoding.
+        top_k: sample from the k most likely tokens; 0: all.
+        top_p: sample from the most likely tokens of this total probability.
+        seed: seed of the sampling noise.
+        repeats: timed runs per prompt; the median counts.
+        warmup: untimed runs of every policy before the first prompt.
+        dtype: dtype of both models; null: as trained.
         assistant: the smaller model of the baseline `hf_assisted`; not needed if the draft is a smaller model.
-        replay: also reports the results of every policy on the recorded drafts.
+        replay: also report the results of every policy on the recorded drafts.
     """
 
     policies: list[PolicyName] = MISSING
@@ -218,7 +275,9 @@ class DecodeConfig:
 class ScoreConfig:
     """The score of a draft: selects `draft_best/`, stops early, and is maximized by a sweep.
 
-    `policy` null: `sage` if measured, else the first policy that drafts.
+    Attributes:
+        policy: the policy that is scored; null: `sage` if measured, else the first policy that drafts.
+        metric: the figure of its report that is the score.
     """
 
     policy: PolicyName | None = None
@@ -227,13 +286,26 @@ class ScoreConfig:
 
 @dataclass(kw_only=True)
 class TrackingConfig:
-    """The sink of metrics beside `metrics.jsonl`, which is always written."""
+    """The sink of metrics beside `metrics.jsonl`, which is always written.
+
+    Attributes:
+        kind: set by the choice.
+    """
 
     kind: TrackingKind = TrackingKind.jsonl
 
 
 @dataclass(kw_only=True)
 class WandbConfig(TrackingConfig):
+    """Weights & Biases.
+
+    Attributes:
+        project: project of the run.
+        entity: user or team; null: the default of the login.
+        group: group of the run; null: none.
+        mode: offline keeps the run in the run folder until `wandb sync`.
+    """
+
     kind: TrackingKind = TrackingKind.wandb
     project: str = "sage-draft"
     entity: str | None = None
@@ -243,7 +315,12 @@ class WandbConfig(TrackingConfig):
 
 @dataclass(kw_only=True)
 class Config:
-    """The configuration of `sage-train`."""
+    """The configuration of `sage-train`.
+
+    Attributes:
+        seed: seed of the draft's weights, of the order of examples, and of noise.
+        debug: detailed log.
+    """
 
     seed: int = 0
     debug: bool = False
@@ -267,8 +344,9 @@ class ValidateConfig:
 
     Attributes:
         checkpoint: a run (its best draft), RUN/draft, RUN/draft_best or the folder of a draft; also as `draft=`.
-        out: `validation/step_########/` is written below it; default: a new folder in `checks/` of the run.
-        device_map: spreads a target that is too large for one GPU over those of this machine: auto, balanced or sequential.
+        out: `validation/step_########/` is written below it; null: a new folder in `checks/` of the run.
+        debug: detailed log.
+        device_map: spread a target that is too large for one GPU over those of this machine; null: one device.
     """
 
     checkpoint: str | None = None

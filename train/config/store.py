@@ -35,6 +35,13 @@ def subschemas() -> dict[tuple[str, str], type]:
     return {("draft", name): draft_schema(kind) for name, kind in KINDS.items()} | _SUBSCHEMAS
 
 
+def group_choices(group: str) -> list[str]:
+    """Returns the choices of a group, sorted; none for an unknown group."""
+    files = {path.stem for path in (config_dir() / group).glob("*.yaml")}
+    policies = POLICIES if group == POLICY_GROUP else ()
+    return sorted({*files, *policies, *(choice for where, choice in subschemas() if where == group)})
+
+
 def register() -> None:
     """Registers the schemas for `defaults` lists: the roots, kinds of draft, one per choice under `schema/`, policies."""
     store = ConfigStore.instance()

@@ -1,0 +1,120 @@
+"""Meanings of configuration keys and choices, read where they are defined: docstrings of dataclasses, comments of YAML files.
+
+The options of policies are read from the source of their modules, whose import would load torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+import sage.trees.names
+from checkpoints.run_folder import dotted_keys
+from sage.drafts.registry import KINDS
+from sage.trees.names import POLICIES
+from train.config.store import POLICY_GROUP, config_dir
+
+SECTION = re.compile(r"(Attributes|Args):")
+ENTRY = re.compile(r"    (\w+(?:, \w+)*): (.+)")
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of a policy: its default as on a command line, and its meaning."""
+
+    default: str
+    meaning: str
+
+
+def key_meanings(schema: type) -> dict[str, str]:
+    """Returns the meaning of every described field of a dataclass, inherited fields included."""
+    found: dict[str, str] = {}
+    for base in reversed(schema.__mro__):
+        found |= parse_section(base.__doc__ or "")
+    return found
+
+
+def parse_section(doc: str) -> dict[str, str]:
+    """Parses the entries `name: text` or `name, name: text` of a docstring's `Attributes:` or `Args:`."""
+    lines = iter(inspect.cleandoc(doc).splitlines())
+    found: dict[str, str] = {}
+    names: list[str] = []
+    for line in lines:
+        if SECTION.fullmatch(line):
+            break
+    for line in lines:
+        if line and not line.startswith("    "):
+            break
+        if entry := ENTRY.fullmatch(line):
+            names = entry.group(1).split(", ")
+            found |= dict.fromkeys(names, entry.group(2))
+        else:
+            found |= {name: f"{found[name]} {line.strip()}".strip() for name in names}
+    return found
+
+
+def first_sentence(doc: str | None) -> str:
+    """Returns the first sentence of a docstring without its full stop."""
+    return re.split(r"\.(?=\s|$)", " ".join((doc or "").split()), maxsplit=1)[0]
+
+
+def choice_meaning(group: str, choice: str) -> str:
+    """Returns the meaning of `group=choice`: the comment at the top of its file, else the values it sets."""
+    if group == POLICY_GROUP:
+        return first_sentence(ast.get_docstring(_policy_class(choice)))
+    if group == "draft":
+        return first_sentence(KINDS[choice].options.__doc__)
+    lines = (config_dir() / group / f"{choice}.yaml").read_text(encoding="utf-8").splitlines()
+    comment = " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#") and "@package" not in line)
+    values = ", ".join(f"{key}={value}" for key, value in choice_values(group, choice).items() if key not in ("name", "kind"))
+    return comment or values
+
+
+@cache
+def choice_values(group: str, choice: str) -> dict[str, Any]:
+    """Returns the keys that the file of a choice sets, relative to the group, without those that refer to other keys."""
+    path = config_dir() / group / f"{choice}.yaml"
+    if not path.is_file():
+        return {}
+    content = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(content, dict)
+    inherited = [name for name in content.pop("defaults", []) if isinstance(name, str)]
+    found = {key: value for name in inherited for key, value in choice_values(group, name).items()}
+    return found | {key: value for key, value in dotted_keys(content).items() if content and "${" not in str(value)}
+
+
+@cache
+def policy_options(policy: str) -> dict[str, Option]:
+    """Returns the options of a policy, as `sage.trees.options.defaults` does, with their meanings."""
+    node = _policy_class(policy)
+    bases = [base.id.lower() for base in node.bases if isinstance(base, ast.Name) and base.id.lower() in POLICIES]
+    found = {name: option for base in bases for name, option in policy_options(base).items()}
+    meanings = parse_section(ast.get_docstring(node) or "")
+    for field in node.body:
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.value is not None:
+            found[field.target.id] = Option(_written(field.value), "")
+    return {name: Option(one.default, meanings.get(name, one.meaning)) for name, one in found.items()}
+
+
+def _policy_class(policy: str) -> ast.ClassDef:
+    """Returns the parsed class of a policy: the one with its name as `name`."""
+    folder = Path(sage.trees.names.__file__).parent
+    path = folder / f"{policy}.py" if (folder / f"{policy}.py").is_file() else folder / policy / "policy.py"
+    classes = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
+    [found] = [node for node in classes if any(ast.unparse(line) == f"name = {policy!r}" for line in node.body)]
+    return found
+
+
+def _written(value: ast.expr) -> str:
+    """Returns a default as on a command line: `true`, `null`, the value of an enum's member."""
+    if isinstance(value, ast.Attribute):
+        return value.attr.lower()
+    text = ast.unparse(value)
+    return {"True": "true", "False": "false", "None": "null"}.get(text, text)
