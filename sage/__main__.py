@@ -39,6 +39,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="how visual tokens are selected: attention, uniform or random (default: %(default)s)",
     )
     add("--seed", type=int, default=0, help="seed of the sampling noise (default: %(default)s)")
+    cli.add_couple_option(parser)
     cli.add_device_option(parser, "auto")
     add(
         "--device-map",

@@ -95,6 +95,16 @@ def add_device_option(parser: argparse._ActionsContainer, default: str) -> None:
     )
 
 
+def add_couple_option(parser: argparse._ActionsContainer) -> None:
+    """Adds `--no-couple`, the field `couple` of `sage.Sampling`."""
+    parser.add_argument(
+        "--no-couple",
+        dest="couple",
+        action="store_false",
+        help="with a temperature, draft without the noise of the target's draws: slower, same text",
+    )
+
+
 def resolve_device(name: str) -> torch.device:
     """Returns the device named by `--device`; a GPU becomes torch's current device, so that nothing is allocated on another.
 

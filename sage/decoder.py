@@ -136,7 +136,8 @@ def draft_tree(request: Request) -> Tree:
         return Tree.of_root(request.root, request.prompt.embeds.device)
     builder = new_builder(policy, request.root, logits.device, request.stop.eos)
     for level in range(1, last_level + 1):
-        probs, tokens = session.propose(logits, policy.num_candidates)
+        scores = request.verifier.sampler.coupled(logits, level, session.token_map)
+        probs, tokens = session.propose(scores, policy.num_candidates)
         clock.lap("draft_steps", len(probs))
         frontier = builder.open_level(probs, tokens)
         if policy.is_on_host:

@@ -1,15 +1,29 @@
 """Sampling of the target's tokens: Hugging Face's logits processors on the prefix of each node, then argmax or a seeded draw.
 
-A draw is argmax(log p + g) with Gumbel noise g that is a function of the seed and the position in the answer. One seed
-therefore gives the same text under every policy and without speculation.
+A draw is argmax(log p + g) with Gumbel noise g, a function of seed, position in the answer and token (`sage.noise`); of equal
+maxima the smallest token id wins. One seed therefore gives the same text under every policy and without speculation.
 
-Shapes: N tree nodes, V vocabulary, T prompt tokens, K candidates.
+**Coupled drafts.** With `Sampling.couple`, the draft proposes the tokens of largest log q + g, q being its distribution under
+the same warpers and g the same noise: it predicts the draw, not only the distribution. For one candidate, the draft is right
+with probability at least (1 - TV) / (1 + TV), TV being the total variation of p and q, and always if q = p; its most probable
+token is right only as often as the draw is that token.
+
+The output distribution is exact by construction. A drafted token is accepted if and only if it equals the target's draw, so
+every emitted token is a draw of the target, and its draws never depend on the tree; the tree may therefore depend on the noise.
+This is not true of rejection sampling, which accepts with u < p / q: given that the draft proposed a token *because of g*, the
+noise is no longer Gumbel, and a residual drawn with it is biased. vLLM shared noise in this way by accident and separated the
+streams (vllm-project/vllm, PR 54282); its PR 47386 states that sharing preserves the distribution under accept-iff-equal only.
+
+Ref: Daliri, Musco, Suresh, arXiv 2408.07978 (Gumbel coupling without communication, chains); lists of proposals, arXiv
+2506.05632; exponential races, arXiv 2504.15475. Differs by: trees of any policy, grown from the coupled scores.
+
+Shapes: N tree nodes, V vocabulary, T prompt tokens, K candidates, F frontier nodes, U draft vocabulary.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -26,6 +40,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from sage.host_tensors import long_tensor
+from sage.noise import PositionNoise
 from sage.trees.tree import Tree
 
 
@@ -39,6 +55,7 @@ class Sampling:
         top_k: number of most probable tokens to keep; 0 = all.
         top_p: cumulative probability of the most probable tokens to keep; 1 = all.
         min_p: minimum probability of a token, relative to that of the most probable token; 0 = off.
+        couple: whether the draft proposes with the noise of the target's draws, for temperatures above 0; same text.
         repetition_penalty: above 1 makes tokens of the prompt and the answer less probable; 1 = off.
         stop: strings that end the answer; a single string or None is allowed.
         bad_words: strings that are never generated; a single string or None is allowed.
@@ -57,6 +74,7 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int = 0
+    couple: bool = True
     stop: Sequence[str] | str | None = ()
     bad_words: Sequence[str] | str | None = ()
     logits_processor: Any = ()
@@ -73,6 +91,8 @@ class Sampling:
         ):
             if not is_valid:
                 raise ValueError(f"{name}: {getattr(self, name)} is not allowed; it must be {allowed}")
+        if self.is_greedy and not self.couple:
+            raise ValueError("couple: False has no effect on greedy decoding; set a temperature above 0 or leave couple out")
         object.__setattr__(self, "stop", _strings("stop", self.stop, "end every answer"))
         object.__setattr__(self, "bad_words", _strings("bad_words", self.bad_words, "forbid every answer"))
         object.__setattr__(self, "logits_processor", _processors(self.logits_processor))
@@ -90,34 +110,58 @@ class Sampling:
 class TargetSampler:
     """Samples the target's next tokens within one request, with its prompt, LongTensor [T], and the token ids that end the
     answer. Raises ValueError for bad words without a tokenizer.
+
+    Attributes:
+        num_new: emitted tokens; the position of the draw at the root.
+        is_coupled: whether drafts propose with the noise of the draws.
     """
 
     def __init__(self, sampling: Sampling, prompt_ids: Tensor, eos: Sequence[int] = (), tokenizer: Any = None) -> None:
         self.is_greedy, self.seed = sampling.is_greedy, sampling.seed
-        self.num_prompt = len(prompt_ids)
-        self.history: list[int] = prompt_ids.tolist()
+        self.is_coupled = sampling.couple and not self.is_greedy
+        self.num_prompt, self.num_new = len(prompt_ids), 0
         self.context = _context_processors(sampling, self.num_prompt, eos, tokenizer, prompt_ids.device)
         self.warpers = LogitsProcessorList() if self.is_greedy else _warpers(sampling)
-        self._log_p = torch.empty(0)
+        self._history = torch.cat((prompt_ids, prompt_ids.new_empty(sampling.max_new_tokens)))
+        self._noise: PositionNoise | None = None
+        self._scores = torch.empty(0)
+
+    @property
+    def past(self) -> Tensor:
+        """The tokens before the root, LongTensor; complete only with logits processors that depend on them."""
+        return self._history[: self.num_prompt + self.num_new - 1]
 
     def first(self, logits: Tensor) -> Tensor:
         """Samples the token after the prompt, LongTensor [1], from logits [1, V]."""
-        return self(logits, Tree.of_root(self.history[-1], logits.device))
+        return self(logits, Tree.of_root(int(self._history[self.num_prompt - 1]), logits.device))
 
     def __call__(self, logits: Tensor, tree: Tree) -> Tensor:
         """Samples the target's next token at every node; returns LongTensor [N].
 
         Args:
             logits: [N, V]; ValueError if NaN.
-            tree: N nodes; its root is the last token of the history.
+            tree: N nodes; its root is the last token of prompt and answer.
         """
         self._refuse_nan(logits.amax(-1))  # `max` also returns the index and is slower than `amax` and `argmax` together
         scores = self._in_context(logits, tree) if self.context else logits
         if self.is_greedy:
             return scores.argmax(-1)
-        self._log_p = self.warpers(None, scores.double()).log_softmax(-1)
-        positions = len(self.history) - self.num_prompt + tree.depths
-        return (self._log_p + self._noise(positions, logits.shape[-1])).argmax(-1)
+        self._scores = self._warped(scores)
+        noise = self._noise_of(tree.num_levels + 1, logits.shape[-1], logits.device)
+        return (self._scores + noise.index_select(0, tree.depths)).argmax(-1)
+
+    def coupled(self, logits: Tensor, level: int, token_map: Tensor | None = None) -> Tensor:
+        """Returns scores log q + g [F, U] of draft logits [F, U] for the tokens of a level; the logits if not coupled.
+
+        Args:
+            level: depth of the proposed tokens; 1 = below the root.
+            token_map: LongTensor [U], draft id -> target id, of a reduced draft vocabulary: the noise is that of target ids.
+        """
+        if not self.is_coupled:
+            return logits
+        assert self._noise is not None, "the first token is drawn before anything is drafted"
+        noise = self._noise(self.num_new + level - 1, 1).to(logits.device)
+        return self._warped(logits) + (noise if token_map is None else noise.index_select(1, token_map))
 
     def candidate_probs(self, tree: Tree) -> Callable[[int], list[list[float]]]:
         """Target probabilities of the draft candidates in the tree last sampled for; not for greedy decoding.
@@ -128,47 +172,55 @@ class TargetSampler:
         expanded = {node: topk[1] for node, topk in enumerate(tree.draft_topk) if topk is not None}
         if not expanded:
             return lambda k: []
-        tokens = torch.tensor(list(expanded.values()), device=self._log_p.device)
-        probs = self._log_p[list(expanded)].gather(1, tokens).exp().float()
+        tokens = torch.tensor(list(expanded.values()), device=self._scores.device)
+        probs = self._scores[list(expanded)].softmax(-1).gather(1, tokens)
         return lambda k: probs[:, :k].tolist()
 
     def extend(self, tokens: list[int]) -> None:
-        """Appends accepted tokens to the history."""
-        self.history += tokens
+        """Appends accepted tokens to prompt and answer."""
+        if self.context and tokens:
+            start = self.num_prompt + self.num_new
+            self._history[start : start + len(tokens)] = long_tensor(tokens, self._history.device)
+        self.num_new += len(tokens)
 
     def _refuse_nan(self, best: Tensor) -> None:
         """`best`: [N], the largest logit of every node; NaN if any of its logits is."""
         if any(map(math.isnan, best.tolist())):
-            num_new = len(self.history) - self.num_prompt
-            after = f"pass over {len(best)} node(s) after {num_new} new tokens"
-            which = after if num_new else f"prefill of {self.num_prompt} tokens"
+            after = f"pass over {len(best)} node(s) after {self.num_new} new tokens"
+            which = after if self.num_new else f"prefill of {self.num_prompt} tokens"
             raise ValueError(
                 f"logits: the target's {which} gave NaN; check its weights and dtype (float16 overflows: use bfloat16)"
             )
 
     def _in_context(self, logits: Tensor, tree: Tree) -> Tensor:
         """Applies processors to each node with its prefix; batches the nodes of one depth, whose prefixes are equally long."""
-        scores = torch.empty_like(logits)
-        past = torch.tensor(self.history[:-1], dtype=torch.long, device=logits.device)
-        for depth in range(tree.depth + 1):
-            nodes = (tree.depths == depth).nonzero()[:, 0]
-            paths = tree.tokens.expand(len(nodes), -1)[tree.ancestors[nodes]].view(len(nodes), depth + 1)
+        scores, past = torch.empty_like(logits), self.past
+        for nodes, paths in _paths_by_depth(tree):
             prefixes = torch.cat((past.expand(len(nodes), -1), paths), 1)
-            scores[nodes] = self.context(prefixes, logits[nodes].clone())
+            scores.index_copy_(0, nodes, self.context(prefixes, logits.index_select(0, nodes)))
         return scores
 
-    def _noise(self, positions: Tensor, vocabulary: int) -> Tensor:
-        """Gumbel noise [N, V], float64; equal for equal positions."""
-        keys, row = positions.unique(return_inverse=True)
-        noise = torch.stack([gumbel(self.seed, key, vocabulary) for key in keys.tolist()])
-        return noise.to(positions.device)[row]
+    def _warped(self, logits: Tensor) -> Tensor:
+        """Returns the logits in float32, or float64 if they are, after temperature and truncation."""
+        scores: Tensor = self.warpers(None, logits if logits.dtype == torch.float64 else logits.float())
+        return scores
+
+    def _noise_of(self, count: int, vocabulary: int, device: torch.device) -> Tensor:
+        """Returns the noise [count, V] of the next positions."""
+        if self._noise is None:
+            self._noise = PositionNoise(self.seed, vocabulary, device)
+        return self._noise(self.num_new, count)
 
 
-def gumbel(seed: int, position: int, vocabulary: int) -> Tensor:
-    """Gumbel(0, 1) noise [V], float64, a function of seed and position; drawn on the CPU, so equal for all devices."""
-    generator = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03) % 2**63)
-    uniform = torch.rand(vocabulary, generator=generator, dtype=torch.float64)
-    return -torch.log(-torch.log(uniform.clamp(min=torch.finfo(torch.float64).tiny)))
+def _paths_by_depth(tree: Tree) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields the nodes [M] of each depth and the tokens from the root to them, [M, depth + 1]; no synchronization per depth."""
+    depths = tree.columns.depths
+    sizes = [depths.count(depth) for depth in range(max(depths) + 1)]
+    nodes_of_depth = tree.depths.sort(stable=True).indices.split(sizes)
+    # parents come before children, so the ancestors in increasing order are the path
+    paths_NN = tree.ancestors.int().sort(descending=True, stable=True).indices
+    for depth, nodes in enumerate(nodes_of_depth):
+        yield nodes, tree.tokens.take(paths_NN.index_select(0, nodes)[:, : depth + 1])
 
 
 def _context_processors(

@@ -1,8 +1,8 @@
 """Lossless acceptance. The target decides every token, the tree only how many of its decisions one pass yields.
 
 At each node the target's next token x is its argmax or a seeded draw. If x is a child of the node, the walk descends to it;
-else x is the bonus token and the round ends. The output distribution is the target's for every tree that does not depend on the
-draws.
+else x is the bonus token and the round ends. The tokens emitted are the target's own draws for every tree, also for one that
+depends on the noise of the draws (`sage.sampling`), so their distribution is the target's.
 
 Ref: sampling a tree from the target only, SpecInfer, arXiv 2305.09781, section 4.3 (naive sampling, exact for any tree).
 
@@ -31,7 +31,8 @@ class Verdict:
         path: accepted nodes [P], the root first.
         tokens: emitted tokens [P]: those of the path without the root's, then the bonus token.
         labels: returns the acceptance labels of the `k` most probable candidates of every expanded node, given `k`. Greedy
-            decoding: 1 for the target's token, else 0; sampling: the candidate's target probability. Empty if not requested.
+            and coupled decoding: 1 for the target's token, else 0; a tree that does not know the noise: the candidate's target
+            probability. Empty if not requested.
     """
 
     path: list[int]
@@ -61,7 +62,7 @@ class Verifier:
         next_tokens = self.sampler(logits, tree).tolist()
         if not needs_labels:
             return Verdict(*accept(tree, next_tokens))
-        if self.sampler.is_greedy:
+        if self.sampler.is_greedy or self.sampler.is_coupled:
             return Verdict.of_tokens(tree, next_tokens)
         return Verdict(*accept(tree, next_tokens), self.sampler.candidate_probs(tree))
 

@@ -12,7 +12,7 @@ import sage
 from sage.bench import costs as cost
 from sage.bench.runners import BASELINES, HF_GENERATE, PROMPT_LOOKUP
 from sage.bench.shapes import SHAPES
-from sage.cli import add_device_option, add_dtype_option, add_model_options, new_parser
+from sage.cli import add_couple_option, add_device_option, add_dtype_option, add_model_options, new_parser
 
 DEFAULT_POLICIES = "chain,static,sage,cost_aware"
 EXAMPLES = """\
@@ -110,6 +110,7 @@ def compare_parser() -> argparse.ArgumentParser:
     parser.add_argument("--top-k", type=int, default=0, help="0 is off (default)")
     parser.add_argument("--top-p", type=float, default=1.0, help="1 is off (default)")
     parser.add_argument("--seed", type=int, default=0)
+    add_couple_option(parser)
     parser.add_argument("--repeats", type=int, default=3, help="timed runs per prompt; the median counts")
     parser.add_argument("--warmup", type=int, default=1)
     add_dtype_option(parser, None, "dtype of target and draft (default: that of the checkpoint)")

@@ -64,17 +64,18 @@ class DraftSession(ABC):
             [1, U], the logits below the next root.
         """
 
-    def propose(self, logits: Tensor, num_candidates: int) -> tuple[Tensor, Tensor]:
-        """Selects the most probable next tokens below each node.
+    def propose(self, scores: Tensor, num_candidates: int) -> tuple[Tensor, Tensor]:
+        """Selects the best next tokens below each node.
 
         Args:
-            logits: [F, U], as returned by `prefill`, `expand` or `commit`.
+            scores: [F, U], the result of `prefill`, `expand` or `commit`, or `TargetSampler.coupled` of it.
             num_candidates: K, at most U of them are returned.
 
         Returns:
-            probabilities (float32) and target token ids, [F, K] each, in descending order of probability.
+            softmax of the scores (float32) and target token ids, [F, K] each, in descending order. The softmax is the draft's
+            probability of a token, or with noise a confidence that the token is the target's draw.
         """
-        probs, tokens = logits.float().softmax(-1).topk(min(num_candidates, logits.shape[-1]))
+        probs, tokens = scores.float().softmax(-1).topk(min(num_candidates, scores.shape[-1]))
         return probs, tokens if self.token_map is None else self.token_map[tokens]
 
     def set_synthetic_state(self, context: int, width: int) -> None:

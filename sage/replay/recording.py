@@ -49,7 +49,7 @@ class Recording:
 
 
 class Recorder(DraftSession):
-    """A draft session that records `num_candidates` candidates per node of another one."""
+    """A draft session that records `num_candidates` candidates per node of another one, with the scores that policies see."""
 
     def __init__(self, session: DraftSession, num_candidates: int) -> None:
         self.session, self.num_candidates = session, num_candidates
@@ -62,26 +62,27 @@ class Recorder(DraftSession):
         return self.session.context
 
     def prefill(self, prompt: Prompt, features: Features, root: Tensor) -> Tensor:
-        return self._start(self.session.prefill(prompt, features, root))
+        self._start()
+        return self.session.prefill(prompt, features, root)
 
     def commit(self, features: Features, tokens: Tokens) -> Tensor:
-        return self._start(self.session.commit(features, tokens))
+        self._start()
+        return self.session.commit(features, tokens)
 
     def expand(self, rows: Tensor, tokens: Tokens) -> Tensor:
         logits = self.session.expand(rows, tokens)
         self._frontier = [(*self._frontier[row], token) for row, token in zip(rows.tolist(), map(int, tokens), strict=True)]
-        return self._record(logits)
+        return logits
 
-    def _start(self, logits: Tensor) -> Tensor:
-        self.rounds.append({})
-        self._frontier = [()]
-        return self._record(logits)
-
-    def _record(self, logits: Tensor) -> Tensor:
-        probs, tokens = self.session.propose(logits, self.num_candidates)
+    def propose(self, scores: Tensor, num_candidates: int) -> tuple[Tensor, Tensor]:
+        probs, tokens = self.session.propose(scores, max(self.num_candidates, num_candidates))
         for path, row in zip(self._frontier, zip(probs.cpu(), tokens.cpu(), strict=True), strict=True):
             self.rounds[-1][path] = row
-        return logits
+        return probs[:, :num_candidates], tokens[:, :num_candidates]
+
+    def _start(self) -> None:
+        self.rounds.append({})
+        self._frontier = [()]
 
 
 def record(

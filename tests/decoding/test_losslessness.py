@@ -243,7 +243,7 @@ def test_distribution_of_the_loop(name: str, options: dict[str, Any]) -> None:
     assert name == "autoregressive" or sum(sum(stats.accepted) for stats in runs) > len(runs) / 2
 
 
-PROCESSED = Sampling(temperature=1.5, top_p=0.97, repetition_penalty=1.6, min_new_tokens=2)
+PROCESSED = Sampling(temperature=1.5, couple=False, top_p=0.97, repetition_penalty=1.6, min_new_tokens=2)
 
 
 def processed_probs(context: Context) -> torch.Tensor:

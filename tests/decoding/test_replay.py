@@ -17,10 +17,10 @@ from sage.decoder import Request, draft_tree
 from sage.host_tensors import CPU
 from sage.replay.recording import RecordedRound, Recording, record
 from sage.replay.replay import NO_TOKEN, replay
-from sage.sampling import Sampling
+from sage.sampling import Sampling, TargetSampler
 from sage.stopping_rules import StopCriterion
 from sage.trees.base import Policy
-from sage.verify import accept
+from sage.verify import Verifier, accept
 
 LENGTH = 48
 COSTS = Costs(Curve([1, 64], [1.0, 2.0]), Curve([1, 64], [0.05, 0.1]), context=10, overhead=0.01)
@@ -79,7 +79,8 @@ def real_chain(ready: Any, recording: Recording, depth: int) -> list[int]:
         stop.append(answer[: recorded.position])
         chain = sage.policy("chain", depth=depth)
         chain.num_candidates = 16  # as recorded: top-1 and top-16 may order the oracle's equal probabilities differently
-        request = Request(target, session, chain, None, stop, None, None, Clock(CPU))  # type: ignore[arg-type]
+        verifier = Verifier(TargetSampler(Sampling(), torch.tensor([0])))
+        request = Request(target, session, chain, verifier, stop, None, None, Clock(CPU))  # type: ignore[arg-type]
         request.root, request.draft_logits = answer[recorded.position - 1], session._start()
         tree = draft_tree(request)
         chosen = [*answer[recorded.position :], *[NO_TOKEN] * len(tree)][: len(tree)]

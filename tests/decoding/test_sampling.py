@@ -18,7 +18,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import sage
 from sage import generation
-from sage.sampling import Sampling, TargetSampler, gumbel
+from sage.sampling import Sampling, TargetSampler
 from sage.stopping_rules import StopCriterion
 from sage.verify import Verifier
 
@@ -35,12 +35,6 @@ def test_greedy_is_argmax() -> None:
     tree = tree_of([(1,), (2,), (1, 3)])
     logits = torch.randn(4, 7)
     assert torch.equal(sampler()(logits, tree), logits.argmax(-1))
-
-
-def test_noise_depends_on_seed_and_position_alone() -> None:
-    assert torch.equal(gumbel(1, 5, 9), gumbel(1, 5, 9))
-    assert not torch.equal(gumbel(1, 5, 9), gumbel(1, 6, 9))
-    assert not torch.equal(gumbel(1, 5, 9), gumbel(2, 5, 9))
 
 
 def test_nodes_of_one_depth_share_their_noise() -> None:
@@ -69,13 +63,22 @@ def test_labels_are_matches_or_target_probabilities() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 0.0]])
     greedy = sampler()
     greedy_labels = Verifier(greedy).verify(logits, tree, needs_labels=True).labels
-    sampled = sampler(temperature=1.0)
+    assert greedy_labels(2) == [[1.0, 0.0]] and greedy_labels(1) == [[1.0]], "of the only expanded node"
+    assert Verifier(greedy).verify(logits, tree).labels(2) == []
+    sampled = sampler(temperature=1.0, couple=False)
     sampled_labels = Verifier(sampled).verify(logits, tree, needs_labels=True).labels
     sampled(logits + torch.randn(2, 3), tree)  # labels stay valid in later rounds
-    assert greedy_labels(2) == [[1.0, 0.0]] and greedy_labels(1) == [[1.0]], "of the only expanded node"
     torch.testing.assert_close(torch.tensor(sampled_labels(2)), logits.softmax(-1)[:1, 1:])
-    assert Verifier(greedy).verify(logits, tree).labels(2) == []
     assert sampled_labels(1) == [row[:1] for row in sampled_labels(2)]
+
+
+def test_labels_of_coupled_candidates_are_the_draw_itself() -> None:
+    tree = tree_of([(1,)])
+    tree.note_candidates(torch.tensor([0]), torch.tensor([[0.4, 0.3, 0.1]]), torch.tensor([[1, 2, 0]]))
+    logits = torch.randn(2, 3)
+    draw = int(sampler(temperature=1.0, seed=2)(logits, tree)[0])
+    labels = Verifier(sampler(temperature=1.0, seed=2)).verify(logits, tree, needs_labels=True).labels
+    assert labels(3) == [[float(token == draw) for token in (1, 2, 0)]]
 
 
 class PrefixPenalty(LogitsProcessor):
@@ -164,6 +167,7 @@ def test_bad_words_are_never_generated_and_stop_strings_end_the_answer() -> None
     ("options", "message"),
     [
         ({"temperature": -1.0}, ("temperature", "-1.0")),
+        ({"couple": False}, ("couple", "False", "greedy")),
         ({"top_k": -2}, ("top_k", "-2")),
         ({"top_p": 0.0}, ("top_p", "0.0")),
         ({"min_p": 2.0}, ("min_p", "2.0")),

@@ -35,7 +35,7 @@ NextTokenProbs = Callable[[Context], torch.Tensor]
 VOCABULARY, EOS = 4, 3
 PROMPT = [2]
 UNDECIDED = -1
-PLAIN = Sampling(temperature=1.0)
+PLAIN = Sampling(temperature=1.0, couple=False)  # draws are looked up: no noise to share
 
 
 def make_policy(name: str, options: dict[str, Any]) -> Policy:
@@ -134,12 +134,18 @@ class FixedDraws(TargetSampler):
         super().__init__(sampling, torch.tensor(PROMPT), eos=[EOS])
         self.target, self.fixed = target, fixed
         self.probs: dict[Context, torch.Tensor] = {}
+        self.emitted: list[int] = []
+
+    def extend(self, tokens: list[int]) -> None:
+        super().extend(tokens)
+        self.emitted += tokens
 
     def __call__(self, logits: torch.Tensor, tree: Tree) -> torch.Tensor:
         super().__call__(logits, tree)
-        contexts = [(*self.history[:-1], *tree.tokens[seen].tolist())[len(PROMPT) :] for seen in tree.ancestors]
+        contexts = [(*self.emitted[:-1], *tree.tokens[seen].tolist()) for seen in tree.ancestors]
+        contexts = contexts if self.emitted else [()]
         assert contexts == self.target.evaluated
-        self.probs |= dict(zip(contexts, self._log_p.exp(), strict=True))
+        self.probs |= dict(zip(contexts, self._scores.softmax(-1), strict=True))
         return torch.tensor([self.fixed.get(context, UNDECIDED) for context in contexts])
 
 

@@ -242,6 +242,7 @@ WRONG = {
     "deepspeed.stage=4": ["deepspeed.stage=4:"],
     "+deepspeed.extra.train_batch_size=1": ["deepspeed.extra.train_batch_size:"],
     "decode.top_p=0": ["decode.top_p=0.0:"],
+    "decode.couple=false": ["decode.couple=false:", "decode.temperature=0"],
     "decode.assistant=/no/such": ["decode.assistant=/no/such:"],
     "decode.policies=[]": ["decode.policies=:"],
     "decode.policies=[sage,sage]": ["decode.policies=sage,sage:"],

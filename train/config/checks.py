@@ -92,6 +92,8 @@ def check_decode(decode: DecodeConfig) -> None:
     _at_least("decode.temperature", decode.temperature, 0)
     if not 0 < decode.top_p <= 1:
         _refuse("decode.top_p", decode.top_p, "above 0, at most 1", "1.0 keeps the complete distribution")
+    if decode.temperature == 0 and not decode.couple:
+        _refuse("decode.couple", "false", "true at decode.temperature=0", "greedy decoding has no noise; set a temperature")
     if decode.assistant is not None:
         if Baseline.hf_assisted not in decode.baselines:
             raise ConfigError(f"decode.assistant={decode.assistant}: has no effect; add hf_assisted to decode.baselines")

@@ -248,6 +248,7 @@ class DecodeConfig:
         top_k: sample from the k most likely tokens; 0: all.
         top_p: sample from the most likely tokens of this total probability.
         seed: seed of the sampling noise.
+        couple: with a temperature, the draft proposes with the noise of the target's draws; the text is the same.
         repeats: timed runs per prompt; the median counts.
         warmup: untimed runs of every policy before the first prompt.
         dtype: dtype of both models; null: as trained.
@@ -264,6 +265,7 @@ class DecodeConfig:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    couple: bool = True
     repeats: int = 1
     warmup: int = 1
     dtype: Precision | None = None

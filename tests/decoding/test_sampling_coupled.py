@@ -1,0 +1,281 @@
+"""Drafts that propose with the noise of the target's draws: exact output distribution, and what the draft gains from it."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from support.accelerator import Traffic, on_device, on_host
+from support.models import in_float64, make_inputs
+from support.slow_trees import tree_of
+from support.toy_helpers import (
+    PROMPT,
+    VOCABULARY,
+    Context,
+    Distribution,
+    NextTokenProbs,
+    TableSession,
+    distance,
+    draft_probs,
+    make_policy,
+    sequences,
+    target_probs,
+    toy_request,
+)
+from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopPLogitsWarper
+
+import sage
+from sage.decoder import decode
+from sage.drafts.model import ModelDraft
+from sage.sampling import Sampling, TargetSampler
+from sage.stats import Stats
+from sage.trees.tree import Tree
+from sage.verify import Verdict, Verifier
+
+LENGTH = 4
+POLICIES: list[tuple[str, dict[str, Any]]] = [
+    ("autoregressive", {}),
+    ("chain", {"depth": 3}),
+    ("static", {}),
+    ("eagle2", {"total": 6, "depth": 3, "top_k": 2}),
+    ("spec_llava", {"budget": 4, "branch": 2, "steps": 2, "min_confidence": 0.15, "follow_kept": True}),
+    ("talon", {"total": 6, "top_k": 3, "ratio": 0.4}),
+    ("ddd", {"total": 6, "depth": 3, "top_k": 2, "threshold": 0.7, "check_every": 1}),
+    ("sage", {"top_k": 4}),
+    ("cost_aware", {"max_depth": 3, "max_nodes": 5, "max_width": 3, "top_k": 3}),
+]
+every_policy = pytest.mark.parametrize(("name", "options"), POLICIES, ids=[name for name, _ in POLICIES])
+EVEN = torch.arange(0, 128, 2)
+COUPLED = Sampling(temperature=1.0)
+PROCESSED = Sampling(temperature=1.5, top_p=0.97, repetition_penalty=1.6)
+
+
+def test_every_policy_is_enumerated() -> None:
+    assert {name for name, _ in POLICIES} == set(sage.POLICIES)
+
+
+# -- enumeration ---------------------------------------------------------------------------------------------------------------
+
+
+class GivenNoise:
+    """Rows of noise in the place of `PositionNoise`."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows = rows
+
+    def __call__(self, first: int, count: int) -> torch.Tensor:
+        missing = max(first + count - len(self.rows), 0)  # beyond the answer's end: draws that are never emitted
+        return torch.cat((self.rows, torch.zeros(missing, VOCABULARY, dtype=torch.float64)))[first : first + count]
+
+
+def noise_given_draw(probs: torch.Tensor, draw: int, generator: torch.Generator) -> torch.Tensor:
+    """Gumbel noise [V] given that argmax(log p + g) = draw: a race whose first arrival is T ~ Exp(1), others T + E / p."""
+    first, *others = torch.empty(1 + VOCABULARY, dtype=torch.float64).exponential_(generator=generator)
+    arrivals = first + torch.stack(others) / probs
+    arrivals[draw] = first
+    free = torch.empty(VOCABULARY, dtype=torch.float64).exponential_(generator=generator)  # of tokens that are filtered out
+    return torch.where(probs > 0, -arrivals.log() - probs.log(), -free.log())
+
+
+def coupled_distribution(
+    name: str, options: dict[str, Any], sampling: Sampling = COUPLED, probs: NextTokenProbs = target_probs
+) -> tuple[Distribution, list[Stats]]:
+    """Distribution of answers of four tokens, decoded by the real loop with one noise per possible sequence of draws.
+
+    A sequence of draws has the probability of its tokens. Given the draws, the noise of every position is drawn from its
+    conditional distribution, and draft and target both use it: trees depend on it in every way that the code allows.
+    """
+    found: Distribution = Counter()
+    runs = []
+    for number, draws in enumerate(itertools.product(range(VOCABULARY), repeat=LENGTH)):
+        contexts = [probs(draws[:position]) for position in range(LENGTH)]
+        weight = float(torch.stack([context[draw] for context, draw in zip(contexts, draws, strict=True)]).prod())
+        if weight == 0:
+            continue
+        generator = torch.Generator().manual_seed(number)
+        rows = [noise_given_draw(context, draw, generator) for context, draw in zip(contexts, draws, strict=True)]
+        request = toy_request(make_policy(name, options), {}, LENGTH, [])
+        sampler = TargetSampler(sampling, torch.tensor(PROMPT))
+        sampler._noise = GivenNoise(torch.stack(rows))  # type: ignore[assignment]
+        request.verifier = Verifier(sampler)
+        tokens = [token for round_ in decode(request) for token in round_.tokens]
+        found[tuple(tokens)] += weight
+        runs.append(request.stats)
+    return found, runs
+
+
+@pytest.mark.slow
+@every_policy
+def test_distribution_with_coupled_trees(name: str, options: dict[str, Any]) -> None:
+    found, runs = coupled_distribution(name, options)
+    assert distance(found, sequences(LENGTH)) < 1e-12
+    assert name == "autoregressive" or sum(sum(stats.accepted) for stats in runs) > len(runs) / 2
+
+
+def processed_probs(context: Context) -> torch.Tensor:
+    """p(next | context) under `PROCESSED`, by Hugging Face's processors."""
+    scores = target_probs(context).log()[None]
+    for processor in (RepetitionPenaltyLogitsProcessor(1.6), TemperatureLogitsWarper(1.5), TopPLogitsWarper(0.97)):
+        scores = processor(torch.tensor([[*PROMPT, *context]]), scores)
+    return scores[0].softmax(0)
+
+
+@pytest.mark.slow
+@every_policy
+def test_distribution_with_coupled_trees_and_logits_processors(name: str, options: dict[str, Any]) -> None:
+    found, _ = coupled_distribution(name, options, PROCESSED, processed_probs)
+    expected = {tokens: p for tokens, p in sequences(LENGTH, None, processed_probs).items() if p > 0}
+    assert distance(found, expected) < 1e-12
+    assert distance(found, sequences(LENGTH)) > 0.02, "the processors have an effect"
+
+
+def verified_by_ratio(self: Verifier, logits: torch.Tensor, tree: Tree, needs_labels: bool = False) -> Verdict:
+    """Rejection sampling of a chain with everything from the shared noise: u < p / q, else the residual's argmax with g."""
+    sampler: Any = self.sampler
+    sampler(logits, tree)
+    context: Context = tuple(tree_context(sampler))
+    path, tokens = [0], []
+    for node in range(len(tree)):
+        noise = sampler._noise(sampler.num_new + node, 1)[0]
+        p, q = logits[node].softmax(0), draft_probs(context)
+        drafted = int(tree.tokens[node + 1]) if node + 1 < len(tree) else None
+        if drafted is None:
+            tokens.append(int((p.log() + noise).argmax()))
+            break
+        if float((-(-noise[drafted]).exp()).exp()) >= float(p[drafted] / q[drafted]):
+            tokens.append(int(((p - q).clamp(min=0).log() + noise).argmax()))
+            break
+        path, tokens, context = [*path, node + 1], [*tokens, drafted], (*context, drafted)
+    return Verdict(path, tokens)
+
+
+def tree_context(sampler: TargetSampler) -> list[int]:
+    emitted: list[int] = sampler.emitted  # type: ignore[attr-defined]
+    return emitted
+
+
+@pytest.mark.slow
+def test_negative_control_rejection_sampling_with_shared_noise_fails_the_enumeration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same enumeration, with the other rule of acceptance: far from the target's distribution."""
+
+    def extend(self: TargetSampler, tokens: list[int], keep: Any = TargetSampler.extend) -> None:
+        keep(self, tokens)
+        self.emitted = [*getattr(self, "emitted", []), *tokens]  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(TargetSampler, "extend", extend)
+    assert distance(coupled_distribution("chain", {"depth": 2})[0], sequences(LENGTH)) < 1e-12
+    monkeypatch.setattr(Verifier, "verify", verified_by_ratio)
+    found, _ = coupled_distribution("chain", {"depth": 2})
+    assert distance(found, sequences(LENGTH)) > 0.02
+
+
+def test_negative_control_a_residual_drawn_with_the_noise_of_the_proposal_is_biased() -> None:
+    """One token, u integrated exactly: sharing the noise with the residual alone is enough. 40,000 draws; errors below .01."""
+    p = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
+    q = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    noise, fresh = -torch.empty(2, 40_000, 4, dtype=torch.float64).exponential_(generator=generator).log()
+    drafted = (q.log() + noise).argmax(1)
+    passed = (p / q).clamp(max=1)[drafted]
+
+    def distribution(residual_noise: torch.Tensor) -> torch.Tensor:
+        residual = ((p - q).clamp(min=0).log() + residual_noise).argmax(1)
+        kept = torch.zeros(4, dtype=torch.float64).index_add_(0, drafted, passed)
+        return kept.index_add_(0, residual, 1 - passed) / len(passed)
+
+    assert float((distribution(fresh) - p).abs().max()) < 0.01
+    assert float((distribution(noise) - p).abs().max()) > 0.03
+    equal = (p.log() + noise).argmax(1).bincount(minlength=4) / len(passed)
+    assert float((equal - p).abs().max()) < 0.01, "the draws with the shared noise, whether drafted or not"
+
+
+# -- what the draft proposes ---------------------------------------------------------------------------------------------------
+
+
+def sampler_after(num_new: int, **options: Any) -> TargetSampler:
+    """A sampler that has drawn the first token."""
+    sampler = TargetSampler(Sampling(temperature=0.8, seed=4, **options), torch.tensor([3, 0]))
+    sampler.first(torch.randn(1, 50))
+    sampler.extend([1] * num_new)
+    return sampler
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.1}])
+def test_a_draft_with_the_targets_logits_proposes_the_targets_draws(options: dict[str, Any]) -> None:
+    tree = tree_of([(1,), (1, 3), (1, 3, 2)])
+    logits = torch.randn(4, 50) * 2
+    sampler = sampler_after(3, **options)
+    draws = sampler(logits, tree)
+    for level in range(1, 5):
+        scores = sampler.coupled(logits[level - 1 : level], level)
+        assert scores.argmax(-1) == draws[level - 1]
+    assert not torch.equal(sampler.coupled(logits[:1], 1), sampler.coupled(logits[:1], 2)), "noise by position"
+
+
+def test_a_reduced_draft_vocabulary_gets_the_noise_of_target_ids() -> None:
+    sampler, token_map = sampler_after(1), torch.tensor([40, 3, 7, 21])
+    logits = torch.randn(2, 50)
+    found = sampler.coupled(logits[:, token_map], 2, token_map)
+    torch.testing.assert_close(found, sampler.coupled(logits, 2)[:, token_map])
+
+
+def test_greedy_and_uncoupled_drafts_are_left_alone() -> None:
+    logits = torch.randn(2, 50)
+    for sampling in (Sampling(), Sampling(temperature=1.0, couple=False)):
+        assert TargetSampler(sampling, torch.tensor([3])).coupled(logits, 1) is logits
+
+
+def test_a_perfect_draft_is_always_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("support.toy_helpers.draft_probs", target_probs)
+    for couple in (True, False):
+        accepted = rounds = 0
+        for seed in range(20):
+            request = toy_request(make_policy("chain", {"depth": 3}), {}, 13, [])
+            request.session = TableSession(target_probs)
+            sampling = Sampling(temperature=1.0, couple=couple, seed=seed, max_new_tokens=13)
+            request.verifier = Verifier(TargetSampler(sampling, torch.tensor(PROMPT)))
+            for _ in decode(request):
+                pass
+            accepted, rounds = accepted + sum(request.stats.accepted), rounds + len(request.stats.accepted)
+        assert (accepted == 3 * rounds) == couple
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "model"])
+@pytest.mark.parametrize("options", [{}, {"top_k": 40, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.3}])
+def test_one_seed_one_text_coupled_or_not(tiny_target: sage.Target, kind: str, options: dict[str, Any]) -> None:
+    inputs = in_float64(tiny_target, make_inputs(tiny_target))
+    config = {"model": {"num_layers": 1}, "eagle3": {"vocabulary": EVEN, "feature_levels": [1, 2, 3]}, "eagle": {}}[kind]
+    draft = sage.new_draft(tiny_target, kind, **config)
+    draft = draft if isinstance(draft, ModelDraft) else draft.double()
+    sampled = {"temperature": 0.9, "seed": 4, "max_new_tokens": 24, **options}
+    alone = sage.generate(tiny_target, None, inputs, policy="autoregressive", **sampled).tokens.tolist()
+    for policy in ("chain", "sage", "eagle2"):
+        for couple in (True, False):
+            out = sage.generate(tiny_target, draft, inputs, policy=policy, couple=couple, **sampled)
+            assert out.tokens.tolist() == alone, (policy, couple)
+
+
+def test_draws_and_processors_on_a_device_neither_transfer_nor_wait_per_depth(traffic: Traffic) -> None:
+    """One synchronization per pass, the check for NaN; accepted tokens are uploaded once per round."""
+    prompt, logits = torch.arange(40) % 7, torch.randn(5, 50)
+    sampling = Sampling(temperature=0.8, top_k=20, repetition_penalty=1.3, seed=2, max_new_tokens=9)
+    tree = tree_of([(1,), (2,), (1, 3), (1, 3, 4)])
+    expected, ours = TargetSampler(sampling, prompt), TargetSampler(sampling, on_device(prompt))
+    for sampler in (expected, ours):
+        sampler.extend([5, int(tree.tokens[0])])
+    there = Tree(*on_device((tree.tokens, tree.parents, tree.depths)), num_levels=tree.num_levels)
+    there.columns, there.ancestors = tree.columns, on_device(tree.ancestors)
+    there_logits = on_device(logits)
+    traffic.reset()
+    draws = ours(there_logits, there)
+    scores = ours.coupled(there_logits, 2)
+    assert (traffic.synchronizations, traffic.uploads) == (1, 0), traffic.table()
+    assert torch.equal(on_host(draws), expected(logits, tree))
+    torch.testing.assert_close(on_host(scores), expected.coupled(logits, 2))
+    traffic.reset()
+    ours.extend([6])
+    assert (traffic.synchronizations, traffic.uploads) == (0, 1), traffic.table()
