@@ -78,7 +78,7 @@ def check_device(target: Target, draft: Draft | None, policy: str) -> Iterator[t
 def _device(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{device}, {torch.cuda.get_device_name(device)}"
-    return f"{device}, {torch.get_num_threads()} threads"
+    return f"{device}, {torch.get_num_threads()} thread(s)"
 
 
 def _inputs(target: Target) -> Inputs:
