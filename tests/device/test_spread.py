@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from support.accelerator import DEVICES, Traffic, on_device, on_host
 from support.messages import refused
 from support.models import in_float64, make_inputs, make_llava, make_qwen, random_draft
@@ -80,6 +81,29 @@ def test_a_second_turn(traffic: Traffic, family: str) -> None:
     for text, images in (("one", [random_image(16, 8)]), ("two", [])):
         expected, found = (chat.ask(text, images) for chat in chats)
         assert found.tokens.tolist() == expected.tokens.tolist()
+
+
+@pytest.mark.parametrize("family", MAKERS)
+def test_generate_of_hugging_face_runs_as_well(traffic: Traffic, family: str) -> None:
+    """The baselines of a report decode the same model object."""
+    one = MAKERS[family]()
+    inputs = in_float64(one, make_inputs(one))
+    two = spread(one)
+    expected = one.model.generate(**inputs, max_new_tokens=6, do_sample=False)
+    found = two.model.generate(**on_device(inputs, two.device), max_new_tokens=6, do_sample=False)
+    assert on_host(found).tolist() == expected.tolist()
+
+
+def test_hooks_of_accelerate_are_replaced(traffic: Traffic) -> None:
+    target = make_qwen()
+    layers: Any = target.text_model.layers
+    add_hook_to_module(layers[0], ModelHook())
+    target.model.hf_device_map = {"model.visual": "cpu", "model.language_model.layers.0": "cpu", "lm_head": 0}
+    before = target.features(target.embed(make_inputs(target))).last
+    again = sage.Target(target.model)
+    assert not any(hasattr(module, "_hf_hook") for module in target.model.modules())
+    assert len(layers[0]._forward_pre_hooks) == 1 and not layers[1]._forward_pre_hooks
+    assert torch.equal(again.features(again.embed(make_inputs(again))).last, before)
 
 
 def test_a_pass_copies_each_tensor_once(traffic: Traffic) -> None:
