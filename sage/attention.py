@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 NAME = "sage_tree"
+VARLEN = "sage_flash_varlen"  # transformers packs windows for implementations named flash
 HALF = (torch.float16, torch.bfloat16)
 MASK_ALIGNMENT = 8  # elements; of the memory-efficient kernel of torch
 
@@ -59,6 +61,36 @@ def tree_attention(
 
 
 AttentionInterface.register(NAME, tree_attention)
+
+
+def varlen_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    scaling: float,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention within the parts of a packed sequence, by torch's flash kernel, for the vision tower of Qwen2.5-VL.
+
+    Args:
+        query, key, value: [1, H, P, d], the patches of all windows.
+        scaling: d ** -0.5, which is what the kernel uses.
+        cu_seq_lens_q: IntTensor [windows + 1], boundaries of the windows.
+        max_length_q: patches of the largest one.
+
+    Returns:
+        [1, P, H, d] and None for the weights.
+    """
+    query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
+    out = varlen_attn(query, key, value, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
+    return out[None], None
+
+
+AttentionInterface.register(VARLEN, varlen_attention)
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:

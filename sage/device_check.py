@@ -36,7 +36,7 @@ REPEATS = 10
 COPY_BYTES, GPU_COPY_BYTES = 2**26, 2**29  # larger than the caches
 IMAGE_SIDE = 448  # pixels
 NEW_TOKENS = 32
-OPERATOR = re.compile(r"(?:aten::_scaled_dot_product|flash_attn:)_?(\w+)")
+OPERATOR = re.compile(r"(?:aten::_scaled_dot_product|flash_attn:|torch_attn:)[_:]*(\w+)")
 KERNEL, KERNEL_WIDTH = re.compile(r"flash|fmha|attention|sdpa", re.IGNORECASE), 60
 SYNCHRONIZING = "synchronizing CUDA operation"  # of the warnings that torch.cuda.set_sync_debug_mode turns on
 

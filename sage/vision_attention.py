@@ -1,7 +1,7 @@
 """Attention of the vision tower: names and availability. Does not import torch.
 
 Qwen2.5-VL attends within windows of 64 patches in most layers. With `sdpa`, transformers runs one call per window, 840 for an
-image of 640 x 480; with flash-attn one per layer.
+image of 640 x 480; with flash-attn, or torch's own flash kernel for packed sequences (`varlen`), one per layer.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ class VisionAttention(StrEnum):
     eager = "eager"
     sdpa = "sdpa"
     flash_attention_2 = "flash_attention_2"
+    varlen = "varlen"
 
 
 def check_attention(name: str) -> VisionAttention:
@@ -35,19 +36,23 @@ def has_flash_attention() -> bool:
     return find_spec("flash_attn") is not None
 
 
-def resolve_attention(choice: VisionAttention, device_type: str, is_half: bool) -> VisionAttention:
-    """Returns the attention to use; ValueError for flash_attention_2 on another device than a GPU or in another dtype.
+def resolve_attention(choice: VisionAttention, device_type: str, is_half: bool, has_windows: bool) -> VisionAttention:
+    """Returns the attention to use; ValueError for a flash kernel on another device than a GPU or in another dtype, and for
+    `varlen` without windows.
 
     Args:
         is_half: whether the target is in float16 or bfloat16.
+        has_windows: whether the vision tower attends within windows of a packed sequence.
     """
     fits_flash = device_type == "cuda" and is_half
     if choice is VisionAttention.auto:
         return VisionAttention.flash_attention_2 if fits_flash and has_flash_attention() else VisionAttention.sdpa
-    if choice is VisionAttention.flash_attention_2 and not fits_flash:
+    if choice is VisionAttention.varlen and not has_windows:
+        raise ValueError("target.attention: varlen is for vision towers with windows (qwen2_5_vl); use auto")
+    if choice in (VisionAttention.flash_attention_2, VisionAttention.varlen) and not fits_flash:
         precision = "half precision" if is_half else "full precision"
         raise ValueError(
-            f"target.attention: flash_attention_2 needs a GPU and a target in bf16 or fp16; this one is on {device_type} in "
+            f"target.attention: {choice} needs a GPU and a target in bf16 or fp16; this one is on {device_type} in "
             f"{precision}; use auto"
         )
     return choice

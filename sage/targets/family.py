@@ -79,6 +79,8 @@ class Family(InputFormat):
     def decode_positions(self, position_N: Tensor) -> Tensor:
         """Returns positions [N] of generated tokens in the layout of the text layers, batch 1."""
 
+    has_windows = False  # whether the vision tower attends within windows of a packed sequence
+
     def optimize(self, model: nn.Module) -> None:
         """Replaces slow modules of a loaded model by equivalent ones, with the same weights under the same names."""
 

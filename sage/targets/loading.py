@@ -10,7 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from sage.attention import HALF
+from sage.attention import HALF, VARLEN
 from sage.hub import require_hub
 from sage.inputs.processing import Processor
 from sage.model_files import in_one_line, load_weights, read_config
@@ -55,9 +55,16 @@ def load_target(
     if device_map is not None:
         check_device_map(getattr(model, "hf_device_map", {}))  # a strategy offloads what does not fit
     target = Target(model if placement else model.to(device), processor)
-    vision_attention = resolve_attention(vision_attention, target.device.type, target.dtype in HALF)
-    model.set_attn_implementation({"vision_config": str(vision_attention)})
+    is_half = target.dtype in HALF
+    _set_attention(model, resolve_attention(vision_attention, target.device.type, is_half, target.family.has_windows))
     return target
+
+
+def _set_attention(model: Any, attention: VisionAttention) -> None:
+    if attention is VisionAttention.varlen:  # transformers would look for a package of that name
+        model.config.vision_config._attn_implementation = VARLEN
+    else:
+        model.set_attn_implementation({"vision_config": str(attention)})
 
 
 def _placement(device: torch.device, device_map: str | dict[str, Any] | None) -> dict[str, Any]:

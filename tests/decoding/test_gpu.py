@@ -10,7 +10,8 @@ import pytest
 import torch
 from support.fake_cuda import FakeCuda, fake_cuda
 from support.messages import refused
-from support.models import make_inputs, make_qwen, random_draft
+from support.models import in_float64, make_inputs, make_qwen, random_draft
+from support.processors import image_part, make_processor, user
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,6 +25,7 @@ from sage.generation import start
 from sage.model_files import load_weights
 from sage.targets import loading
 from sage.targets.families.qwen2_5_vl import PatchProjection
+from sage.targets.loading import _set_attention
 from sage.vision_attention import VisionAttention, resolve_attention
 from train.launch.ranks import pick_device
 
@@ -283,14 +285,36 @@ class TestLoading:
     )  # fmt: skip
     def test_auto(self, device: str, is_half: bool, is_installed: bool, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(vision_attention, "has_flash_attention", lambda: is_installed)
-        assert resolve_attention(VisionAttention.auto, device, is_half) == expected
+        assert resolve_attention(VisionAttention.auto, device, is_half, True) == expected
+
+    def test_varlen_attends_within_windows(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def naive(query: Any, key: Any, value: Any, ends: Any, _: Any, longest: int, __: int) -> torch.Tensor:
+            sizes.extend(ends.diff().tolist())
+            assert max(sizes) == longest
+            parts = [states.split(sizes) for states in (query, key, value)]
+            scores = [torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5 for q, k, _ in zip(*parts, strict=True)]
+            return torch.cat([torch.einsum("hqk,khd->qhd", s.softmax(-1), v) for s, v in zip(scores, parts[2], strict=True)])
+
+        sizes: list[int] = []
+        monkeypatch.setattr(attention, "varlen_attn", naive)
+        target = make_qwen()
+        target.model.config.vision_config.fullatt_block_indexes.clear()
+        processor = make_processor(target)
+        inputs = in_float64(target, processor.prepare(user(image_part(32, 24), "what?")))
+        expected = target.embed(inputs).embeds
+        _set_attention(target.model, VisionAttention.varlen)
+        torch.testing.assert_close(target.embed(inputs).embeds, expected, atol=1e-12, rtol=0)
+        assert len(sizes) > 1  # windows of one call
 
     def test_mistakes(self, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        with refused("target.attention: 'fast'", "auto, eager, sdpa, flash_attention_2"):
+        with refused("target.attention: 'fast'", "auto, eager, sdpa, flash_attention_2, varlen"):
             sage.load_target(target, attention="fast")
         monkeypatch.setattr(vision_attention, "has_flash_attention", lambda: False)
         with refused("target.attention: flash_attention_2", "flash-attn", "not installed"):
             sage.load_target(target, attention="flash_attention_2")
         monkeypatch.setattr(vision_attention, "has_flash_attention", lambda: True)
-        with refused("target.attention: flash_attention_2", "GPU", "cpu"):
-            sage.load_target(target, attention="flash_attention_2")
+        for choice in ("flash_attention_2", "varlen"):
+            with refused(f"target.attention: {choice}", "GPU", "cpu"):
+                sage.load_target(target, attention=choice)
+        with refused("target.attention: varlen", "qwen2_5_vl"):
+            resolve_attention(VisionAttention.varlen, "cuda", True, has_windows=False)

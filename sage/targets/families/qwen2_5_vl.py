@@ -40,6 +40,7 @@ class Qwen2_5_VL(Family):
 
     model_type = "qwen2_5_vl"
     placeholders = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
+    has_windows = True
     pixel_keys = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
 
     def encode_images(self, image_processor: Any, images: list[Any]) -> tuple[Inputs, list[int]]:
