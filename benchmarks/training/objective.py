@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from benchmarks.training.measuring import GIB, Samples, describe_machine, interl
 from sage.bench.tables import text_table
 from sage.dtypes import dtype_name
 from train.config.schema import ObjectiveConfig
-from train.distill.chunked_loss import ChunkedDistillation
+from train.distill.chunked_loss import ChunkedDistillation, blocked_row_dot
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +93,18 @@ def measure(sizes: Sizes, config: ObjectiveConfig, repeats: int, dtype: torch.dt
     difference = _difference(x, config)
     works: dict[str, Callable[[], object]] = {"chunked": lambda: chunked(x, config), "naive": lambda: naive(x, config)}
     samples = interleaved(works, repeats, device)
-    return "\n".join((*_floor(sizes, config, dtype), "", *_results(samples), difference, describe_machine(device)))
+    dots = _row_dots(sizes, config, repeats, device)
+    return "\n".join((*_floor(sizes, config, dtype), "", *_results(samples), difference, dots, describe_machine(device)))
+
+
+def _row_dots(sizes: Sizes, config: ObjectiveConfig, repeats: int, device: torch.device) -> str:
+    """Compares the two dot products of the rows of a chunk; which one is used depends on the device."""
+    rows = min(config.chunk_tokens, sizes.tokens)
+    left_CU, right_CU = (torch.empty(rows, sizes.columns, device=device).normal_() for _ in range(2))
+    works = {"blocked": lambda: blocked_row_dot(left_CU, right_CU), "vecdot": lambda: torch.linalg.vecdot(left_CU, right_CU)}
+    samples = interleaved(works, max(repeats, 5), device)
+    ratios = sorted(a / b for a, b in zip(samples["blocked"].seconds, samples["vecdot"].seconds, strict=True))
+    return f"row dot product of {rows} rows, blocked / vecdot: {median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})"
 
 
 def _difference(x: Inputs, config: ObjectiveConfig) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from train.config.schema import ObjectiveConfig
-from train.distill.chunked_loss import TERMS, ChunkedDistillation, weighted_terms
+from train.distill.chunked_loss import TERMS, ChunkedDistillation, blocked_row_dot, weighted_terms
 from train.distill.objective import METRIC_NAMES, DraftOutput, LossSums, Objective
 from train.distill.student import gather_supervised
 
@@ -134,6 +135,35 @@ def test_float32_is_accurate_to_float32_rounding() -> None:
     torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=0)  # logits of ~10 rounded to 1e-7 relative
     for mine, theirs in zip(gradients(total, small), gradients(expected, wide), strict=True):
         assert float((mine.double() - theirs).abs().max()) < 1e-5 * float(theirs.abs().max())
+
+
+@pytest.mark.parametrize("steps", [1, 7])
+@pytest.mark.parametrize("chunk", [16, 256, 2048])
+def test_the_head_gradient_in_bf16_does_not_depend_on_the_chunks(chunk: int, steps: int) -> None:
+    """The reference takes the same logits, rounded to bf16."""
+    generator = torch.Generator().manual_seed(0)
+    positions, vocabulary, size = 2048, 200, 32
+    draw = partial(torch.randn, generator=generator)
+    features = draw(positions, size).bfloat16()
+    head = (0.5 * draw(vocabulary, size)).bfloat16()
+    hidden = (features.float() + 0.5 * draw(steps, positions, size)).bfloat16()
+    weight = torch.full((steps, positions), 1 / steps)
+    config = ObjectiveConfig(ce_weight=1.0, feature_weight=0.0, chunk_tokens=chunk)
+    trained = head.clone().requires_grad_()
+    loss = ChunkedDistillation.apply(hidden, trained, features, head, weight, config)[0]
+    [found] = torch.autograd.grad(loss, trained)
+    expected = torch.zeros(vocabulary, size, dtype=torch.float64)
+    for states, weights in zip(hidden, weight, strict=True):
+        p, q = ((rows @ head.T).double().softmax(-1) for rows in (features, states))
+        expected += ((q - p) * weights.double()[:, None]).T @ states.double()
+    assert found.dtype == torch.bfloat16
+    assert float((found.double() - expected).norm() / expected.norm()) < 0.004
+
+
+def test_the_dot_products_of_both_kinds_of_devices_agree() -> None:
+    left, right = torch.randn(2, 5, 10_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for found in (blocked_row_dot(left, right), torch.linalg.vecdot(left, right)):
+        torch.testing.assert_close(found, (left * right).sum(-1), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.slow

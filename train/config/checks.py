@@ -235,6 +235,12 @@ def _check_score(config: Config) -> None:
         _refuse("train.patience", config.train.patience, "0 when no policy drafts", "add one to decode.policies")
 
 
+def zero_stage(config: Config) -> int:
+    """Returns the ZeRO stage of the draft: bf16 needs stage 1, since DeepSpeed sums gradients in float32 only under ZeRO."""
+    stage = config.deepspeed.stage
+    return max(1, stage) if config.train.precision is Precision.bf16 else stage
+
+
 def check_deepspeed(config: Config, world_size: int) -> None:
     """Checks the `deepspeed` group for a number of ranks.
 

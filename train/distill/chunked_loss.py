@@ -73,7 +73,8 @@ def weighted_terms(config: ObjectiveConfig) -> list[tuple[Term, float]]:
 class ChunkedDistillation(Function):
     """Weighted sum of the loss terms over steps and positions.
 
-    The target distribution of a chunk is computed once for all steps.
+    The target distribution of a chunk is computed once for all steps. The gradient of lm_head is summed over chunks and steps
+    in float32 and cast once, so that `chunk_tokens` does not change it. Nothing synchronizes with the device.
     """
 
     @staticmethod
@@ -102,7 +103,7 @@ class ChunkedDistillation(Function):
         stats_KX = hidden_KSD.new_zeros(len(hidden_KSD), len(STATISTICS), dtype=wide)
         agree_KS = torch.zeros_like(weight_KS, dtype=torch.bool)
         grad_KSD = torch.empty_like(hidden_KSD) if hidden_KSD.requires_grad else None
-        grad_UD = torch.zeros_like(lm_head_UD) if lm_head_UD.requires_grad else None
+        grad_UD = torch.zeros_like(lm_head_UD, dtype=wide) if lm_head_UD.requires_grad else None
         for start in range(0, len(target_hidden_SE), config.chunk_tokens):
             rows = slice(start, start + config.chunk_tokens)
             p_CU, entropy_C = _exp_and_entropy(_log_softmax(target_hidden_SE[rows], target_lm_head_UE, temperature, wide))
@@ -110,20 +111,21 @@ class ChunkedDistillation(Function):
             for step, (hidden_SD, weight_S) in enumerate(zip(hidden_KSD, weight_KS, strict=True)):
                 weight_C, hidden_CD = weight_S[rows].to(wide), hidden_SD[rows].to(lm_head_UD.dtype)
                 log_q_CU = _log_softmax(hidden_CD, lm_head_UD, temperature, wide)
-                ce_C = -_row_dot(p_CU, log_q_CU)
+                ce_C = -row_dot(p_CU, log_q_CU)
                 agree_KS[step, rows] = agrees_C = log_q_CU.argmax(-1) == best_C
                 loss_C, overlap_C, slope_CU = _evaluate(terms, p_CU, log_q_CU.exp_(), ce_C)
                 total += (weight_C * loss_C).sum()
-                stats_KX[step] += torch.stack((ce_C, ce_C - entropy_C, agrees_C.to(wide), overlap_C))[:, weight_C > 0].sum(1)
+                stats_XC = torch.stack((ce_C, ce_C - entropy_C, agrees_C.to(wide), overlap_C))
+                stats_KX[step] += (stats_XC * (weight_C > 0)).sum(1)
                 slope_CU = slope_CU.to(lm_head_UD.dtype)
                 scale_C1 = (weight_C / temperature)[:, None].to(lm_head_UD.dtype)
                 if grad_KSD is not None:
                     grad_KSD[step, rows] = (slope_CU @ lm_head_UD) * scale_C1
                 if grad_UD is not None:
-                    grad_UD.addmm_(slope_CU.T, hidden_CD * scale_C1)
+                    _add_product(grad_UD, slope_CU.T, hidden_CD * scale_C1)
                 del log_q_CU, slope_CU  # freed before the logits of the next step are computed
             del p_CU
-        ctx.save_for_backward(grad_KSD, grad_UD)
+        ctx.save_for_backward(grad_KSD, None if grad_UD is None else grad_UD.to(lm_head_UD.dtype))
         ctx.mark_non_differentiable(stats_KX, agree_KS)
         return total, stats_KX, agree_KS
 
@@ -159,7 +161,7 @@ def _evaluate(
     if not needs_overlap_gradient:
         return loss_C, overlap_C, difference_CU.mul_(ce_slope)
     m_CU = torch.heaviside(difference_CU, difference_CU.new_tensor(0.5))
-    overlap_gradient_CU = m_CU.sub_(_row_dot(q_CU, m_CU)[:, None]).mul_(q_CU)
+    overlap_gradient_CU = m_CU.sub_(row_dot(q_CU, m_CU)[:, None]).mul_(q_CU)
     return loss_C, overlap_C, overlap_gradient_CU.mul_(overlap_slope_C[:, None]).sub_(difference_CU, alpha=ce_slope)
 
 
@@ -172,10 +174,23 @@ def _log_softmax(hidden_CD: Tensor, lm_head_UD: Tensor, temperature: float, wide
 
 def _exp_and_entropy(log_p_CU: Tensor) -> tuple[Tensor, Tensor]:
     p_CU = log_p_CU.exp()
-    return p_CU, -_row_dot(p_CU, log_p_CU)
+    return p_CU, -row_dot(p_CU, log_p_CU)
 
 
-def _row_dot(left_CU: Tensor, right_CU: Tensor) -> Tensor:
-    """Dot product of each row, [C], without a [C, U] product; split, since a library may sum a row sequentially."""
+def _add_product(total_UD: Tensor, left_UC: Tensor, right_CD: Tensor) -> None:
+    """Adds a product to `total_UD` in place, without rounding it to the dtype of its factors."""
+    if total_UD.device.type == "cuda" and total_UD.dtype != left_UC.dtype:
+        torch.addmm(total_UD, left_UC, right_CD, out_dtype=total_UD.dtype, out=total_UD)
+    else:
+        total_UD.addmm_(left_UC.to(total_UD.dtype), right_CD.to(total_UD.dtype))
+
+
+def row_dot(left_CU: Tensor, right_CU: Tensor) -> Tensor:
+    """Dot product of each row, [C]; on a CPU in blocks of columns, which is faster there (`benchmarks.training objective`)."""
+    return blocked_row_dot(left_CU, right_CU) if left_CU.device.type == "cpu" else torch.linalg.vecdot(left_CU, right_CU)
+
+
+def blocked_row_dot(left_CU: Tensor, right_CU: Tensor) -> Tensor:
+    """`row_dot` without a [C, U] product; a library may sum a whole row sequentially."""
     pairs = zip(left_CU.split(SPLIT_SIZE, 1), right_CU.split(SPLIT_SIZE, 1), strict=True)
     return torch.stack([torch.einsum("cu,cu->c", left, right) for left, right in pairs]).sum(0)

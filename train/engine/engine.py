@@ -1,6 +1,9 @@
 """Trains the draft under DeepSpeed: sharding, gradient reduction, the optimizer step. The only module that imports it.
 
 It owns DeepSpeed's configuration, the loss scale that undoes its averaging, gradient checks, gathering sharded weights.
+
+With `train.precision=bf16`, autograd returns bf16 gradients of each micro-batch; they are summed over micro-batches and ranks
+in float32. DeepSpeed has no float32 accumulation without ZeRO, so stage 0 runs as stage 1 there.
 """
 
 from __future__ import annotations
@@ -8,6 +11,8 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +21,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from checkpoints.tensors import write_tensors
+from train.config.checks import zero_stage
 from train.config.schema import Config, Offload, Precision
 from train.distill.pairs import Pairs
 from train.distill.student import Student
@@ -43,19 +49,22 @@ class Engine:
         self._bad_gradient = torch.zeros((), dtype=torch.bool, device=ranks.device)
         cluster_env.set_default_local_rank()
         optimizer = make_optimizer(draft, config, ranks.device)
-        self._engine, self._optimizer, _, _ = deepspeed.initialize(
-            model=student,
-            optimizer=optimizer,
-            config=deepspeed_config(config, ranks.world_size, accumulation),
-            dist_init_required=False if deepspeed.comm.is_initialized() else None,
-        )
-        _reset_adam_step_counts(optimizer)
+        with redirect_stdout(StringIO()):  # the wrapper for bf16 prints the memory in use
+            self._engine, self._optimizer, _, _ = deepspeed.initialize(
+                model=student,
+                optimizer=optimizer,
+                config=deepspeed_config(config, ranks.world_size, accumulation),
+                dist_init_required=False if deepspeed.comm.is_initialized() else None,
+            )
         self._state = OptimizerState(draft, self._optimizer, optimizer, deepspeed)
         self._gathered, self._comm = deepspeed.zero.GatheredParameters, deepspeed.comm
         self._num_micro_batches = 0
-        for parameter in draft.parameters():
-            if parameter.requires_grad:
-                parameter.register_hook(self._check_gradient)
+        self._trained = [parameter for parameter in draft.parameters() if parameter.requires_grad]
+        for parameter in self._trained:
+            parameter.register_hook(self._check_gradient)
+        # DeepSpeed's wrapper for bf16 under ZeRO-1 takes the norm over parameters with a gradient on this rank, and adds the
+        # gradients of each micro-batch to its float32 sum.
+        self._needs_every_gradient = hasattr(self._optimizer, "bf16_groups")
 
     def __call__(self, pairs: Pairs, lm_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Runs the student's forward; returns the loss of a micro-batch and its metrics (see `Student.forward`)."""
@@ -66,6 +75,9 @@ class Engine:
 
         DeepSpeed averages gradients over ranks, but the global mean needs their sum; `world_size` undoes the division.
         """
+        if self._needs_every_gradient:
+            for parameter in self._trained:
+                parameter.grad = torch.zeros_like(parameter)
         self._engine.backward(loss * self.ranks.world_size, scale_wrt_gas=False)
         self._num_micro_batches += 1
         if self._num_micro_batches < self.accumulation:
@@ -157,21 +169,11 @@ class Engine:
         return torch.nn.utils.get_total_norm(grads)
 
 
-def _reset_adam_step_counts(optimizer: torch.optim.Optimizer) -> None:
-    """Sets the step counts to zero.
-
-    DeepSpeed allocates optimizer state by a step with zero gradients. Its bf16 wrapper without ZeRO does not undo the count,
-    so that Adam's bias correction would make the first step a quarter too small.
-    """
-    for state in optimizer.state.values():
-        state["step"] = torch.zeros_like(state["step"])
-
-
 def deepspeed_config(config: Config, world_size: int, accumulation: int) -> dict[str, Any]:
-    """Returns DeepSpeed's configuration dictionary."""
+    """Returns DeepSpeed's configuration dictionary; gradients are summed in float32 in either precision."""
     chosen = config.deepspeed
     zero: dict[str, Any] = {
-        "stage": chosen.stage,
+        "stage": zero_stage(config),
         "overlap_comm": chosen.overlap_comm,
         "reduce_bucket_size": chosen.bucket_elements,
         "allgather_bucket_size": chosen.bucket_elements,
@@ -186,6 +188,8 @@ def deepspeed_config(config: Config, world_size: int, accumulation: int) -> dict
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": config.train.precision is Precision.bf16},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
         "steps_per_print": None,
         **chosen.extra,
     }

@@ -1,8 +1,8 @@
 """Access to AdamW's state of each trained parameter, unsharded and by name: the float32 weight and its two moments.
 
-DeepSpeed stores them in one of four ways, depending on ZeRO stage and precision: in the parameter itself, in a float32 copy of
-it, in flat partitions linked to it, or in partitions of the parameter (ZeRO-3). Unsharded tensors by name do not depend on
-either, so a checkpoint can be loaded under any ZeRO stage and world size.
+DeepSpeed stores them in one of three ways: in the parameter itself (float32 without ZeRO), in flat partitions linked to it
+(ZeRO-1 and 2), or in partitions of the parameter (ZeRO-3). Unsharded tensors by name depend on neither stage nor precision, so
+a checkpoint can be loaded under any ZeRO stage and world size.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class OptimizerState:
         elif self._is_linked:
             self._deepspeed.utils.safe_set_full_optimizer_state(parameter, value, kind)
         else:
-            self._tensor(self._copy_of(parameter), kind).copy_(value)
+            self._tensor(parameter, kind).copy_(value)
         if kind == WEIGHT:
             with self._deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=self._is_partitioned):
                 if not self._is_partitioned or torch.distributed.get_rank() == 0:
@@ -75,7 +75,7 @@ class OptimizerState:
     def _gather(self, parameter: nn.Parameter, kind: str) -> Tensor:
         utils = self._deepspeed.utils
         if not (self._is_partitioned or self._is_linked):
-            return self._tensor(self._copy_of(parameter), kind)
+            return self._tensor(parameter, kind)
         if kind == WEIGHT:
             return utils.safe_get_full_fp32_param(parameter)
         return utils.safe_get_full_optimizer_state(parameter, kind)
@@ -90,15 +90,6 @@ class OptimizerState:
             self._deepspeed.utils.safe_set_local_fp32_param(parameter, part)
         else:
             self._deepspeed.utils.safe_set_local_optimizer_state(parameter, part, kind)
-
-    def _copy_of(self, parameter: nn.Parameter) -> Tensor:
-        """Without ZeRO: returns the float32 copy of a bf16 parameter, or the parameter itself."""
-        groups = zip(getattr(self._wrapper, "fp16_groups", ()), getattr(self._wrapper, "fp32_groups", ()), strict=True)
-        for bf16_group, fp32_group in groups:
-            for candidate, copy in zip(bf16_group, fp32_group, strict=True):
-                if candidate is parameter:
-                    return copy
-        return parameter
 
     def _tensor(self, key: Tensor, kind: str) -> Tensor:
         return key.data if kind == WEIGHT else self._optimizer.state[key][kind]

@@ -29,7 +29,7 @@ from data_prep.build import long_examples
 from sage.drafts.options import ImageInputs
 from sage.dtypes import torch_dtype
 from sage.files import write_text
-from train.config.checks import check_batch
+from train.config.checks import check_batch, zero_stage
 from train.config.resuming import changes
 from train.config.run_length import repetition_line, total_steps
 from train.config.schema import Config
@@ -263,7 +263,7 @@ def _log_run(config: Config, ranks: Ranks, inputs: RunInputs, steps: int, accumu
     split = f"{ranks.world_size} rank(s) x {config.train.micro_batch_size} x {accumulation}"
     target = Path(config.target.path).name
     logger.info("%s: %s draft, %s parameters to train, for %s", config.run.dir, config.draft.kind, size, target)
-    logger.info("%d steps of %d = %s, ZeRO %d", steps, config.train.global_batch_size, split, config.deepspeed.stage)
+    logger.info("%d steps of %d = %s, ZeRO %d", steps, config.train.global_batch_size, split, zero_stage(config))
     logger.info("learning rate %g, %s", config.optim.lr, config.optim.schedule)
     logger.info("%s", serving_line(inputs.student.draft, inputs.target.model.config))
     logger.info("%s on %s, %d held-out prompts", config.train.precision, ranks.device.type, inputs.shard.num_turns)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sage.drafts.compressor.operators import Conv, Resampler
-from train.config.checks import MAX_STAGE
+from train.config.checks import MAX_STAGE, zero_stage
 from train.config.schema import Config, Offload, Precision
 from train.plan.meta import MetaModels
 
@@ -80,18 +80,21 @@ def draft_memory(config: Config, parameters: int, trained: int, ranks: int) -> d
 
     Of its `parameters`, only the `trained` ones have gradients and optimizer states.
 
+    Gradients are summed over micro-batches and reduced over ranks in float32.
+
     Ref: ZeRO, arXiv 1910.02054, section 3.1. Stage 1 shards the optimizer states, 2 the gradients as well, 3 the weights.
     """
-    stage, size = config.deepspeed.stage, BYTES[config.train.precision]
-    has_masters = stage > 0 or config.train.precision is not Precision.fp32
-    optimizer = trained * MASTER_BYTES * (2 + has_masters) / (ranks if stage >= 1 else 1)
-    gradients = trained * (size if stage else MASTER_BYTES) / (ranks if stage >= 2 else 1)
+    stage, size = zero_stage(config), BYTES[config.train.precision]
+    optimizer = trained * MASTER_BYTES * (3 if stage else 2) / (ranks if stage >= 1 else 1)
+    own_sum = size if stage == 1 and size < MASTER_BYTES else 0  # the bf16 gradient of a micro-batch, kept beside the sum
+    gradients = trained * (MASTER_BYTES + own_sum) / (ranks if stage >= 2 else 1)
     bucket = config.deepspeed.bucket_elements * size * (2 if config.deepspeed.overlap_comm else 1) if stage else 0
+    reduced = min(config.deepspeed.bucket_elements, trained) * MASTER_BYTES if size < MASTER_BYTES else 0
     return {
         "draft weights": parameters * size / (ranks if stage >= MAX_STAGE else 1),
         "draft gradients": gradients,
         "AdamW, masters": 0.0 if config.deepspeed.offload_optimizer is Offload.cpu else optimizer,
-        "gradient buckets": bucket,
+        "gradient buckets": bucket + reduced,
     }
 
 
@@ -100,8 +103,7 @@ def _activations(work: Workload) -> float:
     target, config = work.models.target, work.config
     tokens, size = work.micro_batch_tokens, BYTES[config.target.dtype]
     hidden, intermediate = target.hidden_size, int(target.text_config.intermediate_size)
-    mask = config.train.micro_batch_size * work.length**2
-    text = tokens * size * (3 * hidden + 3 * intermediate) + mask
+    text = tokens * size * (3 * hidden + 3 * intermediate)
     features = tokens * size * hidden * (2 + len(work.models.levels))
     draft = draft_activations(config, work.models.draft, config.train.micro_batch_size, work.length, work.num_visual)
     return features + max(text, _vision(work), draft)
@@ -112,7 +114,7 @@ def _vision(work: Workload) -> float:
     vision, size = work.models.target.model.config.vision_config, BYTES[work.config.target.dtype]
     patches = work.micro_batch_tokens * VISUAL_SHARE * work.patches_per_token
     pixels = 3 * vision.patch_size**2 * getattr(vision, "temporal_patch_size", 1)
-    return patches * (pixels * MASTER_BYTES + size * 3 * (vision.hidden_size + vision.intermediate_size))
+    return patches * size * (pixels + 3 * (vision.hidden_size + vision.intermediate_size))
 
 
 def draft_activations(config: Config, draft: Any, batch: int, length: int, num_visual: int) -> float:
@@ -147,4 +149,5 @@ def _objective(work: Workload) -> float:
     supervised = work.micro_batch_tokens * (1 - VISUAL_SHARE)
     chunk = min(config.objective.chunk_tokens, supervised) * work.draft_vocab_size * CHUNK_BYTES
     states = (1 + 2 * config.objective.steps) * supervised * hidden * size
-    return chunk + states + models.has_own_lm_head * work.draft_vocab_size * hidden * size
+    own_head = work.draft_vocab_size * hidden * (MASTER_BYTES + (size if size < MASTER_BYTES else 0))  # the sum, and its cast
+    return chunk + states + models.has_own_lm_head * own_head

@@ -1,0 +1,46 @@
+"""The engine with bf16 weights, on one rank: parameters without a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from support.models import make_qwen
+from support.train_helpers import single_process
+
+import sage
+from train.config.hydra_app import compose
+from train.config.schema import Config
+from train.distill.build import new_student
+from train.engine.engine import Engine
+from train.launch.ranks import process_group
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with single_process(monkeypatch):
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_parameter_without_a_gradient_counts_as_zero(stage: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """As on a rank whose micro-batch has no image. Were it left out there alone, the ranks would clip to different norms."""
+    settings = [f"deepspeed=zero{stage}", "target.dtype=bf16", "launch.device=cpu", "draft=eagle", "optim.grad_clip=1"]
+    config: Config = compose("config", settings, Config)
+    student = new_student(sage.new_draft(make_qwen(), "eagle", seed=0), config)
+    with process_group("cpu", 60) as ranks:
+        engine = Engine(student, config, ranks, 2)
+        printed = capsys.readouterr().out
+        for _ in range(2):
+            weight = dict(engine.draft.named_parameters())["fc.weight"]
+            engine.backward((weight.float() ** 2).sum())
+        expected = 2 * 2 * weight.detach().double().norm()
+        counted = [flag for group in getattr(engine._optimizer, "fp32_groups_has_gradients", ()) for flag in group]
+        norm = engine.step(1e-3)
+        moments = dict(engine._state.read("exp_avg"))
+        engine.close()
+    assert "bf16_optimizer" not in printed
+    assert norm == pytest.approx(float(expected), rel=0.01)  # bf16
+    assert len(counted) == (len(moments) if stage < 2 else 0) and all(counted)
+    assert {name for name, value in moments.items() if value.any()} == {"fc.weight"}
