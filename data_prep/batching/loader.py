@@ -54,6 +54,7 @@ class StepLoader:
         start_step: the first step to yield, as if the earlier ones had been taken.
         num_workers: processes that build examples, at most one per core; 0: a thread (best for cached examples).
         length_window: number of steps whose examples are sorted by length together, if the lengths are known; 1: none.
+        stage: prepares a micro-batch for the trainer, in the thread that runs ahead of it.
 
     Attributes:
         wait_s: seconds spent waiting for micro-batches so far.
@@ -76,6 +77,7 @@ class StepLoader:
         start_step: int = 0,
         num_workers: int = 0,
         length_window: int = 1,
+        stage: Callable[[Batch], Batch] | None = None,
     ) -> None:
         if min(global_batch_size, micro_batch_size) < 1 or global_batch_size % (micro_batch_size * world_size):
             raise ValueError(
@@ -86,6 +88,7 @@ class StepLoader:
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self.rank, self.world_size, self.seed = rank, world_size, seed
         self.start_step, self.num_workers, self.length_window = start_step, num_workers, length_window
+        self.stage = stage
         self.lengths: np.ndarray | None = getattr(dataset, "lengths", None)
         self.accumulation = global_batch_size // (micro_batch_size * world_size)
         self.wait_s, self.num_tokens, self.num_padded_tokens = 0.0, 0, 0
@@ -184,7 +187,8 @@ class StepLoader:
         needs_sorting = self.lengths is None and self.accumulation > 1
         build = _Builder(self.dataset, None if needs_sorting else self.collate)
         built = map(_raised, self._from_workers(build)) if self.num_workers else map(build, self._micro_batch_keys())
-        return self._sorted(built) if needs_sorting else built
+        batches = self._sorted(built) if needs_sorting else built
+        return batches if self.stage is None else map(self.stage, batches)
 
     def _sorted(self, built: Iterator[list[Example]]) -> Iterator[Batch]:
         """Sorts this rank's examples of each step by length and divides them into micro-batches, longest first."""

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from sage.inputs.format import InputFormat, Inputs
 
+POSITIONS, NEXT_POSITION = "position_ids", "next_position"  # keys of inputs, see `Family.with_positions`
+
 
 @dataclass
 class Prompt:
@@ -84,6 +86,20 @@ class Family(InputFormat):
     def optimize(self, model: nn.Module) -> None:
         """Replaces slow modules of a loaded model by equivalent ones, with the same weights under the same names."""
 
+    def with_positions(self, model: nn.Module, inputs: Inputs) -> Inputs:
+        """Returns the inputs with their rope positions, for `embed`.
+
+        `positions` reads the grids of images and videos number by number. For inputs on the CPU, this does not wait for the GPU
+        that they are moved to.
+        """
+        if NEXT_POSITION in inputs:
+            return inputs
+        try:
+            position_ids, next_position = self.positions(model, inputs, _attention_mask(inputs))
+        except (IndexError, StopIteration):  # fewer images than the text has; `embed` names the mistake
+            return inputs
+        return {**inputs, POSITIONS: position_ids, NEXT_POSITION: next_position}
+
     def embed(self, model: nn.Module, inputs: Inputs, past: Prompt | None = None) -> Prompt:
         """Runs embedding and vision tower once.
 
@@ -93,9 +109,8 @@ class Family(InputFormat):
         Raises:
             ValueError: the numbers of placeholders and of visual embeddings differ.
         """
-        input_ids = inputs["input_ids"]
-        attention_mask = inputs.get("attention_mask")
-        attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        given, inputs = inputs, without_positions(inputs)
+        input_ids, attention_mask = inputs["input_ids"], _attention_mask(inputs)
         embeds = model.get_input_embeddings()(input_ids)
         visual_mask = torch.zeros_like(input_ids, dtype=torch.bool)
         visual = past.visual if past and self._has_same_pixels(inputs, past.inputs) else self.visual_features(model, inputs)
@@ -108,9 +123,20 @@ class Family(InputFormat):
                 )
             embeds = embeds.masked_scatter(mask[..., None], features.to(embeds))
             visual_mask |= mask
-        position_ids, next_position = self.positions(model, inputs, attention_mask)
+        placed = self.with_positions(model, given)
+        position_ids, next_position = placed[POSITIONS], placed[NEXT_POSITION]
         return Prompt(input_ids, embeds, position_ids, next_position, attention_mask, visual_mask, inputs, visual)
 
     def _has_same_pixels(self, inputs: Inputs, earlier: Inputs) -> bool:
         ours, theirs = ([i.get(key) for key in self.pixel_keys] for i in (inputs, earlier))
         return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in zip(ours, theirs, strict=True))
+
+
+def without_positions(inputs: Inputs) -> Inputs:
+    """Returns the inputs as they were before `Family.with_positions`; another model computes its own positions."""
+    return {key: value for key, value in inputs.items() if key not in (POSITIONS, NEXT_POSITION)}
+
+
+def _attention_mask(inputs: Inputs) -> Tensor:
+    mask = inputs.get("attention_mask")
+    return torch.ones_like(inputs["input_ids"]) if mask is None else mask

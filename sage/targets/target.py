@@ -163,17 +163,21 @@ class Target:
         Args:
             past: an earlier prompt of the same conversation, whose visual embeddings are reused if the pixel inputs are equal.
         """
-        moved = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
+        placed = self.family.with_positions(self.model, inputs)
+        moved = {k: v.to(self.device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in placed.items()}
         return self.family.embed(self.model, moved, past)
 
     @torch.no_grad()
     def features(self, prompt: Prompt, levels: Sequence[int] = ()) -> Features:
-        """Returns the hidden states of complete (padded) sequences, without a cache; for training.
+        """Returns the hidden states of complete sequences, without a cache; for training.
+
+        Padding is on the right, where causal attention does not read it: no mask is built. Features of padding have no meaning.
 
         Args:
             levels: indices k of `hidden_states` to return as well (0 = embeddings).
         """
-        return self._run(prompt.embeds, prompt.position_ids, prompt.attention_mask, None, levels)
+        with use_tree_attention(self.text_model):
+            return self._run(prompt.embeds, prompt.position_ids, {"full_attention": None}, None, levels)
 
     @torch.no_grad()
     def prefill(self, prompt: Prompt, cache: TreeCache, levels: Sequence[int] = (), wants_attention: bool = False) -> Features:

@@ -36,7 +36,7 @@ class Pairs:
         features_next: [B, P, D], last target feature of token t + 1, to be predicted.
         mask: BoolTensor [B, P], whether token t + 2 is supervised.
         pair_masks: visual pairs and turns, for a visual compressor.
-        inputs: the micro-batch itself, for a draft that embeds its own inputs.
+        inputs: the micro-batch itself on the device, for a draft that embeds its own inputs.
     """
 
     embeds_next: Tensor

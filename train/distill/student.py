@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sage.attention import use_tree_attention
 from sage.drafts.head import DraftHead
 from sage.drafts.loading import Draft
 from sage.drafts.model import ModelDraft
@@ -93,12 +94,15 @@ class ModelStudent(Student):
         self.decoding_draft = draft
 
     def predict(self, pairs: Pairs, target_lm_head: Tensor) -> DraftOutput:
-        device = pairs.mask.device
-        inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in pairs.inputs.items()}
-        own = self.decoding_draft.model.family.embed(self.draft, inputs)
-        hidden = self.draft.model.language_model(
-            inputs_embeds=own.embeds, position_ids=own.position_ids, attention_mask=own.attention_mask, use_cache=False
-        ).last_hidden_state
+        model: Any = self.decoding_draft.model
+        own = model.family.embed(self.draft, pairs.inputs)
+        with use_tree_attention(model.text_model):  # padding is on the right, so that causal attention needs no mask
+            hidden = model.text_model(
+                inputs_embeds=own.embeds,
+                position_ids=own.position_ids,
+                attention_mask={"full_attention": None},
+                use_cache=False,
+            ).last_hidden_state
         hidden_KSD, is_valid_KS = gather_supervised([hidden[:, 1:-1]], pairs.mask)
         return DraftOutput(hidden_KSD, self.draft.get_output_embeddings().weight[: len(target_lm_head)], is_valid_KS)
 

@@ -50,6 +50,6 @@ class Teacher:
         prompt = self.target.embed(batch)
         features = self.target.features(prompt, self.levels)
         embeds = prompt.embeds if self.image_inputs == "embed" else self.target.embed_tokens(prompt.input_ids)
-        loss_mask = batch["loss_mask"].to(features.last.device)
+        moved = prompt.inputs
         ends = ends_of_turn(prompt.input_ids, self.target.eos_token_ids)
-        return make_pairs(embeds, features, prompt.position_ids, loss_mask, prompt.visual_mask, ends, batch)
+        return make_pairs(embeds, features, prompt.position_ids, moved["loss_mask"], prompt.visual_mask, ends, moved)

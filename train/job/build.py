@@ -34,6 +34,7 @@ from train.config.resuming import changes
 from train.config.run_length import repetition_line, total_steps
 from train.config.schema import Config
 from train.distill.build import build_student
+from train.distill.staging import Staging
 from train.distill.student import Student
 from train.distill.teacher import Teacher
 from train.engine.engine import Engine
@@ -210,6 +211,7 @@ def build_loader(config: Config, ranks: Ranks, dataset: Any, target: sage.Target
         start_step=start_step,
         num_workers=config.data.num_workers,
         length_window=config.train.length_window,
+        stage=Staging(target, ranks.device, torch.promote_types(target.dtype, torch_dtype(config.train.precision))),
     )
 
 

@@ -1,0 +1,95 @@
+"""A training step on the pretend accelerator: nothing on another device, no blocking copy, no synchronization per chunk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.accelerator import Kind, Traffic, on_device, on_host
+from support.batches import padded_batch
+from support.models import make_llava, make_qwen
+
+import sage
+from sage.drafts.model import shallow_model
+from train.config.schema import ObjectiveConfig
+from train.distill.objective import Objective
+from train.distill.pairs import Pairs, count_supervised
+from train.distill.staging import Staging
+from train.distill.student import HeadStudent, ModelStudent, Student
+from train.distill.teacher import Teacher
+
+FAMILIES = {"qwen2_5_vl": make_qwen, "llava_onevision": make_llava}
+KINDS = ["eagle", "eagle3", "model"]
+
+
+def make_student(target: sage.Target, kind: str, **options: Any) -> Student:
+    unroll = {"steps": 3} if kind == "eagle3" else {}
+    config = ObjectiveConfig(**{"ce_weight": 0.1, "feature_weight": float(kind == "eagle"), **unroll, **options})
+    if kind == "model":
+        draft = shallow_model(target, 1)
+        draft.model.model.requires_grad_(True)
+        return ModelStudent(draft, Objective(config))
+    levels = {"feature_levels": [0, 1, 2], "vocabulary": torch.arange(50)} if kind == "eagle3" else {}
+    return HeadStudent(sage.new_draft(target, kind, seed=0, **levels).requires_grad_(True), Objective(config))
+
+
+def teach(target: sage.Target, student: Student, batch: dict[str, Any]) -> tuple[Teacher, Pairs]:
+    teacher = Teacher(target, "embed", student.levels, student.token_map)
+    return teacher, teacher(Staging(target, target.device, target.dtype)(batch))
+
+
+def step(student: Student, teacher: Teacher, pairs: Pairs, count: int) -> torch.Tensor:
+    """One step of the optimizer without DeepSpeed; returns the loss. With this `eps` a step is smooth in the gradient."""
+    optimizer = torch.optim.AdamW([p for p in student.parameters() if p.requires_grad], lr=1e-3, eps=1e-2, foreach=False)
+    loss = student(pairs, teacher.lm_head)[0] / count
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_on_the_device_equals_one_on_the_cpu(family: str, kind: str, traffic: Traffic) -> None:
+    results = []
+    for is_device in (False, True):
+        target = FAMILIES[family]()
+        student, batch = make_student(target, kind), padded_batch(target)
+        if is_device:
+            on_device(target)
+            student = on_device(student)
+        teacher, pairs = teach(target, student, batch)
+        loss = step(student, teacher, pairs, int(count_supervised(batch["loss_mask"])))
+        results.append((on_host(loss), on_host(dict(student.draft.named_parameters()))))
+    (loss, weights), (device_loss, device_weights) = results
+    torch.testing.assert_close(device_loss, loss, rtol=1e-5, atol=0)
+    for name, value in weights.items():
+        torch.testing.assert_close(device_weights[name], value, rtol=0, atol=1e-6, msg=name)
+
+
+def test_batches_are_copied_once_without_blocking(traffic: Traffic) -> None:
+    target = on_device(make_qwen())
+    student = on_device(make_student(target, "model"))
+    batch = padded_batch(target)
+    num_tensors = sum(isinstance(value, torch.Tensor) for value in batch.values())
+    traffic.reset()
+    teacher, pairs = teach(target, student, batch)
+    student(pairs, teacher.lm_head)
+    copies = {line: number for (kind, line), number in traffic.lines.items() if kind is Kind.UPLOAD}
+    assert sum(copies.values()) == num_tensors + 2  # with the rope positions
+    blocking = [line for kind, line in traffic.lines if kind is Kind.BLOCKING_UPLOAD]
+    assert not [line for line in blocking if line.startswith(("train/", "sage/targets/target.py"))]
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_the_objective_does_not_synchronize(kind: str, traffic: Traffic) -> None:
+    target = on_device(make_qwen())
+    found = []
+    for chunk_tokens in (1, 1000):
+        student = on_device(make_student(target, kind, chunk_tokens=chunk_tokens))
+        teacher, pairs = teach(target, student, padded_batch(target))
+        traffic.reset()
+        student(pairs, teacher.lm_head)[0].backward()
+        found.append(traffic.synchronizations)
+        assert not any("chunked_loss" in line for _, line in traffic.lines)
+    assert found[0] == found[1]
