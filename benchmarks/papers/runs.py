@@ -90,9 +90,12 @@ def ensure_trained(settings: Settings, name: str) -> Path:
 
 
 def _sage_train(words: Sequence[str], log: Path) -> None:
-    """One thread per rank, as in `experiment=demo`: two small ranks use two cores better than two threads of one rank."""
+    """Trains on the CPU, also where there is a GPU: two ranks need two GPUs, and all figures of the page are those of a CPU.
+
+    One thread per rank, as in `experiment=demo`: two small ranks use two cores better than two threads of one rank.
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "train.cli.train", *words]
+    command = [sys.executable, "-m", "train.cli.train", *words, "launch.device=cpu"]
     with log.open("w", encoding="utf-8") as out:
         done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=environment, check=False)
     if done.returncode:

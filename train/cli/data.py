@@ -22,6 +22,7 @@ from train.config.hydra_app import NOTHING_SAVED, configure_logging, run_app
 from train.config.overrides import launch_keys, refuse_unused, task_overrides
 from train.config.schema import ConfigError, DataConfig, LaunchConfig, TargetConfig
 from train.launch import cluster_env
+from train.launch.launcher import check_devices
 
 
 class Action(StrEnum):
@@ -146,6 +147,7 @@ def _regenerate_on_ranks(config: DataCommand) -> int:
         if cluster_env.is_ranked():
             return _regenerate(config, cluster_env.rank(), cluster_env.world_size())
         ranks = config.launch.gpus or config.launch.ranks or 1
+        check_devices(config.launch, ranks)
         return _regenerate(config, 0, 1) if ranks == 1 else _start_ranks(config, ranks)
     except KeyboardInterrupt as error:
         raise Stopped(config.out) from error

@@ -212,6 +212,7 @@ class TrainConfig:
         validate_every: optimizer steps between two validations by the decoder; 0: only at the end.
         validate_on: ranks that decode: rank 0 (main), all ranks with a part of the prompts, or auto: all if each has a GPU.
         patience: number of validations in a row without a better score that ends the run; 0: never.
+        deterministic: restricts training steps to deterministic algorithms of PyTorch, which are slower on a GPU.
         profile: [first, last] step to trace; null: none.
         log_every: optimizer steps between two lines of metrics.jsonl.
         log_interval_s: seconds between two progress lines where stderr is not a terminal.
@@ -229,6 +230,7 @@ class TrainConfig:
     validate_every: int = 0
     validate_on: ValidateOn = ValidateOn.auto
     patience: int = 0
+    deterministic: bool = False
     profile: list[int] | None = None
     log_every: int = 10
     log_interval_s: float = 15.0

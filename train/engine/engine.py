@@ -215,9 +215,11 @@ def import_deepspeed(device_type: str) -> Any:
     """
     os.environ.setdefault("DS_ACCELERATOR", device_type)
     import deepspeed
-    from deepspeed import ops
 
-    ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if device_type == "cpu":
+        from deepspeed import ops  # the table of compatible operators is built at its first use, by running compilers
+
+        ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not logging.getLogger("train").isEnabledFor(logging.DEBUG):
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=DEPRECATED, category=FutureWarning)

@@ -61,7 +61,7 @@ class ShardedTarget:
     def _broadcast_next(self, is_next: bool) -> bool:
         """Broadcasts from rank 0 whether another pass follows; on the CPU, so that GPUs stay idle."""
         flag = torch.tensor([is_next], dtype=torch.uint8)
-        dist.broadcast(flag, src=0)
+        dist.broadcast(flag, src=0, group=self.ranks.group)
         return bool(flag)
 
 

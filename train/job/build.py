@@ -253,10 +253,10 @@ def open_run_folder(config: Config, ranks: Ranks, target: sage.Target, data_fing
 
 
 def set_threads(config: Config, ranks: Ranks) -> None:
-    """Sets the threads of this rank: `launch.threads`, else on a CPU the cores divided by the ranks of this machine."""
+    """Sets the CPU threads of this rank: `launch.threads`, else OMP_NUM_THREADS, else the cores divided by the local ranks."""
     if config.launch.threads is not None:
         torch.set_num_threads(config.launch.threads)
-    elif ranks.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+    elif not cluster_env.has_own_threads(is_cpu=ranks.device.type == "cpu"):
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // cluster_env.local_world_size()))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -98,7 +98,8 @@ def _fit(run: TrainingRun, steps: Iterator[MicroBatches]) -> bool:
     while state.step < run.total_steps and not (run.is_stopping or run.has_stalled):
         run.profile.at(state.step)
         lr = learning_rate(run.config.optim, state.step, run.total_steps)
-        grad_norm = train_step(run, next(steps), lr)
+        with deterministic(train.deterministic):
+            grad_norm = train_step(run, next(steps), lr)
         state.step += 1
         if _is_due(state.step, train.log_every) or state.step == run.total_steps or run.is_stopping or _may_stall(run):
             line = run.metrics.reduce(run.ranks, state, lr=lr, grad_norm=grad_norm)
@@ -171,6 +172,17 @@ def train_step(run: TrainingRun, micro_batches: MicroBatches, lr: float) -> floa
     if run.ranks.sum(is_bad.any()) > 0:
         raise TrainingError(_not_finite_message(run, micro_batches, is_bad))
     return run.engine.step(lr)
+
+
+@contextmanager
+def deterministic(is_on: bool) -> Iterator[None]:
+    """Allows PyTorch deterministic algorithms only; an operation that has none raises RuntimeError."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(is_on or before)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def _reduce_counts(run: TrainingRun, micro_batches: MicroBatches) -> float:

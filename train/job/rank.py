@@ -35,6 +35,8 @@ def run_rank(config: Config, validate: Validate | None = None, callbacks: Sequen
         stop = stack.enter_context(StopFlag())
         import torch
 
+        if config.train.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA is initialized
         if config.launch.device is Device.cpu or not torch.cuda.is_available():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed probes for one when transformers imports it
         from train.job.build import building

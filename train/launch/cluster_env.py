@@ -64,6 +64,15 @@ def local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
+def has_own_threads(is_cpu: bool) -> bool:
+    """Whether OMP_NUM_THREADS sets the threads of this rank.
+
+    torchrun sets it to 1 where it is missing. A rank on a GPU ignores that value: an offloaded optimizer would take one core.
+    """
+    threads = os.environ.get("OMP_NUM_THREADS")
+    return threads is not None and (is_cpu or threads != "1" or "TORCHELASTIC_RUN_ID" not in os.environ)
+
+
 def set_rank(rank: int, world_size: int) -> None:
     """Numbers this process, one of `world_size` on a single machine."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
@@ -72,6 +81,11 @@ def set_rank(rank: int, world_size: int) -> None:
 def set_default_local_rank() -> None:
     """Sets LOCAL_RANK, which DeepSpeed requires, for a single rank without a launcher."""
     os.environ.setdefault("LOCAL_RANK", "0")
+
+
+def set_device_index(index: int) -> None:
+    """Sets LOCAL_RANK, which DeepSpeed takes for the index of this rank's GPU."""
+    os.environ["LOCAL_RANK"] = str(index)
 
 
 def first_host(nodelist: str) -> str:

@@ -22,7 +22,7 @@ from sage.cli import EXIT_STOPPED
 from sage.files import write_text
 from train.config.checks import check_batch, check_deepspeed
 from train.config.hydra_app import configure_logging
-from train.config.schema import Config, ConfigError, Device
+from train.config.schema import Config, ConfigError, Device, LaunchConfig
 from train.launch import cluster_env
 from train.launch.failures import Failure, describe, interrupted
 from train.launch.signals import ignore_sigterm
@@ -44,7 +44,7 @@ def launch(config: Config, work: RankWork) -> int:
     started = cluster_env.detect_launcher()
     if started is not None:
         if configured is not None and configured != started:
-            key = "launch.gpus" if config.launch.gpus else "launch.ranks"
+            key = ranks_key(config.launch)
             raise ConfigError(f"{key}={configured}: an external launcher has started {started} rank(s); leave {key} unset")
         check_batch(config, started)
         check_deepspeed(config, started)
@@ -52,7 +52,7 @@ def launch(config: Config, work: RankWork) -> int:
         return _run_external_rank(config, work)
     num_ranks = configured or 1
     check_batch(config, num_ranks)
-    check_devices(config, num_ranks)
+    check_devices(config.launch, num_ranks)
     return run_single_rank(config, work) if num_ranks == 1 else spawn(config, work, num_ranks)
 
 
@@ -64,17 +64,24 @@ def run_single_rank(config: Config, work: RankWork) -> int:
         raise interrupted(config.run.dir) from error
 
 
-def check_devices(config: Config, num_ranks: int) -> None:
+def ranks_key(launch: LaunchConfig) -> str:
+    """Returns the key that sets the number of ranks."""
+    return "launch.gpus" if launch.gpus else "launch.ranks"
+
+
+def check_devices(launch: LaunchConfig, num_ranks: int) -> None:
     """Raises ConfigError for more ranks than GPUs, before any of them starts."""
     import torch
 
+    from train.launch.ranks import NO_GPU
+
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if config.launch.device is Device.cuda and not count:
-        raise ConfigError("launch.device=cuda: PyTorch sees no GPU; use launch.device=cpu, or install a CUDA build of torch")
-    if count and config.launch.device is not Device.cpu and num_ranks > count:
+    if launch.device is Device.cuda and not count:
+        raise ConfigError(NO_GPU)
+    if count and launch.device is not Device.cpu and num_ranks > count:
         remedy = f"give at most {count}, or launch.device=cpu"
-        raise ConfigError(f"launch.gpus={num_ranks}: this machine has {count} GPU(s); {remedy}")
-    if config.launch.gpus and not count:
+        raise ConfigError(f"{ranks_key(launch)}={num_ranks}: this machine has {count} GPU(s); {remedy}")
+    if launch.gpus and not count:
         logger.warning("launch.gpus=%d: no GPU found, running %d rank(s) on the CPU", num_ranks, num_ranks)
 
 

@@ -12,16 +12,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from train.config.schema import ConfigError
 from train.launch import cluster_env
+
+# Of collective operations on a GPU: PyTorch's default, which the groups created by DeepSpeed have. No rank waits there while
+# rank 0 works alone.
+NCCL_TIMEOUT_S = 1800
+NO_GPU = "launch.device=cuda: PyTorch sees no GPU; use launch.device=cpu, or install a CUDA build of torch"
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all of the run. Scalars travel on the CPU (gloo), gradients on the device (NCCL on GPUs)."""
+    """This process among all of the run. Scalars travel on the CPU (gloo), gradients on the device (NCCL on GPUs).
+
+    Attributes:
+        group: process group of the collective operations on the CPU; None: the default group, on a CPU.
+    """
 
     rank: int
     world_size: int
     device: torch.device
+    group: Any = None
 
     @property
     def is_main(self) -> bool:
@@ -30,23 +41,29 @@ class Ranks:
     def sum(self, values: Tensor) -> Tensor:
         """Sum of a small tensor over all ranks, float64 on the CPU."""
         total = values.detach().to("cpu", torch.float64, copy=True)
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=self.group)
         return total
 
     def barrier(self) -> None:
         """Waits for all ranks with a gloo reduction, during which GPUs stay idle."""
-        dist.all_reduce(torch.zeros(1))
+        dist.all_reduce(torch.zeros(1), group=self.group)
 
     def gather(self, item: Any) -> list[Any]:
         """Returns every rank's picklable `item`, in rank order, on every rank."""
         found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, item)
+        dist.all_gather_object(found, item, group=self.group)
+        return found
+
+    def gather_on_main(self, item: Any) -> list[Any]:
+        """Returns every rank's picklable `item`, in rank order, on rank 0, and an empty list elsewhere."""
+        found: list[Any] = [None] * self.world_size if self.is_main else []
+        dist.gather_object(item, found or None, dst=0, group=self.group)
         return found
 
     def broadcast(self, item: Any) -> Any:
         """Returns rank 0's picklable `item` on every rank."""
         box = [item]
-        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        dist.broadcast_object_list(box, src=0, group=self.group, device=torch.device("cpu"))
         return box[0]
 
 
@@ -56,19 +73,26 @@ def process_group(device: str, timeout_s: int) -> Iterator[Ranks]:
 
     Args:
         device: `auto`, `cpu` or `cuda`; `auto` selects a GPU where there is one.
-        timeout_s: time limit of a collective operation.
+        timeout_s: time limit of a collective operation on the CPU.
 
     Raises:
-        ValueError: `cuda` without a GPU, or fewer GPUs than ranks on this machine.
+        ConfigError: `cuda` without a GPU, or several ranks for one GPU.
     """
     own_device = pick_device(device, cluster_env.local_rank())
     rank, world_size = cluster_env.rank(), cluster_env.world_size()
-    backend = "cpu:gloo,cuda:nccl" if own_device.type == "cuda" else "gloo"
+    is_cuda = own_device.type == "cuda"
+    if is_cuda:
+        cluster_env.set_device_index(own_device.index)
     # A single rank needs neither port nor network; without a group DeepSpeed would look for MPI.
     local: dict[str, Any] = {"store": dist.HashStore()} if world_size == 1 else {}
-    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s), **local)
+    backend, limit = ("cpu:gloo,cuda:nccl", NCCL_TIMEOUT_S) if is_cuda else ("gloo", timeout_s)
+    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=limit), **local)
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if is_cuda else None
+    ranks = Ranks(rank, world_size, own_device, group)
     try:
-        yield Ranks(rank, world_size, own_device)
+        if is_cuda:
+            check_own_gpu(ranks)
+        yield ranks
     except BaseException:
         if world_size == 1:
             _destroy_group()
@@ -98,13 +122,37 @@ def is_first_failure() -> bool:
 
 
 def pick_device(device: str, local_rank: int) -> torch.device:
-    """Returns the device of a rank and makes it torch's current device; raises ValueError as `process_group` does."""
+    """Returns the device of a rank and makes it torch's current device.
+
+    Launchers show a rank either all GPUs of its machine, of which it takes that of its local rank, or its own GPU alone.
+
+    Raises:
+        ConfigError: `cuda` without a GPU, or fewer GPUs than ranks on this machine.
+    """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "cuda" and not count:
-        raise ValueError("launch.device=cuda: PyTorch sees no GPU; use launch.device=cpu, or install a CUDA build of torch")
+        raise ConfigError(NO_GPU)
     if device == "cpu" or not count:
         return torch.device("cpu")
-    if local_rank >= count:
-        raise ValueError(f"launch.gpus: rank {local_rank} of this machine finds only {count} GPU(s); start at most {count}")
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    index = 0 if count == 1 else local_rank
+    if index >= count:
+        raise ConfigError(f"launch.gpus: rank {local_rank} of this machine finds only {count} GPU(s); start at most {count}")
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def check_own_gpu(ranks: Ranks) -> None:
+    """Refuses ranks that share a GPU, on every rank.
+
+    Raises:
+        ConfigError: names the ranks and the GPU.
+    """
+    uuid = str(torch.cuda.get_device_properties(ranks.device).uuid)
+    found = ranks.gather(uuid)
+    for rank, other in enumerate(found):
+        first = found.index(other)
+        if first != rank:
+            raise ConfigError(
+                f"launch.gpus: ranks {first} and {rank} share the GPU {other}; start one rank per GPU, each with a GPU of its "
+                f"own (srun --gpus-per-task=1) or with all GPUs of its machine visible (srun --gpus-per-node=N)"
+            )

@@ -4,9 +4,10 @@ A state holds the engine's files (float32 weights and AdamW's moments, unsharded
 best score, fingerprints of the data) and one `rank_00000.safetensors` per rank (all random generators). The learning rate is a
 function of the step, and the data position follows from step and seed, so neither is saved. No file is a pickle.
 
-With the same number of ranks a resumed run is bit-for-bit identical. With another number the batches, weights, moments and
-schedule are the same; the order of float32 sums differs, and so do random draws of the training step (feature noise), which
-each rank makes with its own generator: existing ranks restore theirs, new ranks start with fresh ones.
+With the same number of ranks a resumed run is bit-for-bit identical on a CPU; on GPUs, backward passes add in no fixed order
+(see `train.deterministic`). With another number the batches, weights, moments and schedule are the same; the order of float32
+sums differs, and so do random draws of the training step (feature noise), which each rank makes with its own generator:
+existing ranks restore theirs, new ranks start with fresh ones.
 """
 
 from __future__ import annotations

@@ -1,0 +1,176 @@
+"""Ranks on GPUs, tested without one: which GPU a rank takes, time limits, threads, and presets on a machine with one GPU."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.fake_cuda import FakeCuda, fake_cuda
+from support.messages import refused
+from support.train_helpers import ROOT
+
+from train.cli import data as data_command
+from train.config.hydra_app import compose
+from train.config.schema import Config, ConfigError, LaunchConfig
+from train.engine.engine import import_deepspeed
+from train.job import loop
+from train.job.build import set_threads
+from train.job.loop import deterministic
+from train.launch.launcher import check_devices
+from train.launch.ranks import NCCL_TIMEOUT_S, Ranks, check_own_gpu, pick_device, process_group
+from train.state.resume import TrainState
+from train.validation.in_loop import ValidationOutcome
+
+__all__ = ["fake_cuda"]
+GPU = torch.device("cuda", 0)
+PRESETS = sorted(path.stem for path in (ROOT / "conf/experiment").glob("*.yaml"))
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    return FakeCuda(monkeypatch, num_gpus=1)
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The options of the process groups that are created."""
+    found: dict[str, Any] = {}
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: found.update({backend: options}))
+    monkeypatch.setattr(dist, "new_group", lambda backend, **options: found.update({backend: options}) or "own group")
+    monkeypatch.setattr("train.launch.ranks.check_own_gpu", lambda ranks: None)
+    return found
+
+
+def test_a_rank_that_sees_one_gpu_takes_it(one_gpu: FakeCuda, groups: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under `srun --gpus-per-task=1`; DeepSpeed takes LOCAL_RANK for the index of the GPU."""
+    for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "5"}.items():
+        monkeypatch.setenv(name, value)
+    with process_group("auto", 60) as ranks:
+        assert (ranks.rank, ranks.device, os.environ["LOCAL_RANK"]) == (5, GPU, "0")
+    assert ("set_device", 0) in one_gpu.calls
+
+
+def test_a_rank_that_sees_every_gpu_takes_that_of_its_local_rank(fake_cuda: FakeCuda) -> None:
+    assert pick_device("cuda", 3) == torch.device("cuda", 3)
+    with refused("rank 4 of this machine", "only 4 GPU(s)", error=ConfigError):
+        pick_device("cuda", 4)
+
+
+def test_ranks_that_share_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    uuids = ["GPU-a", "GPU-b", "GPU-a"]
+    monkeypatch.setattr(Ranks, "gather", lambda _, item: uuids)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-a"))
+    with refused("launch.gpus", "ranks 0 and 2 share the GPU GPU-a", "--gpus-per-task=1", error=ConfigError):
+        check_own_gpu(Ranks(1, 3, GPU))
+    uuids[2] = "GPU-c"
+    check_own_gpu(Ranks(1, 3, GPU))
+
+
+def test_nccl_has_a_shorter_time_limit_than_waiting_for_rank_0(one_gpu: FakeCuda, groups: dict[str, Any]) -> None:
+    with process_group("cuda", 7200) as ranks:
+        assert ranks.group == "own group"
+    assert groups["cpu:gloo,cuda:nccl"]["timeout"] == timedelta(seconds=NCCL_TIMEOUT_S)
+    assert groups["gloo"]["timeout"] == timedelta(seconds=7200)
+
+
+@pytest.mark.parametrize("key", ["gpus", "ranks"])
+def test_more_ranks_than_gpus_are_refused_with_the_key_that_was_given(one_gpu: FakeCuda, key: str) -> None:
+    with refused(f"launch.{key}=2", "1 GPU(s)", "launch.device=cpu", error=ConfigError):
+        check_devices(LaunchConfig(**{key: 2}), 2)
+
+
+def test_regeneration_refuses_more_ranks_than_gpus(one_gpu: FakeCuda) -> None:
+    config = data_command.DataCommand(launch=LaunchConfig(gpus=2))
+    with refused("launch.gpus=2", "1 GPU(s)", error=ConfigError):
+        data_command._regenerate_on_ranks(config)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_run_on_a_machine_with_one_gpu(one_gpu: FakeCuda, preset: str) -> None:
+    launch = compose("config", [f"experiment={preset}"], Config).launch
+    check_devices(launch, launch.gpus or launch.ranks or 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "launcher", "device", "expected"),
+    [
+        (None, None, "cuda", 4),
+        (None, None, "cpu", 4),
+        ("1", "torchrun", "cuda", 4),
+        ("1", "torchrun", "cpu", None),
+        ("2", "torchrun", "cuda", None),
+        ("1", None, "cuda", None),
+    ],
+)
+def test_ranks_on_gpus_share_the_cores(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, launcher: str | None, device: str, expected: int | None
+) -> None:
+    """None: OMP_NUM_THREADS stands. torchrun sets it to 1 where it is missing."""
+    values = {"OMP_NUM_THREADS": given, "TORCHELASTIC_RUN_ID": launcher, "LOCAL_WORLD_SIZE": "2"}
+    for name, value in values.items():
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    chosen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    set_threads(compose("config", [], Config), Ranks(0, 2, torch.device(device)))
+    assert chosen == ([] if expected is None else [expected])
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_operators_are_probed_on_a_cpu_only(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Reading the table of operators runs compilers on every rank."""
+
+    class Operators(ModuleType):
+        @property
+        def __compatible_ops__(self) -> dict[str, bool]:
+            probed.append(device)
+            return {}
+
+    probed: list[str] = []
+    fake: Any = ModuleType("deepspeed")
+    fake.ops = Operators("deepspeed.ops")
+    monkeypatch.setitem(sys.modules, "deepspeed", fake)
+    monkeypatch.setitem(sys.modules, "deepspeed.ops", fake.ops)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    import_deepspeed(device)
+    assert probed == (["cpu"] if device == "cpu" else [])
+
+
+def test_deterministic_algorithms_hold_for_the_step_alone() -> None:
+    """Validation may use operations without a deterministic algorithm; it does not change the weights."""
+    for is_on in (True, False):
+        with deterministic(is_on):
+            assert torch.are_deterministic_algorithms_enabled() is is_on
+        assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_every_step_of_a_deterministic_run_is_restricted(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[bool]()
+    monkeypatch.setattr(loop, "train_step", lambda *_: seen.append(torch.are_deterministic_algorithms_enabled()) or 0.0)
+    for is_on in ("true", "false"):
+        config = compose("config", [f"train.deterministic={is_on}", "train.max_steps=2"], Config)
+        run: Any = SimpleNamespace(
+            config=config,
+            state=TrainState(),
+            total_steps=2,
+            is_stopping=False,
+            has_stalled=False,
+            callbacks=(),
+            profile=SimpleNamespace(at=lambda step: None),
+            metrics=SimpleNamespace(reduce=lambda *_, **__: {}, latest={}, paused=nullcontext),
+            tracker=SimpleNamespace(log=lambda *_: None),
+            display=SimpleNamespace(update=lambda *_: None),
+            ranks=None,
+            validate=lambda: ValidationOutcome(report=None, is_interrupted=False),
+        )
+        monkeypatch.setattr(loop, "_save", lambda run: replace(run.state))
+        loop._fit(run, iter([[], []]))
+    assert seen == [True, True, False, False]
