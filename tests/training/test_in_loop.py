@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -203,3 +204,37 @@ def test_a_rank_keeps_the_inputs_of_its_own_prompts_only(monkeypatch: pytest.Mon
     shard = shard_prompts(config, Ranks(0, 2, torch.device("cpu")), prompts)
     assert [turn.name for turn in shard.prompts.turns] == ["a", "c", "e"] and len(target.prepared) == 5
     assert len(shard.prompts._first_turns) == 3
+
+
+class Wires:
+    """Replaces the collective operations of two ranks that run one after the other, rank 0 last."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sent = list[Any]()
+        monkeypatch.setattr(Ranks, "gather", lambda _, item: [item])
+        monkeypatch.setattr(Ranks, "gather_on_main", self.gather_on_main)
+
+    def gather_on_main(self, item: Any) -> list[Any]:
+        self.sent.append(item)
+        return [] if len(self.sent) == 1 else [None, self.sent[0]]
+
+
+def test_measurements_are_merged_without_sending_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 prepares the prompts of the others itself; the answers to their follow-up questions arrive with them."""
+    config: Config = compose("config", ["train.validate_on=all", "decode.num_prompts=9"], Config)
+    monkeypatch.setattr(PromptSet, "_answer", lambda _, messages: f"answer {len(messages)}")
+    wires, names, measured = Wires(monkeypatch), ["a", "b", "c"], []
+    for rank in (1, 0):
+        prompts = PromptSet(CountingTarget(), config.decode, [conversation(name, int(name == "b")) for name in names])
+        if rank == 0:
+            prompts.prepare_first_turns()
+        shard = shard_prompts(config, Ranks(rank, 2, torch.device("cpu")), prompts)
+        own = measurement([turn.name for turn in shard.prompts.turns])
+        measured.append(shard.merge(replace(own, prompts=shard.prompts.turns)))
+    sent, later_turns = wires.sent[0]
+    assert [prompt.inputs for prompt in sent.prompts] == [{}, {}]
+    assert [turn if turn is None else turn.id for turn in later_turns] == [None, "b-turn-2"]
+    assert wires.sent[1] is None and measured[0] is None and measured[1] is not None
+    assert [(prompt.name, prompt.inputs) for prompt in measured[1].prompts] == [
+        *(("a", {"input_ids": 0}), ("b", {"input_ids": 0}), ("c", {"input_ids": 0}), ("b-turn-2", {"input_ids": 2}))
+    ]

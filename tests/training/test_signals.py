@@ -115,8 +115,9 @@ def test_a_validation_that_was_due_at_the_stop_is_repeated(target: Path, tmp_pat
 
 def test_if_all_ranks_decode_one_that_aborts_interrupts_all(monkeypatch: pytest.MonkeyPatch) -> None:
     config: Config = compose("config", ["train.validate_on=all"], Config)
-    others: list[tuple[Any, bool]] = [(None, False)]
+    others = [False]
     monkeypatch.setattr(Ranks, "gather", lambda _, item: [item, *others])
+    monkeypatch.setattr(Ranks, "gather_on_main", lambda _, item: [])
     prompts = [{"input_ids": name} for name in "abc"]
     shard = shard_prompts(config, Ranks(1, 2, torch.device("cpu")), PromptSet(None, config.decode, prompts))
     stop = StopFlag()
@@ -126,6 +127,6 @@ def test_if_all_ranks_decode_one_that_aborts_interrupts_all(monkeypatch: pytest.
     shard.check_stop(stop, 2, 2)  # all prompts are done: too late
     with pytest.raises(Interrupted):
         shard.check_stop(stop, 1, 2)
-    others[0] = (None, True)
+    others[0] = True
     with pytest.raises(Interrupted):
         shard.merge(None)

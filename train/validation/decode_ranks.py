@@ -59,7 +59,8 @@ def shard_prompts(config: Config, ranks: Ranks, prompts: PromptSet) -> DecodeSha
     """
     if all_ranks_decode(config, ranks):
         own = prompts.shard(ranks.rank, ranks.world_size)
-        merge, abort = partial(_merge, ranks), partial(_merge, ranks, None, is_interrupted=True)
+        merge = partial(_merge, ranks, prompts, own)
+        abort = partial(merge, None, is_interrupted=True)
         return DecodeShard(prompts=own, num_turns=prompts.num_turns, merge=merge, abort=abort)
     return DecodeShard(prompts=prompts, num_turns=prompts.num_turns, merge=partial(_keep_main, ranks), abort=_interrupt)
 
@@ -68,11 +69,24 @@ def _keep_main(ranks: Ranks, own: Measurement | None) -> Measurement | None:
     return own if ranks.is_main else None
 
 
-def _merge(ranks: Ranks, own: Measurement | None, is_interrupted: bool = False) -> Measurement | None:
-    gathered = ranks.gather((own, is_interrupted))
-    if any(has_aborted for _, has_aborted in gathered):
+def _merge(
+    ranks: Ranks, prompts: PromptSet, shard: PromptSet, own: Measurement | None, is_interrupted: bool = False
+) -> Measurement | None:
+    """Merges on rank 0, which prepares the inputs of the others' prompts itself: pixel values are not sent."""
+    if any(ranks.gather(is_interrupted)):
         _interrupt()
-    return interleave([part for part, _ in gathered if part is not None]) if ranks.is_main else None
+    sent = None if own is None else (_without_inputs(own), shard.later_turns)
+    found = ranks.gather_on_main(None if ranks.is_main else sent)
+    parts = [own] if own is not None else []
+    for rank, part in enumerate(found):
+        if part is not None:
+            measurement, later_turns = part
+            parts.append(replace(measurement, prompts=prompts.turns_of(rank, ranks.world_size, later_turns)))
+    return interleave(parts) if ranks.is_main else None
+
+
+def _without_inputs(measurement: Measurement) -> Measurement:
+    return replace(measurement, prompts=[replace(prompt, inputs={}) for prompt in measurement.prompts])
 
 
 def _interrupt() -> NoReturn:

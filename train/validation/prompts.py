@@ -59,14 +59,37 @@ class PromptSet:
             self._first_turns[id(prompt)] = prepare_prompt(self.target, prompt, index)
 
     @cached_property
+    def conversations(self) -> list[Any]:
+        """All prompts, each followed by the later turns of its conversation; decodes the target's answers at the first call."""
+        return list(islice(expand_follow_ups(self.prompts, self._answer), self.decode.num_prompts))
+
+    @cached_property
     def turns(self) -> list[BenchPrompt]:
-        """All prompts, each followed by the later turns of its conversation; decodes the target's answers at the first call.
+        """The model inputs of `conversations`.
 
         Raises:
             ValueError: names the prompt that cannot be prepared.
         """
-        turns = islice(expand_follow_ups(self.prompts, self._answer), self.decode.num_prompts)
-        return [self._first_turns.get(id(turn)) or prepare_prompt(self.target, turn, index) for index, turn in enumerate(turns)]
+        return self._prepare(self.conversations)
+
+    @property
+    def later_turns(self) -> list[Any]:
+        """`conversations` with None in the place of the prompts, which every rank that decodes has."""
+        prompts = {id(prompt) for prompt in self.prompts}
+        return [None if id(turn) in prompts else turn for turn in self.conversations]
+
+    def turns_of(self, rank: int, world_size: int, later_turns: Sequence[Any]) -> list[BenchPrompt]:
+        """Returns `shard(rank, world_size).turns` with the answers decoded by that rank.
+
+        Args:
+            later_turns: of that rank's shard.
+        """
+        prompts = iter(self.prompts[rank::world_size])
+        return self._prepare([next(prompts) if turn is None else turn for turn in later_turns])
+
+    def _prepare(self, conversations: Sequence[Any]) -> list[BenchPrompt]:
+        known = self._first_turns
+        return [known.get(id(turn)) or prepare_prompt(self.target, turn, index) for index, turn in enumerate(conversations)]
 
     def _answer(self, messages: list[dict[str, Any]]) -> str:
         inputs = self.target.prepare(messages)
