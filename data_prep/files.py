@@ -15,6 +15,7 @@ from filelock import FileLock
 from sage.files import atomic_path
 
 logger = logging.getLogger(__name__)
+OTHER_CACHE = "another data.cache_dir"  # the remedy where the cache cannot be written
 
 
 def default_cache_dir(configured: str = "") -> Path:
@@ -37,10 +38,13 @@ class CannotWrite(OSError):
 
 
 @contextmanager
-def naming_write_errors(path: Path) -> Iterator[None]:
+def naming_write_errors(path: Path, instead: str = "another path") -> Iterator[None]:
     """Turns an OSError of the block into a `CannotWrite` that names `path`; the error of a full disk names no file.
 
     Errors of files elsewhere, such as a missing input, pass unchanged.
+
+    Args:
+        instead: what the user can choose.
     """
     try:
         yield
@@ -50,7 +54,7 @@ def naming_write_errors(path: Path) -> Iterator[None]:
         if error.filename is not None and not _is_at(Path(str(error.filename)), path):
             raise
         reason = error.strerror or error
-        raise CannotWrite(f"{path}: could not be written ({reason}); free disk space, or choose another path") from error
+        raise CannotWrite(f"{path}: could not be written ({reason}); free disk space, or choose {instead}") from error
 
 
 def _is_at(found: Path, path: Path) -> bool:
@@ -69,14 +73,14 @@ def check_writable(path: Path) -> None:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path, instead: str = "another path") -> Iterator[None]:
     """Holds a lock on `path` among all processes of this machine (and of a shared file system that supports locks).
 
     Raises:
         CannotWrite: the lock file cannot be created.
     """
     lock = FileLock(path.parent / f".{path.name}.lock")
-    with naming_write_errors(path):
+    with naming_write_errors(path, instead):
         path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     try:
@@ -86,7 +90,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[Path]:
+def writing(path: Path, instead: str = "another path") -> Iterator[Path]:
     """`sage.files.atomic_path` that raises CannotWrite if the disk is full or not writable; no file is left."""
-    with naming_write_errors(path), atomic_path(path) as temporary:
+    with naming_write_errors(path, instead), atomic_path(path) as temporary:
         yield temporary

@@ -19,7 +19,7 @@ from data_prep.dataset.lengths import as_array
 from data_prep.dataset.mixing import MixedOrder, sample
 from data_prep.dataset.prepare import LENGTHS, Index, code_fingerprint, content_hash, processor_fingerprint
 from data_prep.dataset.skip_log import SKIPPED, SkipLog, read_skipped, unique_rows
-from data_prep.files import default_cache_dir, locked, writing
+from data_prep.files import OTHER_CACHE, default_cache_dir, locked, writing
 from data_prep.sources.base import Source
 from sage.inputs.processing import Processor
 from sage.progress import progress_bar
@@ -88,11 +88,11 @@ class ConversationDataset(Dataset[Example]):
         """
         key = content_hash(self.fingerprint, self.config.num_frames, processor_fingerprint(self.processor), code_fingerprint())
         cached = default_cache_dir(self.config.cache_dir) / "lengths" / f"{key}.npy"
-        with locked(cached):
+        with locked(cached, OTHER_CACHE):
             if not cached.exists():
                 positions = progress_bar(sample(len(self), NUM_MEASURED), "measuring lengths")
                 found = [lengths for position in positions if (lengths := self._lengths(position)) is not None]
-                with writing(cached) as path, path.open("wb") as file:
+                with writing(cached, OTHER_CACHE) as path, path.open("wb") as file:
                     np.save(file, as_array(found))
         return np.load(cached)
 

@@ -28,7 +28,7 @@ from data_prep.dataset.example_store import ExampleStore, Packed, pack, write_ex
 from data_prep.dataset.lengths import as_array, find_long
 from data_prep.dataset.pixel_codec import PixelTable
 from data_prep.dataset.skip_log import SKIPPED, SkipLog, count_reasons
-from data_prep.files import default_cache_dir, locked, prune_folders, writing
+from data_prep.files import OTHER_CACHE, default_cache_dir, locked, prune_folders, writing
 from data_prep.sources.base import Source
 from data_prep.splits import Shares, Split, shares_of
 from data_prep.workers import num_processes, start_worker, worker_context
@@ -76,9 +76,9 @@ def prepare_index(config: DataConfig, sources: list[Source], split: Split) -> In
     settings = {"split": split, "shares": asdict(shares), "on_bad": config.on_bad}
     content = [(source.fingerprint(), source.limit) for source in sources]
     folder = default_cache_dir(config.cache_dir) / "index" / content_hash(settings, content, code_fingerprint())
-    with locked(folder):
+    with locked(folder, OTHER_CACHE):
         if not folder.exists() or _has_repaired_item(folder, partial(_check_row, sources)):
-            with writing(folder) as temporary:
+            with writing(folder, OTHER_CACHE) as temporary:
                 _write_index(config, sources, split, shares, temporary)
         return Index(folder)
 
@@ -92,9 +92,9 @@ def prepare_examples(config: DataConfig, sources: list[Source], index: Index, pr
     settings = {"max_length": config.max_length, "on_long": config.on_long, "num_frames": config.num_frames}
     key = content_hash(index.fingerprint, settings, processor_fingerprint(processor), code_fingerprint())
     folder = default_cache_dir(config.cache_dir) / "examples" / key
-    with locked(folder):
+    with locked(folder, OTHER_CACHE):
         if not folder.exists() or _has_repaired_item(folder, partial(_encode, config, sources, index, processor)):
-            with writing(folder) as temporary:
+            with writing(folder, OTHER_CACHE) as temporary:
                 _write_examples(config, sources, index, processor, temporary)
             if config.cache_keep is not None:
                 prune_folders(folder.parent, config.cache_keep)
@@ -172,7 +172,7 @@ def _write_index(config: DataConfig, sources: list[Source], split: Split, shares
             except BadItem as error:
                 skipped.add(_with_extent(error, source, row) if skipped.is_strict else error)
                 invalid.append((number, row))
-        logger.info("%s: %d of %d items", source.name, len(valid) - before, len(source))
+        logger.info("%s: %d of %d items are for %s", source.name, len(valid) - before, len(source), split)
     if not valid:
         raise ValueError(_no_item_message(config, sources, split, skipped.items))
     np.save(folder / "index.npy", np.array(valid, dtype=np.int64).T)

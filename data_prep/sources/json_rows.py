@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.conversation import BadItem
-from data_prep.files import default_cache_dir, locked, writing
+from data_prep.files import OTHER_CACHE, default_cache_dir, locked, writing
 from data_prep.sources.paths import is_array
 
 CHUNK_BYTES = 1 << 24
@@ -59,10 +59,10 @@ class JsonRows:
 
     def _cached_spans(self, cache_dir: str) -> np.ndarray:
         cached = default_cache_dir(cache_dir) / "rows" / f"{self.digest[:24]}.npy"
-        with locked(cached):
+        with locked(cached, OTHER_CACHE):
             if not cached.exists():
                 spans = _array_spans(self.path) if is_array(self.path) else _line_spans(self.path)
-                with writing(cached) as path, path.open("wb") as file:
+                with writing(cached, OTHER_CACHE) as path, path.open("wb") as file:
                     np.save(file, np.asarray(spans, dtype=np.int64).reshape(-1, 2))
         return np.load(cached, mmap_mode="r")
 

@@ -28,6 +28,7 @@ MEASURES = {
 }
 QUANTILES = {"min": 0.0, "5%": 0.05, "median": 0.5, "95%": 0.95, "max": 1.0}
 HEAD = ("", *QUANTILES, "mean")
+NO_FAMILY = "-"
 JSON_KEYS = ("min", "p05", "median", "p95", "max", "mean")
 
 
@@ -76,7 +77,7 @@ class Statistics:
         for name, value in found.items():
             self.values[name].append(value)
         self.sources[conversation.source] += 1
-        self.families[conversation.family or "-"] += 1
+        self.families[conversation.family or NO_FAMILY] += 1
 
     def summary(self, name: str) -> list[float]:
         """Returns the quantiles of a measure (`QUANTILES`) and its mean."""
@@ -103,7 +104,7 @@ class Statistics:
         """Returns the statistics as text for a terminal."""
         lines = [self.headline]
         for title, counts in (("source", self.sources), ("family", self.families)):
-            lines += [f"  {title} {name}: {count}" for name, count in counts.most_common()]
+            lines += [f"  {title} {name}: {count}" for name, count in counts.most_common() if set(counts) != {NO_FAMILY}]
         lines += ["", text_table(HEAD, self.table_rows(), ruled=False), ""]
         lines += [f"{sum(self.skipped.values())} invalid items skipped"]
         lines += [f"  {count} x {reason}" for reason, count in self.skipped.most_common()]

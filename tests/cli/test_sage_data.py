@@ -283,7 +283,7 @@ def test_interrupted_regeneration_exits_with_3_once_answers_are_saved(
         (["data=llava_instruct", "data.path=/nowhere.json"], "/nowhere.json"),
         (["out=/proc/nowhere/page.html"], "/proc/nowhere/page.html"),
         (["action=regenerate", "out=/proc/nowhere/a.jsonl"], "/proc/nowhere/a.jsonl"),
-        (["data=messages", "data.path=FILE", "data.cache_dir=/proc/nowhere"], "/proc/nowhere"),
+        (["data=messages", "data.path=FILE", "data.cache_dir=/proc/nowhere"], "another data.cache_dir"),
     ],
 )
 def test_invalid_arguments_are_one_line_and_exit_code_2(

@@ -268,4 +268,4 @@ def _log_run(config: Config, ranks: Ranks, inputs: RunInputs, steps: int, accumu
     logger.info("%d steps of %d = %s, ZeRO %d", steps, config.train.global_batch_size, split, zero_stage(config))
     logger.info("learning rate %g, %s", config.optim.lr, config.optim.schedule)
     logger.info("%s", serving_line(inputs.student.draft, inputs.target.model.config))
-    logger.info("%s on %s, %d held-out prompts", config.train.precision, ranks.device.type, inputs.shard.num_turns)
+    logger.info("%s on %s, %d held-out prompt(s)", config.train.precision, ranks.device.type, inputs.shard.num_turns)

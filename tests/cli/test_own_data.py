@@ -1,0 +1,91 @@
+"""The README's section on one's own data, followed literally: 24 rows, both layouts, every line, nothing but the paths."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image, ImageDraw
+from support.train_helpers import ROOT, environment
+
+SECTION = re.search(r"## Your own data\n(.*?)\n## ", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+assert SECTION is not None
+TEXT, MESSAGES, LLAVA = re.findall(r"```[^\n]*\n(.*?)```", SECTION.group(1), re.DOTALL)
+ROWS = [json.loads(line) for line in TEXT.splitlines()]
+MODULES = {
+    "sage-data": "train.cli.data",
+    "sage-train": "train.cli.train",
+    "sage-validate": "train.cli.validate",
+    "sage-export": "checkpoints.export",
+}
+NUM_ROWS = 24
+COLOURS, SHAPES = ("red", "green", "blue", "yellow", "purple", "orange"), ("square", "circle", "bar", "frame")
+
+
+def draw(path: Path, colour: str, shape: str) -> None:
+    image = Image.new("RGB", (96, 96), "white")
+    pen, box = ImageDraw.Draw(image), (20, 20, 76, 76)
+    if shape == "circle":
+        pen.ellipse(box, fill=colour)
+    else:
+        pen.rectangle((40, 10, 56, 86) if shape == "bar" else box, None if shape == "frame" else colour, colour, 6)
+    path.parent.mkdir(exist_ok=True)
+    image.save(path)
+
+
+def filled(row: Any, name: str, answer: str) -> Any:
+    """Returns the README's row with another image and another answer."""
+    return json.loads(
+        json.dumps(row).replace("01.png", name).replace('"01"', f'"{Path(name).stem}"').replace("A red square.", answer)
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with 24 drawn images and both files."""
+    chats, llava = [], []
+    for i in range(NUM_ROWS):
+        name, colour, shape = f"{i + 1:02}.png", COLOURS[i % 6], SHAPES[i // 6]
+        draw(tmp_path / "images" / name, colour, shape)
+        chats.append(filled(ROWS[0], name, f"A {colour} {shape}."))
+        llava.append(filled(ROWS[1], name, f"A {colour} {shape}."))
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
+    (tmp_path / "llava.json").write_text(json.dumps(llava, indent=1))
+    return tmp_path
+
+
+def execute(folder: Path, line: str) -> str:
+    """Runs a line of the README in a folder, with an empty home; returns its output and its log."""
+    command, *words = shlex.split(line, comments=True)
+    variables = environment() | {"HOME": str(folder / "home"), "XDG_CACHE_HOME": str(folder / "home" / ".cache")}
+    done = subprocess.run(
+        [sys.executable, "-m", MODULES[command], *words], cwd=folder, env=variables, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # about two minutes on an idle machine
+@pytest.mark.parametrize(("block", "name"), [(MESSAGES, "chats"), (LLAVA, "llava")], ids=["messages", "llava"])
+def test_the_lines_of_the_readme(block: str, name: str, folder: Path) -> None:
+    data, train, validate, export = [execute(folder, line) for line in block.splitlines()]
+    assert "23 examples, 23 measured" in data and "0 invalid items skipped" in data
+    assert "the longest of 23 examples" in data and "the longest of 23 examples" in train
+    assert "23 example(s) are repeated to 50 steps (34.8 epochs)" in train
+    assert "1 held-out prompt(s)" in train and "1 prompt, 1 run each" in train
+    run = folder / "runs" / f"pocket_qwen2_5_vl-eagle3-{name}"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["step"] == 50 and lines[-1]["loss"] < 0.5 * lines[0]["loss"]
+    (report,) = (run / "validation").glob("*/report.json")
+    assert all(found["match"] == found["total"] for found in json.loads(report.read_text())["policies"].values())
+    assert "report: " in validate and list((run / "checks").iterdir())
+    assert (folder / "exports" / name / "model.safetensors").is_file()
+    card = (folder / "exports" / name / "README.md").read_text()
+    assert "pocket_qwen2_5_vl" in card and "trained for 50 steps" in card and "1 prompt, 1 run each" in card, export
