@@ -47,7 +47,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="spread a target that is too large for one GPU over all of them: auto, balanced or sequential, or a JSON object, "
         "module name -> device; replaces --device",
     )
-    cli.add_dtype_option(parser, None, "dtype of target and draft (default: that of the checkpoint)")
+    cli.add_dtype_option(
+        parser, None, "dtype of target and draft (default: that of the checkpoint; on a CPU fp32 may be faster)"
+    )
     add(
         "--check-device",
         action="store_true",

@@ -95,6 +95,17 @@ def test_an_unwritable_report_is_refused_before_anything_is_loaded(run, tmp_path
         measured(f"checkpoint={run}")
 
 
+def test_a_target_is_loaded_with_its_device_map_and_attention(run, tmp_path, monkeypatch):
+    def load(*_, **options):
+        raise ValueError(f"loaded with {options['device_map']} and {options['attention']}")
+
+    monkeypatch.setattr(sage, "load_target", load)
+    with refused("loaded with auto and eager"):
+        measured(f"checkpoint={run}", f"out={tmp_path}", "device_map=auto", "target.attention=eager")
+    with refused("device_map", "auto, balanced, sequential"):
+        measured(f"checkpoint={run}", f"out={tmp_path}", "device_map=disk")
+
+
 @pytest.mark.slow
 def test_a_draft_folder_without_a_run_takes_its_target_from_the_command_line(run, tmp_path):
     target_folder = OmegaConf.load(run / "config.yaml").target.path
