@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.doc_blocks import COMMANDS, ROOT, Block, blocks, command_lines, pages, spans, tracked_files
 from support.doc_checks import check_call, check_settings, make_placeholders
-from support.doc_workspace import Workspace
+from support.doc_workspace import ENTRY_POINTS, Workspace
 
 POCKET, DEMO = "data_prep/pocket/targets/pocket_qwen2_5_vl", "runs/demo_pocket_qwen2_5_vl"
 PAGES = pages()
@@ -115,3 +115,28 @@ def test_the_blocks_run(page: str, workspace: Workspace) -> None:
     first = 1 if page == "README.md" else 0  # the fixture has executed `make demo`
     for block in to_execute(page)[first:]:
         workspace.run(block, SUBSTITUTIONS.get(page, {}))
+
+
+@pytest.mark.slow
+def test_runs_named_in_docs_and_help_exist_after_the_demo(workspace: Workspace) -> None:
+    texts = {page: "\n".join(span for _, span in spans(page)) for page in PAGES if page != "CHANGELOG.md"}
+    texts |= {name: workspace.shell(f"{name} --help") for name in ENTRY_POINTS}
+    for where, text in texts.items():
+        for path in re.findall(r"\bruns/demo[\w/]*", text):
+            assert (workspace.folder / path).exists(), f"{where}: {path}"
+
+
+@pytest.mark.slow
+def test_a_run_states_at_its_start_and_at_its_end_which_engines_serve_its_draft(workspace: Workspace) -> None:
+    first, last = (line for line in workspace.output.splitlines() if "can be served by" in line)
+    served = (
+        "can be served by this decoder only; not by vLLM and SGLang: draft.input_norm=true (train with draft.input_norm=false"
+    )
+    assert served in first and last.startswith(f"draft: {DEMO}/draft: {served}")
+
+
+def test_every_target_of_make_is_documented() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    names = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)[1].split()
+    text = "\n".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES if page != "CHANGELOG.md")
+    assert [name for name in names if not re.search(rf"\bmake {name}\b", text)] == []

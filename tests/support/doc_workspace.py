@@ -36,10 +36,11 @@ SCRIPT = """\
 #!{python}
 import sys
 from {module} import main
-given = {{word.partition("=")[0] for word in sys.argv}}
-if not given & {{"--help", "--resume"}}:
-    sys.argv += [f"{{key}}={{value}}" for key, value in {settings}.items() if key not in given]
-sys.exit(main())
+if __name__ == "__main__":
+    given = {{word.partition("=")[0] for word in sys.argv}}
+    if not given & {{"--help", "--resume"}}:
+        sys.argv += [f"{{key}}={{value}}" for key, value in {settings}.items() if key not in given]
+    sys.exit(main())
 """
 
 
@@ -48,7 +49,12 @@ class Workspace:
 
     Args:
         folder: where to make it; must not exist.
+
+    Attributes:
+        output: of the demo.
     """
+
+    output: str
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -73,16 +79,18 @@ class Workspace:
         text = block.text
         for placeholder, value in substitutions.items():
             text = text.replace(placeholder, value)
-        command = ["bash", "-euxo", "pipefail", "-c"] if block.language == "bash" else [str(self._tools / "python"), "-c"]
-        done = subprocess.run(
-            [*command, text],
-            cwd=self.folder,
-            env=self._environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        assert done.returncode == 0, f"{block.place}: exit code {done.returncode}\n{done.stdout[-4000:]}"
+        if block.language == "bash":
+            return self.shell(text, block.place)
+        return self._call([str(self._tools / "python"), "-c", text], block.place)
+
+    def shell(self, script: str, name: str = "") -> str:
+        """Executes a script with bash, up to its first error; returns its output."""
+        return self._call(["bash", "-euxo", "pipefail", "-c", script], name or script)
+
+    def _call(self, command: list[str], name: str) -> str:
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        done = subprocess.run(command, cwd=self.folder, env=self._environment(), **streams)
+        assert done.returncode == 0, f"{name}: exit code {done.returncode}\n{done.stdout[-4000:]}"
         return done.stdout
 
     def _environment(self) -> dict[str, str]:

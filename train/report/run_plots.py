@@ -85,7 +85,7 @@ def _rate_and_speed(axes: Axes, lines: Lines) -> None:
     twin = style.twin_axis(axes)
     twin.plot(steps, [line["lr"] for line in lines], color=style.FAINT, linewidth=1.2, linestyle=(0, (3, 2)))
     twin.set_ylim(bottom=0)
-    twin.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    twin.yaxis.set_major_formatter("{x:g}")
     twin.tick_params(labelsize=8.5)
 
 
