@@ -61,6 +61,7 @@ class Workspace:
         for name in tracked_files():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
+        (folder / "train" / "_conf").symlink_to(folder / "conf")  # as in an installed package
         scripts = {
             name: SCRIPT.format(python=sys.executable, module=module, settings=SHORTER if name == "sage-train" else {})
             for name, module in ENTRY_POINTS.items()
