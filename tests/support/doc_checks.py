@@ -129,8 +129,9 @@ def _composed() -> list[DictConfig]:
 
 def _train(words: list[str]) -> None:
     words = _without_resume(words)
-    if words[:1] == ["--help"]:
+    if words[:1] == ["--shell-completion"]:
         return
+    words = [word for word in words if word not in ("--help", "--version")]
     if words[:1] == ["-m"]:
         words = _first_job(words[1:])
     if "--cfg" in words:
