@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from typing import Any
 
 from sage import cli
-from sage.dtypes import torch_dtype
 from sage.trees.names import POLICIES
 
 GREEN, RESET, DIM = "\x1b[32m", "\x1b[0m", "\x1b[2m"
@@ -41,12 +39,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="seed of the sampling noise (default: %(default)s)")
     cli.add_couple_option(parser)
     cli.add_device_option(parser, "auto")
-    add(
-        "--device-map",
-        metavar="MAP",
-        help="spread a target that is too large for one GPU over all of them: auto, balanced or sequential, or a JSON object, "
-        "module name -> device; replaces --device",
-    )
+    cli.add_device_map_option(parser)
     cli.add_dtype_option(
         parser, None, "dtype of target and draft (default: that of the checkpoint; on a CPU fp32 may be faster)"
     )
@@ -119,24 +112,9 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any]:
     import sage
 
     path, folder = cli.find_models(args)
-    target = sage.load_target(
-        path,
-        dtype=torch_dtype(args.dtype) if args.dtype else None,
-        device=cli.resolve_device(args.device),
-        device_map=_device_map(args.device_map),
-    )
+    target = sage.load_target(path, **cli.load_options(args))
     draft = sage.load_draft(folder, target) if folder is not None else None
     return target, draft
-
-
-def _device_map(text: str | None) -> str | dict[str, Any] | None:
-    if text is None or not text.startswith("{"):
-        return text
-    try:
-        found: dict[str, Any] = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"--device-map: {text!r} is no JSON object ({error})") from error
-    return found
 
 
 def _content(args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sage.drafts.location import DRAFT_HELP, find_draft, target_of
-from sage.dtypes import LONG_NAMES, SHORT_NAMES
+from sage.dtypes import LONG_NAMES, SHORT_NAMES, torch_dtype
 from sage.manifest import refuse_corrupt_draft
 
 if TYPE_CHECKING:
@@ -103,6 +104,24 @@ def add_couple_option(parser: argparse._ActionsContainer) -> None:
         action="store_false",
         help="with a temperature, draft without the noise of the target's draws: slower, same text",
     )
+
+
+def add_device_map_option(parser: argparse._ActionsContainer) -> None:
+    """Adds `--device-map`; `load_options` reads it."""
+    text = "spread a target that is too large for one GPU over all of them: auto, balanced or sequential, or a JSON object, "
+    parser.add_argument("--device-map", metavar="MAP", help=f"{text}module name -> device; replaces --device")
+
+
+def load_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the arguments of `sage.load_target` from `--dtype`, `--device` and `--device-map`; ValueError for mistakes."""
+    device_map = args.device_map
+    if device_map is not None and device_map.startswith("{"):
+        try:
+            device_map = json.loads(device_map)
+        except ValueError as error:
+            raise ValueError(f"--device-map: {device_map!r} is no JSON object ({error})") from error
+    dtype = torch_dtype(args.dtype) if args.dtype else None
+    return {"dtype": dtype, "device": resolve_device(args.device), "device_map": device_map}
 
 
 def resolve_device(name: str) -> torch.device:

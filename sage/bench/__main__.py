@@ -25,7 +25,7 @@ from sage.bench.report_table import format_table
 from sage.bench.roofline import roofline_costs
 from sage.bench.runners import AUTOREGRESSIVE, HF_ASSISTED, PolicyRunner, Runner, baseline_runner, find_assistant
 from sage.bench.shapes import Shape, layers_that_fit, shape_named
-from sage.cli import find_models, resolve_device, run
+from sage.cli import find_models, load_options, resolve_device, run
 from sage.dtypes import torch_dtype
 from sage.files import read_json, write_json
 from sage.progress import progress_callback
@@ -49,9 +49,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _compare(args: argparse.Namespace, command: str) -> None:
     own = options.variants(args.policies, args.policy)
-    device = resolve_device(args.device)
+    placement = load_options(args)
     path, folder = find_models(args)
-    target = sage.load_target(path, dtype=torch_dtype(args.dtype) if args.dtype else None, device=device)
+    target = sage.load_target(path, **placement)
     draft = None if folder is None else sage.load_draft(folder, target)
     runners = _runners(target, draft, own, args)
     prompts = load_prompts(target, args.prompts, args.image, args.prompt, args.num_prompts, args.family)

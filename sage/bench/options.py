@@ -12,7 +12,14 @@ import sage
 from sage.bench import costs as cost
 from sage.bench.runners import BASELINES, HF_GENERATE, PROMPT_LOOKUP
 from sage.bench.shapes import SHAPES
-from sage.cli import add_couple_option, add_device_option, add_dtype_option, add_model_options, new_parser
+from sage.cli import (
+    add_couple_option,
+    add_device_map_option,
+    add_device_option,
+    add_dtype_option,
+    add_model_options,
+    new_parser,
+)
 
 DEFAULT_POLICIES = "chain,static,sage,cost_aware"
 EXAMPLES = """\
@@ -115,6 +122,7 @@ def compare_parser() -> argparse.ArgumentParser:
     parser.add_argument("--warmup", type=int, default=1)
     add_dtype_option(parser, None, "dtype of target and draft (default: that of the checkpoint)")
     add_device_option(parser, "auto")
+    add_device_map_option(parser)
     parser.add_argument(
         "--first-answer",
         action="store_true",

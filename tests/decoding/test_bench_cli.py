@@ -153,6 +153,7 @@ def test_replay_and_calibration_of_a_learning_policy(folders, tmp_path):
         (["--num-prompts", "0"], ["no prompts"]),
         (["--device", "cuda:99"], ["--device cuda:99"]),
         (["--device", "foo"], ["--device foo"]),
+        (["--device-map", '{"": "disk"}'], ["device_map: the model", "disk"]),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(folders, capsys, words, parts):
