@@ -1,10 +1,11 @@
-"""The engine with bf16 weights, on one rank: parameters without a gradient."""
+"""The engine on one rank: parameters without a gradient in bf16, and the optimizer of a run on GPUs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+import torch
 from support.models import make_qwen
 from support.train_helpers import single_process
 
@@ -12,7 +13,7 @@ import sage
 from train.config.hydra_app import compose
 from train.config.schema import Config
 from train.distill.build import new_student
-from train.engine.engine import Engine
+from train.engine.engine import Engine, make_optimizer
 from train.launch.ranks import process_group
 
 
@@ -20,6 +21,20 @@ from train.launch.ranks import process_group
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with single_process(monkeypatch):
         yield
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_offloaded_adamw_is_fused_on_gpus(offload: str) -> None:
+    """Its parameters are then float32 tensors on the CPU, for which torch has a fused step as well."""
+    config: Config = compose("config", [f"deepspeed.offload_optimizer={offload}", "optim.lr=1e-2"], Config)
+    weights = [torch.nn.Linear(8, 8, bias=False) for _ in range(2)]
+    for weight, device in zip(weights, ("cuda", "cpu"), strict=True):
+        torch.nn.init.ones_(weight.weight)
+        optimizer = make_optimizer(weight, config, torch.device(device))
+        assert optimizer.defaults["fused"] is (device == "cuda")
+        (weight.weight**2).sum().backward()
+        optimizer.step()
+    torch.testing.assert_close(weights[0].weight, weights[1].weight)
 
 
 @pytest.mark.slow

@@ -168,7 +168,8 @@ def started() -> Iterator[list[subprocess.Popen[str]]]:
 
 def start(started: list[subprocess.Popen[str]], target: Path, run: Path, *overrides: str) -> subprocess.Popen[str]:
     """Starts a long run of two ranks in the background and waits for its first step."""
-    arguments = command(target, run, *TINY_REPORT, "launch.ranks=2", "train.micro_batch_size=1", "train.max_steps=100000")
+    length = ["train.micro_batch_size=1", "train.max_steps=100000"]
+    arguments = command(target, run, *TINY_REPORT, "launch.ranks=2", "launch.device=cpu", *length)
     command_line = [sys.executable, "-m", "train.cli.train", *arguments, *overrides]
     process = subprocess.Popen(command_line, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True)
     started.append(process)

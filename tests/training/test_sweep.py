@@ -22,7 +22,8 @@ COUNTS = ("tokens_per_target_pass", "mean_accepted_draft", "match", "total", "ac
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_two_by_two_sweep_of_two_ranks_each_ends_in_one_comparison(tmp_path: Path, target: Path) -> None:
-    arguments = command(target, tmp_path / "sweep", "train.max_steps=2", "launch.ranks=2", "train.micro_batch_size=1")
+    ranks = ["launch.ranks=2", "launch.device=cpu", "train.micro_batch_size=1"]
+    arguments = command(target, tmp_path / "sweep", "train.max_steps=2", *ranks)
     own = ["decode.policies=[autoregressive,static]", "decode.num_prompts=3", "train.validate_on=all", "launch.device=cpu"]
     grid = ["optim.lr=1e-3,4e-3", "objective.feature_weight=0.5,1"]
     done = sage_train("-m", *arguments, *own, *grid, "data.cache_dir=cache", cwd=tmp_path, timeout_s=580)

@@ -196,7 +196,7 @@ def deepspeed_config(config: Config, world_size: int, accumulation: int) -> dict
 
 
 def make_optimizer(draft: nn.Module, config: Config, device: torch.device) -> torch.optim.Optimizer:
-    """Builds torch's AdamW, which needs no compiler on a CPU; fused on a GPU."""
+    """Builds torch's AdamW, which needs no compiler; fused in a run on GPUs, also if its state is offloaded to the CPU."""
     optim = config.optim
     return torch.optim.AdamW(
         [parameter for parameter in draft.parameters() if parameter.requires_grad],
@@ -204,7 +204,7 @@ def make_optimizer(draft: nn.Module, config: Config, device: torch.device) -> to
         betas=(optim.beta1, optim.beta2),
         eps=optim.eps,
         weight_decay=optim.weight_decay,
-        fused=device.type == "cuda" and config.deepspeed.offload_optimizer is Offload.none,
+        fused=device.type == "cuda",
     )
 
 
