@@ -104,7 +104,9 @@ def _row_dots(sizes: Sizes, config: ObjectiveConfig, repeats: int, device: torch
     works = {"blocked": lambda: blocked_row_dot(left_CU, right_CU), "vecdot": lambda: torch.linalg.vecdot(left_CU, right_CU)}
     samples = interleaved(works, max(repeats, 5), device)
     ratios = sorted(a / b for a, b in zip(samples["blocked"].seconds, samples["vecdot"].seconds, strict=True))
-    return f"row dot product of {rows} rows, blocked / vecdot: {median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})"
+    memory = " and ".join(f"{sample.peak / GIB:.2f}" for sample in samples.values())
+    time = f"{median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})"
+    return f"row dot product of {rows} rows, blocked / vecdot: time {time}, peak additional {memory} GiB"
 
 
 def _difference(x: Inputs, config: ObjectiveConfig) -> str:

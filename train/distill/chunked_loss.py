@@ -186,7 +186,7 @@ def _add_product(total_UD: Tensor, left_UC: Tensor, right_CD: Tensor) -> None:
 
 
 def row_dot(left_CU: Tensor, right_CU: Tensor) -> Tensor:
-    """Dot product of each row, [C]; on a CPU in blocks of columns, which is faster there (`benchmarks.training objective`)."""
+    """Dot product of each row, [C]; on a CPU in blocks of columns, which saves memory (`benchmarks.training objective`)."""
     return blocked_row_dot(left_CU, right_CU) if left_CU.device.type == "cpu" else torch.linalg.vecdot(left_CU, right_CU)
 
 
