@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from sage import cli
-from sage.trees.names import POLICIES
+from sage.trees.names import CHAIN, POLICIES
 
 GREEN, RESET, DIM = "\x1b[32m", "\x1b[0m", "\x1b[2m"
 
@@ -20,7 +20,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--image", action="append", default=[], help="path or URL of an image; can be repeated")
     add("--video", action="append", default=[], help="video file or folder of frames; can be repeated")
     add("--prompt", help="text of the prompt")
-    add("--policy", default="sage", help=f"tree policy, one of {', '.join(POLICIES)} (default: %(default)s)")
+    text = (
+        "one of %s; cost_aware is the fastest for many answers of one process, chain for the first one (default: %%(default)s)"
+    )
+    add("--policy", default=CHAIN, help=text % ", ".join(POLICIES))
     add("--max-new-tokens", type=int, default=256, help="maximum number of generated tokens (default: %(default)s)")
     add("--temperature", type=float, default=0.0, help="sampling temperature; 0 = greedy decoding (default)")
     add("--top-k", type=int, default=0, help="sample from the k most likely tokens; 0 = all (default)")

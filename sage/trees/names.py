@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pkgutil import iter_modules
 
-AUTOREGRESSIVE, CHAIN, SAGE = "autoregressive", "chain", "sage"  # of special use: baseline, training estimate, default
+AUTOREGRESSIVE, CHAIN, SAGE = "autoregressive", "chain", "sage"  # of special use: baseline, first answers, score of a draft
 
 _SHARED = {"base", "level", "names", "options", "ranking", "tree"}
 
