@@ -17,7 +17,7 @@ PAGES = pages()
 SUBSTITUTIONS = {
     "README.md": {
         '"Qwen/Qwen2.5-VL-7B-Instruct", dtype=torch.bfloat16, device="cuda"': f'"{POCKET}"',
-        "runs/x/draft": f"{DEMO}/draft",
+        '"runs/x"': f'"{DEMO}"',
         '"train.max_steps=100"': '"train.max_steps=2", "train.epochs=null", "decode.num_prompts=2", "decode.max_new_tokens=16"',
         "train.max_steps=30": "train.max_steps=3",
     },

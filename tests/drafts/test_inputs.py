@@ -183,7 +183,7 @@ class TestCommand:
         self, folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert self.command(monkeypatch, "--target", folders[0]) == 2
-        check_message(capsys.readouterr().err.strip(), "error: --draft", "sage", "autoregressive")
+        check_message(capsys.readouterr().err.strip(), "error: --draft", "chain", "autoregressive")
         words = ["--target", folders[0], "--policy", "autoregressive", "--max-new-tokens", "2"]
         assert self.command(monkeypatch, *words) == 0
 
