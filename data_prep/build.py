@@ -69,6 +69,19 @@ def build_dataset(config: DataConfig, processor: Processor, split: str = "train"
     return dataset
 
 
+def check_rows(config: DataConfig, split: str = "train") -> None:
+    """Validates every row of a split, which needs no target; `build_dataset` finds the result in the cache. Streams pass.
+
+    Raises:
+        ValueError: a setting or a file is wrong, or there is no valid row.
+        BadItem: a row is invalid and `data.on_bad` is `error`.
+    """
+    validate(config)
+    part = Split(split)
+    if not any(source.streaming for source in config.resolved(part).values()):
+        prepare_index(config, open_sources(config, part), part)
+
+
 def long_examples(config: DataConfig, dataset: Any) -> LongExamples | None:
     """Returns the examples of a dataset of `build_dataset` that exceed `data.max_length`; None for a stream.
 

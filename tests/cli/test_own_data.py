@@ -8,11 +8,19 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from PIL import Image, ImageDraw
+from support.messages import refused
 from support.train_helpers import ROOT, environment
+
+from data_prep.conversation import BadItem
+from train.config.hydra_app import compose
+from train.config.schema import Config
+from train.job import build
+from train.launch.ranks import Ranks
 
 SECTION = re.search(r"## Your own data\n(.*?)\n## ", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
 assert SECTION is not None
@@ -89,3 +97,17 @@ def test_the_lines_of_the_readme(block: str, name: str, folder: Path) -> None:
     assert (folder / "exports" / name / "model.safetensors").is_file()
     card = (folder / "exports" / name / "README.md").read_text()
     assert "pocket_qwen2_5_vl" in card and "trained for 50 steps" in card and "1 prompt, 1 run each" in card, export
+
+
+def test_invalid_rows_are_found_before_the_target_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "What?"}]}) + "\n")
+    words = [
+        "target=pocket_qwen2_5_vl",
+        "data=messages",
+        f"data.path={tmp_path}/chats.jsonl",
+        f"data.cache_dir={tmp_path}/cache",
+    ]
+    config: Config = compose("config", words, Config)
+    monkeypatch.setattr(build, "build_target", None)
+    with refused("chats.jsonl: item 0", "'user'", error=BadItem):
+        build.build_inputs(config, cast(Ranks, SimpleNamespace(world_size=1)))

@@ -25,7 +25,7 @@ from checkpoints.run_folder import is_run, next_config, state_folder
 from checkpoints.store import StateStore, saving
 from data_prep import StepLoader, build_dataset
 from data_prep import prompts as held_out_prompts
-from data_prep.build import long_examples
+from data_prep.build import check_rows, long_examples
 from sage.drafts.options import ImageInputs
 from sage.dtypes import torch_dtype
 from sage.files import write_text
@@ -144,6 +144,7 @@ def build_inputs(config: Config, ranks: Ranks) -> RunInputs:
     check_tracking(config)
     build_policies(config.decode)
     check_batch(config, ranks.world_size)
+    check_rows(config.data)
     target, sharded = build_target(config, ranks)
     assert target.processor is not None
     dataset = build_dataset(config.data, target.processor, "train")
