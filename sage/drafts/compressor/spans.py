@@ -66,7 +66,10 @@ class PairMasks:
 
 def ends_of_turn(input_ids: Tensor, end_ids: list[int]) -> Tensor:
     """Returns a BoolTensor like `input_ids`: tokens that end a turn, the target's EOS ids."""
-    return torch.isin(input_ids, torch.tensor(end_ids, device=input_ids.device, dtype=input_ids.dtype))
+    is_end = torch.zeros_like(input_ids, dtype=torch.bool)
+    for end_id in end_ids:  # a tensor of them would have to be copied to the device
+        is_end |= input_ids == end_id
+    return is_end
 
 
 @dataclass
