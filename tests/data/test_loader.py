@@ -184,6 +184,16 @@ def test_epoch_has_every_example_once_in_its_own_order() -> None:
     assert take(StepLoader(Numbers(12), collate, 4, 4, seed=1), 6) != steps
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("size", [1, 3, 7, 23])
+def test_data_smaller_than_a_batch_are_repeated_evenly(size: int, is_known: bool) -> None:
+    lengths = lengths_like_conversations(size)
+    steps = take(StepLoader(Long(lengths, is_known), collate, 16, 4, length_window=16), 6)
+    drawn = [name for step in steps for micro in step for name in micro]
+    counts = [drawn.count(name) for name in set(drawn)]
+    assert len(drawn) == 96 and len(counts) == size and max(counts) - min(counts) <= 1
+
+
 def test_indivisible_batch_sizes_are_refused() -> None:
     for sizes in ((4, 3, 1), (4, 2, 3), (0, 1, 1)):
         with refused(f"train.global_batch_size: {sizes[0]}", "train.micro_batch_size"):

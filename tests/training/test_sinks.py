@@ -252,6 +252,7 @@ def test_total_steps(tmp_path: Path, overrides: list[str], per_epoch: float | No
 def test_repeated_data_are_reported(tmp_path: Path) -> None:
     config = config_in(tmp_path, "train.max_steps=null", "train.global_batch_size=16")
     assert f"23 example(s) are repeated to {MIN_STEPS} steps (34.8 epochs)" in repetition_line(config, 23 / 16)
+    assert "train.global_batch_size below 16" in repetition_line(config, 3 / 16)
     assert not repetition_line(config, MIN_STEPS)
     for given in ("train.epochs=1", "train.max_steps=3"):
         assert not repetition_line(config_in(tmp_path, given), 23 / 16)

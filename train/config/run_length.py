@@ -35,7 +35,8 @@ def repetition_line(config: Config, steps_per_epoch: float | None) -> str:
     if steps_per_epoch is None or train.epochs is not None or train.max_steps is not None or steps_per_epoch >= MIN_STEPS:
         return ""
     examples = round(steps_per_epoch * train.global_batch_size)
+    excess = f"; a train.global_batch_size below {train.global_batch_size} costs less" if steps_per_epoch < 1 else ""
     return (
         f"{examples} example(s) are repeated to {MIN_STEPS} steps ({MIN_STEPS / steps_per_epoch:.1f} epochs); "
-        f"train.epochs=N or train.max_steps=N sets the length"
+        f"train.epochs=N or train.max_steps=N sets the length{excess}"
     )
