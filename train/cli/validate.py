@@ -101,13 +101,13 @@ def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     if config.launch.threads is not None:
         torch.set_num_threads(config.launch.threads)
     build_policies(config.decode)
+    held_out = prompts(config.data, "validation", config.decode.num_prompts)  # before the target, which takes minutes to load
     dtype = torch_dtype(config.decode.dtype or config.target.dtype)
     device = pick_device(str(config.launch.device), 0)
     target = sage.load_target(
         config.target.path, dtype=dtype, device=device, device_map=config.device_map, **config.target.load_options()
     )
     draft = load_any(checkpoint.draft, target)
-    held_out = prompts(config.data, "validation", config.decode.num_prompts)
     prompt_set, progress = PromptSet(target, config.decode, held_out), progress_callback("measuring")
     report = validate(config.decode, target, draft, prompt_set, info, progress=progress)
     assert report is not None
