@@ -110,6 +110,11 @@ def test_defaults_of_other_choices() -> None:
     assert key_lines(helped("sage-train", "objective=eagle"))["objective.steps"][0] == "1"
 
 
+@pytest.mark.parametrize("words", [("sage-train",), ("sage-train", "experiment=demo"), ("sage-validate",)])
+def test_the_default_policies_include_cost_aware(words: tuple[str, ...]) -> None:
+    assert key_lines(helped(*words))["decode.policies"][0] == "[autoregressive,chain,static,sage,cost_aware]"
+
+
 def test_the_composed_configuration_is_shown() -> None:
     shown = key_lines(helped("sage-train", "experiment=demo", "target=qwen2_5_vl_7b", "optim.lr=0.5"))
     assert (shown["optim.lr"][0], shown["train.max_steps"][0], shown["run.dir"][0]) == ("0.5", "550", "runs/demo")

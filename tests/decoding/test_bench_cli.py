@@ -90,6 +90,14 @@ def test_several_configurations_of_one_policy_side_by_side(folders, tmp_path, ca
     assert "paired by prompt" in shown and "of decoding time" in shown
 
 
+@pytest.mark.slow
+def test_first_answers_are_named_in_the_report(folders, tmp_path, capsys):
+    out = tmp_path / "bench.json"
+    bench(folders, "--policies", "cost_aware", "--baselines", "", "--num-prompts", "1", "--first-answer", "--out", str(out))
+    assert json.loads(out.read_text())["first_answer"] is True
+    assert "a new policy for every run" in capsys.readouterr().out
+
+
 def test_specs_are_parsed():
     assert variant("talon") == Variant(label="talon", policy="talon")
     assert variant("a b=sage:alpha_from=root,max_depth=9") == Variant(

@@ -9,6 +9,7 @@ from support.messages import refused
 from support.models import make_inputs, make_llava, make_qwen
 
 import sage
+import sage.generation
 from sage.bench.intervals import rate_interval, ratio_interval
 from sage.bench.losslessness import earliest_difference, first_difference, top2_gap
 from sage.bench.measurement import BenchPrompt, measure, rotated
@@ -371,6 +372,21 @@ def test_decoding_time_of_a_policy_excludes_only_vision_and_target_prefill():
     prefill_s = run.time_s["vision"] + run.time_s["target_prefill"]
     assert run.decode_s == pytest.approx(run.wall_s - prefill_s)
     assert run.time_s["draft_prefill"] > 0 and sum(run.time_s.values()) == pytest.approx(run.wall_s)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("is_first_answer", "measured"), [(False, 1), (True, 3)])
+def test_a_first_answer_includes_the_measurement_of_costs(is_first_answer, measured, monkeypatch):
+    """A policy that decodes all prompts measures pass costs once; a new policy for every run measures them in its time."""
+    calls, measure_costs = [], sage.generation.measure_costs
+    monkeypatch.setattr(sage.generation, "measure_costs", lambda *args: calls.append(args) or measure_costs(*args))
+    target = make_qwen()
+    draft = sage.new_draft(target, "eagle", seed=0)
+    runner = PolicyRunner(target, draft, "cost_aware", is_first_answer=is_first_answer)
+    runs = [runner.run(make_inputs(target), SAMPLING) for _ in range(3)]
+    assert len(calls) == measured and len({tuple(run.tokens) for run in runs}) == 1
+    learner = runner.policy.learner
+    assert (learner.rounds < sum(run.stats.rounds for run in runs)) == is_first_answer
 
 
 def test_the_first_token_time_is_recorded_once_and_never_stops():

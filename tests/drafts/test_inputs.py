@@ -182,6 +182,7 @@ class TestCommand:
     def test_a_policy_that_drafts_needs_a_draft(
         self, folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
+        assert parse_args(["--prompt", "Hi"]).policy == "chain"
         assert self.command(monkeypatch, "--target", folders[0]) == 2
         check_message(capsys.readouterr().err.strip(), "error: --draft", "chain", "autoregressive")
         words = ["--target", folders[0], "--policy", "autoregressive", "--max-new-tokens", "2"]
