@@ -17,7 +17,7 @@ from train.cli import validate as validate_cli
 from train.config.hydra_app import compose
 from train.config.schema import Config, ConfigError, ScoreConfig, ScoreMetric
 from train.config.sweep import Job, failures, folder_name, job_name, swept_keys
-from train.report import run_page as curves
+from train.report import __main__ as report_command
 from train.report.compare import (
     SweepComparison,
     changed_keys,
@@ -294,8 +294,8 @@ def test_a_run_without_validation_has_curves_too(runs: list[Path]) -> None:
 def test_curves_can_be_drawn_again(
     runs: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["curves", str(runs[1])])
-    curves.main()
+    monkeypatch.setattr("sys.argv", ["report", str(runs[1])])
+    report_command.main()
     assert capsys.readouterr().out == f"written: {runs[1] / 'report.md'}\n"
 
 
@@ -303,8 +303,8 @@ def test_curves_are_written_where_out_says(
     runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def draw(*words: Path | str) -> None:
-        monkeypatch.setattr("sys.argv", ["curves", *map(str, words)])
-        curves.main()
+        monkeypatch.setattr("sys.argv", ["report", *map(str, words)])
+        report_command.main()
 
     before = {path: path.stat().st_mtime_ns for path in runs[0].rglob("*")}
     for out, page in ((tmp_path / "o", tmp_path / "o" / "report.md"), (tmp_path / "p" / "a.md", tmp_path / "p" / "a.md")):
@@ -316,7 +316,7 @@ def test_curves_are_written_where_out_says(
     assert before == {path: path.stat().st_mtime_ns for path in runs[0].rglob("*")}
     with refused("--out", str(tmp_path / "q"), error=ConfigError):
         draw(runs[0], runs[1], "--out", tmp_path / "q")
-    with refused(str(tmp_path), "config.yaml", error=ConfigError):
+    with refused(str(tmp_path), "report.json"):
         draw(tmp_path, "--out", tmp_path / "q")
     with refused(str(tmp_path / "p" / "curves.png"), error=ValueError):
         draw(runs[0], "--out", tmp_path / "p" / "curves.png")

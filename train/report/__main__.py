@@ -1,4 +1,4 @@
-"""`python -m train.report report.json`: draws the plots and the page of a report again."""
+"""Draws a page and its plots again: the curves of a run, or a measurement of sage-validate or `python -m sage.bench`."""
 
 from __future__ import annotations
 
@@ -6,23 +6,65 @@ import argparse
 import sys
 from pathlib import Path
 
-from checkpoints.run_folder import REPORT, read_report
-from sage.cli import run
+from checkpoints.run_folder import REPORT, REPORT_PAGE, is_run, read_report
+from sage.cli import new_parser, run
 from sage.files import write_text
-from train.report.out_option import add_out_option, page_path
+from train.config.schema import ConfigError
+from train.report.compare import read_run
 from train.report.page import render_page
 from train.report.plots import write_plots
+from train.report.run_page import write_run_report
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parses the command line."""
+    parser = new_parser("python -m train.report", description=__doc__)
+    text = "a run, for its curves; a report.json or its folder, such as RUN/checks/NAME; a file of `python -m sage.bench --out`"
+    parser.add_argument("sources", metavar="RUN_OR_REPORT", nargs="+", help=text)
+    text = "output folder, or DIR/NAME.md for a page of that name with its plots beside it; default: the folder of the source"
+    parser.add_argument("--out", metavar="DIR", help=text)
+    return parser.parse_args(argv)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m train.report", description=__doc__)
-    parser.add_argument("report", metavar="FILE", help="a report.json or its folder, or a file of `python -m sage.bench --out`")
-    add_out_option(parser, "the folder of FILE")
-    args = parser.parse_args()
-    path = Path(args.report) / REPORT if Path(args.report).is_dir() else Path(args.report)
-    report, page = read_report(path), page_path(args.out, path.parent)
+    """Console entry point.
+
+    Raises:
+        ConfigError: several sources with one `--out`.
+        ValueError: a source is neither a run nor a report, or `--out` is in the place of another file.
+    """
+    args = parse_args()
+    if args.out and len(args.sources) > 1:
+        given = f"--out {args.out}: {len(args.sources)} sources would replace each other's page"
+        raise ConfigError(f"{given}; give one of them with --out")
+    for source in args.sources:
+        print(f"written: {draw(Path(source).expanduser(), args.out)}")
+
+
+def draw(source: Path, out: str | None) -> Path:
+    """Draws the page of a run or of a report; returns its path. Refuses another source before anything is created."""
+    if is_run(source):
+        read_run(source)
+        return write_run_report(source, page_path(out, source))
+    path = source / REPORT if source.is_dir() else source
+    report, page = read_report(path), page_path(out, path.parent)
     write_text(page, render_page(report, write_plots(report, page.parent)))
-    print(f"written: {page}")
+    return page
+
+
+def page_path(out: str | None, default: Path) -> Path:
+    """Returns the path of the page for `--out`, and creates its folder.
+
+    Raises:
+        ValueError: a file is in the place of the folder, or a folder in the place of the page.
+    """
+    chosen = default if out is None else Path(out).expanduser()
+    page = chosen if chosen.suffix == ".md" else chosen / REPORT_PAGE
+    if page.parent.is_file() or page.is_dir():
+        wrong = f"{page.parent} is a file" if page.parent.is_file() else f"{page} is a folder"
+        raise ValueError(f"--out {out or default}: {wrong}; give a folder, or DIR/NAME.md")
+    page.parent.mkdir(parents=True, exist_ok=True)
+    return page
 
 
 if __name__ == "__main__":

@@ -1,15 +1,13 @@
 """`report.md` and `curves.png` of a run: training curves, and the estimated beside the measured tokens per target pass.
 
-Everything is read from the run folder; `python -m train.report.run_page runs/NAME` draws it again.
+Everything is read from the run folder; `python -m train.report RUN` draws it again.
 """
 
 from __future__ import annotations
 
-import argparse
 import bisect
 import logging
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,13 +16,11 @@ from checkpoints import run_folder
 from checkpoints.run_folder import METRICS, read_metrics, read_reports
 from sage.bench.report_table import measured_with
 from sage.bench.tables import markdown_table
-from sage.cli import run as run_command
 from sage.files import write_text
 from sage.trees.names import AUTOREGRESSIVE, CHAIN
 from train.config.schema import ConfigError
 from train.report import style
 from train.report.compare import RunSummary, read_run
-from train.report.out_option import add_out_option, page_path
 from train.report.run_plots import draw_curves
 from train.report.warnings import below_estimate_warning
 
@@ -169,19 +165,3 @@ def _files(folder: Path, home: Path) -> str:
         links[f"[later check {check.name}]"] = (check / run_folder.REPORT_PAGE, "")
     paths = {label: Path(os.path.relpath(path, home)).as_posix() for label, (path, _) in links.items()}
     return "\n".join(f"* {label}({paths[label]}){f': {text}' if text else ''}" for label, (_, text) in links.items())
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m train.report.run_page", description="Draws the curves of runs again.")
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="run folders")
-    add_out_option(parser, "the run folder")
-    args = parser.parse_args()
-    if args.out and len(args.runs) > 1:
-        raise ConfigError(f"--out {args.out}: {len(args.runs)} runs would replace each other's page; give one RUN with --out")
-    for folder in args.runs:
-        read_run(Path(folder))  # refuses another folder before anything is created
-        print(f"written: {write_run_report(Path(folder), page_path(args.out, Path(folder)))}")
-
-
-if __name__ == "__main__":
-    sys.exit(run_command(main))
