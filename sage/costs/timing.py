@@ -6,12 +6,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 PHASES = ("vision", "target_prefill", "draft_prefill", "draft_steps", "verify", "accept", "commit", "policy", "other")
 UNTIMED = "untimed"
+MAX_MARKS = 512  # events that may be pending when a round starts, and those of them that are kept then
+RECENT_MARKS = 128
 
 
 def synchronize(device: torch.device) -> None:
@@ -63,18 +66,23 @@ class RoundTimes:
 class Clock:
     """Adds up time per phase; `lap(phase)` assigns the time since the last lap to `phase`.
 
-    On CUDA each lap records an event without a device synchronization; `seconds()` resolves all of them at the end.
+    On CUDA each lap records an event, which does not wait. All events so far are resolved together, with one synchronization,
+    when times are first asked for, and are reused.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self._is_cuda = device, device.type == "cuda"
-        self._now: Callable[[], Any] = partial(_event, device) if self._is_cuda else time.perf_counter
-        self._laps: list[tuple[str, int, Any]] = [("start", 0, self._now())]
+        self._device, self._is_cuda = device, device.type == "cuda"
+        self._now: Callable[[], Any] = self._event if self._is_cuda else time.perf_counter
+        self._laps: list[tuple[str, int]] = []
+        self._seconds: list[float] = []  # of the laps resolved so far
+        self._free: list[torch.cuda.Event] = []
+        self._marks: list[Any] = [self._now()]  # ends of the other laps, after the end of the last resolved one
         self._round_start = 0
 
     def lap(self, phase: str, num_nodes: int = 0) -> None:
         """Ends a phase that processed `num_nodes` nodes."""
-        self._laps.append((phase, num_nodes, self._now()))
+        self._laps.append((phase, num_nodes))
+        self._marks.append(self._now())
 
     def skip(self) -> None:
         """Ends a stretch of time that counts for no phase."""
@@ -82,16 +90,20 @@ class Clock:
 
     def start_round(self) -> None:
         """Starts a round; the time since the last one, spent by the caller, counts for no phase."""
-        self._round_start = len(self._laps)
         self.skip()
+        self._round_start = len(self._laps)
+        if len(self._marks) > MAX_MARKS:  # the decoder has waited for those of the last round but one
+            self._resolve(len(self._marks) - RECENT_MARKS)
 
     def round_times(self) -> Callable[[], RoundTimes]:
-        """Returns a function that computes the timings from `start_round` to here; calling it synchronizes with the device."""
+        """Returns a function that computes the timings from `start_round` to here; calling it may synchronize."""
         return partial(self._times_between, self._round_start, len(self._laps))
 
     def _times_between(self, start: int, end: int) -> RoundTimes:
+        if end > len(self._seconds):
+            self._resolve(len(self._marks))
         times, policy_s = RoundTimes(), 0.0
-        for phase, num_nodes, seconds in self._resolve(start, end):
+        for (phase, num_nodes), seconds in zip(self._laps[start:end], self._seconds[start:end], strict=True):
             times.total_s += seconds
             if phase == "policy":
                 policy_s += seconds
@@ -103,23 +115,25 @@ class Clock:
         return times
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of every phase."""
+        """Seconds of every phase; synchronizes with the device."""
+        self._resolve(len(self._marks))
         total = dict.fromkeys(PHASES, 0.0)
-        for phase, _, seconds in self._resolve(0):
+        for (phase, _), seconds in zip(self._laps, self._seconds, strict=True):
             if phase != UNTIMED:
                 total[phase] += seconds
         return total
 
-    def _resolve(self, start: int, end: int | None = None) -> list[tuple[str, int, float]]:
-        synchronize(self.device)
-        marks = self._laps[start:end]
-        return [
-            (phase, num_nodes, before.elapsed_time(now) / 1e3 if self._is_cuda else now - before)
-            for (_, _, before), (phase, num_nodes, now) in zip(marks, marks[1:], strict=False)
-        ]
+    def _resolve(self, count: int) -> None:
+        """Computes the seconds of the laps between the first `count` marks; waits for the last of these."""
+        done, self._marks = self._marks[:count], self._marks[count - 1 :]
+        if self._is_cuda:
+            done[-1].synchronize()
+            self._seconds += [before.elapsed_time(now) / 1e3 for before, now in pairwise(done)]
+            self._free += done[:-1]
+        else:
+            self._seconds += [now - before for before, now in pairwise(done)]
 
-
-def _event(device: torch.device) -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))  # the default would be the stream of the current device
-    return event
+    def _event(self) -> torch.cuda.Event:
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event

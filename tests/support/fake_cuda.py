@@ -33,6 +33,10 @@ class FakeCuda:
         """Records an event."""
         self.calls.append(("record", stream))
 
+    def synchronize(self) -> None:
+        """Waits for an event."""
+        self.calls.append(("wait for an event", None))
+
     def elapsed_time(self, other: object) -> float:
         """Returns one millisecond."""
         return 1.0
