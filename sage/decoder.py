@@ -17,14 +17,14 @@ from sage.cache import TreeCache
 from sage.costs.timing import Clock
 from sage.drafts.pruning import KEEP_ALL, Pruning
 from sage.drafts.session import DraftSession
-from sage.host_tensors import cached_index
+from sage.host_tensors import Tokens, cached_index, join_tokens
 from sage.stats import Stats
 from sage.stopping_rules import StopCriterion
 from sage.targets import Features, Prompt, Target
 from sage.trees.base import Policy
 from sage.trees.level import new_builder
-from sage.trees.tree import Frontier, RoundOutcome, Tree
-from sage.verify import Verdict, Verifier
+from sage.trees.tree import RoundOutcome, Tree
+from sage.verify import Verdict, Verifier, refuse_nan
 
 
 @dataclass
@@ -67,7 +67,7 @@ class Request:
     keep_features: bool = False
     root: int = -1
     draft_logits: Tensor | None = None
-    unread: list[tuple[Features, list[int]]] = field(default_factory=list)
+    unread: list[tuple[Features, Tokens]] = field(default_factory=list)
 
     @property
     def levels(self) -> tuple[int, ...]:
@@ -101,6 +101,7 @@ def prefill(request: Request) -> Round:
     request.features.append(features)
     first = request.verifier.sampler.first(target.lm_head(features.last[:, -1]))
     request.root = int(first)
+    request.verifier.sampler.refuse_nan([request.root])
     clock.lap("target_prefill")
     request.policy.reset()
     request.stats.prompt_tokens = request.prompt.input_ids.shape[1]
@@ -121,7 +122,7 @@ def plan(request: Request) -> Tree:
     request.clock.lap("policy")
     if request.session and request.unread and request.policy.should_draft():
         features = Features.join([features for features, _ in request.unread])
-        tokens = [token for _, tokens in request.unread for token in tokens]
+        tokens = join_tokens([tokens for _, tokens in request.unread])
         request.unread.clear()
         request.draft_logits = request.session.commit(features, tokens)
         request.stats.draft_steps += 1
@@ -141,7 +142,7 @@ def draft_tree(request: Request) -> Tree:
         clock.lap("draft_steps", len(probs))
         frontier = builder.open_level(probs, tokens)
         if policy.is_on_host:
-            _refuse_nan(frontier, request.stats)
+            refuse_nan([row[0] for row in frontier.rows], level, request.stats.new_tokens)
         next_level = policy.next_level(frontier)
         if next_level is None:
             break
@@ -152,18 +153,9 @@ def draft_tree(request: Request) -> Tree:
         clock.lap("policy")
         logits = session.expand(rows, tokens)
         request.stats.draft_steps += 1
-    if not policy.is_on_host:  # one synchronization: NaN of an earlier level propagates to the last one
-        _refuse_nan(frontier, request.stats)
     tree = builder.tree(policy.select(builder))
     clock.lap("policy")
     return tree
-
-
-def _refuse_nan(frontier: Frontier, stats: Stats) -> None:
-    for row in frontier.rows:
-        if row[0] != row[0]:  # one NaN logit makes the entire softmax NaN
-            where = f"level {frontier.level} after {stats.new_tokens} new tokens"
-            raise ValueError(f"draft: its pass over {where} gave NaN; check its weights and dtype")
 
 
 def verify(request: Request, tree: Tree) -> tuple[Verdict, Features]:
@@ -189,7 +181,7 @@ def commit(request: Request, tree: Tree, verdict: Verdict, features: Features) -
     if request.keep_features:
         request.features.append(features)
     if request.session:
-        request.unread.append((features, tokens))
+        request.unread.append((features, verdict.draft_tokens))
     request.root, request.draft_logits = tokens[-1], None
     request.clock.lap("commit")
     outcome = RoundOutcome(num_accepted, tree, path, context)

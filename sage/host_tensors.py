@@ -1,11 +1,17 @@
-"""Host numbers as tensors, built from `array` buffers: `torch.tensor` inspects every element and takes three times as long."""
+"""Numbers of the host as tensors, and copies between host and device that wait as rarely as possible.
+
+Tensors are built from `array` buffers: `torch.tensor` inspects every element and takes three times as long. A copy to a device
+goes through pinned memory and does not wait; the allocator of pinned memory reuses a block only after its copy. A copy to the
+host waits for all work queued on the device, so what is needed together is read together.
+"""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TypeAlias
+from itertools import chain
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -33,8 +39,53 @@ def double_tensor(values: Sequence[float]) -> Tensor:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Moves a CPU tensor to `device`; skips `Tensor.to` for the CPU, where it takes as long as a small operation."""
-    return tensor if device == CPU else tensor.to(device)
+    """Moves a CPU tensor to `device` without waiting; skips `Tensor.to` for the CPU, where it takes as long as a small
+    operation.
+    """
+    return tensor if device == CPU else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def upload_together(device: torch.device, *tensors: Tensor) -> Sequence[Tensor]:
+    """Moves CPU tensors to `device` with one copy; they share memory there. Those with larger elements come first."""
+    return tensors if device == CPU else _unpacked(to_device(_packed(tensors), device), tensors)
+
+
+def read_together(*tensors: Tensor | None) -> Sequence[Any]:
+    """Copies tensors of one device to the CPU with one device synchronization. Those with larger elements come first; None
+    stays None.
+    """
+    found = [tensor for tensor in tensors if tensor is not None]
+    if found[0].device == CPU:
+        return tensors
+    copied = iter(_unpacked(_packed(found).cpu(), found))
+    return [None if tensor is None else next(copied) for tensor in tensors]
+
+
+def _packed(tensors: Sequence[Tensor]) -> Tensor:
+    flat = [tensor.contiguous().as_strided((tensor.numel(),), (1,)) for tensor in tensors]  # one element may have any stride
+    return torch.cat([tensor.view(torch.uint8) for tensor in flat])
+
+
+def _unpacked(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    parts = packed.split([tensor.numel() * tensor.element_size() for tensor in like])
+    return [part.view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
+
+
+def take_runs(values: Tensor, index: Sequence[int]) -> Tensor:
+    """Returns `values[index]` of a vector for an increasing index, without copying the index to the device: concatenates the
+    runs of consecutive indices, which are views.
+    """
+    starts = [place for place, one in enumerate(index) if place == 0 or one != index[place - 1] + 1]
+    ends = [*starts[1:], len(index)]
+    runs = [values.narrow(0, index[start], end - start) for start, end in zip(starts, ends, strict=True)]
+    return runs[0] if len(runs) == 1 else torch.cat(runs)
+
+
+def join_tokens(parts: Sequence[Tokens]) -> Tokens:
+    """Concatenates tokens that are all numbers or all tensors."""
+    if isinstance(parts[0], Tensor):
+        return parts[0] if len(parts) == 1 else torch.cat([part for part in parts if isinstance(part, Tensor)])
+    return list(chain.from_iterable(parts))
 
 
 class TokenStagingBuffer:
@@ -53,7 +104,7 @@ class TokenStagingBuffer:
         self._views: dict[int, Tensor] = {}
 
     def stage(self, tokens: Tokens) -> Tensor:
-        """Returns tokens [M] as a LongTensor: a tensor as is, a sequence as a view of the buffer, valid until the next call."""
+        """Returns tokens [M] as a LongTensor: a tensor as is, a sequence on the CPU as a view valid until the next call."""
         if isinstance(tokens, Tensor):
             return tokens
         count = len(tokens)

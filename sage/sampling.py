@@ -22,8 +22,7 @@ Shapes: N tree nodes, V vocabulary, T prompt tokens, K candidates, F frontier no
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -43,6 +42,8 @@ from transformers import (
 from sage.host_tensors import long_tensor
 from sage.noise import PositionNoise
 from sage.trees.tree import Tree
+
+NAN_TOKEN = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,19 +137,19 @@ class TargetSampler:
         return self(logits, Tree.of_root(int(self._history[self.num_prompt - 1]), logits.device))
 
     def __call__(self, logits: Tensor, tree: Tree) -> Tensor:
-        """Samples the target's next token at every node; returns LongTensor [N].
+        """Samples the target's next token at every node; returns LongTensor [N], `NAN_TOKEN` where a logit is NaN.
 
         Args:
-            logits: [N, V]; ValueError if NaN.
+            logits: [N, V].
             tree: N nodes; its root is the last token of prompt and answer.
         """
-        self._refuse_nan(logits.amax(-1))  # `max` also returns the index and is slower than `amax` and `argmax` together
+        is_nan = logits.amax(-1).isnan()  # `max` also returns the index and is slower than `amax` and `argmax` together
         scores = self._in_context(logits, tree) if self.context else logits
         if self.is_greedy:
-            return scores.argmax(-1)
+            return scores.argmax(-1).masked_fill_(is_nan, NAN_TOKEN)
         self._scores = self._warped(scores)
         noise = self._noise_of(tree.num_levels + 1, logits.shape[-1], logits.device)
-        return (self._scores + noise.index_select(0, tree.depths)).argmax(-1)
+        return (self._scores + noise.index_select(0, tree.depths)).argmax(-1).masked_fill_(is_nan, NAN_TOKEN)
 
     def coupled(self, logits: Tensor, level: int, token_map: Tensor | None = None) -> Tensor:
         """Returns scores log q + g [F, U] of draft logits [F, U] for the tokens of a level; the logits if not coupled.
@@ -163,18 +164,17 @@ class TargetSampler:
         noise = self._noise(self.num_new + level - 1, 1).to(logits.device)
         return self._warped(logits) + (noise if token_map is None else noise.index_select(1, token_map))
 
-    def candidate_probs(self, tree: Tree) -> Callable[[int], list[list[float]]]:
-        """Target probabilities of the draft candidates in the tree last sampled for; not for greedy decoding.
-
-        Returns a function that maps k to the probabilities of the first k candidates of every expanded node. It holds these
-        probabilities only, not those of the whole vocabulary, and can be called in a later round.
+    def candidate_probs(self, tree: Tree) -> Tensor:
+        """Returns the target's probabilities of the draft candidates below the E expanded nodes of the tree last sampled for,
+        [E, K]; not for greedy decoding.
         """
-        expanded = {node: topk[1] for node, topk in enumerate(tree.draft_topk) if topk is not None}
+        expanded = [(node, topk[1]) for node, topk in enumerate(tree.draft_topk) if topk is not None]
         if not expanded:
-            return lambda k: []
-        tokens = torch.tensor(list(expanded.values()), device=self._scores.device)
-        probs = self._scores[list(expanded)].softmax(-1).gather(1, tokens)
-        return lambda k: probs[:, :k].tolist()
+            return self._scores.new_empty(0, 0)
+        width, device = len(expanded[0][1]), self._scores.device
+        numbers = long_tensor([number for node, tokens in expanded for number in (node, *tokens)], device)
+        nodes, tokens = numbers.view(-1, 1 + width).split((1, width), 1)
+        return self._scores.index_select(0, nodes[:, 0]).softmax(-1).gather(1, tokens)
 
     def extend(self, tokens: list[int]) -> None:
         """Appends accepted tokens to prompt and answer."""
@@ -183,10 +183,10 @@ class TargetSampler:
             self._history[start : start + len(tokens)] = long_tensor(tokens, self._history.device)
         self.num_new += len(tokens)
 
-    def _refuse_nan(self, best: Tensor) -> None:
-        """`best`: [N], the largest logit of every node; NaN if any of its logits is."""
-        if any(map(math.isnan, best.tolist())):
-            after = f"pass over {len(best)} node(s) after {self.num_new} new tokens"
+    def refuse_nan(self, next_tokens: Sequence[int]) -> None:
+        """Raises ValueError if one of the sampled tokens [N] is `NAN_TOKEN`."""
+        if NAN_TOKEN in next_tokens:
+            after = f"pass over {len(next_tokens)} node(s) after {self.num_new} new tokens"
             which = after if self.num_new else f"prefill of {self.num_prompt} tokens"
             raise ValueError(
                 f"logits: the target's {which} gave NaN; check its weights and dtype (float16 overflows: use bfloat16)"

@@ -17,8 +17,9 @@ from functools import partial
 
 from torch import Tensor
 
+from sage.host_tensors import CPU, Tokens, cached_index, read_together
 from sage.sampling import TargetSampler
-from sage.trees.tree import Tree
+from sage.trees.tree import Columns, Tree
 
 Labels = Callable[[int], list[list[float]]]
 
@@ -30,6 +31,7 @@ class Verdict:
     Attributes:
         path: accepted nodes [P], the root first.
         tokens: emitted tokens [P]: those of the path without the root's, then the bonus token.
+        draft_tokens: the same for the draft to read, on a device other than the CPU as a tensor.
         labels: returns the acceptance labels of the `k` most probable candidates of every expanded node, given `k`. Greedy
             and coupled decoding: 1 for the target's token, else 0; a tree that does not know the noise: the candidate's target
             probability. Empty if not requested.
@@ -37,12 +39,14 @@ class Verdict:
 
     path: list[int]
     tokens: list[int]
+    draft_tokens: Tokens = ()
     labels: Labels = field(default=lambda k: [])
 
     @classmethod
     def of_tokens(cls, tree: Tree, next_tokens: Sequence[int]) -> Verdict:
         """Verdict for given target tokens [N] after each node, with labels of 1 and 0."""
-        return cls(*accept(tree, next_tokens), partial(_matches, tree, next_tokens))
+        path, tokens = accept(tree, next_tokens)
+        return cls(path, tokens, tokens, partial(_matches, tree, next_tokens))
 
 
 @dataclass
@@ -52,19 +56,39 @@ class Verifier:
     sampler: TargetSampler
 
     def verify(self, logits: Tensor, tree: Tree, needs_labels: bool = False) -> Verdict:
-        """Samples the target's token after every node and follows them from the root. Synchronizes with the device.
+        """Samples the target's token after every node and follows them from the root. Synchronizes with the device once.
 
         Args:
             logits: [N, V], of the target; ValueError if NaN.
-            tree: N nodes; its root is the last token of the sampler's history.
+            tree: N nodes; its root is the last token of the sampler's history. ValueError if the draft gave NaN.
             needs_labels: whether to return labels.
         """
-        next_tokens = self.sampler(logits, tree).tolist()
-        if not needs_labels:
-            return Verdict(*accept(tree, next_tokens))
-        if self.sampler.is_greedy or self.sampler.is_coupled:
-            return Verdict.of_tokens(tree, next_tokens)
-        return Verdict(*accept(tree, next_tokens), self.sampler.candidate_probs(tree))
+        token_N = self.sampler(logits, tree)
+        has_matches = self.sampler.is_greedy or self.sampler.is_coupled
+        probs_EK = self.sampler.candidate_probs(tree) if needs_labels and not has_matches else None
+        next_tokens, columns, last_probs, probs = read_together(token_N, tree.unread, tree.last_probs, probs_EK)
+        next_tokens = next_tokens.tolist()
+        if columns is not None:
+            tree.columns = Columns(*columns.tolist())
+        if last_probs is not None:
+            refuse_nan(last_probs.tolist(), tree.num_levels, self.sampler.num_new)
+        self.sampler.refuse_nan(next_tokens)
+        path, tokens = accept(tree, next_tokens)
+        verdict = Verdict(path, tokens, tokens)
+        if token_N.device != CPU:
+            verdict.draft_tokens = token_N.index_select(0, cached_index(tuple(path), token_N.device))
+        if needs_labels:
+            verdict.labels = partial(_matches, tree, next_tokens) if probs is None else lambda k: probs[:, :k].tolist()
+        return verdict
+
+
+def refuse_nan(probs: Sequence[float], level: int, num_new: int) -> None:
+    """Raises ValueError if one of the draft's largest probabilities of a level is NaN: one NaN logit makes the entire softmax
+    NaN. `num_new`: tokens emitted before.
+    """
+    if any(prob != prob for prob in probs):
+        where = f"level {level} after {num_new} new tokens"
+        raise ValueError(f"draft: its pass over {where} gave NaN; check its weights and dtype")
 
 
 def accept(tree: Tree, next_tokens: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -123,10 +123,8 @@ class Family(InputFormat):
                 )
             embeds = embeds.masked_scatter(mask[..., None], features.to(embeds))
             visual_mask |= mask
-        if NEXT_POSITION in given:
-            position_ids, next_position = given[POSITIONS], given[NEXT_POSITION]
-        else:
-            position_ids, next_position = self.positions(model, inputs, attention_mask)
+        placed = self.with_positions(model, given)
+        position_ids, next_position = placed[POSITIONS], placed[NEXT_POSITION]
         return Prompt(input_ids, embeds, position_ids, next_position, attention_mask, visual_mask, inputs, visual)
 
     def _has_same_pixels(self, inputs: Inputs, earlier: Inputs) -> bool:

@@ -29,7 +29,8 @@ class Policy(ABC):
         tree_capacity: upper bound of the nodes verified or expanded in one round, root included; sizes the caches.
         needs_costs: whether it plans with measured costs and learns from its rounds.
         is_on_host: whether it plans with Python numbers (`NextLevel[Sequence[int]]`), which takes one device synchronization
-            per level; otherwise with tensors (`NextLevel[Tensor]`), without synchronization.
+            per level; otherwise with tensors (`NextLevel[Tensor]`), without synchronization unless a decision, such as the
+            number of levels, depends on values.
         costs: cost tables of this machine; measured when the first request starts if `needs_costs`.
     """
 

@@ -1,7 +1,7 @@
 """Growth of a draft tree level by level, and the tree that is verified.
 
-For a policy on the device, nodes stay tensors and nothing synchronizes with the device except the check that the selected nodes
-are a tree. For a policy on the host, the tree is a few lists, copied to the device once.
+For a policy on the device, nodes stay tensors and nothing synchronizes with the device. For a policy on the host, the tree is a
+few lists: one synchronization per level reads the candidates, and one copy to the device uploads the tree.
 
 Shapes: N nodes (0 = the root), F frontier nodes, K candidates per node, M nodes of a new level, X expanded nodes of it, E
 expanded nodes of all levels, R selected nodes.
@@ -10,13 +10,13 @@ expanded nodes of all levels, R selected nodes.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from sage.host_tensors import Tokens, cached_index, long_tensor
+from sage.host_tensors import CPU, Tokens, cached_index, read_together, take_runs
 from sage.trees.base import Policy
 from sage.trees.tree import Columns, DraftedTree, Frontier, NextLevel, TopK, Tree
 
@@ -45,7 +45,7 @@ def new_builder(policy: Policy, root: int, device: torch.device, eos: Collection
 
 
 class HostBuilder:
-    """For policies on the host; `open_level` synchronizes with the device. Arguments as for `new_builder`."""
+    """For policies on the host; `open_level` synchronizes with the device once. Arguments as for `new_builder`."""
 
     def __init__(self, root: int, device: torch.device, eos: Collection[int] = ()) -> None:
         self.device, self.eos = device, frozenset(eos)
@@ -60,7 +60,9 @@ class HostBuilder:
 
     def open_level(self, probs: Tensor, tokens: Tensor) -> Frontier:
         self._level += 1
-        rows, self._candidates = probs.tolist(), tokens.tolist()
+        self._tokens_FK = tokens
+        host_tokens, host_probs = read_together(tokens, probs)
+        rows, self._candidates = host_probs.tolist(), host_tokens.tolist()
         for node, row_probs, row_tokens in zip(self._frontier, rows, self._candidates, strict=True):
             self._draft_topk[node] = (row_probs, row_tokens)
         return Frontier(self._level, probs, rows=rows, ends=_ends(self._candidates, self.eos))
@@ -77,8 +79,11 @@ class HostBuilder:
     def advance(self, level: NextLevel[Sequence[int]]) -> tuple[Tensor, Tokens]:
         width, first = len(self._candidates[0]), len(self._tokens) - len(level.picks)
         self._frontier = [first + level.picks.index(pick) for pick in level.expand]
-        rows = cached_index(tuple([pick // width for pick in level.expand]), self.device)
-        return rows, [self._tokens[node] for node in self._frontier]
+        if self.device == CPU:
+            rows = cached_index(tuple([pick // width for pick in level.expand]), self.device)
+            return rows, [self._tokens[node] for node in self._frontier]
+        rows_FK = _rows(*self._tokens_FK.shape, self.device)
+        return take_runs(rows_FK, level.expand), take_runs(self._tokens_FK.reshape(-1), level.expand)
 
     @property
     def path_probs(self) -> Tensor:
@@ -106,7 +111,7 @@ class HostBuilder:
 
 
 class DeviceBuilder:
-    """For policies on the device; synchronizes in `tree` at the earliest. Arguments as for `new_builder`.
+    """For policies on the device; never synchronizes with it. Arguments as for `new_builder`.
 
     While levels are added, only the next frontier is computed; the tree is assembled once, from the selected nodes. A node is
     located by its place: its index among the candidates of all expanded nodes, K per expanded node, in order of expansion. A
@@ -160,15 +165,24 @@ class DeviceBuilder:
         width = self._tokens[0].shape[1]
         parents = expanded.take(places // width)
         if keep is not None:
-            parents = _renumbered(parents, keep)
+            parents = self._renumbered(parents, keep)
         parents[0] = -1
         candidates = torch.cat((self._tokens[0].new_full((1, width), self.root), *self._tokens))
-        return Tree(candidates.take(places), parents, depths, num_levels=len(self._levels))
+        tree = Tree(candidates.take(places), parents, depths, num_levels=len(self._levels))
+        tree.last_probs = self._frontiers[-1].probs[:, 0]
+        return tree
+
+    def _renumbered(self, parents: Tensor, keep: Tensor) -> Tensor:
+        """Returns the parents [R] of the kept nodes as indices into `keep` [R]; the root is its own parent."""
+        place = torch.searchsorted(keep, parents).clamp_(max=len(keep) - 1)
+        if self.device == CPU:  # elsewhere the comparison would synchronize; with NaN there is no order, and no valid tree
+            assert torch.equal(keep.take(place), parents) or bool(self._frontiers[-1].probs.isnan().any()), DROPPED
+        return place
 
     @cached_property
     def _assembled(self) -> tuple[Tensor, Tensor, Tensor]:
         """Depths and places of all nodes, LongTensor [N] each, and the expanded node of every row, [1 + E]."""
-        width, zero = self._tokens[0].shape[1], long_tensor([0], self.device)
+        width, zero = self._tokens[0].shape[1], cached_index((0,), self.device)
         picks = [level.picks for level in self._levels]
         expanded = [level.expand for level in self._levels[: len(self._tokens) - 1]]
         starts = [width]
@@ -176,9 +190,8 @@ class DeviceBuilder:
             starts.append(starts[-1] + tokens.numel())
         starts_N, starts_E = _repeated(starts, picks), [0, *_repeated(starts, expanded)]
         depths = _repeated(range(1, len(picks) + 1), picks)
-        depth_N, start_N, start_E = long_tensor([0, *depths, 0, *starts_N, 0, *starts_E], self.device).split(
-            (self.num_nodes, self.num_nodes, 1 + len(starts_E))
-        )
+        numbers = cached_index((0, *depths, 0, *starts_N, 0, *starts_E), self.device)  # the same for levels of the same sizes
+        depth_N, start_N, start_E = numbers.split((self.num_nodes, self.num_nodes, 1 + len(starts_E)))
         places = torch.cat((zero, *picks)) + start_N
         return depth_N, places, torch.searchsorted(places, torch.cat((zero, zero, *expanded)) + start_E)
 
@@ -198,8 +211,7 @@ def _repeated(values: Sequence[int], levels: Sequence[Tensor]) -> list[int]:
     return [value for value, level in zip(values, levels, strict=False) for _ in range(len(level))]
 
 
-def _renumbered(parents: Tensor, keep: Tensor) -> Tensor:
-    """Returns the parents [R] of the kept nodes as indices into `keep` [R]; the root is its own parent."""
-    place = torch.searchsorted(keep, parents)
-    assert torch.equal(keep.take(place), parents), DROPPED
-    return place
+@lru_cache(maxsize=256)
+def _rows(num_rows: int, width: int, device: torch.device) -> Tensor:
+    """Returns the row of every candidate, LongTensor [F * K]. Do not modify the result."""
+    return torch.arange(num_rows * width, device=device) // width

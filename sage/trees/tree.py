@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sage.costs.timing import RoundTimes
-from sage.host_tensors import CPU, long_tensor, to_device
+from sage.host_tensors import CPU, long_tensor, upload_together
 
 TopK = tuple[list[float], list[int]]  # the draft's K largest probabilities below a node, descending, and their tokens
 Indices = TypeVar("Indices")
@@ -36,6 +36,8 @@ class Tree:
         tokens, parents, depths: LongTensor [N] each; parent -1 and depth 0 for the root.
         num_levels: upper bound of the depth.
         draft_topk: per node the draft's candidates below it, None if it was not expanded; empty if planned on the device.
+        last_probs: [F], the draft's largest probability below each node expanded last, NaN if any of its passes gave NaN; None
+            if that was checked already.
     """
 
     tokens: Tensor
@@ -43,12 +45,14 @@ class Tree:
     depths: Tensor
     num_levels: int = 0
     draft_topk: Sequence[TopK | None] = ()
+    last_probs: Tensor | None = None
 
     @classmethod
     def of(cls, columns: Columns, device: torch.device = CPU, draft_topk: Sequence[TopK | None] = ()) -> Tree:
-        """Returns the tree with these fields."""
-        parents, depths, ancestors = _shape(tuple(columns.parents), tuple(columns.depths), device)
-        tree = cls(long_tensor(columns.tokens, device), parents, depths, max(columns.depths), draft_topk)
+        """Returns the tree with these fields; one copy to the device."""
+        shape = _shape(tuple(columns.parents), tuple(columns.depths))
+        tokens, parents, depths, ancestors = upload_together(device, long_tensor(columns.tokens, CPU), *shape)
+        tree = cls(tokens, parents, depths, max(columns.depths), draft_topk)
         tree.columns, tree.ancestors = columns, ancestors
         return tree
 
@@ -67,8 +71,16 @@ class Tree:
 
     @cached_property
     def columns(self) -> Columns:
-        """The fields as numbers; synchronizes with the device unless the tree was created from numbers."""
-        return Columns(*torch.stack((self.tokens, self.parents, self.depths)).tolist())
+        """The fields as numbers; synchronizes with the device unless they were set."""
+        return Columns(*self._stacked().tolist())
+
+    @property
+    def unread(self) -> Tensor | None:
+        """What has to be read to set `columns`, LongTensor [3, N]; None if they are set."""
+        return None if "columns" in vars(self) else self._stacked()
+
+    def _stacked(self) -> Tensor:
+        return torch.stack((self.tokens, self.parents, self.depths))
 
     @cached_property
     def ancestors(self) -> Tensor:
@@ -84,12 +96,12 @@ class Tree:
 
 
 @lru_cache(maxsize=1024)
-def _shape(parents: tuple[int, ...], depths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns `Tree.parents`, `depths` and `ancestors`; cached because shapes recur. Do not modify the result."""
-    return long_tensor(parents, device), long_tensor(depths, device), ancestors_of(parents, device)
+def _shape(parents: tuple[int, ...], depths: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns `Tree.parents`, `depths` and `ancestors` on the CPU; cached because shapes recur. Do not modify the result."""
+    return long_tensor(parents, CPU), long_tensor(depths, CPU), ancestors_of(parents)
 
 
-def ancestors_of(parents: Sequence[int], device: torch.device) -> Tensor:
+def ancestors_of(parents: Sequence[int]) -> Tensor:
     """Returns `Tree.ancestors` from numbers: a node's row is its parent's row plus the node itself."""
     rows = [bytearray(len(parents))]
     for node, parent in enumerate(parents):
@@ -97,7 +109,7 @@ def ancestors_of(parents: Sequence[int], device: torch.device) -> Tensor:
         row[node] = 1
         rows.append(row)
     size = len(parents)
-    return to_device(torch.frombuffer(bytearray().join(rows), dtype=torch.bool, offset=size).view(size, size), device)
+    return torch.frombuffer(bytearray().join(rows), dtype=torch.bool, offset=size).view(size, size)
 
 
 class Frontier:
@@ -172,7 +184,7 @@ class RoundOutcome:
         context: tokens in the target's cache before the round.
         labels: if the policy needs feedback: maps a number of ranks R to the target's labels of the R most probable
             candidates of every expanded node: 1 or 0 (greedy), or the target's probability of the candidate (sampling).
-        times: if the policy needs feedback: returns the timings of this round; synchronizes with the device.
+        times: if the policy needs feedback: returns the timings of this round; may synchronize with the device.
     """
 
     accepted: int

@@ -274,4 +274,4 @@ def test_single_string_or_processor_equals_a_list_of_one() -> None:
 
 def test_nan_logits_are_refused() -> None:
     with refused("prefill of 2 tokens", "NaN"):
-        sampler()(torch.tensor([[0.0, float("nan")]]), tree_of([]))
+        Verifier(sampler()).verify(torch.tensor([[0.0, float("nan")]]), tree_of([]))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sage.costs import timing
-from sage.host_tensors import CPU, TokenStagingBuffer, double_tensor, long_tensor
+from sage.host_tensors import CPU, TokenStagingBuffer, double_tensor, join_tokens, long_tensor, take_runs
 
 
 def test_round_times_can_be_resolved_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,6 +28,58 @@ def test_round_times_can_be_resolved_later(monkeypatch: pytest.MonkeyPatch) -> N
     assert seconds["verify"] == 7.0 and seconds["commit"] == 1.0 and sum(seconds.values()) == 9.0
 
 
+class FakeEvents:
+    """Stands in for CUDA events: the clock advances by a second per record, and waits are counted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s, self.num_made, self.num_waits = 0.0, 0, 0
+        outer = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                outer.num_made += enable_timing
+
+            def record(self, stream: str) -> None:
+                assert stream == "stream of cuda:1"
+                outer.now_s += 1.0
+                self.at_s = outer.now_s
+
+            def synchronize(self) -> None:
+                outer.num_waits += 1
+
+            def elapsed_time(self, end: Event) -> float:
+                return 1e3 * (end.at_s - self.at_s)
+
+        monkeypatch.setattr(timing.torch.cuda, "Event", Event)
+        monkeypatch.setattr(timing.torch.cuda, "current_stream", lambda device: f"stream of {device}")
+
+
+def test_events_of_many_rounds_are_resolved_with_one_synchronization(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = FakeEvents(monkeypatch)
+    clock = timing.Clock(torch.device("cuda", 1))
+    times = []
+    for _ in range(20):
+        clock.start_round()
+        clock.lap("draft_steps", 3)
+        clock.lap("verify", 8)
+        times.append(clock.round_times())
+    assert events.num_waits == 0 and [one() for one in times] == [timing.RoundTimes(1.0, [(3, 1.0)], 2.0)] * 20
+    assert events.num_waits == 1
+    seconds = clock.seconds()
+    assert (seconds["draft_steps"], seconds["verify"]) == (20.0, 20.0)
+
+
+def test_events_are_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = FakeEvents(monkeypatch)
+    clock = timing.Clock(torch.device("cuda", 1))
+    for _ in range(1000):
+        clock.start_round()
+        clock.lap("verify", 8)
+        clock.lap("accept")
+    assert events.num_made <= timing.MAX_MARKS + 10 and events.num_waits <= 3000 / (timing.MAX_MARKS - timing.RECENT_MARKS) + 1
+    assert clock.seconds()["verify"] == 1000.0
+
+
 @pytest.mark.parametrize("values", [[], [7], [3, -1, 2**40]])
 def test_host_tensors_equal_torch_tensor(values: list[int]) -> None:
     assert torch.equal(long_tensor(values, CPU), torch.tensor(values, dtype=torch.long))
@@ -40,6 +92,18 @@ def test_staging_buffer_holds_the_tokens_of_the_last_call() -> None:
         assert torch.equal(buffer.stage(values), torch.tensor(values, dtype=torch.long))
     tensor = torch.tensor([1, 2])
     assert buffer.stage(tensor) is tensor
+
+
+@pytest.mark.parametrize("index", [[0], [3], [0, 1, 2], [4, 5, 8], [0, 2, 4, 6], [1, 2, 5, 6, 7, 9]])
+def test_runs_are_taken_like_indices(index: list[int]) -> None:
+    values = torch.arange(10) * 7
+    assert torch.equal(take_runs(values, index), values[index])
+
+
+def test_tokens_are_joined_as_numbers_or_tensors() -> None:
+    assert join_tokens([[1, 2], [3]]) == [1, 2, 3] and join_tokens([(1,)]) == [1]
+    one, two = torch.tensor([1, 2]), torch.tensor([3])
+    assert torch.equal(join_tokens([one, two]), torch.tensor([1, 2, 3])) and join_tokens([one]) is one
 
 
 def test_skipped_time_counts_for_no_phase(monkeypatch: pytest.MonkeyPatch) -> None:

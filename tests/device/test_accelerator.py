@@ -11,6 +11,8 @@ from support.accelerator import DEVICE, DEVICES, Kind, Traffic, on_device, on_ho
 from support.models import make_qwen, random_draft
 from torch import Tensor, nn
 
+INFERENCE_MODE = torch.inference_mode  # the accelerator replaces the name, not what was decorated with it before
+
 
 def on_vacc() -> Tensor:
     return on_device(torch.arange(3.0))
@@ -97,7 +99,7 @@ def counts(traffic: Traffic) -> dict[str, int]:
 def test_synchronizations_and_copies_are_counted(
     traffic: Traffic, call: Callable[[Tensor], object], expected: dict[str, int], is_inference: bool
 ) -> None:
-    with torch.inference_mode(is_inference):
+    with INFERENCE_MODE(is_inference):
         ours = on_vacc()
         traffic.reset()
         call(ours)

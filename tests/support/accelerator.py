@@ -18,7 +18,8 @@ the CPU to the bit, except where PyTorch chooses a kernel by device (attention).
 
 Differs from a GPU: nothing runs asynchronously, there are no streams or events, a non-blocking copy to pinned host memory is
 complete when the call returns (every copy to the host counts as a synchronization), and kernels without CPU counterpart (flash
-attention, cuDNN) are not modeled. Backward passes run in the calling thread.
+attention, cuDNN) are not modeled. Backward passes run in the calling thread, and inference mode within the block is `no_grad`:
+a wrapper cannot be an inference tensor.
 
 Uses an experimental interface of torch 2.13; the fixture `traffic` of tests/conftest.py skips a test where it is missing.
 """
@@ -31,6 +32,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -319,13 +321,19 @@ class _Mode(TorchDispatchMode):
 
 
 def _dispatch(mode: AbstractContextManager[Any], func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Runs an operator. In inference mode, leaves it and starts again: a wrapper cannot be an inference tensor, and operators
-    that consist of others, such as `Tensor.to`, would arrive as a whole.
-    """
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False), torch.no_grad(), mode:
-            return func(*args, **kwargs)
-    return _run(func, args, kwargs)
+    """Runs an operator. In inference mode, operators that consist of others, such as `Tensor.to`, arrive as a whole."""
+    if _is_composite(func):
+        with mode:
+            return func.decompose(*args, **kwargs)
+    if not torch.is_inference_mode_enabled():
+        return _run(func, args, kwargs)
+    with torch.inference_mode(False), torch.no_grad():  # of a function that was decorated before the block
+        return _run(func, args, kwargs)
+
+
+@cache
+def _is_composite(func: Any) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
 
 
 # Operators that PyTorch calls below the mode, for example within `torch.tensor(.., device=DEVICE)`.
@@ -356,6 +364,10 @@ def _to_copy(source: Tensor, dtype: Any = None, device: Any = None, non_blocking
 def _local_scalar_dense(tensor: PretendTensor) -> Any:
     _STATE.traffic.add(Kind.SYNCHRONIZATION)
     return tensor.inner.item()
+
+
+def _no_grad(mode: bool = True) -> AbstractContextManager[Any]:
+    return torch.no_grad() if mode else nullcontext()
 
 
 class _BackendModule:
@@ -425,6 +437,7 @@ def pretend_accelerator() -> Iterator[Traffic]:
         torch.__future__.set_swap_module_params_on_conversion(True)  # `Module.to` keeps the subclass
         stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", _pin_memory))
         stack.enter_context(mock.patch.object(torch.Tensor, "is_pinned", _is_pinned))
+        stack.enter_context(mock.patch.object(torch, "inference_mode", _no_grad))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(_Mode())
         yield _STATE.traffic

@@ -34,7 +34,7 @@ Distribution = dict[Context, float]
 NextTokenProbs = Callable[[Context], torch.Tensor]
 VOCABULARY, EOS = 4, 3
 PROMPT = [2]
-UNDECIDED = -1
+UNDECIDED = -2
 PLAIN = Sampling(temperature=1.0, couple=False)  # draws are looked up: no noise to share
 
 
