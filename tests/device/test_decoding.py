@@ -1,0 +1,168 @@
+"""Decoding on the pretend accelerator: the same tokens as on the CPU, and no tensor on the wrong device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.accelerator import IS_SUPPORTED, on_device, pretend_accelerator
+from support.compressor_helpers import COMPRESSORS, CONVERSATIONS, draft_with, example, prompt_of, starts_of_answers
+from support.messages import refused
+from support.models import make_inputs, make_llava, make_qwen, random_draft
+from support.near_draft import near_draft
+from support.processors import make_processor, random_image
+from support.synchronizations import new_policy
+from transformers import LogitsProcessor
+
+import sage
+from sage.drafts.loading import Draft
+from sage.drafts.model import ModelDraft, shallow_model
+
+LENGTH = 7
+MAKERS = {"qwen2_5_vl": make_qwen, "llava_onevision": make_llava}
+pytestmark = pytest.mark.skipif(not IS_SUPPORTED, reason="this torch cannot register a device type written in Python")
+every_family = pytest.mark.parametrize("family", MAKERS)
+
+
+def make_draft(kind: str, target: sage.Target) -> Draft:
+    if kind == "near":
+        return near_draft(target)
+    if kind == "shallow":
+        return shallow_model(target, 2)
+    return draft_with(target, kind, None)
+
+
+def assert_equal_on_device(target: sage.Target, draft: Draft | None, inputs: Any, policy: str, **options: Any) -> sage.Output:
+    """Decodes on the CPU, moves target and draft to the accelerator, and decodes again; returns the second answer."""
+
+    def decoded() -> sage.Output:
+        return sage.generate(target, draft, inputs, new_policy(policy), max_new_tokens=LENGTH, **options)
+
+    expected = decoded()
+    with pretend_accelerator():
+        on_device(target)
+        if draft is not None:
+            on_device(draft.model if isinstance(draft, ModelDraft) else draft)
+        found = decoded()
+    assert found.tokens.device.type == "cpu" and found.tokens.tolist() == expected.tokens.tolist()
+    assert policy == "cost_aware" or found.stats.accepted == expected.stats.accepted  # which plans by measured times
+    return found
+
+
+@pytest.mark.parametrize(("family", "kind"), [("qwen2_5_vl", "eagle"), ("llava_onevision", "near")])
+@pytest.mark.parametrize("policy", sage.POLICIES)
+def test_every_policy(policy: str, family: str, kind: str) -> None:
+    target = MAKERS[family]()
+    draft = None if policy == "autoregressive" else make_draft(kind, target)
+    found = assert_equal_on_device(target, draft, make_inputs(target), policy)
+    assert kind != "near" or policy == "autoregressive" or max(found.stats.accepted) > 1, "a path of several nodes is kept"
+
+
+@every_family
+@pytest.mark.parametrize("policy", ["eagle2", "sage"])
+@pytest.mark.parametrize("kind", ["eagle3", "shallow", "near"])
+def test_every_draft(kind: str, policy: str, family: str) -> None:
+    target = MAKERS[family]()
+    assert_equal_on_device(target, make_draft(kind, target), make_inputs(target), policy)
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.parametrize(("family", "kind"), [("qwen2_5_vl", "eagle3"), ("llava_onevision", "eagle")])
+def test_every_compressor(name: str, family: str, kind: str) -> None:
+    target = MAKERS[family]()
+    assert_equal_on_device(target, draft_with(target, kind, COMPRESSORS[name]), make_inputs(target), "chain")
+
+
+@every_family
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_every_input(name: str, family: str) -> None:
+    target = MAKERS[family]()
+    whole = example(target, CONVERSATIONS[name])
+    inputs = prompt_of(target, whole, starts_of_answers(whole["loss_mask"])[-1])
+    assert_equal_on_device(target, make_draft("eagle", target), inputs, "static")
+
+
+class Forbid(LogitsProcessor):
+    """Forbids the token after the last one."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.scatter(1, input_ids[:, -1:] + 1, -torch.inf)
+
+
+ALWAYS: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.3},
+    {"min_new_tokens": 6},
+    {"logits_processor": [Forbid()]},
+    {"bad_words": ["e"]},
+]
+SAMPLING: list[dict[str, Any]] = [{}, {"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.01}]
+ALL: dict[str, Any] = {
+    "top_k": 90,
+    "top_p": 0.95,
+    "repetition_penalty": 1.2,
+    "min_new_tokens": 4,
+    "logits_processor": [Forbid()],
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "temperature", "policy"),
+    [
+        *[(options, temperature, "sage") for options in ALWAYS for temperature in (0.0, 0.8)],
+        *[(options, 0.8, "sage") for options in SAMPLING],
+        *[(ALL, temperature, policy) for temperature in (0.0, 0.8) for policy in ("eagle2", "cost_aware", "talon")],
+        ({}, 0.8, "eagle2"),
+        ({}, 0.8, "cost_aware"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
+)
+def test_every_processor(options: dict[str, Any], temperature: float, policy: str) -> None:
+    target = make_qwen()
+    target = sage.Target(target.model, make_processor(target))
+    draft = near_draft(target)
+    assert_equal_on_device(target, draft, make_inputs(target), policy, temperature=temperature, seed=3, **options)
+
+
+@every_family
+@pytest.mark.parametrize("method", ["attention", "uniform", "random"])
+def test_pruning(method: str, family: str) -> None:
+    target = MAKERS[family]()
+    pruning = sage.Pruning(ratio=0.5, method=method)
+    assert_equal_on_device(target, make_draft("eagle", target), make_inputs(target), "chain", pruning=pruning)
+
+
+@every_family
+@pytest.mark.parametrize("has_second_image", [False, True])
+def test_second_turn(has_second_image: bool, family: str) -> None:
+    target = MAKERS[family]()
+    target = sage.Target(target.model, make_processor(target))
+    draft = make_draft("eagle", target)
+
+    def answers() -> list[list[int]]:
+        chat = sage.Chat(target, draft, policy="sage", max_new_tokens=LENGTH)
+        first = chat.ask("one", images=[random_image(16, 8)])
+        second = chat.ask("two", images=[random_image(9, 9, 3)] if has_second_image else [])
+        return [first.tokens.tolist(), second.tokens.tolist()]
+
+    expected = answers()
+    with pretend_accelerator():
+        on_device(target)
+        on_device(draft)
+        assert answers() == expected
+
+
+@pytest.mark.parametrize("policy", ["chain", "eagle2"])
+def test_nan_in_the_draft_is_refused(policy: str) -> None:
+    target = make_qwen()
+    draft = random_draft(target)
+    draft.fc.weight.data[0] = float("nan")
+    with pretend_accelerator(), refused("draft", "level", "NaN"):
+        sage.generate(on_device(target), on_device(draft), make_inputs(target), policy, max_new_tokens=LENGTH)
+
+
+def test_nan_in_the_target_is_refused() -> None:
+    target = make_qwen()
+    target.model.lm_head.weight.data[3] = float("nan")
+    with pretend_accelerator(), refused("prefill of 16 tokens", "NaN"):
+        sage.generate(on_device(target), None, make_inputs(target), "autoregressive", max_new_tokens=LENGTH)

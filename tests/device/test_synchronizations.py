@@ -1,0 +1,74 @@
+"""Bounds of device synchronizations and copies per round, for every policy; see docs/gpu.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support import synchronizations
+from support.accelerator import Traffic, on_device
+from support.messages import refused
+from support.models import make_inputs, make_qwen
+from support.near_draft import near_draft
+from support.synchronizations import RoundCounts, count_rounds, new_policy, table
+
+import sage
+
+MAX_UPLOADS = 2
+MAX_SYNCHRONIZATIONS = {  # by policy and number of levels; "host" for policies that plan on the host
+    "host": lambda levels: levels + 1,
+    "eagle2": lambda levels: 1,
+    "spec_llava": lambda levels: 1,
+    "ddd": lambda levels: 1 + levels // 2,  # one per level checked
+    "talon": lambda levels: max(levels, 1),  # one per level after the first
+}
+
+
+def rounds_of(traffic: Traffic, name: str, kind: str = "near", **options: Any) -> list[RoundCounts]:
+    """Rounds of the second of two equal requests: cached shapes, as in a service."""
+    target = make_qwen()
+    draft = None
+    if name != "autoregressive":
+        near = near_draft(target)
+        draft = sage.new_draft(target, "eagle", seed=0) if kind == "eagle" else near
+        on_device(near.model if kind == "near" else draft)
+    on_device(target)
+    for seed in range(2):
+        counts = count_rounds(traffic, target, draft, make_inputs(target, seed), new_policy(name), **options)
+    assert len(counts.rounds) > 1
+    return counts.rounds
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", ["eagle", "near"])
+@pytest.mark.parametrize("name", sage.POLICIES)
+def test_bounds_per_round(traffic: Traffic, name: str, kind: str, temperature: float) -> None:
+    bound = MAX_SYNCHRONIZATIONS["host" if sage.trees.policy_class(name).is_on_host else name]
+    for counts in rounds_of(traffic, name, kind, max_new_tokens=7, temperature=temperature):
+        assert counts.synchronizations <= bound(counts.levels), counts
+        assert counts.uploads <= MAX_UPLOADS and counts.blocking_uploads == 0, counts
+
+
+@pytest.mark.parametrize("name", ["sage", "eagle2"])
+def test_processors_that_depend_on_the_prefix_read_the_tree_first(traffic: Traffic, name: str) -> None:
+    is_on_host = sage.trees.policy_class(name).is_on_host
+    for counts in rounds_of(traffic, name, max_new_tokens=7, repetition_penalty=1.1):
+        assert counts.synchronizations <= (counts.levels + 1 if is_on_host else 2), counts
+        assert counts.uploads <= MAX_UPLOADS + 1 and counts.blocking_uploads == 0, "the emitted tokens, for the processors"
+
+
+def test_table(traffic: Traffic, capsys: pytest.CaptureFixture[str]) -> None:
+    counts = synchronizations.Counts([1, 2, 3], [RoundCounts(4, 5, 1, 0), RoundCounts(3, 4, 2, 1)])
+    assert table({"sage": counts}).splitlines()[-1] == "| `sage` | 2 | 3.5 | 4.5 | 1.5 | 0.5 |"
+
+
+def test_unknown_policies_are_refused() -> None:
+    with refused("--policies", "'nothing'", "sage"):
+        synchronizations.main(["--policies", "sage,nothing"])
+
+
+@pytest.mark.slow
+def test_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert synchronizations.main(["--policies", "autoregressive,eagle2", "--max-new-tokens", "4", "--lines"]) == 0
+    out = capsys.readouterr().out
+    assert "| `autoregressive` | 3 | 0.0 | 1.0 | 1.0 | 0.0 |" in out and "sage/verify.py:" in out
