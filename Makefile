@@ -26,9 +26,9 @@ demo: $(VENV)/installed
 test: $(VENV)/installed
 	$(BIN)/python -m pytest
 
-# Without the tests marked slow (more than a second each).
+# Without the tests marked slow (more than a second each), in one process per core with one thread each.
 test-fast: $(VENV)/installed
-	$(BIN)/python -m pytest -m "not slow" -n auto
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n auto
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

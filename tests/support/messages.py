@@ -46,10 +46,12 @@ def check_message(text: str, *parts: str) -> None:
 
 
 def _normalized(text: str) -> str:
-    """Without what differs from run to run: temporary folders, the checkout, process ids, addresses, times."""
+    """Without what differs from run to run and between machines: temporary folders, the checkout, process ids, addresses,
+    times, computed numbers.
+    """
     text = re.sub(rf"{re.escape(tempfile.gettempdir())}/\S*?/(?=[\w.*-]+(?:[\s:,;)'\"]|$))", "TMP/", text)
     text = text.replace(str(Path(__file__).parents[2]), "CHECKOUT")
-    return re.sub(r"0x[0-9a-f]+|\b\d{4,}\b|\b\d+\.\d+ ?(?:s|ms|GiB)\b", "N", text)
+    return re.sub(r"0x[0-9a-f]+|\b\d{4,}\b|\b\d+\.\d{3,}\b|\b\d+(?:\.\d+)? ?(?:s|ms|MB|GB|MiB|GiB)\b", "N", text)
 
 
 def start(update: bool) -> None:
