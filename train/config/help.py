@@ -58,7 +58,7 @@ def help_text(config_name: str, schema: type, arguments: Sequence[str]) -> str:
     chosen |= {POLICY_GROUP: list(composed.decode.policies)} if "decode" in composed else {}
     choices = [_choices(group, chosen.get(group), width) for group in _groups(config_name)]
     keys = _table(_rows(schema, composed, "", chosen), width)
-    return template.replace(CHOICES, "\n".join(choices)).replace(KEYS, keys)
+    return template.replace(CHOICES, "\n".join(choices)).replace(KEYS, keys).rstrip()
 
 
 def _single_values(arguments: Sequence[str]) -> list[str]:
