@@ -172,21 +172,19 @@ class AttentionRecorder:
 
 def tile_mask(visible_NS: Tensor, group: int, dtype: torch.dtype) -> Tensor:
     """Bool [N, S] (True = attend) -> additive float [1, 1, group * N, S], rows ordered like folded query heads."""
-    mask = _aligned_zeros(group * len(visible_NS), visible_NS.shape[1], dtype, visible_NS.device)
-    mask.unflatten(0, (group, -1)).masked_fill_(~visible_NS, torch.finfo(dtype).min)
-    return mask[None, None]
+    additive = torch.zeros(visible_NS.shape, dtype=dtype, device=visible_NS.device)
+    return repeat_mask(additive.masked_fill_(~visible_NS, torch.finfo(dtype).min), group)
 
 
 def repeat_mask(additive_NS: Tensor, group: int) -> Tensor:
-    """Additive [N, S] -> [1, 1, group * N, S], as `tile_mask`."""
-    mask = _aligned_zeros(group * len(additive_NS), additive_NS.shape[1], additive_NS.dtype, additive_NS.device)
-    mask.unflatten(0, (group, -1)).copy_(additive_NS)
+    """Additive [N, S] -> [1, 1, group * N, S], as `tile_mask`.
+
+    The row stride is a multiple of 8 elements: otherwise the fused kernel copies the mask in every layer.
+    """
+    nodes, keys = additive_NS.shape
+    mask = additive_NS.new_zeros(group * nodes, -(-keys // MASK_ALIGNMENT) * MASK_ALIGNMENT)[:, :keys]
+    mask.unflatten(0, (group, nodes)).copy_(additive_NS)
     return mask[None, None]
-
-
-def _aligned_zeros(rows: int, keys: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros [rows, keys] with a row stride of a multiple of 8: otherwise the fused kernel copies the mask in every layer."""
-    return torch.zeros(rows, -(-keys // MASK_ALIGNMENT) * MASK_ALIGNMENT, dtype=dtype, device=device)[:, :keys]
 
 
 def causal_mask(length: int, past: int, group: int, dtype: torch.dtype, device: torch.device) -> Tensor:
