@@ -22,7 +22,7 @@ SUBSTITUTIONS = {
         "train.max_steps=30": "train.max_steps=3",
     },
     "docs/adding_a_family.md": {"DIR": POCKET, "train.max_steps=10": "train.max_steps=2"},
-    "docs/exporting.md": {"RUN": "runs/pocket_qwen2_5_vl-eagle3-chats", "TARGET": POCKET, "DIR": "exports/chats"},
+    "docs/exporting.md": {"RUN": "runs/pocket_qwen2_5_vl-eagle3-chats", "TARGET": POCKET, "DIR": "exports/again"},
     "docs/launching.md": {"RUN": DEMO, "train.max_steps=20": "train.max_steps=2", "train.max_steps=600": "train.max_steps=6"},
 }
 EXAMPLE = re.compile(r"NAME|messages\.json|(llava|llava_7b)\.(py|yaml)$|^conf/data/mine")  # files that a reader may add

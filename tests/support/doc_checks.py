@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import hydra
@@ -187,13 +188,15 @@ def _generate(words: list[str]) -> None:
 
     if "--prompt" not in words:
         words = [*words, "--prompt", "text"]
-    sage.policy(parse_args(words).policy)
+    with _complete_options():
+        sage.policy(parse_args(words).policy)
 
 
 def _export(words: list[str]) -> None:
     from checkpoints.export.__main__ import parse_args
 
-    args = parse_args(words)
+    with _complete_options():
+        args = parse_args(words)
     assert not args.format or args.format in list(Format), args.format
 
 
@@ -256,8 +259,13 @@ def _stop_after_parsing() -> Iterator[None]:
             raise _Parsed(found[1])
         return found
 
-    with patch.object(argparse.ArgumentParser, "parse_known_args", parse_known_args):
+    with patch.object(argparse.ArgumentParser, "parse_known_args", parse_known_args), _complete_options():
         yield
+
+
+def _complete_options() -> Any:
+    """Refuses abbreviated options, which argparse takes."""
+    return patch.object(argparse.ArgumentParser, "_get_option_tuples", lambda self, option: [])
 
 
 def _make(words: list[str]) -> None:

@@ -31,6 +31,8 @@ SHORTER = {
     "decode.num_prompts": "2",
     "decode.max_new_tokens": "24",
     "decode.repeats": "1",
+    "decode.policies": "[autoregressive,sage]",
+    "decode.baselines": "[]",
 }
 SCRIPT = """\
 #!{python}
@@ -38,7 +40,7 @@ import sys
 from {module} import main
 if __name__ == "__main__":
     given = {{word.partition("=")[0] for word in sys.argv}}
-    if not given & {{"--help", "--resume"}}:
+    if not given & {{"--help", "--resume", "launch.plan"}}:
         sys.argv += [f"{{key}}={{value}}" for key, value in {settings}.items() if key not in given]
     sys.exit(main())
 """
@@ -67,7 +69,7 @@ class Workspace:
             for name, module in ENTRY_POINTS.items()
         }
         self._tools = make_tools(folder / ".venv" / "bin", scripts)
-        (self._tools / "python").symlink_to(sys.executable)
+        make_tools(self._tools, {"python": f'#!/bin/sh\nexec {sys.executable} "$@"\n'})
         (folder / ".venv" / "installed").touch()
         _write_own_files(folder)
 
@@ -82,7 +84,7 @@ class Workspace:
             text = text.replace(placeholder, value)
         if block.language == "bash":
             return self.shell(text, block.place)
-        return self._call([str(self._tools / "python"), "-c", text], block.place)
+        return self._call([sys.executable, "-c", text], block.place)
 
     def shell(self, script: str, name: str = "") -> str:
         """Executes a script with bash, up to its first error; returns its output."""
