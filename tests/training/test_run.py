@@ -126,12 +126,13 @@ def test_a_run_writes_the_documented_files(
         assert torch.equal(value, weights(run)[name])
 
 
-@each_draft
+@pytest.mark.parametrize(("draft", "dtype"), [("eagle", "fp32"), ("eagle3", "fp32"), ("eagle", "bf16")])
 def test_three_steps_and_three_resumed_are_six_bit_for_bit(
-    targets: dict[str, Path], cache: Path, tmp_path: Path, draft: str
+    targets: dict[str, Path], cache: Path, tmp_path: Path, draft: str, dtype: str
 ) -> None:
     """With noise on the features, so that a generator that is not restored would show."""
-    same = [*DRAFTS[draft], "objective.feature_noise=0.1", "optim.schedule=cosine", "optim.warmup_steps=2", "train.log_every=3"]
+    schedule = ["optim.schedule=cosine", "optim.warmup_steps=2", "train.log_every=3"]
+    same = [*DRAFTS[draft], f"target.dtype={dtype}", "objective.feature_noise=0.1", *schedule]
     straight, halved = tmp_path / "straight", tmp_path / "halved"
     target = targets["qwen2_5_vl"]
     assert train_quickly(configure(target, straight, cache, *same, "train.max_steps=6")) == 0
