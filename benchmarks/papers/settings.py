@@ -15,9 +15,13 @@ FULL, QUICK = "full", "quick"
 
 @dataclass(kw_only=True)
 class RunSettings:
-    """One training run: the short name of its target, and its arguments of sage-train; `extra` follows `overrides`."""
+    """One training run: the short name of its target, and its arguments of sage-train; `extra` follows `overrides`.
+
+    `is_alone`: the arguments are complete; those common to the other runs are left out.
+    """
 
     target: str = MISSING
+    is_alone: bool = False
     overrides: list[str] = field(default_factory=list)
     extra: list[str] = field(default_factory=list)
 
@@ -105,6 +109,15 @@ class TemperatureSettings(TimedSettings):
 
 
 @dataclass(kw_only=True)
+class CouplingSettings(TimedSettings):
+    """`runs`: the run of each target's draft; `points`: temperature and top_p; all prompts are decoded with every seed."""
+
+    runs: dict[str, str] = MISSING
+    points: list[list[float]] = MISSING
+    seeds: list[int] = MISSING
+
+
+@dataclass(kw_only=True)
 class ProjectionSettings(StudySettings):
     """`bandwidths`: memory bandwidth of the device of each shape, in GB/s; `policies` are replayed as published."""
 
@@ -149,6 +162,7 @@ class Settings:
     calibration: CalibrationSettings = field(default_factory=CalibrationSettings)
     ablations: TimedSettings = field(default_factory=TimedSettings)
     temperature: TemperatureSettings = field(default_factory=TemperatureSettings)
+    coupling: CouplingSettings = field(default_factory=CouplingSettings)
     projection: ProjectionSettings = field(default_factory=ProjectionSettings)
     costs: CostsSettings = field(default_factory=CostsSettings)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -76,7 +76,8 @@ class PolicyRunner:
     """A policy through `sage.generate`, by default the one named `name`; `autoregressive` needs no draft.
 
     One policy decodes all prompts and keeps what it learns. With `is_first_answer`, every run starts with a policy that has
-    measured and learned nothing, as in a new process, and its time includes both.
+    measured and learned nothing, as in a new process, and its time includes both. Without `couple`, its draft never sees the
+    noise of draws, whatever the sampling parameters say.
     """
 
     may_fail = False
@@ -89,8 +90,9 @@ class PolicyRunner:
         policy: Any = None,
         pruning: Pruning = KEEP_ALL,
         is_first_answer: bool = False,
+        couple: bool = True,
     ) -> None:
-        self.target, self.name, self.pruning = target, name, pruning
+        self.target, self.name, self.pruning, self.couple = target, name, pruning, couple
         self.policy = sage.policy(name) if policy is None else policy
         self._unused = copy.deepcopy(self.policy) if is_first_answer else None
         self.is_autoregressive = self.policy.name == AUTOREGRESSIVE
@@ -99,6 +101,7 @@ class PolicyRunner:
     def run(self, inputs: Mapping[str, Tensor], sampling: Sampling) -> TimedRun:
         """Generates once; times the complete call."""
         inputs = on_device(inputs, self.target.device)
+        sampling = sampling if self.couple or sampling.is_greedy else replace(sampling, couple=False)
         if self._unused is not None:
             self.policy = copy.deepcopy(self._unused)
         start = now_s(self.target.device)

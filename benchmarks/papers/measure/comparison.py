@@ -41,11 +41,12 @@ def compare(
     measurement = lab.run_comparison(target, runners, prompts, repeats, **sampling)
     labels = [*(variant.name for variant in variants), *also_as_policies]
     model, families = lab.target(target), dict.fromkeys(prompt.family for prompt in prompts)
-    by_family = {family: _summary(_of_family(measurement, family), model, labels) for family in families}
-    return {**_summary(measurement, model, labels), "repeats": repeats, "by_family": by_family}
+    by_family = {family: summary(_of_family(measurement, family), model, labels) for family in families}
+    return {**summary(measurement, model, labels), "repeats": repeats, "by_family": by_family}
 
 
-def _summary(measurement: Measurement, target: Any, labels: Sequence[str]) -> Json:
+def summary(measurement: Measurement, target: Any, labels: Sequence[str]) -> Json:
+    """Returns the stored figures of the labelled runners and of the baselines."""
     found = summarize(measurement, target, labels)
     parts = {kind: {name: select(part, STORED) for name, part in found[kind].items()} for kind in ("policies", "baselines")}
     return {"prompts": len(measurement.prompts), **select(found, ("fastest_baseline", "failed_baselines", "margins")), **parts}

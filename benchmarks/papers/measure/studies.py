@@ -8,8 +8,8 @@ from importlib import import_module
 from benchmarks.papers.lab import Lab
 
 NAMES = (
-    *("policies", "calibration", "projection", "epochs", "ablations", "temperature", "compressor", "pruning", "length"),
-    "entropy",
+    *("policies", "calibration", "projection", "epochs", "ablations", "temperature", "coupling", "compressor"),
+    *("pruning", "length", "entropy"),
 )
 STUDIES: dict[str, Callable[[Lab], None]] = {name: import_module(f"{__package__}.{name}").measure for name in NAMES}
 

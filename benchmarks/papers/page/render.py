@@ -19,7 +19,7 @@ PAGE = "results.md"
 README_START, README_END = "<!-- headline: written by make results -->", "<!-- headline ends -->"
 STUDIES = (  # in the order of their sections; one module and one template each
     *("policies", "epochs", "compressor", "pruning", "length", "entropy", "calibration", "ablations", "temperature"),
-    "projection",
+    *("coupling", "projection"),
 )
 REQUIRED = {"projection": ("overhead", "projection", "costs")}  # prefixes of figure names; default: the study
 
