@@ -103,6 +103,7 @@ def prefill(request: Request) -> Round:
     request.root = int(first)
     request.verifier.sampler.refuse_nan([request.root])
     clock.lap("target_prefill")
+    request.policy.is_coupled = request.verifier.sampler.is_coupled
     request.policy.reset()
     request.stats.prompt_tokens = request.prompt.input_ids.shape[1]
     if session:

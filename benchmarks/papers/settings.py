@@ -110,11 +110,11 @@ class TemperatureSettings(TimedSettings):
 
 @dataclass(kw_only=True)
 class CouplingSettings(TimedSettings):
-    """`runs`: the run of each target's draft; `points`: temperature and top_p; all prompts are decoded with every seed."""
+    """`runs`: the run of each target's draft; `points`: temperature and top_p; `seeds`: number of seeds of each prompt."""
 
     runs: dict[str, str] = MISSING
     points: list[list[float]] = MISSING
-    seeds: list[int] = MISSING
+    seeds: int = MISSING
 
 
 @dataclass(kw_only=True)

@@ -23,11 +23,14 @@ WARMUP_TOKENS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class BenchPrompt:
-    """Model-ready inputs of batch 1; `family` groups prompts of one task in the report, empty for none."""
+    """Model-ready inputs of batch 1; `family` groups prompts of one task in the report, empty for none. `seed` replaces that of
+    the sampling parameters, so that prompts do not share their noise.
+    """
 
     name: str
     inputs: Mapping[str, Tensor]
     family: str = ""
+    seed: int | None = None
 
 
 @dataclass(kw_only=True)
@@ -93,7 +96,7 @@ def _run(runner: Runner, prompt: BenchPrompt, sampling: Sampling, failed: dict[s
     if runner.name in failed:
         return None
     try:
-        return runner.run(prompt.inputs, sampling)
+        return runner.run(prompt.inputs, sampling if prompt.seed is None else replace(sampling, seed=prompt.seed))
     except Exception as error:  # any error of another library
         if not runner.may_fail:
             raise

@@ -2,9 +2,10 @@
 
 A draft's probability is not the probability that the target accepts the token. A greedy target accepts only its argmax: a
 candidate at 0.55 is almost certain if the runner-up has 0.2, and close to even if it has 0.45. Draft heads are also
-over-confident deep in the tree. Each verified node labels all of its candidates (greedy: 1 for the argmax; sampling: their
-target probability), so every round yields tens of labels. A logistic model with six weights, initialized to the identity, is
-fitted to them with slow forgetting.
+over-confident deep in the tree. A coupled draft's score, softmax(log q + g), is no probability at all: its margin tells how far
+the draft may err before another token wins. Each verified node labels all of its candidates (greedy and coupled: 1 for the
+target's token; else their target probability), so every round yields tens of labels. A logistic model with six weights,
+initialized to the identity, is fitted to them with slow forgetting.
 
 The calibrator influences which nodes are drafted, never which are accepted, so decoding stays lossless.
 
@@ -30,15 +31,15 @@ class Calibrator:
     """P(accepted | parent accepted) from a candidate's probability, its margin over the strongest sibling, rank and depth.
 
     Args:
-        prior: weight of the identity, in labels.
+        prior: weight of the initial weights, in labels.
         memory: factor that the evidence is multiplied by in every learning step.
+        start: the initial weights; None = the identity.
     """
 
-    def __init__(self, prior: float = 20.0, memory: float = 0.99) -> None:
+    def __init__(self, prior: float = 20.0, memory: float = 0.99, start: Tensor | None = None) -> None:
         self.prior, self.memory = prior, memory
-        self.identity = torch.zeros(NUM_FEATURES, dtype=torch.float64)
-        self.identity[0] = 1.0
-        self.weights = self.identity.clone()
+        self.start = torch.tensor([1.0, *[0.0] * (NUM_FEATURES - 1)], dtype=torch.float64) if start is None else start
+        self.weights = self.start.clone()
         self._weight_list: list[float] = self.weights.tolist()
         self.curvature = torch.zeros(NUM_FEATURES, NUM_FEATURES, dtype=torch.float64)
 
@@ -93,8 +94,8 @@ class Calibrator:
         slope = weights * predicted * (1 - predicted)
         self.curvature = self.memory * self.curvature + features.T @ (slope[:, None] * features)
         gradient = features.T @ (weights * (labels.flatten() - predicted))
-        # The pull towards the identity matches the rate at which evidence decays.
-        gradient += (1 - self.memory) * self.prior * (self.identity - self.weights)
+        # The pull towards the initial weights matches the rate at which evidence decays.
+        gradient += (1 - self.memory) * self.prior * (self.start - self.weights)
         ridge = self.prior * torch.eye(NUM_FEATURES, dtype=torch.float64)
         self.weights = self.weights + torch.linalg.solve(self.curvature + ridge, gradient)
         self._weight_list = self.weights.tolist()

@@ -38,7 +38,9 @@ class RecordedRound:
 
 @dataclass
 class Recording:
-    """One decode: length of its prompt, length limit, size of the target's vocabulary, answer, rounds, EOS tokens."""
+    """One decode: length of its prompt, length limit, size of the target's vocabulary, answer, rounds, EOS tokens, and whether
+    the candidates are scored with the noise of the target's draws.
+    """
 
     prompt_tokens: int
     max_new_tokens: int
@@ -46,6 +48,7 @@ class Recording:
     tokens: list[int]
     rounds: list[RecordedRound]
     eos: tuple[int, ...] = ()
+    is_coupled: bool = False
 
 
 class Recorder(DraftSession):
@@ -107,4 +110,5 @@ def record(
         tokens=list(generation.tokens),
         rounds=[RecordedRound(position, candidates) for position, candidates in zip(positions[:-1], rounds, strict=True)],
         eos=tuple(request.stop.eos),
+        is_coupled=request.verifier.sampler.is_coupled,
     )

@@ -31,6 +31,8 @@ class Policy(ABC):
         is_on_host: whether it plans with Python numbers (`NextLevel[Sequence[int]]`), which takes one device synchronization
             per level; otherwise with tensors (`NextLevel[Tensor]`), without synchronization unless a decision, such as the
             number of levels, depends on values.
+        is_coupled: whether the candidates of the current request are scored with the noise of the target's draws: their
+            numbers are then scores, not acceptance probabilities (`sage.sampling`). Set before `reset`.
         costs: cost tables of this machine; measured when the first request starts if `needs_costs`.
     """
 
@@ -39,6 +41,7 @@ class Policy(ABC):
     tree_capacity: int
     needs_costs: ClassVar[bool] = False
     is_on_host: ClassVar[bool] = False
+    is_coupled: bool = False
     costs: Costs | None = None
 
     def __post_init__(self) -> None:

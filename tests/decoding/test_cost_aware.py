@@ -269,6 +269,48 @@ class TestTree:
         assert other.prices == policy.prices
 
 
+class TestCoupledScores:
+    """Candidates scored with the noise of draws have statistics of their own, which start from the greedy ones."""
+
+    def decoded(self, policy: Any, couple: bool, seed: int = 3) -> None:
+        request = toy_request(policy, {}, 10, [])
+        sampling = Sampling(temperature=1.0, seed=seed, couple=couple, max_new_tokens=10)
+        request.verifier = Verifier(TargetSampler(sampling, torch.tensor(PROMPT)))
+        for _ in decode(request):
+            pass
+
+    def test_each_kind_has_its_own_state(self) -> None:
+        policy = make_policy("cost_aware", {"max_depth": 3, "top_k": 3})
+        self.decoded(policy, couple=False)
+        alone = policy.state()
+        assert alone["coupled"] is None and alone["rounds"] > 0
+        self.decoded(policy, couple=True)
+        both = policy.state()
+        assert both["coupled"]["rounds"] > 0 and both["coupled"]["calibrator"] != alone["calibrator"]
+        assert {key: both[key] for key in ("calibrator", "mass", "rounds")} == {
+            key: alone[key] for key in ("calibrator", "mass", "rounds")
+        }
+        other = sage.policy("cost_aware", max_depth=3, top_k=3)
+        other.load_state(both)
+        assert other.state() == both
+        self.decoded(other, couple=False)
+        assert other.learner.rounds > both["rounds"] and other.state()["coupled"] == both["coupled"]
+
+    def test_a_new_kind_starts_from_the_statistics_of_the_other(self) -> None:
+        policy = make_policy("cost_aware", {"max_depth": 3, "top_k": 3})
+        self.decoded(policy, couple=False)
+        before, policy.is_coupled = policy.learner, True
+        policy.reset()
+        ours, masses = policy.learner, before.mass.table(3)
+        assert ours is not before and ours.rounds == 0 and float(ours.calibrator.curvature.abs().max()) == 0
+        assert torch.equal(ours.calibrator.weights, before.calibrator.weights)
+        assert [value for row in ours.mass.table(3) for value in row] == pytest.approx(
+            [value for row in masses for value in row]
+        )
+        assert ours.acceptance([0.6, 0.3], 1, 0.0) == before.acceptance([0.6, 0.3], 1, 0.0)
+        assert policy._planner.acceptance == ours.acceptance
+
+
 class TestLearning:
     """Rounds are learned from in batches; plans depend only on what has been learned."""
 

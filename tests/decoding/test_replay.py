@@ -132,7 +132,7 @@ def test_learning_policy_gets_labels_along_the_answer_and_a_copy_of_the_tables(r
     assert found.summary()["coverage"] > 0.9
     depths = learner.learner.before.error()
     assert depths and all(0 <= error <= 1 for error in depths.values())
-    assert learner.learner.calibrator.weights.tolist() != learner.learner.calibrator.identity.tolist()
+    assert learner.learner.calibrator.weights.tolist() != learner.learner.calibrator.start.tolist()
 
 
 def test_cost_aware_policy_without_costs_is_refused() -> None:

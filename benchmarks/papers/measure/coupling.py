@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -10,7 +9,6 @@ import sage
 from benchmarks.papers.figures import Json
 from benchmarks.papers.lab import Lab
 from benchmarks.papers.measure.comparison import summary
-from sage.bench.measurement import Measurement
 from sage.bench.runners import AUTOREGRESSIVE, PolicyRunner
 
 POLICIES = ("chain", "static", "sage", "cost_aware")
@@ -29,30 +27,22 @@ def _measure(lab: Lab, target: str) -> Json:
 
 
 def _row(lab: Lab, target: str, temperature: float, top_p: float) -> Json:
-    """Compares all policies, with their default options, coupled and not; all runs of one seed are interleaved."""
+    """Compares all policies, with their default options, coupled and not; no two prompts share a seed."""
     study, model, draft = lab.settings.coupling, lab.target(target), lab.draft(lab.settings.coupling.runs[target])
     labels = {name.format(policy): (policy, name == "{}") for policy in POLICIES for name in ("{}", UNCOUPLED)}
     runners = [
         PolicyRunner(model, draft, label, sage.policy(policy), couple=couple) for label, (policy, couple) in labels.items()
     ]
-    prompts, everyone = lab.test_prompts(target, study), [*runners, *lab.baselines(target)]
+    prompts = lab.test_prompts(target, study)
+    seeded = [replace(prompt, seed=seed) for seed, prompt in enumerate(prompts * study.seeds)]
     sampling = {"temperature": temperature, "top_p": top_p}
-    parts = [lab.run_comparison(target, everyone, prompts, study.repeats, **sampling, seed=seed) for seed in study.seeds]
-    found = summary(_joined(parts), model, list(labels))
+    measurement = lab.run_comparison(target, [*runners, *lab.baselines(target)], seeded, study.repeats, **sampling)
+    found = summary(measurement, model, list(labels))
     return {
         "temperature": temperature,
         "top_p": top_p,
         "prompts": len(prompts),
-        "seeds": len(study.seeds),
+        "seeds": study.seeds,
         "policies": found["policies"],
         "baselines": {AUTOREGRESSIVE: found["baselines"][AUTOREGRESSIVE]["tokens_per_s"]},
     }
-
-
-def _joined(parts: Sequence[Measurement]) -> Measurement:
-    """Returns the runs of all seeds as those of one measurement, a prompt per prompt and seed."""
-    return replace(
-        parts[0],
-        prompts=[prompt for part in parts for prompt in part.prompts],
-        runs={name: [runs for part in parts for runs in part.runs[name]] for name in parts[0].runs},
-    )

@@ -28,7 +28,11 @@ def values(figures: Figures) -> dict[str, Any]:
         for row in study["rows"]
         for policy in POLICIES
     ]
-    return {"prompts": first["prompts"], "seeds": first["seeds"], "table": markdown_table(HEAD, lines)}
+    return {
+        "prompts": first["prompts"],
+        "seeds": f"{first['seeds']} seed{'s' if first['seeds'] > 1 else ''}",
+        "table": markdown_table(HEAD, lines),
+    }
 
 
 def _cells(row: Json, policy: str) -> list[str]:

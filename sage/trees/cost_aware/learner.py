@@ -55,6 +55,17 @@ class Learner:
         self.pending: list[PendingRound] = []
         self._tokens = self._seconds = 0.0
 
+    def successor(self) -> Learner:
+        """Returns a learner for candidates of another kind. It starts from what this one knows and learns like a new one."""
+        other = Learner(self.calibrate, self.memory, len(self.mass.sums) - 1)
+        other.calibrator = Calibrator(start=self.calibrator.weights.clone())
+        means = self.mass.table(len(self.mass.sums) - 1)
+        other.mass.sums = [
+            [mean * count for mean, count in zip(*row, strict=False)] for row in zip(means, other.mass.counts, strict=True)
+        ]
+        other._tokens, other._seconds, other.usual_size = self._tokens, self._seconds, self.usual_size
+        return other
+
     def price(self, costs: Costs) -> float:
         """Returns lambda, the tokens per second of recent rounds; before any round, the speed without speculation."""
         undrafted_s = costs.verify(1) + costs.overhead

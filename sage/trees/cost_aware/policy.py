@@ -57,7 +57,8 @@ class CostAware(Policy):
         self.num_candidates = self.top_k
         self.tree_capacity = max(self.max_nodes + 1, self.max_depth * self.max_width)
         self.costs: Costs | None = None
-        self.learner = Learner(self.calibrate, self.memory, self.max_depth)
+        self.learner = Learner(self.calibrate, self.memory, self.max_depth)  # of the kind of the current request
+        self._learners = {False: self.learner}  # by `is_coupled`: a score needs another calibration than a probability
         self._planner = Planner(self, self.learner.acceptance)
         self._prices: Prices | None = None
         self._priced_costs: Costs | None = None  # the tables that `_prices` are based on
@@ -75,17 +76,38 @@ class CostAware(Policy):
 
     def state(self) -> dict[str, Any]:
         """Returns everything learned as plain numbers, for `load_state` in another request or process."""
-        self._learn()
-        return {**self.learner.state(), "costs": self.costs.state() if self.costs else None}
+        self._learn()  # other learners have no pending rounds
+        coupled = self._learners.get(True)
+        return {
+            **self._learners[False].state(),
+            "coupled": coupled.state() if coupled else None,
+            "costs": self.costs.state() if self.costs else None,
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restores `state`."""
-        self.learner.load_state(state)
+        self._learners = {False: self._learners[False]}
+        self._learners[False].load_state(state)
+        if state["coupled"]:
+            self._learners[True] = self._learners[False].successor()
+            self._learners[True].load_state(state["coupled"])
+        self._use_learner()
         self.costs = Costs.from_state(state["costs"]) if state["costs"] else None
         self._prices = None
 
     def reset(self) -> None:
         self._num_skipped = 0
+        self._use_learner()
+
+    def _use_learner(self) -> None:
+        """Switches to the learner of the current kind of candidates; a new one starts from that of the other kind."""
+        if self._learners.get(self.is_coupled) is self.learner:
+            return
+        self._learn()
+        learner = self._learners.get(self.is_coupled)
+        if learner is None:
+            learner = self._learners[self.is_coupled] = self.learner.successor()
+        self.learner, self._planner.acceptance, self._prices = learner, learner.acceptance, None
 
     def should_draft(self) -> bool:
         if self._num_skipped == 0 or not self.stop:
