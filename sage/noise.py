@@ -5,8 +5,9 @@ around equally on every device, and float32. Batch, order and slice of the vocab
 the host, and no data is transferred to the device.
 
 * Hash: h(x) = C. Wellons' two-round 32-bit permutation with the smallest measured bias. The bits of (seed, position, token) are
-  h(h(token) ^ h(h(position) ^ key(seed))). Within a position, distinct tokens have distinct bits; tokens that share bits across
-  two positions are as rare as for random numbers (about V^2 / 2^32).
+  m(h(token) ^ h(h(position) ^ key(seed))), m being h without its first step, which mixes what h(token) already is, and with the
+  sign copied in its last one, which leaves 31 bits. Tokens that share bits, within a position or across two, are as rare as for
+  random numbers.
 * Gumbel: with 31 bits as v in (0, 1), E = -log1p(-v) is an Exp(1) variable and -log E is Gumbel(0, 1). `log1p` resolves small
   E, which decide the draws: E is exact to rounding down to 2^-32. Tokens of probability below 2^-31 are drawn too rarely, by a
   total variation of at most V / 2^31 (7e-5 for V = 152064).
@@ -28,7 +29,7 @@ SHIFTS = (16, 15, 15)
 MULTIPLIERS = (0x21F0AAAD, 0xD35A2D97)
 WORD = 2**32
 UNIT = 2.0**-31 * (1 - 2.0**-23)  # keeps v below 1 after rounding to float32
-CHUNK = 2**18  # elements per pass over the CPU's caches
+CHUNK = 2**17  # elements per pass over the CPU's caches
 MIN_ROWS, MAX_ROWS, BLOCK = 8, 64, 2**16  # of a block of positions, and its number of elements between these limits
 
 
@@ -80,20 +81,31 @@ def _token_bits(num_tokens: int, device: torch.device) -> Tensor:
 
 def _gumbel_of(bits: Tensor) -> Tensor:
     """Modifies `bits`, int32, in place."""
-    bits = _hash(bits).bitwise_and_(0x7FFFFFFF)  # 31 bits, not negative
-    log_survival = bits.float().mul_(-UNIT).sub_(2.0**-32).log1p_()  # log(1 - v)
-    return log_survival.neg_().log_().neg_()
+    minus_v = torch.rsub(_mix(bits).float(), -(2.0**-32), alpha=UNIT)
+    return minus_v.log1p_().neg_().log_().neg_()
 
 
 def _hash(x: Tensor) -> Tensor:
     """Hashes int32 in place. `>>` of int32 copies the sign, hence the masks."""
-    first, second, third = SHIFTS
-    x ^= (x >> first).bitwise_and_((1 << 32 - first) - 1)
+    _shift_in(x, SHIFTS[0])
     x *= _signed(MULTIPLIERS[0])
-    x ^= (x >> second).bitwise_and_((1 << 32 - second) - 1)
+    _shift_in(x, SHIFTS[1])
     x *= _signed(MULTIPLIERS[1])
-    x ^= (x >> third).bitwise_and_((1 << 32 - third) - 1)
+    _shift_in(x, SHIFTS[2])
     return x
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Turns int32 of hashed bits into numbers in [0, 2^31), in place: every pass over the vocabulary counts."""
+    x *= _signed(MULTIPLIERS[0])
+    _shift_in(x, SHIFTS[1])
+    x *= _signed(MULTIPLIERS[1])
+    x ^= x >> SHIFTS[2]  # clears the sign: two numbers for every result
+    return x
+
+
+def _shift_in(x: Tensor, shift: int) -> None:
+    x ^= (x >> shift).bitwise_and_((1 << 32 - shift) - 1)
 
 
 def _hash_number(x: int) -> int:
