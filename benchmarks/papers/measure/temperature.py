@@ -29,7 +29,8 @@ def _row(lab: Lab, target: str, temperature: float, options: Mapping[str, Mappin
     study = lab.settings.temperature
     variants = [lab.variant(target, name, name, options[name]) for name in POLICIES]
     prompts = lab.test_prompts(target, study)
-    sampling = {"temperature": temperature, "seed": 1, "couple": temperature == 0}  # coupled drafts: see coupling
+    # coupled drafts: see coupling
+    sampling: dict[str, Any] = {"temperature": temperature, "seed": 1, "couple": temperature == 0}
     compared = compare(lab, target, variants, prompts, study.repeats, **sampling)
     return {
         "target": target,
