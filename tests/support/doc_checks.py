@@ -84,7 +84,7 @@ def check_settings(words: Sequence[str]) -> None:
             policy, option = key.removeprefix("decode.options.").split(".")
             assert option in defaults(sage.trees.policy_class(policy)), f"{policy}: no option {option}"
         else:
-            _check_value(key, override.value())
+            _check_value(key, override.value(), override.is_add())
 
 
 def _parser() -> OverridesParser:
@@ -107,11 +107,11 @@ def _is_stored(group: str) -> bool:
     return isinstance(level, dict)
 
 
-def _check_value(key: str, value: object) -> None:
+def _check_value(key: str, value: object, is_add: bool) -> None:
     errors = []
     for config in _composed():
         try:
-            return OmegaConf.update(config.copy(), key, value)
+            return OmegaConf.update(config.copy(), key, value, force_add=is_add)
         except OmegaConfBaseException as error:
             errors.append(str(error))
     raise AssertionError(f"{key}: {errors[0]}")
