@@ -39,8 +39,15 @@ def rounds_of(traffic: Traffic, name: str, kind: str = "near", **options: Any) -
     return counts.rounds
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("kind", ["eagle", "near"])
+@pytest.mark.parametrize(
+    ("kind", "temperature"),
+    [
+        ("near", 0.0),
+        ("eagle", 1.0),
+        pytest.param("near", 1.0, marks=pytest.mark.slow),
+        pytest.param("eagle", 0.0, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", sage.POLICIES)
 def test_bounds_per_round(traffic: Traffic, name: str, kind: str, temperature: float) -> None:
     bound = MAX_SYNCHRONIZATIONS["host" if sage.trees.policy_class(name).is_on_host else name]
