@@ -13,6 +13,7 @@ from support.doc_workspace import ENTRY_POINTS, Workspace
 
 POCKET, DEMO = "data_prep/pocket/targets/pocket_qwen2_5_vl", "runs/demo_pocket_qwen2_5_vl"
 PAGES = pages()
+pytestmark = pytest.mark.timeout(900)  # a page is one test
 # What the placeholders of a page stand for when its blocks are executed, and figures that are smaller here.
 SUBSTITUTIONS = {
     "README.md": {
@@ -21,7 +22,6 @@ SUBSTITUTIONS = {
         '"train.max_steps=100"': '"train.max_steps=2", "train.epochs=null", "decode.num_prompts=2", "decode.max_new_tokens=16"',
         "train.max_steps=30": "train.max_steps=3",
     },
-    "docs/adding_a_family.md": {"DIR": POCKET, "train.max_steps=10": "train.max_steps=2"},
     "docs/exporting.md": {"RUN": "runs/pocket_qwen2_5_vl-eagle3-chats", "TARGET": POCKET, "DIR": "exports/again"},
     "docs/launching.md": {"RUN": DEMO, "train.max_steps=20": "train.max_steps=2", "train.max_steps=600": "train.max_steps=6"},
 }
