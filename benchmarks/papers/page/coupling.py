@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from statistics import geometric_mean
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -61,7 +60,7 @@ def _gain(policy: str, studies: dict[str, Json]) -> Expectation:
     }
     evidence = ", ".join(f"{times(gain)} on {title}" for title, gain in gains.items())
     claim = f"Ours: at T 1, `{policy}` has at least {times(LEAST_GAIN)} the tokens per pass when coupled"
-    return Expectation(claim, geometric_mean(gains.values()) >= LEAST_GAIN, evidence)
+    return Expectation(claim, min(gains.values()) >= LEAST_GAIN, evidence)
 
 
 def _plain(rows: list[Json]) -> Json:
