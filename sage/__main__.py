@@ -44,7 +44,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     cli.add_device_option(parser, "auto")
     cli.add_device_map_option(parser)
     cli.add_dtype_option(
-        parser, None, "dtype of target and draft (default: that of the checkpoint; on a CPU fp32 may be faster)"
+        parser, None, "dtype of target and draft (default: that of the checkpoint; on a CPU fp32, which is faster there)"
     )
     add(
         "--check-device",
@@ -115,7 +115,7 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any]:
     import sage
 
     path, folder = cli.find_models(args)
-    target = sage.load_target(path, **cli.load_options(args))
+    target = sage.load_target(path, **cli.load_options(args, cpu_dtype="float32"))
     draft = sage.load_draft(folder, target) if folder is not None else None
     return target, draft
 

@@ -112,16 +112,21 @@ def add_device_map_option(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--device-map", metavar="MAP", help=f"{text}module name -> device; replaces --device")
 
 
-def load_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the arguments of `sage.load_target` from `--dtype`, `--device` and `--device-map`; ValueError for mistakes."""
+def load_options(args: argparse.Namespace, cpu_dtype: str | None = None) -> dict[str, Any]:
+    """Returns the arguments of `sage.load_target` from `--dtype`, `--device` and `--device-map`; ValueError for mistakes.
+
+    Args:
+        cpu_dtype: without `--dtype`, that of a target on the CPU; None: that of the checkpoint, as on a GPU.
+    """
     device_map = args.device_map
     if device_map is not None and device_map.startswith("{"):
         try:
             device_map = json.loads(device_map)
         except ValueError as error:
             raise ValueError(f"--device-map: {device_map!r} is no JSON object ({error})") from error
-    dtype = torch_dtype(args.dtype) if args.dtype else None
-    return {"dtype": dtype, "device": resolve_device(args.device), "device_map": device_map}
+    device = resolve_device(args.device)
+    name = args.dtype or (cpu_dtype if device.type == "cpu" and device_map is None else None)
+    return {"dtype": torch_dtype(name) if name else None, "device": device, "device_map": device_map}
 
 
 def resolve_device(name: str) -> torch.device:

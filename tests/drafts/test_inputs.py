@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -160,24 +159,23 @@ class TestCommand:
             main()
         return end.value.code
 
-    def test_default_dtype_is_that_of_the_checkpoint(
-        self, folders: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    def test_default_dtype_is_fp32_on_a_cpu_and_that_of_the_checkpoint_elsewhere(
+        self, folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        load, loaded = sage.load_target, []
+        load, given = sage.load_target, []
 
         def recorded(*args: Any, **options: Any) -> sage.Target:
-            target = load(*args, **options)
-            loaded.append(target.dtype)
-            return target
+            given.append(options["dtype"])
+            return load(*args, **options | {"device": "cpu"})
 
-        copy = shutil.copytree(folders[0], tmp_path / "target")
-        load(copy).model.to(torch.bfloat16).save_pretrained(copy)
         monkeypatch.setattr(sage, "load_target", recorded)
         assert parse_args([]).device == "auto"
-        words = ["--policy", "autoregressive", "--max-new-tokens", "2", "--device", "cpu"]
-        assert self.command(monkeypatch, "--target", str(copy), *words) == 0
-        assert self.command(monkeypatch, "--target", str(copy), *words, "--dtype", "fp32") == 0
-        assert loaded == [torch.bfloat16, torch.float32]
+        words = ["--target", folders[0], "--policy", "autoregressive", "--max-new-tokens", "2", "--device", "cpu"]
+        assert self.command(monkeypatch, *words) == 0
+        assert self.command(monkeypatch, *words, "--dtype", "bf16") == 0
+        monkeypatch.setattr(cli, "resolve_device", lambda name: torch.device("cuda"))
+        assert self.command(monkeypatch, *words) == 0
+        assert given == [torch.float32, torch.bfloat16, None]
 
     def test_a_policy_that_drafts_needs_a_draft(
         self, folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
