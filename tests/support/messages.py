@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -61,8 +62,12 @@ def start(update: bool) -> None:
 
 
 def finish() -> None:
-    """Called once when pytest ends: merges what was recorded into the snapshot."""
-    if _is_updating:
-        known = json.loads(SNAPSHOT.read_text(encoding="utf-8")) if SNAPSHOT.exists() else {}
-        text = json.dumps(dict(sorted((known | _recorded).items())), indent=1, ensure_ascii=False)
-        SNAPSHOT.write_text(text + "\n", encoding="utf-8")
+    """Called once when pytest, or one of its processes, ends: merges what was recorded into the snapshot."""
+    if not _is_updating:
+        return
+    with SNAPSHOT.open("a+", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        known = json.loads(file.read() or "{}")
+        file.truncate(0)
+        file.write(json.dumps(dict(sorted((known | _recorded).items())), indent=1, ensure_ascii=False) + "\n")
