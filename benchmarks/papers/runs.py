@@ -96,7 +96,7 @@ def _sage_train(words: Sequence[str], log: Path) -> None:
     One thread per rank, as in `experiment=demo`: two small ranks use two cores better than two threads of one rank.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "train.cli.train", *words, "launch.device=cpu"]
+    command = [sys.executable, "-m", "train.cli.train", "launch.device=cpu", *words]
     with log.open("w", encoding="utf-8") as out:
         done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=environment, check=False)
     if done.returncode:
