@@ -23,10 +23,11 @@ demo: $(VENV)/installed
 	rm -rf $(RUN)
 	$(BIN)/sage-train experiment=demo target=$(TARGET) run.dir=$(RUN)
 
+# One process per core, with one thread each.
 test: $(VENV)/installed
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
-# Without the tests marked slow (more than a second each), in one process per core with one thread each.
+# Without the tests marked slow (more than a second each).
 test-fast: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n auto
 
