@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub.constants import HF_HOME
 
 SNAPSHOT = Path(__file__).with_name("messages.json")
 UPDATE = "--update-messages"
@@ -47,12 +48,14 @@ def check_message(text: str, *parts: str) -> None:
 
 
 def _normalized(text: str) -> str:
-    """Without what differs from run to run and between machines: temporary folders, the checkout, process ids, addresses,
-    times, computed numbers.
+    """Without what differs from run to run and between machines: temporary folders, the checkout, the cache of the Hub,
+    process ids, addresses, digests, times, computed numbers.
     """
-    text = re.sub(rf"{re.escape(tempfile.gettempdir())}/\S*?/(?=[\w.*-]+(?:[\s:,;)'\"]|$))", "TMP/", text)
-    text = text.replace(str(Path(__file__).parents[2]), "CHECKOUT")
-    return re.sub(r"0x[0-9a-f]+|\b\d{4,}\b|\b\d+\.\d{3,}\b|\b\d+(?:\.\d+)? ?(?:s|ms|MB|GB|MiB|GiB)\b", "N", text)
+    text = re.sub(rf"{re.escape(tempfile.gettempdir())}/(?:[\w.*-]+/)*", "TMP/", text)
+    text = re.sub(r"TMP/test_\w*\d\b", "TMP", text)  # pytest's folder of one test
+    text = text.replace(str(Path(__file__).parents[2]), "CHECKOUT").replace(HF_HOME, "HF_HOME")
+    text = re.sub(r"\b\d+(?:\.\d+)? ?(?:s|ms|MB|GB|MiB|GiB)\b", "N", text)
+    return re.sub(r"0x[0-9a-f]+|\b[0-9a-f]{12,}\b|\b\d{4,}\b|\b\d+\.\d{3,}\b", "N", text)
 
 
 def start(update: bool) -> None:
