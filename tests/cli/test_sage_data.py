@@ -253,12 +253,12 @@ def test_interrupted_regeneration_exits_with_3_once_answers_are_saved(
         with monkeypatch.context() as patch:
             patch.setattr(cli, "regenerate", interrupted)
             assert command(patch, *words) == 1
-            check_message(capsys.readouterr().err, "stopped", str(out))
+            check_message(capsys.readouterr().err.splitlines()[-1], "stopped", str(out))
             part = out.with_name("own.jsonl.part-0-of-1.jsonl")
             part.write_text("{")
             assert command(patch, *words) == 3
             part.unlink()
-        check_message(capsys.readouterr().err, "stopped", str(out))
+        check_message(capsys.readouterr().err.splitlines()[-1], "stopped", str(out))
         assert signal.getsignal(signal.SIGTERM) is before
     assert command(monkeypatch, *words) == 0
 

@@ -55,7 +55,7 @@ def _normalized(text: str) -> str:
     text = re.sub(r"TMP/test_\w*\d\b", "TMP", text)  # pytest's folder of one test
     text = text.replace(str(Path(__file__).parents[2]), "CHECKOUT").replace(HF_HOME, "HF_HOME")
     text = re.sub(r"\b\d+(?:\.\d+)? ?(?:s|ms|MB|GB|MiB|GiB)\b", "N", text)
-    return re.sub(r"0x[0-9a-f]+|\b[0-9a-f]{12,}\b|\b\d{4,}\b|\b\d+\.\d{3,}\b", "N", text)
+    return re.sub(r"0x[0-9a-f]+|\b\d\d:\d\d:\d\d\b|\b[0-9a-f]{12,}\b|\b\d{4,}\b|\b\d+\.\d{3,}\b", "N", text)
 
 
 def start(update: bool) -> None:
