@@ -13,7 +13,7 @@ import datasets
 import pytest
 import torch
 from PIL import Image
-from support.data_helpers import make_image, make_processor, save_images
+from support.data_helpers import make_image, make_noise, make_processor, save_images
 from support.messages import refused
 
 from data_prep.batching.loader import StepLoader
@@ -69,7 +69,7 @@ UNUSUAL = ("cmyk.jpg", "deep.png", "animated.gif", "alpha.png", "palette.png", "
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("images")
     save_images(folder, "good.png")
-    Image.effect_noise((64, 64), 90).convert("RGB").save(folder / "cut.jpg")
+    make_noise().save(folder / "cut.jpg")
     (folder / "cut.jpg").write_bytes((folder / "cut.jpg").read_bytes()[:900])
     (folder / "text.png").write_text("not an image")
     make_image().save(folder / "clip.gif", save_all=True, append_images=[make_image(16, "blue")])
@@ -180,7 +180,7 @@ def test_images_of_unusual_formats_become_examples(family: str, images: Path, tm
 
 def jpeg(share: float) -> bytes:
     stream = io.BytesIO()
-    Image.effect_noise((64, 64), 90).convert("RGB").save(stream, "JPEG")
+    make_noise().save(stream, "JPEG")
     return stream.getvalue()[: int(len(stream.getvalue()) * share)]
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.data_helpers import make_image, make_processor, save_images
+from support.data_helpers import make_image, make_noise, make_processor, save_images
 from support.messages import refused
 
 from data_prep.build import build_dataset
@@ -156,7 +156,7 @@ def test_worker_processes_give_the_same(tmp_path: Path, monkeypatch: pytest.Monk
 def bad_folder(folder: Path) -> Path:
     """Writes fourteen rows: two valid, one too long, three with invalid pixels, eight with an invalid text."""
     save_images(folder, "good.png", "cut.jpg", "gone.png")
-    noise = Image.effect_noise((64, 64), 90).convert("RGB")
+    noise = make_noise()
     noise.save(folder / "cut.jpg")
     (folder / "cut.jpg").write_bytes((folder / "cut.jpg").read_bytes()[:900])
     (folder / "gone.png").unlink()
@@ -249,7 +249,7 @@ def test_too_long_items_are_listed_even_if_invalid_ones_are_errors(tmp_path: Pat
 def test_encoded_pixels_are_exact_or_not_used(family: str) -> None:
     processor = make_processor(family)
     table = PixelTable.measure(processor)
-    noise = Image.effect_noise((40, 24), 90).convert("RGB")
+    noise = make_noise(40, 24)
     pixels = processor.encode([("a", True)], [])  # no image, no pixels
     assert "pixel_values" not in pixels
     found, _ = processor.family.encode_images(processor.image_processor, [noise])

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image, UnidentifiedImageError
-from support.data_helpers import make_image, save_images
+from support.data_helpers import make_image, make_noise, save_images
 from support.messages import check_message, refused
 
 from sage.inputs import media, video
@@ -142,7 +142,7 @@ def test_image_just_below_the_limit_is_opened() -> None:
 
 
 def test_unreadable_images_are_named(tmp_path: Path) -> None:
-    complete = as_bytes(Image.effect_noise((64, 64), 90).convert("RGB"), "JPEG")
+    complete = as_bytes(make_noise(), "JPEG")
     (tmp_path / "cut.jpg").write_bytes(complete[: len(complete) // 2])
     (tmp_path / "text.png").write_text("not an image")
     (tmp_path / "empty.png").write_bytes(b"")

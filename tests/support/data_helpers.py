@@ -6,6 +6,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -97,6 +98,12 @@ def make_processor(family: str) -> Processor:
 def make_image(size: int = 16, colour: str = "red") -> Image.Image:
     """Returns a square of one colour."""
     return Image.new("RGB", (size, size), colour)
+
+
+def make_noise(width: int = 64, height: int = 64, deviation: float = 90.0) -> Image.Image:
+    """Returns a gray image of seeded noise; `Image.effect_noise` depends on what was drawn before in the process."""
+    noise = np.random.default_rng(0).normal(128, deviation, (height, width))
+    return Image.fromarray(noise.clip(0, 255).astype(np.uint8)).convert("RGB")
 
 
 def user(*content: Any) -> dict[str, Any]:

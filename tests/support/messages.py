@@ -12,6 +12,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,13 @@ def check_message(text: str, *parts: str) -> None:
     if _is_updating:
         _recorded[name] = wording
     elif SNAPSHOT.exists():
-        known = json.loads(SNAPSHOT.read_text(encoding="utf-8")).get(name)
-        assert wording == known, f"the wording has changed; review it and run pytest {UPDATE}"
+        assert wording == _snapshot().get(name), f"the wording has changed; review it and run pytest {UPDATE}"
+
+
+@cache
+def _snapshot() -> dict[str, str]:
+    snapshot: dict[str, str] = json.loads(SNAPSHOT.read_text(encoding="utf-8"))
+    return snapshot
 
 
 def _normalized(text: str) -> str:

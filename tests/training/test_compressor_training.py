@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file
 from support.compressor_helpers import COMPRESSORS
+from support.data_helpers import make_noise
 from support.messages import check_message, refused
 from support.train_helpers import command, sage_train, single_process, train_quickly
 
@@ -112,7 +112,7 @@ def test_the_saved_draft_decodes_and_resuming_is_exact(folder: Path, tmp_path: P
 @pytest.mark.slow
 def test_two_ranks_under_zero_3_of_which_one_has_no_image(folder: Path, tmp_path: Path) -> None:
     """Both gather and reduce the compressor's weights in every step, so neither waits for the other."""
-    Image.effect_noise((64, 64), 50).save(tmp_path / "noise.png")
+    make_noise(deviation=50).save(tmp_path / "noise.png")
     image = {"type": "image", "image": "noise.png"}
     rows = [
         {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "grey, as far as one can see"}]}

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file
+from support.data_helpers import make_noise
 from support.messages import check_message, refused
 from support.train_helpers import ROOT, command, environment
 
@@ -100,7 +100,7 @@ def test_the_error_of_the_failed_rank_is_reported(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_rank_of_an_external_launcher_prints_its_own_error(target: Path, tmp_path: Path) -> None:
     """Two processes with srun's variables. An image file is truncated; only the rank that opens it prints an error."""
-    Image.effect_noise((64, 64), 50).save(tmp_path / "complete.png")
+    make_noise(deviation=50).save(tmp_path / "complete.png")
     content = (tmp_path / "complete.png").read_bytes()
     (tmp_path / "broken.png").write_bytes(content[: len(content) // 2])
     rows = [
