@@ -1,7 +1,7 @@
 """Plans quoted in docs/, computed by the planner: `make docs` renews the marked blocks.
 
-A block begins with `<!-- plan: OVERRIDES -->`, `<!-- serving: OVERRIDES -->` or `<!-- verdict: OVERRIDES -->`: all of what
-`sage-train OVERRIDES launch.plan=true` prints, its line about serving engines, or its last line.
+A block begins with `<!-- plan: OVERRIDES -->`, `<!-- serving: OVERRIDES -->` or `<!-- verdict: OVERRIDES -->`: what
+`sage-train OVERRIDES launch.plan=true` prints without the data, its line about serving engines, or its last line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BLOCK = re.compile(r"(<!-- (plan|serving|verdict): ([^\n]*) -->\n)```text\n.*?\n
 
 @cache
 def plan_text(overrides: str) -> str:
-    """Returns what `sage-train OVERRIDES launch.plan=true` prints."""
+    """Returns what `sage-train OVERRIDES launch.plan=true` prints, without its section on the data of this machine."""
     config = train.compose(*overrides.split(), "launch.plan=true")
     check(config)
     return render(plan(config))
