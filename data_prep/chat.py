@@ -30,7 +30,7 @@ PRIVATE_USE = range(0xF0000, 0xF0100)  # characters of a Unicode private use are
 
 
 class Fit(StrEnum):
-    """What becomes of an example under `data.max_length`."""
+    """Outcome of an example under `data.max_length`."""
 
     kept = "kept"
     shortened = "shortened"
@@ -51,7 +51,7 @@ class Lengths(NamedTuple):
     prompt: int
 
     def fit(self, max_length: int | None, on_long: OnLong) -> Fit:
-        """Returns what becomes of the example."""
+        """Returns the outcome of the example."""
         if max_length is None or self.total <= max_length:
             return Fit.kept
         has_turn = on_long is not OnLong.drop and self.first_turn <= max_length

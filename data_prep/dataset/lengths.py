@@ -1,4 +1,4 @@
-"""Examples that are longer than `data.max_length`: what becomes of them, and the value that keeps them.
+"""Examples that are longer than `data.max_length`: their outcome, and the value that keeps them.
 
 Does not own: the measured lengths (data_prep.dataset.dataset), invalid items (data_prep.dataset.skip_log).
 """
@@ -21,7 +21,7 @@ class LongExamples:
 
     Attributes:
         total: examples of the data set; None for a stream.
-        counts: measured examples by what becomes of them.
+        counts: measured examples by outcome.
         longest: tokens of the longest measured example before it is shortened.
         shortest: tokens of the shortest first turn.
     """
@@ -48,7 +48,7 @@ class LongExamples:
         return self.num_measured - self.counts[Fit.kept]
 
     def line(self) -> str:
-        """Returns one line: how many examples are too long, what becomes of them, and the value that keeps them."""
+        """Returns one line: the number of examples that are too long, their outcome, and the value that keeps them."""
         if not self.num_long:
             limit = "no data.max_length" if self.max_length is None else f"data.max_length={self.max_length}"
             return f"the longest of {self._extent()} has {self.longest} tokens ({limit})"

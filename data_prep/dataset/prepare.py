@@ -41,7 +41,7 @@ Encoded = tuple[Item | BadItem, Lengths | None]
 STORE = "store"
 LENGTHS = "lengths.npy"  # of every example before it is shortened
 INVALID = "bad.npy"  # the invalid items, which are checked again: a missing image may have been restored
-NUM_PROBED = 1000  # rows, to tell one invalid item from a source that is invalid as a whole
+NUM_PROBED = 1000  # rows, to distinguish one invalid item from a source without valid ones
 CHUNK_SIZE = 64  # examples per task of a worker
 MIN_PARALLEL = 20_000  # items; below, starting workers (seconds each, to import torch) costs more than it saves
 

@@ -2,7 +2,7 @@
 
 A draft's probability is not the probability that the target accepts the token. A greedy target accepts only its argmax: a
 candidate at 0.55 is almost certain if the runner-up has 0.2, and close to even if it has 0.45. Draft heads are also
-over-confident deep in the tree. A coupled draft's score, softmax(log q + g), is no probability at all: its margin tells how far
+over-confident deep in the tree. A coupled draft's score, softmax(log q + g), is not a probability: its margin measures how far
 the draft may err before another token wins. Each verified node labels all of its candidates (greedy and coupled: 1 for the
 target's token; else their target probability), so every round yields tens of labels. A logistic model with six weights,
 initialized to the identity, is fitted to them with slow forgetting.

@@ -1,4 +1,4 @@
-"""Rows that are too long: told apart from invalid rows and reported, with the value that keeps them, before training."""
+"""Rows that are too long: distinguished from invalid rows and reported, with the value that keeps them, before training."""
 
 from __future__ import annotations
 
