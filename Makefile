@@ -25,9 +25,9 @@ demo: $(VENV)/installed
 	rm -rf $(RUN)
 	$(BIN)/sage-train experiment=demo target=$(TARGET) run.dir=$(RUN)
 
-# One process per core, with one thread each.
+# One process per core, with one thread each. Tests that share a costly fixture run in one process.
 test: $(VENV)/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup
 
 # Without the tests marked slow (more than a second each).
 test-fast: $(VENV)/installed

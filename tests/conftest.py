@@ -1,20 +1,24 @@
-"""Shared fixtures: tiny random targets of both families, and a guard against the network."""
+"""Shared fixtures: tiny random targets of both families, and a guard against the network.
+
+Imports torch only inside the fixtures: the process that distributes the tests among others has no use for it.
+"""
 
 from __future__ import annotations
 
+import gc
 import logging
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from support import accelerator, messages
-from support.models import make_llava, make_qwen
-from support.train_helpers import make_target
+from support import messages
 
-import sage
+if TYPE_CHECKING:
+    from support.accelerator import Traffic
+
+    import sage
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -23,6 +27,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     messages.start(config.getoption(messages.UPDATE))
+    gc.disable()  # until everything is imported, which frees nothing
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # no collection visits the imported modules again
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:
@@ -59,6 +69,8 @@ def fresh_logging() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders of untrained pocket targets, by family; shared by all tests, not to be changed."""
+    from support.train_helpers import make_target
+
     where = tmp_path_factory.mktemp("pocket_targets")
     return {family: make_target(where, family) for family in ("qwen2_5_vl", "llava_onevision")}
 
@@ -72,12 +84,17 @@ def target(targets: dict[str, Path]) -> Path:
 @pytest.fixture(params=["qwen2_5_vl", "llava_onevision"])
 def tiny_target(request: pytest.FixtureRequest) -> sage.Target:
     """Both families in turn."""
+    from support.models import make_llava, make_qwen
+
     return make_qwen() if request.param == "qwen2_5_vl" else make_llava()
 
 
 @pytest.fixture
-def traffic() -> Iterator[accelerator.Traffic]:
+def traffic() -> Iterator[Traffic]:
     """A pretend accelerator for the duration of a test: its counts."""
+    import torch
+    from support import accelerator
+
     if not accelerator.IS_SUPPORTED:
         pytest.skip(f"torch {torch.__version__} cannot register a device type written in Python")
     with accelerator.pretend_accelerator() as traffic:
@@ -86,9 +103,13 @@ def traffic() -> Iterator[accelerator.Traffic]:
 
 @pytest.fixture
 def tiny_qwen() -> sage.Target:
+    from support.models import make_qwen
+
     return make_qwen()
 
 
 @pytest.fixture
 def tiny_llava() -> sage.Target:
+    from support.models import make_llava
+
     return make_llava()

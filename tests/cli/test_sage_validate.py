@@ -243,6 +243,7 @@ def test_the_commands_help_names_its_keys():
     assert done.returncode == 0 and "sage-validate checkpoint=runs/demo" in done.stdout and "num_prompts" in done.stdout
 
 
+@pytest.mark.slow
 def test_reports_can_be_drawn_again(run, tmp_path, monkeypatch, capsys):
     report = run / "checks" / "draft_step_00000012" / "report.json"
     if not report.is_file():

@@ -42,12 +42,14 @@ def test_the_default_precision_is_bf16(tmp_path: Path, content: str | None) -> N
     assert target_name("Qwen/Qwen2.5-VL-7B-Instruct") == "Qwen2.5-VL-7B-Instruct"
 
 
+@pytest.mark.slow
 def test_the_path_replaces_the_target_of_an_experiment(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, dtype="float32")
     config: Config = compose("config", ["experiment=eagle3", f"target.path={folder}"], Config)
     assert (config.target.name, config.target.dtype, config.run.name) == ("Own-7B", "fp32", "eagle3-Own-7B")
 
 
+@pytest.mark.slow
 def test_overrides_come_first(tmp_path: Path) -> None:
     path = f"target.path={folder_of(tmp_path, dtype='float32')}"
     given: Config = compose("config", [path, "target.name=mine", "target.dtype=bf16"], Config)

@@ -124,6 +124,7 @@ def _work(out: Path) -> None:
     run(out, slow)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_killed_process_and_resumed(complete: dict[str, bytes], tmp_path: Path) -> None:
     out = tmp_path / "killed" / "out.jsonl"

@@ -75,6 +75,7 @@ def test_the_table_marks_the_baseline_and_is_aligned(folders, tmp_path):
     assert interval(None) == interval([1.0, 1.0]) == "-" and interval([1.234, 5.0]) == "1.23-5.00"
 
 
+@pytest.mark.slow
 def test_several_configurations_of_one_policy_side_by_side(folders, tmp_path, capsys):
     out = tmp_path / "b.json"
     words = ["--policies", "chain", "--policy", "sage:max_width=2,min_width=1,history=false", "--policy", "one=chain:depth=1"]
@@ -120,6 +121,7 @@ def test_one_family_of_a_file_with_relative_images(tmp_path, target):
         load_prompts(target, str(file), [], None, None, family="chart")
 
 
+@pytest.mark.slow
 def test_replay_and_calibration_of_a_learning_policy(folders, tmp_path):
     """Every policy is replayed on the recorded rounds; the report includes the calibration error."""
     out = tmp_path / "b.json"

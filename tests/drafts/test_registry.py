@@ -24,6 +24,7 @@ from checkpoints.inspect import inspect_folder
 from sage.drafts.eagle import EagleConfig, EagleDraft
 from sage.drafts.options import EagleOptions
 from sage.drafts.registry import KINDS, DraftKind, StudentKind
+from train.config import store
 from train.config.checks import check
 from train.config.errors import unknown_key
 from train.config.hydra_app import compose
@@ -69,6 +70,7 @@ ARGUMENTS = ["launch.plan=true", "draft=scaled", "objective=eagle", "draft.scale
 def row(monkeypatch: pytest.MonkeyPatch) -> Iterator[DraftKind]:
     """The registry with one more row."""
     monkeypatch.setitem(KINDS, ROW.name, ROW)
+    monkeypatch.setattr(store, "_registered", None)
     yield ROW
     ConfigStore.instance().repo["draft"].pop("scaled.yaml", None)
 

@@ -21,26 +21,29 @@ ENTRY_POINTS = {
     "sage-generate": "sage.__main__",
     "sage-export": "checkpoints.export.__main__",
 }
-# Appended to `sage-train` for every key that its line leaves open: the same steps on less data.
-SHORTER = {
+# Appended to a command for every key that its line leaves open: the same steps on less data.
+SHORTER_DECODING = {
+    "decode.num_prompts": "2",
+    "decode.max_new_tokens": "24",
+    "decode.repeats": "1",
+    "decode.baselines": "[]",
+}
+SHORTER_TRAINING = {
     "train.max_steps": "4",
     "train.epochs": "null",
     "train.global_batch_size": "8",
     "train.micro_batch_size": "4",
     "data.num_examples": "48",
-    "decode.num_prompts": "2",
-    "decode.max_new_tokens": "24",
-    "decode.repeats": "1",
     "decode.policies": "[autoregressive,sage]",
-    "decode.baselines": "[]",
 }
+SHORTER = {"sage-train": SHORTER_TRAINING | SHORTER_DECODING, "sage-validate": SHORTER_DECODING}
 SCRIPT = """\
 #!{python}
 import sys
 from {module} import main
 if __name__ == "__main__":
     given = {{word.partition("=")[0] for word in sys.argv}}
-    if not given & {{"--help", "--resume", "launch.plan"}}:
+    if not given & {{"--help", "--resume", "--compare", "launch.plan"}}:
         sys.argv += [f"{{key}}={{value}}" for key, value in {settings}.items() if key not in given]
     sys.exit(main())
 """
@@ -65,7 +68,7 @@ class Workspace:
             shutil.copy2(ROOT / name, folder / name)
         (folder / "train" / "_conf").symlink_to(folder / "conf")  # as in an installed package
         scripts = {
-            name: SCRIPT.format(python=sys.executable, module=module, settings=SHORTER if name == "sage-train" else {})
+            name: SCRIPT.format(python=sys.executable, module=module, settings=SHORTER.get(name, {}))
             for name, module in ENTRY_POINTS.items()
         }
         self._tools = make_tools(folder / ".venv" / "bin", scripts)

@@ -287,10 +287,12 @@ def test_a_validation_is_compared_with_the_estimate_before_it() -> None:
     assert [(row["estimate"], row["ratio"]) for row in rows] == [(None, None), (10.0, 0.6), (20.0, 0.3)]
 
 
+@pytest.mark.slow
 def test_a_run_without_validation_has_curves_too(runs: list[Path]) -> None:
     assert "Estimated and measured" not in write_run_report(runs[2]).read_text()
 
 
+@pytest.mark.slow
 def test_curves_can_be_drawn_again(
     runs: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -299,6 +301,7 @@ def test_curves_can_be_drawn_again(
     assert capsys.readouterr().out == f"written: {runs[1] / 'report.md'}\n"
 
 
+@pytest.mark.slow
 def test_curves_are_written_where_out_says(
     runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -149,6 +149,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("overrides", "parts"), WRONG.items(), ids=WRONG.keys())
 def test_invalid_options_are_refused_with_exit_code_2(
     overrides: str, parts: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -162,6 +163,7 @@ def test_invalid_options_are_refused_with_exit_code_2(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_saved_draft_with_another_compressor_is_refused(folder: Path, tmp_path: Path) -> None:
     target = sage.load_target(folder / "target_qwen2_5_vl", dtype=torch.float32)
     sage.new_draft(target, "eagle", compressor={"kind": "pool", "ratio": 4}).save_pretrained(tmp_path / "pool")

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from support.data_helpers import make_noise
 from support.messages import check_message, refused
 from support.train_helpers import ROOT, command, environment
@@ -44,22 +43,6 @@ def launch(config: Config) -> int:
 TINY_REPORT = ["decode.policies=[autoregressive]", "decode.max_new_tokens=2"]
 
 
-@pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory, target: Path) -> Path:
-    """The run that the others are compared with."""
-    run = tmp_path_factory.mktemp("one") / "run"
-    done = subprocess.run(
-        [sys.executable, "-m", "train.cli.train", *command(target, run, *TINY_REPORT, "deepspeed=zero0")],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "report: " in done.stdout and "Warning" not in done.stderr, done.stderr
-    return run
-
-
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_ID"):
@@ -71,16 +54,6 @@ def two_ranks(target: Path, run: Path, *overrides: str) -> Config:
     arguments = command(target, run, *TINY_REPORT, "launch.ranks=2", "train.micro_batch_size=1", "launch.device=cpu")
     config: Config = compose("config", [*arguments, *overrides], Config)
     return config
-
-
-@pytest.mark.slow
-def test_two_started_ranks_give_the_weights_of_one(target: Path, one_rank: Path, tmp_path: Path) -> None:
-    """Same global batch, 1 rank x 2 x 2 against 2 ranks x 1 x 2; every stage and tolerances are in test_train_ranks."""
-    run = tmp_path / "run"
-    assert launch(two_ranks(target, run, "deepspeed=zero2")) == 0
-    one, two = (load_file(folder / "draft" / "model.safetensors") for folder in (one_rank, run))
-    assert all((one[name] - two[name]).abs().max() <= 5e-6 for name in one)
-    assert [line["tokens"] for line in metrics(one_rank)] == [line["tokens"] for line in metrics(run)]
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

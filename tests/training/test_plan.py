@@ -260,6 +260,7 @@ def test_memory_grows_with_every_size() -> None:
     assert find_change(base) is not None  # the mildest change, although `base` fits as it is
 
 
+@pytest.mark.slow
 def test_the_number_of_steps_is_known_if_the_configuration_determines_it() -> None:
     assert plan(configure("train.max_steps=7", "train.epochs=null")).num_steps == 7
     assert plan(configure("data.num_examples=1000", "train.epochs=2", "train.global_batch_size=128")).num_steps == 16

@@ -66,6 +66,7 @@ def test_the_complete_command_line_of_the_start_is_accepted_too(tmp_path: Path) 
     assert changes(resumed(run, *words)) == []
 
 
+@pytest.mark.slow
 def test_only_resuming_compares_with_the_run(tmp_path: Path) -> None:
     run = started(tmp_path)
     planned = compose("config", [f"target.path={tmp_path}", f"run.dir={run}", "launch.plan=true", "optim.lr=1e-3"], Config)

@@ -249,6 +249,7 @@ def test_total_steps(tmp_path: Path, overrides: list[str], per_epoch: float | No
     assert total_steps(config_in(tmp_path, *overrides), per_epoch) == steps
 
 
+@pytest.mark.slow
 def test_repeated_data_are_reported(tmp_path: Path) -> None:
     config = config_in(tmp_path, "train.max_steps=null", "train.global_batch_size=16")
     assert f"23 example(s) are repeated to {MIN_STEPS} steps (34.8 epochs)" in repetition_line(config, 23 / 16)
@@ -258,6 +259,7 @@ def test_repeated_data_are_reported(tmp_path: Path) -> None:
         assert not repetition_line(config_in(tmp_path, given), 23 / 16)
 
 
+@pytest.mark.slow
 def test_a_stream_needs_max_steps(tmp_path: Path) -> None:
     with refused("train.max_steps", error=ConfigError):
         total_steps(config_in(tmp_path), None)

@@ -220,6 +220,7 @@ class TestMistakes:
             train(folder, tmp_path / "run", *overrides)
         assert not (tmp_path / "run").exists()
 
+    @pytest.mark.slow
     def test_a_saved_draft_with_other_options_is_refused(self, folder: Path, tmp_path: Path) -> None:
         target = sage.load_target(folder / "target_qwen2_5_vl", dtype=torch.float32)
         sage.new_draft(target, "eagle", image_inputs="token").save_pretrained(tmp_path / "eagle")

@@ -156,17 +156,12 @@ def test_every_stage_resumes_bit_for_bit_and_from_every_other(
     from train.engine.engine import Engine
 
     ends: dict[tuple[int, int | None], dict[str, torch.Tensor]] = {}
+    options = [f"target.dtype={precision}", "train.global_batch_size=1", "train.micro_batch_size=1", f"optim.grad_clip={clip}"]
+    configs = [configure(target, tmp_path / "run", f"deepspeed=zero{stage}", *options) for stage in range(4)]
 
     def steps_of(stage: int, count: int, first: int, load: Path | None, save: Path | None) -> dict[str, torch.Tensor]:
-        options = [
-            f"target.dtype={precision}",
-            "train.global_batch_size=1",
-            "train.micro_batch_size=1",
-            f"optim.grad_clip={clip}",
-        ]
-        config = configure(target, tmp_path / "run", f"deepspeed=zero{stage}", *options)
         with process_group("cpu", 60) as ranks:
-            engine = Engine(Toy(), config, ranks, 1)  # type: ignore[arg-type]
+            engine = Engine(Toy(), configs[stage], ranks, 1)  # type: ignore[arg-type]
             if load is not None:
                 with torch.no_grad():
                     engine.draft.map.zero_()

@@ -53,6 +53,7 @@ def models():
     return target, sage.new_draft(target, "eagle", seed=0)
 
 
+@pytest.mark.slow
 def test_the_report_has_the_documented_schema_and_lies_beside_page_and_plots(models, tmp_path):
     target, draft = models
     report = measure_draft(decode(), target, draft, 100, tmp_path, [make_inputs(target, seed) for seed in range(3)])
@@ -80,6 +81,7 @@ def test_later_turns_follow_the_targets_own_answers(tmp_path):
     assert report["prompts"] == report["policies"]["sage"]["match"] == 4  # a's three turns and b's first
 
 
+@pytest.mark.slow
 def test_weights_mode_and_random_state_are_restored(models, tmp_path):
     target, draft = models
     draft.train()
@@ -103,6 +105,7 @@ def test_weights_are_restored_after_a_failure(models, tmp_path, monkeypatch):
     assert not (tmp_path / "validation").exists()
 
 
+@pytest.mark.slow
 def test_options_reach_the_policy_and_the_report(models, tmp_path):
     target, draft = models
     config = decode(policies=["chain"], options={"chain": {"depth": 1}, "sage": {}}, baselines=[])

@@ -8,12 +8,13 @@ from pathlib import Path
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from sage.drafts.registry import KINDS
+from sage.drafts.registry import KINDS, DraftKind
 from sage.trees.names import POLICIES
 from train.config.draft import CompressorConfig, ConcatConfig, RatioConfig, ResamplerConfig, SelectConfig, draft_schema
 from train.config.schema import Config, TrackingConfig, ValidateConfig, WandbConfig
 
 POLICY_GROUP = "decode/policy"
+_registered: tuple[dict[str, DraftKind], tuple[str, ...]] | None = None  # kinds and policies
 _SUBSCHEMAS: dict[tuple[str, str], type] = {
     ("draft/compressor", "none"): CompressorConfig,
     ("draft/compressor", "prune"): RatioConfig,
@@ -43,7 +44,14 @@ def group_choices(group: str) -> list[str]:
 
 
 def register() -> None:
-    """Registers the schemas for `defaults` lists: the roots, kinds of draft, one per choice under `schema/`, policies."""
+    """Registers the schemas for `defaults` lists: the roots, kinds of draft, one per choice under `schema/`, policies.
+
+    Does nothing unless kinds or policies were added since the last call.
+    """
+    global _registered
+    if _registered == (KINDS, POLICIES):
+        return
+    _registered = (dict(KINDS), POLICIES)
     store = ConfigStore.instance()
     store.store(name="train_schema", node=Config)
     store.store(name="validate_schema", node=ValidateConfig)
