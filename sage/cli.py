@@ -108,7 +108,7 @@ def add_couple_option(parser: argparse._ActionsContainer) -> None:
 
 def add_device_map_option(parser: argparse._ActionsContainer) -> None:
     """Adds `--device-map`; `load_options` reads it."""
-    text = "spread a target that is too large for one GPU over all of them: auto, balanced or sequential, or a JSON object, "
+    text = "split a target that is too large for one GPU across all of them: auto, balanced or sequential, or a JSON object, "
     parser.add_argument("--device-map", metavar="MAP", help=f"{text}module name -> device; replaces --device")
 
 

@@ -1,6 +1,6 @@
 """What `sage-generate --check-device` reports: the kernels, the bandwidth and the synchronizations of an installation.
 
-Nothing here judges; docs/gpu.md says what to expect.
+It only measures; the expected figures are in docs/gpu.md.
 
 Shapes: N nodes of a tree pass, S context tokens.
 """

@@ -49,7 +49,7 @@ class Output:
 
 @dataclass
 class Piece:
-    """Newly accepted text; `is_drafted` tells whether the draft had proposed it."""
+    """Newly accepted text; `is_drafted`: whether the draft had proposed it."""
 
     text: str
     is_drafted: bool

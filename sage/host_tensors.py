@@ -1,8 +1,8 @@
-"""Numbers of the host as tensors, and copies between host and device that wait as rarely as possible.
+"""Numbers of the host as tensors, and copies between host and device with as few synchronizations as possible.
 
 Tensors are built from `array` buffers: `torch.tensor` inspects every element and takes three times as long. A copy to a device
-goes through pinned memory and does not wait; the allocator of pinned memory reuses a block only after its copy. A copy to the
-host waits for all work queued on the device, so what is needed together is read together.
+goes through pinned memory and does not block; the allocator of pinned memory reuses a block only after its copy. A copy to the
+host is a device synchronization, so values needed together are read together.
 """
 
 from __future__ import annotations

@@ -250,7 +250,7 @@ def _processors(value: Any) -> tuple[Any, ...]:
 
 
 def _strings(key: str, value: Sequence[str] | str | None, effect: str) -> tuple[str, ...]:
-    """Normalizes an option of several strings; `effect` says what an empty string, which is refused, would do."""
+    """Normalizes an option of several strings; `effect` describes what an empty string, which is refused, would do."""
     found = (value,) if isinstance(value, str) else () if value is None else value
     if not isinstance(found, Collection) or not all(isinstance(text, str) for text in found):
         raise ValueError(f"{key}: {value!r} is not allowed; give a string or a list of strings")

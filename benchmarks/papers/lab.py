@@ -112,7 +112,7 @@ class Lab:
     def run_comparison(
         self, target: str, runners: Sequence[Runner], prompts: Sequence[BenchPrompt], repeats: int, **sampling: Any
     ) -> Measurement:
-        """Runs every runner on every prompt, interleaved; greedy unless `sampling` says otherwise.
+        """Runs every runner on every prompt, interleaved; greedy unless `sampling` is given.
 
         Policies that learn online decode the tuning prompts first.
         """

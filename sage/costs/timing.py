@@ -67,7 +67,7 @@ class Clock:
     """Adds up time per phase; `lap(phase)` assigns the time since the last lap to `phase`.
 
     On CUDA each lap records an event, which does not wait. All events so far are resolved together, with one synchronization,
-    when times are first asked for, and are reused.
+    when times are first requested, and are reused.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -93,7 +93,7 @@ def open_video(source: Any, num_frames: int | None = None, segment: Segment = No
     Args:
         source: a list of frames, a folder of frames, or a video file.
         num_frames: None = all frames of a list, `DEFAULT_FRAMES` of a folder or file.
-        segment: (start, end) in seconds; None = the whole video.
+        segment: (start, end) in seconds; None = the complete video.
         frames_per_s: rate of a list or folder of frames before sampling; a video file has its own.
 
     Raises:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.doc_blocks import COMMANDS, ROOT, Block, blocks, command_lines, pages, spans, tracked_files
 from support.doc_checks import check_call, check_settings, make_placeholders
-from support.doc_workspace import ENTRY_POINTS, Workspace
+from support.doc_workspace import ENTRY_POINTS, SHORTER, Workspace
 
 POCKET, DEMO = "data_prep/pocket/targets/pocket_qwen2_5_vl", "runs/demo_pocket_qwen2_5_vl"
 PAGES = pages()
@@ -20,7 +20,7 @@ SUBSTITUTIONS = {
     "README.md": {
         '"Qwen/Qwen2.5-VL-7B-Instruct", dtype=torch.bfloat16, device="cuda"': f'"{POCKET}"',
         '"runs/x"': f'"{DEMO}"',
-        '"train.max_steps=100"': '"train.max_steps=2", "train.epochs=null", "decode.num_prompts=2", "decode.max_new_tokens=16"',
+        '"train.max_steps=100"': ", ".join(f'"{key}={value}"' for key, value in SHORTER["sage-train"].items()),
         "train.max_steps=30": "train.max_steps=3",
     },
     "docs/exporting.md": {"RUN": "runs/pocket_qwen2_5_vl-eagle3-chats", "TARGET": POCKET, "DIR": "exports/again"},

@@ -25,7 +25,7 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-def picture_spans() -> tuple[Spans, Tensor, list[Tensor]]:
+def image_spans() -> tuple[Spans, Tensor, list[Tensor]]:
     """Returns spans of all lengths, their states padded with zeros, and the states of each span."""
     masks = torch.zeros(len(LENGTHS), 12, dtype=torch.bool)
     for row, length in enumerate(LENGTHS):
@@ -58,7 +58,7 @@ def assert_rows(made: OperatorOutput, expected: list[list[tuple[int, Tensor]]]) 
 
 @pytest.mark.parametrize("ratio", [1, 3, 20])
 def test_pool_is_the_mean_of_each_window(ratio: int) -> None:
-    spans, states, single = picture_spans()
+    spans, states, single = image_spans()
     expected = [
         [((w[0] + w[-1]) // 2, sum(span[i] for i in w) / len(w)) for w in windows(span, ratio)]  # type: ignore[misc]
         for span in single
@@ -68,7 +68,7 @@ def test_pool_is_the_mean_of_each_window(ratio: int) -> None:
 
 @pytest.mark.parametrize("ratio", [1, 3, 20])
 def test_conv_weights_each_channel_and_is_initially_the_mean(ratio: int) -> None:
-    spans, states, single = picture_spans()
+    spans, states, single = image_spans()
     conv = Conv(ratio, CHANNELS).double()
     for ours, theirs in zip(conv(states, spans, False), Pool(ratio)(states, spans, False), strict=True):
         torch.testing.assert_close(ours, theirs)
@@ -85,7 +85,7 @@ def test_conv_weights_each_channel_and_is_initially_the_mean(ratio: int) -> None
 
 @pytest.mark.parametrize("is_sampling", [True, False])
 def test_prune_keeps_one_pair_of_each_window(is_sampling: bool) -> None:
-    spans, states, single = picture_spans()
+    spans, states, single = image_spans()
     prune, seen = Prune(3), set()
     for _ in range(30):
         rows = Rows(*prune(states, spans, is_sampling))
@@ -108,7 +108,7 @@ def test_fixed_pruning_is_evenly_distributed_in_the_windows() -> None:
 
 @pytest.mark.parametrize("queries", [1, 2, 5])
 def test_resampler_attends_to_the_complete_span(queries: int) -> None:
-    spans, states, single = picture_spans()
+    spans, states, single = image_spans()
     module = randomised(Resampler(queries, SIZES))
     assert_rows(module(states, spans, False), [resampled(module, span) for span in single])
 
@@ -131,19 +131,19 @@ def resampled(module: Resampler, span: Tensor) -> list[tuple[int, Tensor]]:
 
 
 def test_fresh_resampler_is_the_mean_of_the_parts() -> None:
-    spans, states, _ = picture_spans()
+    spans, states, _ = image_spans()
     fresh, pool = Resampler(1, SIZES).double()(states, spans, False), Pool(max(LENGTHS))(states, spans, False)
     for ours, theirs in zip(fresh, pool, strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
 def test_text_only_removes_all_rows() -> None:
-    spans, states, single = picture_spans()
+    spans, states, single = image_spans()
     assert_rows(TextOnly()(states, spans, False), [[] for _ in single])
 
 
 def test_weighted_mixes_by_the_softmax_of_the_gate() -> None:
-    spans, states, single = picture_spans()
+    spans, states, single = image_spans()
     operators = [Prune(3), randomised(Conv(3, CHANNELS)), Pool(3)]
     gate = randomised(Gate(CHANNELS, 3, 0.5))
     question = torch.randn(len(single), CHANNELS, dtype=torch.float64)

@@ -314,7 +314,7 @@ def _pin_memory(tensor: Tensor, device: Any = None) -> Tensor:
 
 
 class _Mode(TorchDispatchMode):
-    """Catches factory functions that are asked for a pretend device, or for pinned memory."""
+    """Catches factory functions that request a pretend device or pinned memory."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _dispatch(self, func, args, kwargs or {})

@@ -35,6 +35,7 @@ SHORTER_TRAINING = {
     "train.micro_batch_size": "4",
     "data.num_examples": "48",
     "decode.policies": "[autoregressive,sage]",
+    "launch.ranks": "1",
 }
 SHORTER = {"sage-train": SHORTER_TRAINING | SHORTER_DECODING, "sage-validate": SHORTER_DECODING}
 SCRIPT = """\

@@ -189,6 +189,12 @@ def test_a_comparison_is_written_beside_its_runs(tmp_path: Path) -> None:
     assert short_names([tmp_path / "x" / "a", tmp_path / "y" / "a"]) == ["x/a", "y/a"]
 
 
+def test_the_output_of_relative_runs_is_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert output_folder([Path("runs/a"), Path("runs/b")]) == Path("runs")
+    assert output_folder([Path("runs/a"), tmp_path / "runs" / "b"]) == tmp_path / "runs"
+
+
 def test_the_command_prints_the_table_and_its_path(
     runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,6 +19,7 @@ from train.cli.train import train
 from train.config.checks import check
 from train.config.hydra_app import compose
 from train.config.schema import Config, ConfigError
+from train.plan.data import _local_folder
 from train.plan.estimate import LaunchPlan, estimate
 from train.plan.memory import draft_activations, draft_memory
 from train.plan.meta import build_on_meta, count, meta_target, target_architecture
@@ -311,3 +312,9 @@ def test_an_unknown_hub_id_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_attention_heads_that_do_not_fit_the_key_and_value_heads_are_refused() -> None:
     with refused("draft.num_attention_heads=3", "draft.num_key_value_heads=4"):
         big("qwen2_5_vl_7b", "draft.num_attention_heads=3")
+
+
+def test_the_tokenizer_of_a_target_below_the_home_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "target").mkdir()
+    assert _local_folder("~/target") == str(tmp_path / "target")

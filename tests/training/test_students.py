@@ -97,7 +97,7 @@ def test_an_eagle3_run_saves_a_draft_with_counted_vocabulary(folder: Path, tmp_p
 
 
 @pytest.mark.slow
-def test_a_model_run_hands_over_a_whole_target_folder(folder: Path, tmp_path: Path) -> None:
+def test_a_model_run_exports_a_complete_target_folder(folder: Path, tmp_path: Path) -> None:
     """It loads as a draft and as a target; the vision tower is as it was, the rest has moved."""
     run = train(folder, tmp_path / "run", *MODEL)
     target = sage.load_target(folder / "target_qwen2_5_vl", dtype=torch.float32)

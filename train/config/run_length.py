@@ -18,21 +18,22 @@ def total_steps(config: Config, steps_per_epoch: float | None) -> int:
         ConfigError: a stream without `train.max_steps`.
     """
     train = config.train
+    if _is_repeated(config, steps_per_epoch):
+        return MIN_STEPS
     if steps_per_epoch is None:
         if train.max_steps is None:
             raise ConfigError("train.max_steps: missing; streamed data has no known length, so the run needs max_steps")
         return train.max_steps
     if train.epochs is None and train.max_steps is not None:
         return train.max_steps
-    by_epochs = math.ceil((train.epochs or 1) * steps_per_epoch)
-    limit = math.inf if train.max_steps is None else train.max_steps
-    return int(min(max(by_epochs, 1 if train.epochs else MIN_STEPS), limit))
+    by_epochs = max(1, math.ceil((train.epochs or 1) * steps_per_epoch))
+    return by_epochs if train.max_steps is None else min(by_epochs, train.max_steps)
 
 
 def repetition_line(config: Config, steps_per_epoch: float | None) -> str:
     """Returns the line about small data that are repeated without a given length; empty if they are not."""
     train = config.train
-    if steps_per_epoch is None or train.epochs is not None or train.max_steps is not None or steps_per_epoch >= MIN_STEPS:
+    if steps_per_epoch is None or not _is_repeated(config, steps_per_epoch):
         return ""
     examples = round(steps_per_epoch * train.global_batch_size)
     excess = f"; a train.global_batch_size below {train.global_batch_size} costs less" if steps_per_epoch < 1 else ""
@@ -40,3 +41,9 @@ def repetition_line(config: Config, steps_per_epoch: float | None) -> str:
         f"{examples} example(s) are repeated to {MIN_STEPS} steps ({MIN_STEPS / steps_per_epoch:.1f} epochs); "
         f"train.epochs=N or train.max_steps=N sets the length{excess}"
     )
+
+
+def _is_repeated(config: Config, steps_per_epoch: float | None) -> bool:
+    """Whether an epoch is repeated until the run has `MIN_STEPS` steps."""
+    is_open = config.train.epochs is None and config.train.max_steps is None
+    return is_open and steps_per_epoch is not None and steps_per_epoch < MIN_STEPS

@@ -350,7 +350,7 @@ class ValidateConfig:
         checkpoint: a run (its best draft), RUN/draft, RUN/draft_best or the folder of a draft; also as `draft=`.
         out: `validation/step_########/` is written below it; null: a new folder in `checks/` of the run.
         debug: detailed log.
-        device_map: spread a target that is too large for one GPU over those of this machine; null: one device.
+        device_map: split a target that is too large for one GPU across those of this machine; null: one device.
     """
 
     checkpoint: str | None = None

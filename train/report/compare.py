@@ -227,7 +227,15 @@ def _runs_in(path: Path) -> list[Path]:
 
 
 def output_folder(folders: Sequence[Path]) -> Path:
-    """Returns the folder that contains the runs; a folder named after all of them if they are in several."""
+    """Returns the folder that contains the runs; a folder named after all of them if they are in several.
+
+    Relative to the working directory if all runs are given so.
+    """
+    folder = _common_folder(folders)
+    return folder if any(run.is_absolute() for run in folders) else Path(os.path.relpath(folder))
+
+
+def _common_folder(folders: Sequence[Path]) -> Path:
     parents = list(dict.fromkeys(home_of(folder).absolute().parent for folder in folders))
     if len(parents) == 1:
         return parents[0]

@@ -41,7 +41,7 @@ GATE_SIZE = 64
 
 
 class Compressor(nn.Module):
-    """Replaces each span of visual pairs by fewer rows, as `config.compressor` says (see `check_compressor`)."""
+    """Replaces each span of visual pairs by fewer rows, as specified by `config.compressor` (see `check_compressor`)."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
