@@ -29,7 +29,7 @@ demo: $(VENV)/installed
 test: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup
 
-# Without the tests marked slow (more than a second each).
+# Without the tests marked slow (more than about half a second each).
 test-fast: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n auto
 
