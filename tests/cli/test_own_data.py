@@ -94,7 +94,7 @@ def test_the_lines_of_the_readme(block: str, name: str, steps: int, folder: Path
     assert "23 examples, 23 measured" in data and "0 invalid items skipped" in data
     assert "the longest of 23 examples" in data and "the longest of 23 examples" in train
     assert ("23 example(s) are repeated to 50 steps (34.8 epochs)" in train) != is_short
-    assert "1 held-out prompt(s)" in train and "1 prompt, 1 run each" in train
+    assert "1 held-out prompt(s)" in train and "1 prompt, 1 run each" in train and "1 prompt, 1 run each" in validate
     run = folder / "runs" / f"pocket_qwen2_5_vl-eagle3-{name}"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["step"] == steps and (is_short or lines[-1]["loss"] < 0.5 * lines[0]["loss"])

@@ -19,7 +19,7 @@ from checkpoints.run_folder import list_checks
 from train.cli import validate as validate_cli
 from train.cli.validate import _alias, run_validation
 from train.config.hydra_app import compose
-from train.config.schema import ConfigError, DecodeConfig, ValidateConfig
+from train.config.schema import Config, ConfigError, DecodeConfig, ValidateConfig
 from train.report.__main__ import main as draw
 from train.validation.selection import Checkpoint, find_checkpoint, overlay, settle
 
@@ -198,6 +198,13 @@ def test_only_named_fields_replace_those_of_the_run_and_options_are_merged():
     assert two.options == {"sage": {"max_depth": 6, "top_k": 4}, "chain": {}} and two.num_prompts == 5
     assert overlay(given, saved, "decode", ["decode=default"]) == given
     assert overlay(given, saved, "decode", []) == saved
+
+
+def test_the_prompts_are_those_of_the_run_alone(tmp_path):
+    config = compose("config", ["data=messages", "data.path=chats.jsonl"], Config)
+    OmegaConf.save(OmegaConf.structured(config), tmp_path / "config.yaml")
+    settled = settle(composed("checkpoint=RUN"), Checkpoint(draft=tmp_path / "draft", run=tmp_path), ["checkpoint=RUN"])
+    assert settled.data == config.data and list(settled.data.sources) == ["messages"]
 
 
 def test_a_choice_within_a_group_replaces_its_own_fields_only(run):

@@ -110,8 +110,11 @@ def _group(saved: Any, name: str, schema: type[Group], run: Path) -> Group:
     known = {field.name for field in fields(schema)}
     if unknown := sorted(set(saved[name]) - known):
         raise ConfigError(f"{run / RUN_CONFIG}: {name}.{unknown[0]} is unknown to this version; give {name}=NAME instead")
+    defaults = OmegaConf.structured(schema)
+    for mapping in [key for key in saved[name] if OmegaConf.get_type(defaults, key) is dict]:
+        defaults[mapping] = {}  # merging would keep the entries of the default, such as its data source
     try:
-        found = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), saved[name]))
+        found = OmegaConf.to_object(OmegaConf.merge(defaults, saved[name]))
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{run / RUN_CONFIG}: {name}: {reason}; give {name}=NAME, or a complete run folder") from error
