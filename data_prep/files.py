@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -12,17 +11,15 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from sage.files import atomic_path
+from sage.files import atomic_path, user_cache_dir
 
 logger = logging.getLogger(__name__)
 OTHER_CACHE = "another data.cache_dir"  # the remedy where the cache cannot be written
 
 
 def default_cache_dir(configured: str = "") -> Path:
-    """Returns `configured`, or `sage-draft` in $XDG_CACHE_HOME (~/.cache)."""
-    if configured:
-        return Path(configured).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sage-draft"
+    """Returns `configured`, or `sage.files.user_cache_dir()`."""
+    return Path(configured).expanduser() if configured else user_cache_dir()
 
 
 def prune_folders(parent: Path, num_kept: int) -> None:

@@ -47,6 +47,45 @@ class _Layer(CacheLayerMixin):
         return int(self.keys.shape[-2])
 
 
+class _Rows(CacheLayerMixin):
+    is_sliding = False
+
+    def __init__(self, keys: Tensor, values: Tensor, rows: Tensor, length: int) -> None:
+        super().__init__()
+        self.keys, self.values, self.rows, self.length = keys, values, rows, length
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Does nothing: the buffer is that of a `TreeCache`."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.keys.index_copy_(2, self.rows, key_states)
+        self.values.index_copy_(2, self.rows, value_states)
+        return self.keys.narrow(2, 0, self.length), self.values.narrow(2, 0, self.length)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length, 0
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return int(self.keys.shape[-2])
+
+
+class RowCache(Cache):
+    """The buffers of a `TreeCache` within one pass, written at given rows; nothing in it is a number of the host.
+
+    Args:
+        keys, values: of every layer, [1, H, C, d].
+        rows: LongTensor [N], the rows that the pass writes.
+        length: S, the number of rows that it attends to.
+    """
+
+    def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor], rows: Tensor, length: int) -> None:
+        super().__init__(layers=[_Rows(*states, rows, length) for states in zip(keys, values, strict=True)])
+
+
 class TreeCache(Cache):
     """KV cache with room for `capacity` tokens: prompt, new tokens and the largest tree.
 
@@ -73,6 +112,16 @@ class TreeCache(Cache):
         return [next(rows[device]) for device in self._devices]
 
     @property
+    def keys(self) -> list[Tensor]:
+        """Keys of every layer, [1, H, C, d]."""
+        return [layer.keys for layer in self.layers]
+
+    @property
+    def values(self) -> list[Tensor]:
+        """Values of every layer, [1, H, C, d]."""
+        return [layer.values for layer in self.layers]
+
+    @property
     def capacity(self) -> int:
         """Number of tokens C that fit."""
         return int(self.buffers[0].shape[-2])
@@ -81,6 +130,12 @@ class TreeCache(Cache):
     def length(self) -> int:
         """Number of cached tokens S."""
         return self.layers[0].length
+
+    def reserve(self, count: int) -> int:
+        """Counts `count` more tokens as cached, whose rows a pass writes itself; returns the first of them."""
+        first = self.length
+        self.crop_to(first + count)
+        return first
 
     def crop_to(self, length: int) -> None:
         """Drops all tokens from position `length` on."""

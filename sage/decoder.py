@@ -18,6 +18,7 @@ from sage.costs.timing import Clock
 from sage.drafts.pruning import KEEP_ALL, Pruning
 from sage.drafts.session import DraftSession
 from sage.host_tensors import Tokens, cached_index, join_tokens
+from sage.passes.target_passes import run_tree
 from sage.stats import Stats
 from sage.stopping_rules import StopCriterion
 from sage.targets import Features, Prompt, Target
@@ -163,10 +164,10 @@ def verify(request: Request, tree: Tree) -> tuple[Verdict, Features]:
     """Runs the target over the tree; returns the accepted path and the features of all nodes [1, N, D]."""
     target, cache = request.target, request.cache
     position = request.prompt.next_position + (request.stats.new_tokens - 1)
-    features = target.tree_pass(tree.tokens, position + tree.depths, tree.ancestors, cache, request.levels)
-    logits = target.lm_head(features.last[0])
+    output = run_tree(target, tree, position, cache, request.levels)
     request.clock.lap("verify", len(tree))
-    return request.verifier.verify(logits, tree, needs_labels=request.policy.needs_feedback()), features
+    needs_labels = request.policy.needs_feedback()
+    return request.verifier.verify(output.logits, tree, needs_labels, output.greedy), output.features
 
 
 def commit(request: Request, tree: Tree, verdict: Verdict, features: Features) -> Round:

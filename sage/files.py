@@ -14,6 +14,11 @@ from pathlib import Path
 from typing import Any
 
 
+def user_cache_dir() -> Path:
+    """Returns `sage-draft` in $XDG_CACHE_HOME (~/.cache)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sage-draft"
+
+
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yields a temporary path that is renamed to `path` (a file or a folder) if the block ends without an error.

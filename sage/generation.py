@@ -15,9 +15,10 @@ from sage.costs.measure import measure_costs
 from sage.costs.timing import Clock
 from sage.decoder import Request, Round, decode
 from sage.detokenizer import Detokenizer
-from sage.drafts.loading import Draft, check_draft, new_session
+from sage.drafts.loading import Draft, check_draft
 from sage.drafts.pruning import KEEP_ALL, Pruning
 from sage.host_tensors import CPU, long_tensor
+from sage.passes.sessions import new_session
 from sage.sampling import Sampling, TargetSampler
 from sage.stats import Stats
 from sage.stopping_rules import StopCriterion

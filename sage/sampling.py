@@ -136,14 +136,17 @@ class TargetSampler:
         """Samples the token after the prompt, LongTensor [1], from logits [1, V]."""
         return self(logits, Tree.of_root(int(self._history[self.num_prompt - 1]), logits.device))
 
-    def __call__(self, logits: Tensor, tree: Tree) -> Tensor:
+    def __call__(self, logits: Tensor, tree: Tree, greedy_N: Tensor | None = None) -> Tensor:
         """Samples the target's next token at every node; returns LongTensor [N], `NAN_TOKEN` where a logit is NaN.
 
         Args:
             logits: [N, V].
             tree: N nodes; its root is the last token of prompt and answer.
+            greedy_N: `greedy_tokens(logits)`, if computed already.
         """
-        is_nan = logits.amax(-1).isnan()  # `max` also returns the index and is slower than `amax` and `argmax` together
+        if self.is_greedy and not self.context:
+            return greedy_tokens(logits) if greedy_N is None else greedy_N
+        is_nan = logits.amax(-1).isnan()
         scores = self._in_context(logits, tree) if self.context else logits
         if self.is_greedy:
             return scores.argmax(-1).masked_fill_(is_nan, NAN_TOKEN)
@@ -210,6 +213,12 @@ class TargetSampler:
         if self._noise is None:
             self._noise = PositionNoise(self.seed, vocabulary, device)
         return self._noise(self.num_new, count)
+
+
+def greedy_tokens(logits: Tensor) -> Tensor:
+    """Returns the argmax of each row of logits [N, V], `NAN_TOKEN` where a logit is NaN, LongTensor [N]."""
+    is_nan = logits.amax(-1).isnan()  # `max` also returns the index and is slower than `amax` and `argmax` together
+    return logits.argmax(-1).masked_fill(is_nan, NAN_TOKEN)
 
 
 def _paths_by_depth(tree: Tree) -> Iterator[tuple[Tensor, Tensor]]:

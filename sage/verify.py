@@ -55,15 +55,16 @@ class Verifier:
 
     sampler: TargetSampler
 
-    def verify(self, logits: Tensor, tree: Tree, needs_labels: bool = False) -> Verdict:
+    def verify(self, logits: Tensor, tree: Tree, needs_labels: bool = False, greedy_N: Tensor | None = None) -> Verdict:
         """Samples the target's token after every node and follows them from the root. Synchronizes with the device once.
 
         Args:
             logits: [N, V], of the target; ValueError if NaN.
             tree: N nodes; its root is the last token of the sampler's history. ValueError if the draft gave NaN.
             needs_labels: whether to return labels.
+            greedy_N: `greedy_tokens(logits)`, if computed already.
         """
-        token_N = self.sampler(logits, tree)
+        token_N = self.sampler(logits, tree, greedy_N)
         has_matches = self.sampler.is_greedy or self.sampler.is_coupled
         probs_EK = self.sampler.candidate_probs(tree) if needs_labels and not has_matches else None
         next_tokens, columns, last_probs, probs = read_together(token_N, tree.unread, tree.last_probs, probs_EK)

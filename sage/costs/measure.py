@@ -18,8 +18,9 @@ from torch import Tensor
 from sage.cache import TreeCache
 from sage.costs.tables import Costs, Curve
 from sage.costs.timing import TimedCall, interleaved_s
-from sage.drafts.loading import Draft, new_session
+from sage.drafts.loading import Draft
 from sage.drafts.session import DraftSession
+from sage.passes.sessions import new_session
 from sage.targets import Target
 
 VERIFY_NODES = (1, 2, 4, 8, 16, 32, 64)

@@ -48,7 +48,8 @@ class FusedLinear:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[.., D] -> [.., sum of sizes]."""
-        if self.is_fused and not torch.is_grad_enabled():  # the fused tensor is not a parameter and has no gradient
+        is_traced = torch.compiler.is_compiling()  # the fused tensor is no parameter: a trace would keep its numbers
+        if not is_traced and self.is_fused and not torch.is_grad_enabled():  # nor has it a gradient
             return nn.functional.linear(hidden, self.weight)
         return torch.cat([linear(hidden) for linear in self.maps], -1)
 

@@ -14,7 +14,6 @@ from sage.drafts.location import find_draft
 from sage.drafts.model import ModelDraft
 from sage.drafts.pruning import KEEP_ALL, Pruning
 from sage.drafts.registry import KINDS, DraftKind, StudentKind, draft_kind, head_kind
-from sage.drafts.session import DraftSession
 from sage.manifest import refuse_corrupt_draft
 from sage.model_files import read_config
 from sage.targets import Target, is_target_folder
@@ -89,12 +88,6 @@ def kind_of_folder(folder: Path) -> DraftKind:
             "converts EAGLE-3 drafts"
         )
     return kind
-
-
-def new_session(draft: Draft, target: Target, capacity: int) -> DraftSession:
-    """Starts a draft session for one request of at most `capacity` tokens."""
-    session: DraftSession = draft_kind(draft.kind).session_class()(draft, target, capacity)
-    return session
 
 
 def check_draft(draft: Draft, target: Target, pruning: Pruning = KEEP_ALL) -> None:

@@ -14,6 +14,7 @@ from sage.attention import HALF, VARLEN
 from sage.hub import require_hub
 from sage.inputs.processing import Processor
 from sage.model_files import in_one_line, load_weights, read_config
+from sage.pass_modes import PassMode, check_pass_mode, resolve_pass_mode
 from sage.targets.families import FAMILIES, family_of
 from sage.targets.placement import check_device_map
 from sage.targets.target import Target
@@ -27,6 +28,7 @@ def load_target(
     *,
     attention: str = VisionAttention.auto,
     device_map: str | dict[str, Any] | None = None,
+    passes: str = PassMode.auto,
     **kwargs: Any,
 ) -> Target:
     """Loads a target with its processor from a folder or a hub id.
@@ -36,13 +38,14 @@ def load_target(
         attention: of the vision tower, one of `VisionAttention`.
         device_map: spreads a target that is too large for one GPU over several, in place of `device`: auto, balanced or
             sequential, or module name -> device, as for `from_pretrained`.
+        passes: how passes run, one of `PassMode`; auto: captured on a GPU, eager on a CPU.
         kwargs: further arguments of `from_pretrained`.
 
     Raises:
         ValueError: the folder does not exist, is corrupt or incomplete, or holds no model of a known family; the attention is
             not available; the device map leaves modules on the CPU or on disk.
     """
-    vision_attention = check_attention(attention)
+    vision_attention, pass_mode = check_attention(attention), check_pass_mode(passes)
     if device_map is not None:
         check_device_map(device_map)
     path = str(path_or_id)
@@ -55,6 +58,7 @@ def load_target(
     if device_map is not None:
         check_device_map(getattr(model, "hf_device_map", {}))  # a strategy offloads what does not fit
     target = Target(model if placement else model.to(device), processor)
+    target.passes = resolve_pass_mode(pass_mode, target.device.type, is_spread=target.is_spread)
     is_half = target.dtype in HALF
     _set_attention(model, resolve_attention(vision_attention, target.device.type, is_half, target.family.has_windows))
     return target

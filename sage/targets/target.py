@@ -20,6 +20,7 @@ from sage.attention import AttentionRecorder, select_backends, tile_mask, use_tr
 from sage.cache import TreeCache
 from sage.inputs.format import Inputs
 from sage.inputs.processing import Messages, Processor
+from sage.pass_modes import PassMode
 from sage.targets.families import family_of
 from sage.targets.family import Prompt
 from sage.targets.placement import connect, is_spread, layer_devices
@@ -83,9 +84,11 @@ class Target:
         self.text_model: nn.Module = model.model.language_model
         self.embed_tokens: nn.Module = model.get_input_embeddings()
         self.lm_head: nn.Module = model.get_output_embeddings()
+        self.passes = PassMode.eager
+        self.functions: dict[Any, Any] = {}  # passes as functions, see sage.passes
         self.eos_token_ids = _as_list(model.generation_config.eos_token_id)
-        self._is_spread = is_spread(model)
-        if self._is_spread:
+        self.is_spread = is_spread(model)
+        if self.is_spread:
             connect(model, self.text_model)
         self.family.optimize(model)
         select_backends(self.device)
@@ -123,7 +126,7 @@ class Target:
     @property
     def layer_devices(self) -> list[torch.device]:
         """Device of each text layer: `device`, unless the target is on several devices."""
-        return layer_devices(self.text_model) if self._is_spread else [self.device] * self.num_layers
+        return layer_devices(self.text_model) if self.is_spread else [self.device] * self.num_layers
 
     @property
     def dtype(self) -> torch.dtype:
@@ -177,7 +180,7 @@ class Target:
             levels: indices k of `hidden_states` to return as well (0 = embeddings).
         """
         with use_tree_attention(self.text_model):
-            return self._run(prompt.embeds, prompt.position_ids, {"full_attention": None}, None, levels)
+            return self.run(prompt.embeds, prompt.position_ids, {"full_attention": None}, None, levels)
 
     @torch.no_grad()
     def prefill(self, prompt: Prompt, cache: TreeCache, levels: Sequence[int] = (), wants_attention: bool = False) -> Features:
@@ -188,7 +191,7 @@ class Target:
         """
         recorder = AttentionRecorder(prompt.visual_mask[0]) if wants_attention else None
         with use_tree_attention(self.text_model):
-            features = self._run(prompt.embeds, prompt.position_ids, {"full_attention": None}, cache, levels, recorder)
+            features = self.run(prompt.embeds, prompt.position_ids, {"full_attention": None}, cache, levels, recorder)
         return replace(features, attention=recorder.mean()) if recorder else features
 
     @torch.no_grad()
@@ -213,9 +216,9 @@ class Target:
             mask = tile_mask(torch.cat((past, visible_NX), 1), self.group, embeds.dtype)
         with use_tree_attention(self.text_model):
             positions = self.family.decode_positions(position_N)
-            return self._run(embeds, positions, {"full_attention": mask}, cache, levels)
+            return self.run(embeds, positions, {"full_attention": mask}, cache, levels)
 
-    def _run(
+    def run(
         self,
         embeds: Tensor,
         positions: Tensor,
@@ -224,6 +227,16 @@ class Target:
         levels: Sequence[int],
         recorder: AttentionRecorder | None = None,
     ) -> Features:
+        """Runs the text layers: the one implementation of a pass.
+
+        Args:
+            embeds: [B, T, D].
+            positions: rope positions as `Prompt.position_ids`.
+            mask: the text model's `attention_mask`.
+            cache: `TreeCache`, `RowCache` or None.
+            levels: indices k of `hidden_states` to return as well.
+            recorder: records the attention of every layer.
+        """
         extra: dict[str, Any] = {} if recorder is None else {"attention_recorder": recorder}
         with self._captured(levels) as hidden_states:
             last = self.text_model(

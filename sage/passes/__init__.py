@@ -1,0 +1,1 @@
+"""How passes run: functions of tensors, and their eager, compiled and captured form."""

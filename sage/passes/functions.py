@@ -1,0 +1,159 @@
+"""The passes of decoding as functions of tensors, so that they can be compiled and captured.
+
+A function reads and writes cache rows through tensors: `keys` and `values` are the buffers of every layer, [1, H, C, d], whose
+first S rows it attends to, and `rows` the rows that it writes. Nothing in it depends on a number of the host.
+
+Shapes: N tree nodes, F frontier nodes, P parents, M committed tokens, S keys, C cache capacity, D hidden, V vocabulary, U draft
+vocabulary, H KV heads, d head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from sage.attention import use_tree_attention
+from sage.cache import RowCache
+from sage.sampling import greedy_tokens
+
+if TYPE_CHECKING:
+    from sage.drafts.head import DraftHead
+    from sage.targets import Target
+
+
+class TreePass(nn.Module):
+    """The target's pass over a tree, with its lm_head and its greedy choice at every node."""
+
+    def __init__(self, target: Target, levels: Sequence[int]) -> None:
+        super().__init__()
+        self.text_model, self.embed_tokens, self.lm_head = target.text_model, target.embed_tokens, target.lm_head
+        self._target, self._levels = target, tuple(levels)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        ancestors: Tensor,
+        columns: Tensor,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+    ) -> tuple[Tensor, ...]:
+        """Runs the pass.
+
+        Args:
+            tokens, positions, rows: LongTensor [N], rope positions, and the cache rows of the nodes, the root's first.
+            ancestors: BoolTensor [N, N].
+            columns: LongTensor [S], 0 to S - 1.
+
+        Returns:
+            greedy tokens [N] (`sage.sampling.greedy_tokens`), logits [N, V], the last
+            features [1, N, D] and those of the levels.
+        """
+        target = self._target  # sizes come from `shape`: `len` would be a number of the trace
+        visible = (columns < rows[:1]).expand(tokens.shape[0], -1).clone().index_copy_(1, rows, ancestors)
+        mask = torch.zeros(visible.shape, dtype=target.dtype, device=tokens.device)
+        mask = mask.masked_fill(~visible, torch.finfo(target.dtype).min).repeat(target.group, 1)[None, None]
+        cache = RowCache(keys, values, rows, columns.shape[0])
+        with use_tree_attention(self.text_model):
+            embeds = self.embed_tokens(tokens)[None]
+            features = target.run(
+                embeds, target.family.decode_positions(positions), {"full_attention": mask}, cache, self._levels
+            )
+        logits = self.lm_head(features.last[0])
+        return greedy_tokens(logits), logits, features.last, *features.levels
+
+
+class _HeadPass(nn.Module):
+    """A pass of a draft head over pairs."""
+
+    def __init__(self, draft: DraftHead, target: Target) -> None:
+        super().__init__()
+        self.draft, self.embed_tokens, self.lm_head = draft, target.embed_tokens, target.lm_head
+
+    def _read(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        rows: Tensor,
+        mask: Tensor,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+    ) -> Tensor:
+        config = self.draft.config
+        group = config.num_attention_heads // config.num_key_value_heads
+        cache = RowCache(keys, values, rows, mask.shape[1])
+        embeds = self.embed_tokens(tokens)[None]
+        return self.draft.read(embeds, features, (cos, sin), mask.repeat(group, 1)[None, None], cache)[0]
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        draft = self.draft
+        return nn.functional.linear(draft.to_lm_head(hidden), draft.lm_head_weight(self.lm_head.weight))
+
+
+class LevelPass(_HeadPass):
+    """A draft head's pass over one level of a tree."""
+
+    def forward(
+        self,
+        tokens: Tensor,
+        parents: Tensor,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        rows: Tensor,
+        mask: Tensor,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """Runs the level.
+
+        Args:
+            tokens, parents, rows: LongTensor [F]: the nodes' tokens, their parents as rows of `hidden`, and their cache rows.
+            hidden: [P, D], the outputs of the last pass.
+            cos, sin: [1, 1, 1, d], rope of the level.
+            mask: [F, S], additive.
+
+        Returns:
+            outputs [F, D] and logits [F, U].
+        """
+        out = self._read(tokens, hidden.index_select(0, parents)[None], cos, sin, rows, mask, keys, values)
+        return out, self._logits(out)
+
+
+class CommitPass(_HeadPass):
+    """A draft head's pass over the tokens that the target accepted."""
+
+    def forward(
+        self,
+        tokens: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        rows: Tensor,
+        mask: Tensor,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        last: Tensor,
+        levels: Sequence[Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """Runs the head over M pairs.
+
+        Args:
+            tokens, rows: LongTensor [M].
+            cos, sin: [1, 1, M, d].
+            mask: [M, S], additive.
+            last, levels: `Features` of the tokens, each [1, M, D].
+
+        Returns:
+            the output of the last pair [1, D], and its logits [1, U].
+        """
+        from sage.targets import Features
+
+        features = self.draft.fuse(Features(last, tuple(levels)))
+        out = self._read(tokens, features, cos, sin, rows, mask, keys, values)[-1:]
+        return out, self._logits(out)

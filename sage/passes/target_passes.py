@@ -1,0 +1,119 @@
+"""Tree passes of a target in its pass mode.
+
+Shapes: N tree nodes, S keys, C cache capacity, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import Dim
+
+from sage.cache import TreeCache
+from sage.pass_modes import PassMode
+from sage.passes.functions import TreePass
+from sage.passes.package import Run, compiled
+from sage.targets import Features, Target
+from sage.trees.tree import Tree
+
+MAX_NODES, MAX_KEYS = 4096, 1 << 20
+EXAMPLE_NODES, EXAMPLE_KEYS, EXAMPLE_CAPACITY = 5, 24, 48
+
+
+@dataclass
+class TreeOutput:
+    """Result of a tree pass: features of all nodes [1, N, D], logits [N, V], and greedy tokens [N] if computed with them."""
+
+    features: Features
+    logits: Tensor
+    greedy: Tensor | None = None
+
+
+class TreePasses:
+    """Runs tree passes of a target.
+
+    Args:
+        levels: indices of the hidden states that the draft reads.
+    """
+
+    def __init__(self, target: Target, levels: Sequence[int]) -> None:
+        self.target, self.levels = target, tuple(levels)
+        self._steps = torch.empty(0, dtype=torch.long)
+        self._runs: dict[bool, Run] = {}
+        self._function = TreePass(target, levels)
+
+    def __call__(self, tree: Tree, position: Tensor, cache: TreeCache) -> TreeOutput:
+        """Runs one pass over a tree whose root is at rope position `position` [1]; appends N rows to the cache."""
+        nodes = len(tree)
+        first = cache.reserve(nodes)
+        steps = self._arange(cache.capacity)
+        args = [
+            tree.tokens,
+            position + tree.depths,
+            steps.narrow(0, first, nodes),
+            tree.ancestors,
+            steps.narrow(0, 0, first + nodes),
+            *cache.keys,
+            *cache.values,
+        ]
+        greedy, logits, last, *levels = self._run(nodes > 1)(args)
+        return TreeOutput(Features(last, tuple(levels)), logits, greedy)
+
+    def _arange(self, count: int) -> Tensor:
+        if len(self._steps) < count:
+            self._steps = torch.arange(count, device=self.target.device)
+        return self._steps
+
+    def _run(self, is_tree: bool) -> Run:
+        if is_tree not in self._runs:
+            label = "the target's pass over " + ("several nodes" if is_tree else "one node")
+            self._runs[is_tree] = compiled(
+                self._function, partial(self._example, is_tree), label, (describe_target(self.target), self.levels)
+            )
+        return self._runs[is_tree]
+
+    def _example(self, is_tree: bool) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Returns example arguments and their dynamic dimensions."""
+        target, nodes = self.target, EXAMPLE_NODES if is_tree else 1
+        row = torch.arange(nodes, device=target.device)
+        states = (1, target.num_kv_heads, EXAMPLE_CAPACITY, target.head_dim)
+        buffers = [
+            [torch.zeros(states, dtype=target.dtype, device=target.device) for _ in range(target.num_layers)] for _ in "kv"
+        ]
+        first = EXAMPLE_KEYS - nodes
+        ancestors = torch.ones(nodes, nodes, dtype=torch.bool, device=target.device).tril()
+        columns = torch.arange(EXAMPLE_KEYS, device=target.device)
+        args = (row.clone(), first + row, first + row, ancestors, columns, *buffers)
+        of_nodes = {0: Dim("nodes", min=2, max=MAX_NODES)} if is_tree else None
+        of_ancestors = {0: of_nodes[0], 1: of_nodes[0]} if of_nodes else None
+        of_buffer = [{2: Dim("capacity", min=2, max=MAX_KEYS)}] * target.num_layers
+        dims = (of_nodes, of_nodes, of_nodes, of_ancestors, {0: Dim("keys", min=2, max=MAX_KEYS)}, of_buffer, of_buffer)
+        return args, dims
+
+
+def describe_target(target: Target) -> dict[str, Any]:
+    """Returns what a compiled pass of a target depends on, besides weights: the configuration of its text layers."""
+    config = target.text_config.to_dict()
+    config.pop("_name_or_path", None)
+    return {"model_type": target.family.model_type, **config}
+
+
+def run_tree(target: Target, tree: Tree, position: Tensor, cache: TreeCache, levels: Sequence[int]) -> TreeOutput:
+    """Runs the target over a tree in its pass mode; appends N rows to the cache.
+
+    Args:
+        position: LongTensor [1], rope position of the root.
+        levels: indices k of `hidden_states` to return as well.
+    """
+    if target.passes is PassMode.eager:
+        features = target.tree_pass(tree.tokens, position + tree.depths, tree.ancestors, cache, levels)
+        return TreeOutput(features, target.lm_head(features.last[0]))
+    if levels not in target.functions:
+        target.functions[levels] = TreePasses(target, levels)
+    passes: TreePasses = target.functions[levels]
+    return passes(tree, position, cache)
