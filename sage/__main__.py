@@ -43,6 +43,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     cli.add_couple_option(parser)
     cli.add_device_option(parser, "auto")
     cli.add_device_map_option(parser)
+    cli.add_passes_option(parser)
     cli.add_dtype_option(
         parser, None, "dtype of target and draft (default: that of the checkpoint; on a CPU fp32, which is faster there)"
     )
@@ -115,7 +116,7 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any]:
     import sage
 
     path, folder = cli.find_models(args)
-    target = sage.load_target(path, **cli.load_options(args, cpu_dtype="float32"))
+    target = sage.load_target(path, passes=args.passes, **cli.load_options(args, cpu_dtype="float32"))
     draft = sage.load_draft(folder, target) if folder is not None else None
     return target, draft
 

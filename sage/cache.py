@@ -142,15 +142,24 @@ class TreeCache(Cache):
         for layer in self.layers:
             layer.length = length
 
+    def adopt(self, buffers: list[Tensor]) -> None:
+        """Replaces the buffers by those of another cache of the same layers; drops all cached tokens."""
+        self.buffers = buffers
+        self._set_rows()
+        self.crop_to(0)
+
     def grow_to(self, capacity: int) -> None:
         """Grows the buffer to `capacity` tokens; keeps the cached ones."""
         if capacity <= self.capacity:
             return
         length = self.length
         for place, buffer in enumerate(self.buffers):
-            grown = buffer.new_empty(*buffer.shape[:-2], capacity, buffer.shape[-1])
+            grown = buffer.new_zeros(*buffer.shape[:-2], capacity, buffer.shape[-1])
             grown[..., :length, :] = buffer[..., :length, :]
             self.buffers[place] = grown
+        self._set_rows()
+
+    def _set_rows(self) -> None:
         for layer, rows in zip(self.layers, self._rows_of_layers(), strict=True):
             layer.keys, layer.values = rows[0], rows[1]
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from sage.drafts.location import DRAFT_HELP, find_draft, target_of
 from sage.dtypes import LONG_NAMES, SHORT_NAMES, torch_dtype
 from sage.manifest import refuse_corrupt_draft
+from sage.pass_modes import PassMode
 
 if TYPE_CHECKING:
     import torch
@@ -103,6 +104,16 @@ def add_couple_option(parser: argparse._ActionsContainer) -> None:
         dest="couple",
         action="store_false",
         help="with a temperature, draft without the noise of the target's draws: slower, same text",
+    )
+
+
+def add_passes_option(parser: argparse._ActionsContainer) -> None:
+    """Adds `--passes`, the argument of `sage.load_target`."""
+    parser.add_argument(
+        "--passes",
+        choices=[str(mode) for mode in PassMode],
+        default=str(PassMode.auto),
+        help="how passes run; auto: captured on a GPU, compiled on a CPU for many answers, else eager (default: %(default)s)",
     )
 
 

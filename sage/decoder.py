@@ -18,7 +18,7 @@ from sage.costs.timing import Clock
 from sage.drafts.pruning import KEEP_ALL, Pruning
 from sage.drafts.session import DraftSession
 from sage.host_tensors import Tokens, cached_index, join_tokens
-from sage.passes.target_passes import run_tree
+from sage.passes.target_passes import TreePasses
 from sage.stats import Stats
 from sage.stopping_rules import StopCriterion
 from sage.targets import Features, Prompt, Target
@@ -46,6 +46,7 @@ class Request:
         stop: ends the answer; holds the emitted tokens.
         prompt: the embedded inputs, batch size 1; without embeddings after the prefill, unless `keep_features`.
         cache: the target's; may hold a prefix of the prompt.
+        passes: the target's tree passes.
         pruning: the visual tokens that the draft reads.
         features: of the cached prefix; emptied by the prefill, unless `keep_features`.
         keep_features: whether `features` collects those of all cached tokens, and `prompt` its embeddings, for a later turn.
@@ -62,6 +63,7 @@ class Request:
     prompt: Prompt
     cache: TreeCache
     clock: Clock
+    passes: TreePasses
     stats: Stats = field(default_factory=Stats)
     pruning: Pruning = KEEP_ALL
     features: list[Features] = field(default_factory=list)
@@ -162,9 +164,8 @@ def draft_tree(request: Request) -> Tree:
 
 def verify(request: Request, tree: Tree) -> tuple[Verdict, Features]:
     """Runs the target over the tree; returns the accepted path and the features of all nodes [1, N, D]."""
-    target, cache = request.target, request.cache
     position = request.prompt.next_position + (request.stats.new_tokens - 1)
-    output = run_tree(target, tree, position, cache, request.levels)
+    output = request.passes(tree, position, request.cache)
     request.clock.lap("verify", len(tree))
     needs_labels = request.policy.needs_feedback()
     return request.verifier.verify(output.logits, tree, needs_labels, output.greedy), output.features

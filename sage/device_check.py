@@ -28,6 +28,7 @@ from sage.drafts.loading import Draft
 from sage.dtypes import dtype_name
 from sage.generation import Generation, start
 from sage.inputs.format import Inputs
+from sage.passes.select import new_tree_passes
 from sage.targets import Prompt, Target
 from sage.trees.names import AUTOREGRESSIVE
 
@@ -57,8 +58,9 @@ def check_device(target: Target, draft: Draft | None, policy: str) -> Iterator[t
     prompt = target.embed(inputs)
     yield "vision attention", attention_used(TimedCall(lambda: target.embed(inputs)), device)
     yield "prefill attention", attention_used(TimedCall(lambda: _prefill(target, prompt)), device)
-    cache = empty_cache(target, CONTEXT + NODES)
-    tree = verify_pass(target, cache, NODES, CONTEXT)
+    passes = new_tree_passes(target, ())
+    cache = empty_cache(passes, CONTEXT + NODES)
+    tree = verify_pass(passes, target, cache, NODES, CONTEXT)
     yield "tree attention", attention_used(tree, device)
     bandwidth = copy_bandwidth(device)
     pass_s = _median_s(tree, device)

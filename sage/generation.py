@@ -18,7 +18,7 @@ from sage.detokenizer import Detokenizer
 from sage.drafts.loading import Draft, check_draft
 from sage.drafts.pruning import KEEP_ALL, Pruning
 from sage.host_tensors import CPU, long_tensor
-from sage.passes.sessions import new_session
+from sage.passes.select import new_session, new_tree_passes
 from sage.sampling import Sampling, TargetSampler
 from sage.stats import Stats
 from sage.stopping_rules import StopCriterion
@@ -162,8 +162,9 @@ def start(
         clock.skip()
     prompt = target.embed(inputs, prefix.prompt if prefix else None)
     clock.lap("vision")
-    cache, features = prefix.reuse(prompt, capacity) if prefix else (target.new_cache(capacity), [])
     session = new_session(draft, target, capacity) if draft is not None and policy.num_candidates else None
+    passes = new_tree_passes(target, session.levels if session else ())
+    cache, features = prefix.reuse(prompt, passes.capacity(capacity)) if prefix else (passes.new_cache(capacity), [])
     request = Request(
         target=target,
         session=session,
@@ -173,6 +174,7 @@ def start(
         prompt=prompt,
         cache=cache,
         clock=clock,
+        passes=passes,
         pruning=pruning,
         features=features,
         keep_features=keep_prefix,

@@ -30,13 +30,13 @@ def check_pass_mode(name: str) -> PassMode:
     return PassMode(name)
 
 
-def resolve_pass_mode(name: str, device_type: str, num_answers: int = 1, is_spread: bool = False) -> PassMode:
+def resolve_pass_mode(name: str, device_type: str, num_answers: int = 1, is_whole: bool = True) -> PassMode:
     """Returns `eager`, `compiled` or `captured`.
 
     Args:
         name: one of `PassMode`.
         num_answers: number of answers that will be decoded; `auto` compiles on a CPU from `MANY_ANSWERS` on.
-        is_spread: whether the target is on several devices, whose passes are eager.
+        is_whole: whether all weights of the target are on one device; else its passes are eager.
 
     Raises:
         ValueError: an unknown name, or `captured` without a GPU.
@@ -44,7 +44,7 @@ def resolve_pass_mode(name: str, device_type: str, num_answers: int = 1, is_spre
     mode = check_pass_mode(name)
     if mode is PassMode.captured and device_type != "cuda":
         raise ValueError(f"passes: captured needs a GPU, and the device is {device_type}; choose eager, compiled or auto")
-    if is_spread:
+    if not is_whole:
         return PassMode.eager
     if mode is not PassMode.auto:
         return mode

@@ -28,6 +28,7 @@ from sage.bench.shapes import Shape, layers_that_fit, shape_named
 from sage.cli import find_models, load_options, resolve_device, run
 from sage.dtypes import torch_dtype
 from sage.files import read_json, write_json
+from sage.pass_modes import resolve_pass_mode
 from sage.progress import progress_callback
 
 CPU_LAYERS = 2  # one layer of a 7B target takes a CPU about a second per large tree
@@ -56,6 +57,8 @@ def _compare(args: argparse.Namespace, command: str) -> None:
     runners = _runners(target, draft, own, args)
     prompts = load_prompts(target, args.prompts, args.image, args.prompt, args.num_prompts, args.family)
     sampling = sage.Sampling.from_attributes(args)
+    num_answers = len(prompts) * args.repeats * len(runners)
+    target.passes = resolve_pass_mode(args.passes, target.device.type, num_answers, target.is_whole)
     measurement = measure(runners, prompts, sampling, args.repeats, args.warmup, progress_callback("measuring"))
     report = build_report(
         measurement,

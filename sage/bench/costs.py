@@ -31,6 +31,7 @@ from sage.drafts.eagle import EagleDraft
 from sage.drafts.loading import new_draft
 from sage.drafts.session import EagleSession
 from sage.dtypes import dtype_name
+from sage.passes.select import new_session, new_tree_passes
 from sage.targets import Target
 
 logger = logging.getLogger(__name__)
@@ -87,10 +88,11 @@ def verify_costs(
     target: Target, num_layers: int, nodes: Sequence[int], contexts: Sequence[int], capacity: int, repeats: int
 ) -> list[dict[str, float]]:
     """Measures one verification for every (nodes, context), extrapolated to `num_layers` if the target has fewer."""
-    cache = empty_cache(target, capacity)
+    passes = new_tree_passes(target, ())
+    cache = empty_cache(passes, capacity)
     rows = []
     for context, count in product(contexts, nodes):
-        verify = verify_pass(target, cache, count, context)
+        verify = verify_pass(passes, target, cache, count, context)
         seconds = measured_s = _median_s(verify, _argmax_on_host, repeats, target.device)
         if target.num_layers < num_layers:
             with without_layers(target):
@@ -112,7 +114,8 @@ def draft_costs(
     """Measures one draft level of an EAGLE head for every (width, context)."""
     draft = new_draft(target, "eagle", seed=0)
     assert isinstance(draft, EagleDraft)
-    session = EagleSession(draft.eval(), target, capacity)
+    session = new_session(draft.eval(), target, capacity)
+    assert isinstance(session, EagleSession)
     session.cache.zero_to(capacity)
     rows = []
     for context, width in product(contexts, widths):

@@ -18,6 +18,7 @@ from sage.cli import (
     add_device_option,
     add_dtype_option,
     add_model_options,
+    add_passes_option,
     new_parser,
 )
 
@@ -118,6 +119,7 @@ def compare_parser() -> argparse.ArgumentParser:
     parser.add_argument("--top-p", type=float, default=1.0, help="1 is off (default)")
     parser.add_argument("--seed", type=int, default=0)
     add_couple_option(parser)
+    add_passes_option(parser)
     parser.add_argument("--repeats", type=int, default=3, help="timed runs per prompt; the median counts")
     parser.add_argument("--warmup", type=int, default=1)
     add_dtype_option(parser, None, "dtype of target and draft (default: that of the checkpoint)")

@@ -20,8 +20,10 @@ from sage.costs.tables import Costs, Curve
 from sage.costs.timing import TimedCall, interleaved_s
 from sage.drafts.loading import Draft
 from sage.drafts.session import DraftSession
-from sage.passes.sessions import new_session
+from sage.passes.select import new_session, new_tree_passes
+from sage.passes.target_passes import TreePasses
 from sage.targets import Target
+from sage.trees.tree import Columns, Tree
 
 VERIFY_NODES = (1, 2, 4, 8, 16, 32, 64)
 DRAFT_WIDTHS = (1, 2, 4, 8, 16)
@@ -43,11 +45,13 @@ def measure_costs(target: Target, draft: Draft, context: int, longer: int) -> Co
     room = max(VERIFY_NODES)
     limit = int(target.text_config.max_position_embeddings) - room
     longer = max(longer, min(context + MIN_CONTEXT_SPAN, limit))
-    cache = empty_cache(target, longer + room)
     session = new_session(draft, target, context + room)
+    passes = new_tree_passes(target, session.levels)
+    cache = empty_cache(passes, longer + room)
     levels = _lower_quartiles([draft_level(session, target, width, context) for width in DRAFT_WIDTHS], target.device)
-    passes = [verify_pass(target, cache, nodes, context) for nodes in VERIFY_NODES]
-    *at_context, at_longer = _lower_quartiles([*passes, verify_pass(target, cache, LONGER_NODES, longer)], target.device)
+    calls = [verify_pass(passes, target, cache, nodes, context) for nodes in VERIFY_NODES]
+    calls.append(verify_pass(passes, target, cache, LONGER_NODES, longer))
+    *at_context, at_longer = _lower_quartiles(calls, target.device)
     growth_s = max(at_longer - at_context[VERIFY_NODES.index(LONGER_NODES)], 0.0)
     return Costs(
         verify=Curve(list(VERIFY_NODES), at_context),
@@ -57,24 +61,24 @@ def measure_costs(target: Target, draft: Draft, context: int, longer: int) -> Co
     )
 
 
-def empty_cache(target: Target, capacity: int) -> TreeCache:
+def empty_cache(passes: TreePasses, capacity: int) -> TreeCache:
     """A cache of zeros: uninitialized memory may hold denormal numbers, which are slow on a CPU."""
-    cache = target.new_cache(capacity)
+    cache = passes.new_cache(capacity)
     cache.zero_to(capacity)
     return cache
 
 
-def verify_pass(target: Target, cache: TreeCache, num_nodes: int, context: int) -> TimedCall:
+def verify_pass(passes: TreePasses, target: Target, cache: TreeCache, num_nodes: int, context: int) -> TimedCall:
     """Returns a call that verifies a chain of N distinct tokens on top of S tokens and returns the logits [N, V].
 
     The tree's shape is irrelevant: masks and rows cost the same for every tree of N nodes.
     """
-    depths = torch.arange(num_nodes, device=target.device)
-    tokens = depths % target.vocab_size
-    ancestors = torch.ones(num_nodes, num_nodes, dtype=torch.bool, device=target.device).tril()
+    depths = list(range(num_nodes))
+    chain = Columns([depth % target.vocab_size for depth in depths], [depth - 1 for depth in depths], depths)
+    tree, position = Tree.of(chain, target.device), torch.tensor([context], device=target.device)
 
     def run() -> Tensor:
-        return target.lm_head(target.tree_pass(tokens, context + depths, ancestors, cache).last[0])
+        return passes(tree, position, cache).logits
 
     return TimedCall(run, reset=partial(cache.crop_to, context))
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import transformers
@@ -33,13 +33,22 @@ from sage.files import atomic_path, user_cache_dir
 PACKAGE_SUFFIX = ".pt2"
 OPTIONS = {"aot_inductor.package_constants_in_so": False}
 Example = Callable[[], tuple[tuple[Any, ...], tuple[Any, ...]]]
-Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # flat arguments -> flat results
+
+
+class Run(Protocol):
+    """A function of tensors, called with flat arguments; returns flat results."""
+
+    def __call__(self, args: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Runs it."""
+
+    def refresh(self) -> None:
+        """Looks up the addresses of the weights again. Call it when they may have moved, as by a cast."""
 
 
 class Package:
     """A compiled function with the weights of a model; calls it with flat arguments.
 
-    The library holds pointers to the weights. Call `refresh` when they may have moved, as by a cast.
+    The library holds pointers to the weights.
     """
 
     def __init__(self, path: Path, module: nn.Module, device: torch.device) -> None:
@@ -54,7 +63,6 @@ class Package:
         self.refresh()
 
     def refresh(self) -> None:
-        """Passes the addresses of the weights to the library, if they changed."""
         weights = dict(self._module.state_dict(keep_vars=True)) | dict(self._module.named_buffers(remove_duplicate=False))
         found = {name: weights[name].detach() for name in self._names}
         pointers = [weight.data_ptr() for weight in found.values()]
@@ -81,13 +89,21 @@ def compiled(module: nn.Module, example: Example, label: str, depends_on: Any) -
     device = args[0].device
     path = passes_folder() / f"{_digest(module, label, depends_on, device)}{PACKAGE_SUFFIX}"
     try:
-        if not path.is_file():
-            path = _compile_to(path, module, args, dims, label)
-        return Package(path, module, device)
+        if path.is_file() and (known := _loaded(path, module, device)):
+            return known
+        return Package(_compile_to(path, module, args, dims, label), module, device)
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         warnings.warn(f"passes: {label} cannot be compiled ({reason}); it runs eagerly", stacklevel=2)
         return Eager(module, args)
+
+
+def _loaded(path: Path, module: nn.Module, device: torch.device) -> Package | None:
+    """Returns the package in a file; None if it is damaged."""
+    try:
+        return Package(path, module, device)
+    except (RuntimeError, ValueError, OSError):
+        return None
 
 
 class Eager:
@@ -97,7 +113,7 @@ class Eager:
         self._module, self._spec = module, pytree.tree_structure(args)
 
     def refresh(self) -> None:
-        """Does nothing: the function reads the module's weights."""
+        """Does nothing: the function reads the module's own weights."""
 
     def __call__(self, args: Sequence[Tensor]) -> Sequence[Tensor]:
         out: Sequence[Tensor] = self._module(*pytree.tree_unflatten(list(args), self._spec))

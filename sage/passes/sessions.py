@@ -15,23 +15,12 @@ from torch.export import Dim
 from sage.drafts.eagle import EagleDraft
 from sage.drafts.eagle3 import Eagle3Draft
 from sage.drafts.head import DraftHead
-from sage.drafts.loading import Draft
-from sage.drafts.registry import draft_kind
-from sage.drafts.session import DraftSession, EagleSession
+from sage.drafts.session import EagleSession
 from sage.host_tensors import Tokens
-from sage.pass_modes import PassMode
 from sage.passes.functions import CommitPass, LevelPass
 from sage.passes.package import Run, compiled
 from sage.passes.target_passes import EXAMPLE_CAPACITY, EXAMPLE_KEYS, EXAMPLE_NODES, MAX_KEYS, MAX_NODES, describe_target
 from sage.targets import Features, Target
-
-
-def new_session(draft: Draft, target: Target, capacity: int) -> DraftSession:
-    """Starts a draft session for one request of at most `capacity` tokens."""
-    if target.passes is not PassMode.eager and isinstance(draft, DraftHead) and not draft.training:
-        return FunctionSession(draft, target, capacity)  # type: ignore[arg-type]
-    session: DraftSession = draft_kind(draft.kind).session_class()(draft, target, capacity)
-    return session
 
 
 class HeadPasses:
@@ -45,7 +34,7 @@ class HeadPasses:
     def refresh(self) -> None:
         """Looks up the addresses of the weights again."""
         for run in self._runs.values():
-            run.refresh()  # type: ignore[attr-defined]
+            run.refresh()
 
     def level(self, is_wide: bool) -> Run:
         """Returns the pass over one node or several of a level; flat arguments of `LevelPass`."""
@@ -113,11 +102,9 @@ class HeadPasses:
 class FunctionSession(EagleSession):
     """Session of a draft head whose passes are functions of tensors."""
 
-    def __init__(self, draft: EagleDraft | Eagle3Draft, target: Target, capacity: int) -> None:
+    def __init__(self, draft: EagleDraft | Eagle3Draft, target: Target, capacity: int, passes: HeadPasses) -> None:
         super().__init__(draft, target, capacity)
-        if "passes" not in vars(draft):
-            object.__setattr__(draft, "passes", HeadPasses(draft, target))
-        self.passes: HeadPasses = vars(draft)["passes"]
+        self.passes = passes
         self.passes.refresh()
         self._reserve(capacity)
 

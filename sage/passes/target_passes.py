@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.export import Dim
 
 from sage.cache import TreeCache
-from sage.pass_modes import PassMode
 from sage.passes.functions import TreePass
 from sage.passes.package import Run, compiled
 from sage.targets import Features, Target
@@ -34,21 +33,51 @@ class TreeOutput:
     greedy: Tensor | None = None
 
 
-class TreePasses:
-    """Runs tree passes of a target.
+class TreePasses(Protocol):
+    """Runs tree passes of a target."""
 
-    Args:
-        levels: indices of the hidden states that the draft reads.
-    """
+    def __call__(self, tree: Tree, position: Tensor, cache: TreeCache) -> TreeOutput:
+        """Runs one pass over a tree whose root is at rope position `position` [1]; appends N rows to the cache."""
+
+    def capacity(self, num_tokens: int) -> int:
+        """Returns the capacity of a cache for `num_tokens` tokens."""
+
+    def new_cache(self, num_tokens: int) -> TreeCache:
+        """Returns an empty cache for `num_tokens` tokens."""
+
+
+class EagerTreePasses:
+    """Tree passes kernel by kernel; `levels` are indices k of `hidden_states` to return as well."""
 
     def __init__(self, target: Target, levels: Sequence[int]) -> None:
         self.target, self.levels = target, tuple(levels)
+
+    def capacity(self, num_tokens: int) -> int:
+        return num_tokens
+
+    def new_cache(self, num_tokens: int) -> TreeCache:
+        return self.target.new_cache(num_tokens)
+
+    def __call__(self, tree: Tree, position: Tensor, cache: TreeCache) -> TreeOutput:
+        features = self.target.tree_pass(tree.tokens, position + tree.depths, tree.ancestors, cache, self.levels)
+        return TreeOutput(features, self.target.lm_head(features.last[0]))
+
+
+class FunctionTreePasses(EagerTreePasses):
+    """Tree passes as functions of tensors: one compiled for a single node, one for several."""
+
+    def __init__(self, target: Target, levels: Sequence[int]) -> None:
+        super().__init__(target, levels)
         self._steps = torch.empty(0, dtype=torch.long)
         self._runs: dict[bool, Run] = {}
         self._function = TreePass(target, levels)
 
+    def refresh(self) -> None:
+        """Looks up the addresses of the weights again."""
+        for run in self._runs.values():
+            run.refresh()
+
     def __call__(self, tree: Tree, position: Tensor, cache: TreeCache) -> TreeOutput:
-        """Runs one pass over a tree whose root is at rope position `position` [1]; appends N rows to the cache."""
         nodes = len(tree)
         first = cache.reserve(nodes)
         steps = self._arange(cache.capacity)
@@ -101,19 +130,3 @@ def describe_target(target: Target) -> dict[str, Any]:
     config = target.text_config.to_dict()
     config.pop("_name_or_path", None)
     return {"model_type": target.family.model_type, **config}
-
-
-def run_tree(target: Target, tree: Tree, position: Tensor, cache: TreeCache, levels: Sequence[int]) -> TreeOutput:
-    """Runs the target over a tree in its pass mode; appends N rows to the cache.
-
-    Args:
-        position: LongTensor [1], rope position of the root.
-        levels: indices k of `hidden_states` to return as well.
-    """
-    if target.passes is PassMode.eager:
-        features = target.tree_pass(tree.tokens, position + tree.depths, tree.ancestors, cache, levels)
-        return TreeOutput(features, target.lm_head(features.last[0]))
-    if levels not in target.functions:
-        target.functions[levels] = TreePasses(target, levels)
-    passes: TreePasses = target.functions[levels]
-    return passes(tree, position, cache)

@@ -58,7 +58,7 @@ def load_target(
     if device_map is not None:
         check_device_map(getattr(model, "hf_device_map", {}))  # a strategy offloads what does not fit
     target = Target(model if placement else model.to(device), processor)
-    target.passes = resolve_pass_mode(pass_mode, target.device.type, is_spread=target.is_spread)
+    target.passes = resolve_pass_mode(pass_mode, target.device.type, is_whole=target.is_whole)
     is_half = target.dtype in HALF
     _set_attention(model, resolve_attention(vision_attention, target.device.type, is_half, target.family.has_windows))
     return target

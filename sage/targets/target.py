@@ -66,6 +66,10 @@ class Target:
         model: `Qwen2_5_VLForConditionalGeneration` or `LlavaOnevisionForConditionalGeneration`, on the device it will run on.
         processor: a `Processor` or a Hugging Face processor; not needed if inputs are tensors.
 
+    Attributes:
+        passes: how tree passes and draft passes run: eager, compiled or captured.
+        is_whole: whether all weights are on one device; else passes are eager.
+
     Raises:
         ValueError: the model is of no known family, or uses sliding-window attention.
     """
@@ -87,8 +91,9 @@ class Target:
         self.passes = PassMode.eager
         self.functions: dict[Any, Any] = {}  # passes as functions, see sage.passes
         self.eos_token_ids = _as_list(model.generation_config.eos_token_id)
-        self.is_spread = is_spread(model)
-        if self.is_spread:
+        self._is_spread = is_spread(model)
+        self.is_whole = not self._is_spread
+        if self._is_spread:
             connect(model, self.text_model)
         self.family.optimize(model)
         select_backends(self.device)
@@ -126,7 +131,7 @@ class Target:
     @property
     def layer_devices(self) -> list[torch.device]:
         """Device of each text layer: `device`, unless the target is on several devices."""
-        return layer_devices(self.text_model) if self.is_spread else [self.device] * self.num_layers
+        return layer_devices(self.text_model) if self._is_spread else [self.device] * self.num_layers
 
     @property
     def dtype(self) -> torch.dtype:

@@ -22,7 +22,7 @@ from sage.costs.tables import Costs, Curve
 from sage.costs.timing import RoundTimes
 from sage.decoder import decode
 from sage.drafts.model import ModelDraft
-from sage.passes.sessions import new_session
+from sage.passes.select import new_session
 from sage.sampling import Sampling, TargetSampler
 from sage.trees.cost_aware.learner import (
     LABELLED_RANKS,

@@ -80,7 +80,7 @@ def real_chain(ready: Any, recording: Recording, depth: int) -> list[int]:
         chain = sage.policy("chain", depth=depth)
         chain.num_candidates = 16  # as recorded: top-1 and top-16 may order the oracle's equal probabilities differently
         verifier = Verifier(TargetSampler(Sampling(), torch.tensor([0])))
-        request = Request(target, session, chain, verifier, stop, None, None, Clock(CPU))  # type: ignore[arg-type]
+        request = Request(target, session, chain, verifier, stop, None, None, Clock(CPU), None)  # type: ignore[arg-type]
         request.root, request.draft_logits = answer[recorded.position - 1], session._start()
         tree = draft_tree(request)
         chosen = [*answer[recorded.position :], *[NO_TOKEN] * len(tree)][: len(tree)]

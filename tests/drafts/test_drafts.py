@@ -19,7 +19,7 @@ from sage.drafts.eagle3 import Eagle3Draft, default_levels
 from sage.drafts.layer import fuse_linears
 from sage.drafts.loading import open_draft
 from sage.drafts.model import ModelDraft
-from sage.passes.sessions import new_session
+from sage.passes.select import new_session
 
 
 def test_unroll_equals_step_by_step(tiny_target: sage.Target) -> None:

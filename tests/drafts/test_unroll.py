@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import sage
 from sage.drafts.unroll import Chains
-from sage.passes.sessions import new_session
+from sage.passes.select import new_session
 
 STEPS = 4
 

@@ -22,6 +22,7 @@ from sage.costs.timing import RoundTimes
 from sage.decoder import Request, draft_tree
 from sage.drafts.session import DraftSession
 from sage.host_tensors import Tokens
+from sage.passes.target_passes import EagerTreePasses
 from sage.sampling import Sampling, TargetSampler
 from sage.stopping_rules import StopCriterion
 from sage.targets import Features, Prompt
@@ -140,7 +141,7 @@ class FixedDraws(TargetSampler):
         super().extend(tokens)
         self.emitted += tokens
 
-    def __call__(self, logits: torch.Tensor, tree: Tree) -> torch.Tensor:
+    def __call__(self, logits: torch.Tensor, tree: Tree, greedy_N: torch.Tensor | None = None) -> torch.Tensor:
         super().__call__(logits, tree)
         contexts = [(*self.emitted[:-1], *tree.tokens[seen].tolist()) for seen in tree.ancestors]
         contexts = contexts if self.emitted else [()]
@@ -174,8 +175,9 @@ def toy_request(
     cache: Any = TableCache()
     session = TableSession(draft_probs) if policy.num_candidates else None
     sampling = replace(sampling, max_new_tokens=max_new_tokens)
+    stop, passes = StopCriterion(sampling, eos), EagerTreePasses(target, ())
     verifier, clock = Verifier(FixedDraws(target, fixed, sampling)), SteadyClock()
-    return Request(target, session, policy, verifier, StopCriterion(sampling, eos), prompt, cache, clock)  # type: ignore[arg-type]
+    return Request(target, session, policy, verifier, stop, prompt, cache, clock, passes)  # type: ignore[arg-type]
 
 
 def probability(tokens: Context, probs: NextTokenProbs = target_probs) -> float:

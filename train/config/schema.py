@@ -12,6 +12,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from data_prep.config import DataConfig
+from sage.pass_modes import PassMode
 from sage.trees.names import POLICIES
 from sage.vision_attention import VisionAttention
 from train.config.draft import DraftConfig
@@ -254,6 +255,7 @@ class DecodeConfig:
         repeats: timed runs per prompt; the median counts.
         warmup: untimed runs of every policy before the first prompt.
         dtype: dtype of both models; null: as trained.
+        passes: how passes run; auto: captured on a GPU, compiled on a CPU if many answers are decoded, else eager.
         assistant: the smaller model of the baseline `hf_assisted`; not needed if the draft is a smaller model.
         replay: also report the results of every policy on the recorded drafts.
     """
@@ -271,6 +273,7 @@ class DecodeConfig:
     repeats: int = 1
     warmup: int = 1
     dtype: Precision | None = None
+    passes: PassMode = PassMode.auto
     assistant: str | None = None
     replay: bool = False
 

@@ -92,6 +92,7 @@ def load_sharded(load: Callable[[], Target], config: Config, ranks: Ranks) -> Sh
         target = load()
     finally:
         del switch
+    target.is_whole = False
     text: Any = target.text_model
     _gather_permanently(target.model, text.layers, deepspeed)
     embedding, norm = text.embed_tokens, text.norm

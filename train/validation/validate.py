@@ -27,6 +27,7 @@ from sage.bench.report import PACKAGES, build_report, versions
 from sage.bench.runners import HF_ASSISTED, PolicyRunner, Runner, baseline_runner, find_assistant
 from sage.dtypes import torch_dtype
 from sage.files import write_json, write_text
+from sage.pass_modes import resolve_pass_mode
 from sage.sampling import Sampling
 from sage.trees import policy as new_policy
 from sage.trees.base import Policy
@@ -182,8 +183,20 @@ def this_command() -> str:
 
 @contextmanager
 def _measuring(target: Any, draft: Any, decode: DecodeConfig) -> Iterator[None]:
-    """Evaluation mode and `decode.dtype` for both models inside the block; restores them and the random state."""
+    """Evaluation mode, `decode.dtype` and `decode.passes` inside the block; restores the state before, and the random state."""
     dtype = torch_dtype(decode.dtype) if decode.dtype is not None else target.dtype
+    passes, num_answers = target.passes, decode.num_prompts * decode.repeats * len(decode.policies)
+    target.passes = resolve_pass_mode(decode.passes, target.device.type, num_answers, target.is_whole)
+    try:
+        with _evaluating(target, draft, dtype):
+            yield
+    finally:
+        target.passes = passes
+
+
+@contextmanager
+def _evaluating(target: Any, draft: Any, dtype: torch.dtype) -> Iterator[None]:
+    """Evaluation mode and a dtype for both models inside the block; restores them and the random state."""
     devices = [target.device] if target.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), _cast(target.model, dtype):
         if draft is None:

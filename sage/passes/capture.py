@@ -1,0 +1,253 @@
+"""Passes with static buffers, captured as CUDA graphs: one graph per bucket of nodes and keys, captured when first needed.
+
+A replayed graph costs the host one launch. It reads and writes fixed addresses, so inputs are copied into static buffers padded
+to a bucket, and the caches of finished requests are used again. A padding node writes a row after all others, which no node of
+the tree sees. If a capture fails, passes run eagerly, with one warning.
+
+Shapes: N tree nodes, F frontier nodes, S keys, C cache capacity, D hidden.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sage.cache import TreeCache
+from sage.drafts.eagle import EagleDraft
+from sage.drafts.eagle3 import Eagle3Draft
+from sage.drafts.session import EagleSession
+from sage.host_tensors import Tokens
+from sage.passes.functions import LevelPass, TreePass
+from sage.passes.target_passes import EagerTreePasses, TreeOutput
+from sage.targets import Features, Target
+from sage.trees.tree import Tree
+
+MIN_KEYS, KEY_STEP = 256, 1024
+Outputs = Sequence[Tensor]
+Replay = Callable[[], object]
+Capture = Callable[[Callable[[], Outputs]], tuple[Replay, Outputs]]
+
+
+def node_bucket(count: int) -> int:
+    """Returns the smallest power of two that is at least `count`."""
+    return 1 << max(count - 1, 0).bit_length()
+
+
+def key_bucket(count: int) -> int:
+    """Returns the keys of a graph for `count` keys: a power of two up to `KEY_STEP`, else a multiple of it."""
+    if count <= KEY_STEP:
+        return max(node_bucket(count), MIN_KEYS)
+    return -(-count // KEY_STEP) * KEY_STEP
+
+
+def cuda_graph(function: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
+    """Captures a function on the current device; returns what replays it and its static results."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # libraries allocate their workspaces in the first call
+        function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=_pool(torch.cuda.current_device())):
+        outputs = function()
+    return graph.replay, outputs
+
+
+_POOLS: dict[int, Any] = {}
+
+
+def _pool(device: int) -> Any:
+    """Returns the memory pool that all graphs of a device share; none of them is replayed while another one runs."""
+    if device not in _POOLS:
+        _POOLS[device] = torch.cuda.graph_pool_handle()
+    return _POOLS[device]
+
+
+def call_again(function: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
+    """Replays by calling the function again, into the same results: `cuda_graph` for devices without graphs."""
+    outputs = [result.clone() for result in function()]
+
+    def replay() -> None:
+        for static, result in zip(outputs, function(), strict=True):
+            static.copy_(result)
+
+    return replay, outputs
+
+
+class CachePool:
+    """Caches of one shape whose buffers are used again, so that graphs stay valid; zeroed once, because padding attends to
+    rows that no pass has written.
+    """
+
+    def __init__(self, new_cache: Callable[[int], TreeCache]) -> None:
+        self._new_cache = new_cache
+        self._free: list[list[Tensor]] = []
+
+    def __call__(self, capacity: int) -> TreeCache:
+        """Returns an empty cache with a capacity of at least `capacity` tokens and a row for padding."""
+        size = key_bucket(capacity + 1)
+        fits = [buffers for buffers in self._free if buffers[0].shape[-2] >= size]
+        cache = self._new_cache(0 if fits else size)
+        if fits:
+            buffers = min(fits, key=lambda buffers: buffers[0].shape[-2])
+            self._free.remove(buffers)
+            cache.adopt(buffers)
+        else:
+            cache.zero_to(size)
+            cache.crop_to(0)
+        weakref.finalize(cache, self._free.append, cache.buffers)
+        return cache
+
+
+class StaticCall:
+    """A function captured with static inputs."""
+
+    def __init__(self, function: Callable[..., Outputs], inputs: Sequence[Any], capture: Capture) -> None:
+        self.inputs = inputs
+        self._replay, self._outputs = capture(lambda: function(*inputs))
+
+    def __call__(self) -> Outputs:
+        """Replays the function on the contents of `inputs`; returns its static results."""
+        self._replay()
+        return self._outputs
+
+
+class CapturedTreePasses(EagerTreePasses):
+    """Tree passes of a target as graphs.
+
+    Args:
+        levels: indices k of `hidden_states` to return as well.
+        capture: `cuda_graph`, or for tests `call_again`.
+    """
+
+    def __init__(self, target: Target, levels: Sequence[int], capture: Capture = cuda_graph) -> None:
+        super().__init__(target, levels)
+        self.capture, self._caches = capture, CachePool(target.new_cache)
+        self._function = TreePass(target, levels)
+        self._calls: dict[tuple[int, ...], StaticCall] = {}
+        self._is_failed = False
+
+    def capacity(self, num_tokens: int) -> int:
+        return key_bucket(num_tokens + 1)
+
+    def new_cache(self, num_tokens: int) -> TreeCache:
+        return self._caches(num_tokens)
+
+    def refresh(self) -> None:
+        """Drops graphs that read weights from other addresses than now."""
+        pointer = self.target.lm_head.weight.data_ptr()
+        self._calls = {key: call for key, call in self._calls.items() if key[-1] == pointer}
+
+    def __call__(self, tree: Tree, position: Tensor, cache: TreeCache) -> TreeOutput:
+        nodes, first = len(tree), cache.length
+        call = self._call(node_bucket(nodes), key_bucket(first + nodes + 1), cache)
+        if call is None:
+            return super().__call__(tree, position, cache)
+        cache.reserve(nodes)
+        tokens, positions, rows, ancestors, columns, *_ = call.inputs
+        tokens[:nodes].copy_(tree.tokens)
+        torch.add(position, tree.depths, out=positions[:nodes])
+        rows.fill_(len(columns) - 1)
+        torch.arange(first, first + nodes, out=rows[:nodes])
+        ancestors[:nodes] = False
+        ancestors[:nodes, :nodes].copy_(tree.ancestors)
+        greedy, logits, last, *levels = call()
+        kept = Features(last[:, :nodes].clone(), tuple(level[:, :nodes].clone() for level in levels))
+        return TreeOutput(kept, logits[:nodes], greedy[:nodes])
+
+    def _call(self, nodes: int, keys: int, cache: TreeCache) -> StaticCall | None:
+        """Returns the graph of a bucket; None if it cannot be captured."""
+        key = (nodes, keys, cache.buffers[0].data_ptr(), self.target.lm_head.weight.data_ptr())
+        if key not in self._calls and not self._is_failed:
+            numbers = torch.arange(nodes, device=self.target.device)
+            ancestors = torch.zeros(nodes, nodes, dtype=torch.bool, device=self.target.device)
+            columns = torch.arange(keys, device=self.target.device)
+            inputs = (numbers * 0, numbers, keys - 1 + numbers * 0, ancestors, columns, cache.keys, cache.values)
+            try:
+                self._calls[key] = StaticCall(self._function, inputs, self.capture)
+            except RuntimeError as error:
+                self._is_failed = True
+                _warn("target", error)
+        return self._calls.get(key)
+
+
+class CapturedLevels:
+    """Levels of a draft head as graphs, by width, keys and cache."""
+
+    def __init__(self, draft: EagleDraft | Eagle3Draft, target: Target, capture: Capture = cuda_graph) -> None:
+        self.draft, self.capture = draft, capture
+        self.caches = CachePool(lambda capacity: new_draft_cache(draft, capacity))
+        self._function = LevelPass(draft, target)
+        self._calls: dict[tuple[int, ...], StaticCall] = {}
+        self.is_failed = False
+
+    def __call__(self, width: int, keys: int, cache: TreeCache) -> StaticCall | None:
+        """Returns the graph of a bucket; None if it cannot be captured."""
+        weight = next(self.draft.parameters())
+        key = (width, keys, cache.buffers[0].data_ptr(), weight.data_ptr())
+        if key not in self._calls and not self.is_failed:
+            config, numbers = self.draft.config, torch.arange(width, device=self.draft.device)
+            rope = weight.new_zeros(1, 1, 1, config.head_dim)
+            mask, hidden = weight.new_zeros(width, keys), weight.new_zeros(width, config.hidden_size)
+            inputs = (numbers * 0, numbers, hidden, rope, rope.clone(), keys - 1 + numbers * 0, mask, cache.keys, cache.values)
+            try:
+                self._calls[key] = StaticCall(self._function, inputs, self.capture)
+            except RuntimeError as error:
+                self.is_failed = True
+                _warn("draft", error)
+        return self._calls.get(key)
+
+
+class CapturedSession(EagleSession):
+    """Session of a draft head whose levels are graphs; prefill and commits, whose lengths vary, are eager."""
+
+    def __init__(self, draft: EagleDraft | Eagle3Draft, target: Target, capacity: int, calls: CapturedLevels) -> None:
+        super().__init__(draft, target, capacity)
+        self.calls = calls
+        self.cache = calls.caches(capacity)
+
+    @torch.no_grad()
+    def expand(self, rows: Tensor, tokens: Tokens) -> Tensor:
+        width, first = len(rows), self.cache.length
+        call = self.calls(node_bucket(width), key_bucket(first + width + 1), self.cache)
+        if call is None:
+            return super().expand(rows, tokens)
+        mask = self._mask_NS(rows, first)
+        self.cache.reserve(width)
+        parents = self.hidden.expand(width, -1) if len(self.hidden) == 1 else self.hidden.index_select(0, rows)
+        static_tokens, _, hidden, cos, sin, written, static_mask, *_ = call.inputs
+        static_tokens[:width].copy_(self._staging.stage(tokens))
+        hidden[:width].copy_(parents)
+        for static, own in zip((cos, sin), self._rope(self.offset + self.depth, 1), strict=True):
+            static.copy_(own)
+        written.fill_(static_mask.shape[1] - 1)
+        torch.arange(first, first + width, out=written[:width])
+        static_mask[:width].fill_(torch.finfo(self.dtype).min)
+        static_mask[:width, : mask.shape[1]].copy_(mask)
+        self.depth += 1
+        out, logits = call()
+        self.hidden = out[:width].clone()
+        return logits[:width].clone()
+
+    def _mask_NS(self, rows: Tensor, first: int) -> Tensor:
+        """Returns the additive mask [F, S] of the children of `rows` [F], on top of `first` cached rows."""
+        if self.visible is None:
+            self.visible = self.hidden.new_zeros(len(self.hidden), first)
+        self.visible = torch.cat((self.visible.index_select(0, rows), self._only_itself(len(rows))), 1)
+        return self.visible
+
+
+def new_draft_cache(draft: EagleDraft | Eagle3Draft, capacity: int) -> TreeCache:
+    """Returns an empty cache of one layer for a draft head."""
+    config = draft.config
+    return TreeCache([draft.device], config.num_key_value_heads, config.head_dim, capacity, draft.dtype)
+
+
+def _warn(model: str, error: RuntimeError) -> None:
+    reason = " ".join(str(error).split())[:300]
+    warnings.warn(f"passes: the {model}'s pass cannot be captured ({reason}); its passes run eagerly", stacklevel=3)
