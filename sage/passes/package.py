@@ -48,18 +48,18 @@ class Run(Protocol):
 class Package:
     """A compiled function with the weights of a model; calls it with flat arguments.
 
-    The library holds pointers to the weights.
+    The library holds pointers to the weights. If a call fails, this call and later ones run eagerly, with one warning.
     """
 
-    def __init__(self, path: Path, module: nn.Module, device: torch.device) -> None:
+    def __init__(self, path: Path, module: nn.Module, args: tuple[Any, ...], label: str) -> None:
         from torch._inductor import aoti_load_package
 
-        self._module = module
-        index = -1 if device.index is None else device.index
+        self._module, self._label, self._eager = module, label, Eager(module, args)
+        index = -1 if args[0].device.index is None else args[0].device.index
         self._compiled = aoti_load_package(str(path), run_single_threaded=True, device_index=index)
         self._names: list[str] = self._compiled.get_constant_fqns()
         self._pointers: list[int] = []
-        self._run = self._compiled.loader.run  # without the flattening of arguments, 60 us per call
+        self._run: Callable[..., Any] = self._compiled.loader.run  # without the flattening of arguments, 60 us per call
         self.refresh()
 
     def refresh(self) -> None:
@@ -71,7 +71,12 @@ class Package:
             self._pointers, self._found = pointers, found
 
     def __call__(self, args: Sequence[Tensor]) -> Sequence[Tensor]:
-        out: Sequence[Tensor] = self._run(args)
+        try:
+            out: Sequence[Tensor] = self._run(args)
+        except RuntimeError as error:
+            _warn(self._label, error)
+            self._run = self._eager
+            out = self._eager(args)
         return out
 
 
@@ -89,19 +94,23 @@ def compiled(module: nn.Module, example: Example, label: str, depends_on: Any) -
     device = args[0].device
     path = passes_folder() / f"{_digest(module, label, depends_on, device)}{PACKAGE_SUFFIX}"
     try:
-        if path.is_file() and (known := _loaded(path, module, device)):
+        if path.is_file() and (known := _loaded(path, module, args, label)):
             return known
-        return Package(_compile_to(path, module, args, dims, label), module, device)
+        return Package(_compile_to(path, module, args, dims, label), module, args, label)
     except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        warnings.warn(f"passes: {label} cannot be compiled ({reason}); it runs eagerly", stacklevel=2)
+        _warn(label, error)
         return Eager(module, args)
 
 
-def _loaded(path: Path, module: nn.Module, device: torch.device) -> Package | None:
+def _warn(label: str, error: Exception) -> None:
+    reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    warnings.warn(f"passes: {label} cannot run compiled ({reason}); it runs eagerly", stacklevel=3)
+
+
+def _loaded(path: Path, module: nn.Module, args: tuple[Any, ...], label: str) -> Package | None:
     """Returns the package in a file; None if it is damaged."""
     try:
-        return Package(path, module, device)
+        return Package(path, module, args, label)
     except (RuntimeError, ValueError, OSError):
         return None
 

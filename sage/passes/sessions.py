@@ -19,7 +19,15 @@ from sage.drafts.session import EagleSession
 from sage.host_tensors import Tokens
 from sage.passes.functions import CommitPass, LevelPass
 from sage.passes.package import Run, compiled
-from sage.passes.target_passes import EXAMPLE_CAPACITY, EXAMPLE_KEYS, EXAMPLE_NODES, MAX_KEYS, MAX_NODES, describe_target
+from sage.passes.target_passes import (
+    EXAMPLE_CAPACITY,
+    EXAMPLE_KEYS,
+    EXAMPLE_NODES,
+    MAX_KEYS,
+    MAX_NODES,
+    SPARE_ROWS,
+    describe_target,
+)
 from sage.targets import Features, Target
 
 
@@ -103,10 +111,10 @@ class FunctionSession(EagleSession):
     """Session of a draft head whose passes are functions of tensors."""
 
     def __init__(self, draft: EagleDraft | Eagle3Draft, target: Target, capacity: int, passes: HeadPasses) -> None:
-        super().__init__(draft, target, capacity)
+        super().__init__(draft, target, capacity + SPARE_ROWS)
         self.passes = passes
         self.passes.refresh()
-        self._reserve(capacity)
+        self._reserve(self.capacity)
 
     def _reserve(self, capacity: int) -> None:
         self._steps = torch.arange(capacity, device=self.draft.device)

@@ -21,6 +21,7 @@ from sage.targets import Features, Target
 from sage.trees.tree import Tree
 
 MAX_NODES, MAX_KEYS = 4096, 1 << 20
+SPARE_ROWS = 1  # a compiled pass assumes more rows than keys
 EXAMPLE_NODES, EXAMPLE_KEYS, EXAMPLE_CAPACITY = 5, 24, 48
 
 
@@ -71,6 +72,12 @@ class FunctionTreePasses(EagerTreePasses):
         self._steps = torch.empty(0, dtype=torch.long)
         self._runs: dict[bool, Run] = {}
         self._function = TreePass(target, levels)
+
+    def capacity(self, num_tokens: int) -> int:
+        return num_tokens + SPARE_ROWS
+
+    def new_cache(self, num_tokens: int) -> TreeCache:
+        return self.target.new_cache(self.capacity(num_tokens))
 
     def refresh(self) -> None:
         """Looks up the addresses of the weights again."""

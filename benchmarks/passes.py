@@ -1,0 +1,146 @@
+"""`python -m benchmarks.passes`: time and calls of a target pass and a draft level, eager, compiled and captured, in turns."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import sage
+from benchmarks.training.measuring import describe_machine
+from sage.bench.options import counts
+from sage.bench.tables import text_table
+from sage.cli import add_device_option, add_dtype_option, add_model_options, find_models, new_parser, resolve_device, run
+from sage.costs.measure import draft_level, empty_cache, verify_pass
+from sage.costs.timing import TimedCall, interleaved_s
+from sage.dtypes import torch_dtype
+from sage.pass_modes import PassMode
+from sage.passes.package import passes_folder
+from sage.passes.select import new_session, new_tree_passes
+
+
+@dataclass
+class Timed:
+    """One pass in one mode: its call, and the seconds of its first call, which compiles or loads it."""
+
+    mode: PassMode
+    call: TimedCall
+    first_s: float
+
+
+def modes_of(device: torch.device) -> list[PassMode]:
+    """Returns the modes that a device has, the reference first."""
+    return [PassMode.eager, PassMode.captured if device.type == "cuda" else PassMode.compiled]
+
+
+def num_calls(call: TimedCall) -> tuple[int, int]:
+    """Returns the number of ATen operators, and of calls of Python and C functions, of one call."""
+    call.reset()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        call.run()
+    operators = sum(event.count for event in profiler.key_averages() if event.key.startswith("aten::"))
+    counted = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal counted
+        counted += event in ("call", "c_call")
+
+    call.reset()
+    sys.setprofile(count)
+    try:
+        call.run()
+    finally:
+        sys.setprofile(None)
+    return operators, counted
+
+
+def timed(target: Any, mode: PassMode, make: Callable[[], TimedCall]) -> Timed:
+    """Builds a pass in a mode and runs it once."""
+    target.passes = mode
+    call = make()
+    call.reset()
+    start = time.perf_counter()
+    call.run()
+    return Timed(mode, call, time.perf_counter() - start)
+
+
+def rows_of(name: str, passes: Sequence[Timed], repeats: int, device: torch.device) -> list[list[str]]:
+    """Times the modes of one pass in turns; returns a row of the table for each."""
+    times = interleaved_s([one.call for one in passes], repeats, device)
+    rows = []
+    for one, own in zip(passes, times, strict=True):
+        ratios = sorted(ours / eager for ours, eager in zip(own, times[0], strict=True))
+        spread = f"{statistics.median(ratios):.2f} ({ratios[len(ratios) // 10]:.2f}-{ratios[-1 - len(ratios) // 10]:.2f})"
+        operators, calls = num_calls(one.call)
+        seconds = f"{1e3 * statistics.median(own):.3f}"
+        rows.append([name, str(one.mode), seconds, spread, str(operators), str(calls), f"{one.first_s:.2f}"])
+    return rows
+
+
+@torch.inference_mode()
+def measure(target: Any, draft: Any, nodes: Sequence[int], widths: Sequence[int], context: int, repeats: int) -> str:
+    """Measures passes over `nodes` and draft levels of `widths` on top of `context` tokens; returns the text to print."""
+    device, rows = target.device, []
+    room = max(*nodes, *widths)
+
+    def verify(count: int) -> TimedCall:
+        passes = new_tree_passes(target, draft.levels if draft is not None else ())
+        return verify_pass(passes, target, empty_cache(passes, context + room), count, context)
+
+    def level(width: int) -> TimedCall:
+        return draft_level(new_session(draft, target, context + room), target, width, context)
+
+    for count in nodes:
+        passes = [timed(target, mode, partial(verify, count)) for mode in modes_of(device)]
+        rows += rows_of(f"target pass, {count} nodes", passes, repeats, device)
+    for width in widths if draft is not None else ():
+        passes = [timed(target, mode, partial(level, width)) for mode in modes_of(device)]
+        rows += rows_of(f"draft level, {width} nodes", passes, repeats, device)
+    head = ("", "passes", "ms", "ratio to eager", "ATen calls", "all calls", "first call, s")
+    weights = sum(weight.numel() * weight.element_size() for weight in target.text_model.parameters())
+    lines = [
+        f"{target.name}, {target.dtype}, {context} tokens in the cache; the text layers read {weights / 1e6:.1f} MB of weights",
+        text_table(head, rows, "<<>>>>>", ruled=False),
+        f"all calls: of Python and C functions; compiled passes are kept in {passes_folder()}; without it, starts are cold",
+        describe_machine(device),
+    ]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Entry point."""
+    args = _parser().parse_args()
+    if min(args.context, args.repeats) < 1:
+        raise ValueError("--context, --repeats: give at least 1")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    path, folder = find_models(args)
+    target = sage.load_target(path, dtype=torch_dtype(args.dtype), device=resolve_device(args.device), passes=PassMode.eager)
+    draft = None if folder is None else sage.load_draft(folder, target)
+    print(measure(target, draft, counts(args.nodes), counts(args.widths), args.context, args.repeats))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = new_parser("python -m benchmarks.passes", description=__doc__)
+    add_model_options(parser)
+    parser.add_argument("--nodes", metavar="N,N", default="1,4,8,16,32", help="nodes of target passes; default %(default)s")
+    parser.add_argument("--widths", metavar="N,N", default="1,4,8", help="nodes of draft levels; default %(default)s")
+    parser.add_argument("--context", type=int, default=256, help="tokens in the cache; default %(default)s")
+    parser.add_argument("--repeats", type=int, default=60, help="timed turns; default %(default)s")
+    parser.add_argument("--threads", type=int, metavar="N", help="torch's threads; default: torch's own choice")
+    add_dtype_option(parser, "fp32", "dtype of target and draft (default %(default)s)")
+    add_device_option(parser, "auto")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))
