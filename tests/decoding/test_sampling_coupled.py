@@ -132,7 +132,7 @@ def test_distribution_with_coupled_trees_and_logits_processors(name: str, option
     assert distance(found, sequences(LENGTH)) > 0.02, "the processors have an effect"
 
 
-def verified_by_ratio(self: Verifier, logits: torch.Tensor, tree: Tree, needs_labels: bool = False) -> Verdict:
+def verified_by_ratio(self: Verifier, logits: torch.Tensor, tree: Tree, *options: Any) -> Verdict:
     """Rejection sampling of a chain with everything from the shared noise: u < p / q, else the residual's argmax with g."""
     sampler: Any = self.sampler
     sampler(logits, tree)
