@@ -27,7 +27,7 @@ demo: $(VENV)/installed
 
 # One process per core, with one thread each. Tests that share a costly fixture run in one process.
 test: $(VENV)/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 # Without the tests marked slow (more than about half a second each).
 test-fast: $(VENV)/installed

@@ -14,11 +14,37 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support import messages
+from xdist.scheduler import LoadScopeScheduling
 
 if TYPE_CHECKING:
     from support.accelerator import Traffic
 
     import sage
+
+
+# Files whose tests share a costly fixture, or what an earlier test has made: one process runs each of them.
+ONE_PROCESS = (
+    "tests/checkpoints/test_export_run.py",
+    "tests/decoding/test_add_policy.py",
+    "tests/docs/test_commands.py",
+    "tests/docs/test_examples.py",
+    "tests/docs/test_packaging.py",
+    "tests/docs/test_papers.py",
+    "tests/training/test_ranks.py",
+)
+
+
+class Scheduler(LoadScopeScheduling):
+    """Gives a file in `ONE_PROCESS` to one process, and other tests one by one to the process that is free."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.partition("::")[0]
+        return path if path in ONE_PROCESS else nodeid
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduler:
+    return Scheduler(config, log)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -22,7 +22,6 @@ from train.config.schema import Config
 from train.job.rank import run_rank
 from train.state.resume import rng_state, set_rng_state
 
-pytestmark = pytest.mark.xdist_group(__name__)
 TARGET = ROOT / "data_prep" / "pocket" / "targets" / "pocket_qwen2_5_vl"  # a trained target
 DRAFT = ["draft=eagle3", "draft.draft_vocab_size=500", "objective.steps=2"]
 TRAINING = ["train.max_steps=20", "optim.lr=8e-3", "data.num_examples=40", "decode.policies=[autoregressive,static]"]

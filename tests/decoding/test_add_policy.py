@@ -15,7 +15,6 @@ from support.validate_helpers import save_draft, save_target
 
 import sage
 
-pytestmark = pytest.mark.xdist_group(__name__)
 ROOT = Path(__file__).parents[2]
 MODULE = '''
 from dataclasses import dataclass

@@ -14,7 +14,6 @@ from support.doc_workspace import ENTRY_POINTS, SHORTER, Workspace
 POCKET, DEMO = "data_prep/pocket/targets/pocket_qwen2_5_vl", "runs/demo_pocket_qwen2_5_vl"
 PAGES = pages()
 pytestmark = pytest.mark.timeout(900)  # a page is one test
-ONE_WORKSPACE = pytest.mark.xdist_group(__name__)
 # What the placeholders of a page stand for when its blocks are executed, and figures that are smaller here.
 SUBSTITUTIONS = {
     "README.md": {
@@ -111,7 +110,6 @@ def to_execute(page: str) -> list[Block]:
 
 
 @pytest.mark.slow
-@ONE_WORKSPACE
 @pytest.mark.parametrize("page", [page for page in PAGES if to_execute(page)])
 def test_the_blocks_run(page: str, workspace: Workspace) -> None:
     first = 1 if page == "README.md" else 0  # the fixture has executed `make demo`
@@ -120,7 +118,6 @@ def test_the_blocks_run(page: str, workspace: Workspace) -> None:
 
 
 @pytest.mark.slow
-@ONE_WORKSPACE
 def test_runs_named_in_docs_and_help_exist_after_the_demo(workspace: Workspace) -> None:
     texts = {page: "\n".join(span for _, span in spans(page)) for page in PAGES if page != "CHANGELOG.md"}
     texts |= {name: workspace.shell(f"{name} --help") for name in ENTRY_POINTS}
@@ -130,7 +127,6 @@ def test_runs_named_in_docs_and_help_exist_after_the_demo(workspace: Workspace) 
 
 
 @pytest.mark.slow
-@ONE_WORKSPACE
 def test_a_run_states_at_its_start_and_at_its_end_which_engines_serve_its_draft(workspace: Workspace) -> None:
     first, last = (line for line in workspace.output.splitlines() if "can be served by" in line)
     served = (

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group(__name__)
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FOLDERS = {"sage": "sage", "train": "train", "data_prep": "data_prep", "checkpoints": "checkpoints", "conf": "train/_conf"}

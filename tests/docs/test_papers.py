@@ -31,7 +31,6 @@ from train.config.checks import check
 from train.config.hydra_app import compose
 from train.config.schema import Config
 
-pytestmark = pytest.mark.xdist_group(__name__)
 ROOT = Path(__file__).parents[2]
 
 

@@ -38,7 +38,7 @@ def check_message(text: str, *parts: str) -> None:
     """Asserts that `text` contains `parts`, and that its wording is that of the snapshot."""
     for part in parts:
         assert part in text, f"{part!r} is not in the message: {text}"
-    test = re.sub(r"@[\w.]+$", "", os.environ["PYTEST_CURRENT_TEST"].rsplit(" ", 1)[0])  # without the group of --dist loadgroup
+    test = os.environ["PYTEST_CURRENT_TEST"].rsplit(" ", 1)[0]
     number = _seen[test] = _seen.get(test, 0) + 1
     name, wording = f"{test} {number}", _normalized(text)
     if _is_updating:

@@ -30,7 +30,7 @@ from train.launch.cluster_env import RENDEZVOUS_PORTS
 from train.launch.ranks import process_group
 from train.state.resume import rng_state, set_rng_state
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group(__name__)]
+pytestmark = pytest.mark.slow
 
 STAGES = (0, 1, 2, 3)
 ports = iter(random.Random(os.getpid()).sample(RENDEZVOUS_PORTS, 100))
