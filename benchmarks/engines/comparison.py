@@ -35,7 +35,7 @@ class Answer:
     tokens: list[int]
     decode_s: float
     wall_s: float
-    passes: int | None = None  # of the target after the prefill; None if the decoder does not tell
+    passes: int | None = None  # of the target after the prefill; None if the decoder does not report it
 
 
 class Decoder(Protocol):

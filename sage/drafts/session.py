@@ -83,22 +83,29 @@ class DraftSession(ABC):
         raise NotImplementedError
 
 
+def new_draft_cache(draft: EagleDraft | Eagle3Draft, capacity: int) -> TreeCache:
+    """Returns an empty cache of one layer for a draft head."""
+    config = draft.config
+    return TreeCache([draft.device], config.num_key_value_heads, config.head_dim, capacity, draft.dtype)
+
+
 class EagleSession(DraftSession):
     """Session of an EAGLE or EAGLE-3 head: pair t = (feature of token t, embedding of token t + 1) at the position of token t.
 
     Args:
         target: provides embedding and lm_head.
         capacity: capacity of the cache for prompt, answer and one drafted tree, in tokens.
+        cache: an empty cache of at least this capacity; None for a new one.
     """
 
-    def __init__(self, draft: EagleDraft | Eagle3Draft, target: Target, capacity: int) -> None:
+    def __init__(self, draft: EagleDraft | Eagle3Draft, target: Target, capacity: int, cache: TreeCache | None = None) -> None:
         config = draft.config
         self.draft, self.target = draft, target
         if not draft.training:
             fuse_linears(draft)
         self.levels, self.token_map = draft.levels, draft.token_map
         self.group = config.num_attention_heads // config.num_key_value_heads
-        self.cache = TreeCache([draft.device], config.num_key_value_heads, config.head_dim, capacity, draft.dtype)
+        self.cache = new_draft_cache(draft, capacity) if cache is None else cache
         self.capacity = capacity
         self.dtype = draft.dtype
         self.hidden = torch.zeros(1, config.hidden_size, dtype=draft.dtype, device=draft.device)

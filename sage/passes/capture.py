@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from torch import Tensor
 from sage.cache import TreeCache
 from sage.drafts.eagle import EagleDraft
 from sage.drafts.eagle3 import Eagle3Draft
-from sage.drafts.session import EagleSession
+from sage.drafts.session import EagleSession, new_draft_cache
 from sage.host_tensors import Tokens
+from sage.model_files import in_one_line
 from sage.passes.functions import LevelPass, TreePass
 from sage.passes.target_passes import EagerTreePasses, TreeOutput
 from sage.targets import Features, Target
@@ -117,6 +119,44 @@ class StaticCall:
         return self._outputs
 
 
+class Graphs:
+    """The graphs of one function, by bucket and by the addresses of cache and weights.
+
+    Args:
+        label: names the model in the warning about a capture that fails; after it, there are no further captures.
+    """
+
+    def __init__(self, function: Callable[..., Outputs], label: str, capture: Capture) -> None:
+        self._function, self._label, self._capture = function, label, capture
+        self._calls: dict[tuple[int, ...], StaticCall] = {}
+        self._is_failed = False
+
+    def __call__(
+        self, nodes: int, keys: int, cache: TreeCache, weight: Tensor, new_inputs: Callable[[int, int], tuple[Tensor, ...]]
+    ) -> StaticCall | None:
+        """Returns the graph of a bucket, captured if it is needed for the first time; None if that fails.
+
+        Args:
+            weight: of the function's model; its address changes when the weights move.
+            new_inputs: returns static inputs for (nodes, keys), without the cache.
+        """
+        key = (nodes, keys, cache.buffers[0].data_ptr(), weight.data_ptr())
+        if key not in self._calls and not self._is_failed:
+            try:
+                inputs = (*new_inputs(nodes, keys), cache.keys, cache.values)
+                self._calls[key] = StaticCall(self._function, inputs, self._capture)
+            except RuntimeError as error:
+                self._is_failed = True
+                reason = in_one_line(error)[:300]
+                message = f"passes: the {self._label}'s pass cannot be captured ({reason}); its passes run eagerly"
+                warnings.warn(message, stacklevel=3)
+        return self._calls.get(key)
+
+    def drop_moved(self, weight: Tensor) -> None:
+        """Drops the graphs that read weights from other addresses than now."""
+        self._calls = {key: call for key, call in self._calls.items() if key[-1] == weight.data_ptr()}
+
+
 class CapturedTreePasses(EagerTreePasses):
     """Tree passes of a target as graphs.
 
@@ -127,10 +167,7 @@ class CapturedTreePasses(EagerTreePasses):
 
     def __init__(self, target: Target, levels: Sequence[int], capture: Capture = cuda_graph) -> None:
         super().__init__(target, levels)
-        self.capture, self._caches = capture, CachePool(target.new_cache)
-        self._function = TreePass(target, levels)
-        self._calls: dict[tuple[int, ...], StaticCall] = {}
-        self._is_failed = False
+        self._caches, self._graphs = CachePool(target.new_cache), Graphs(TreePass(target, levels), "target", capture)
 
     def capacity(self, num_tokens: int) -> int:
         return key_bucket(num_tokens + 1)
@@ -140,12 +177,12 @@ class CapturedTreePasses(EagerTreePasses):
 
     def refresh(self) -> None:
         """Drops graphs that read weights from other addresses than now."""
-        pointer = self.target.lm_head.weight.data_ptr()
-        self._calls = {key: call for key, call in self._calls.items() if key[-1] == pointer}
+        self._graphs.drop_moved(self.target.lm_head.weight)
 
     def __call__(self, tree: Tree, position: Tensor, cache: TreeCache) -> TreeOutput:
         nodes, first = len(tree), cache.length
-        call = self._call(node_bucket(nodes), key_bucket(first + nodes + 1), cache)
+        buckets = node_bucket(nodes), key_bucket(first + nodes + 1)
+        call = self._graphs(*buckets, cache, self.target.lm_head.weight, self._new_inputs)
         if call is None:
             return super().__call__(tree, position, cache)
         cache.reserve(nodes)
@@ -160,56 +197,37 @@ class CapturedTreePasses(EagerTreePasses):
         kept = Features(last[:, :nodes].clone(), tuple(level[:, :nodes].clone() for level in levels))
         return TreeOutput(kept, logits[:nodes], greedy[:nodes])
 
-    def _call(self, nodes: int, keys: int, cache: TreeCache) -> StaticCall | None:
-        """Returns the graph of a bucket; None if it cannot be captured."""
-        key = (nodes, keys, cache.buffers[0].data_ptr(), self.target.lm_head.weight.data_ptr())
-        if key not in self._calls and not self._is_failed:
-            numbers = torch.arange(nodes, device=self.target.device)
-            ancestors = torch.zeros(nodes, nodes, dtype=torch.bool, device=self.target.device)
-            columns = torch.arange(keys, device=self.target.device)
-            inputs = (numbers * 0, numbers, keys - 1 + numbers * 0, ancestors, columns, cache.keys, cache.values)
-            try:
-                self._calls[key] = StaticCall(self._function, inputs, self.capture)
-            except RuntimeError as error:
-                self._is_failed = True
-                _warn("target", error)
-        return self._calls.get(key)
+    def _new_inputs(self, nodes: int, keys: int) -> tuple[Tensor, ...]:
+        numbers = torch.arange(nodes, device=self.target.device)
+        ancestors = torch.zeros(nodes, nodes, dtype=torch.bool, device=self.target.device)
+        return numbers * 0, numbers, keys - 1 + numbers * 0, ancestors, torch.arange(keys, device=self.target.device)
 
 
 class CapturedLevels:
     """Levels of a draft head as graphs, by width, keys and cache."""
 
     def __init__(self, draft: EagleDraft | Eagle3Draft, target: Target, capture: Capture = cuda_graph) -> None:
-        self.draft, self.capture = draft, capture
-        self.caches = CachePool(lambda capacity: new_draft_cache(draft, capacity))
-        self._function = LevelPass(draft, target)
-        self._calls: dict[tuple[int, ...], StaticCall] = {}
-        self.is_failed = False
+        self.draft, self.caches = draft, CachePool(partial(new_draft_cache, draft))
+        self._graphs = Graphs(LevelPass(draft, target), "draft", capture)
 
     def __call__(self, width: int, keys: int, cache: TreeCache) -> StaticCall | None:
         """Returns the graph of a bucket; None if it cannot be captured."""
+        return self._graphs(width, keys, cache, next(self.draft.parameters()), self._new_inputs)
+
+    def _new_inputs(self, width: int, keys: int) -> tuple[Tensor, ...]:
+        config, numbers = self.draft.config, torch.arange(width, device=self.draft.device)
         weight = next(self.draft.parameters())
-        key = (width, keys, cache.buffers[0].data_ptr(), weight.data_ptr())
-        if key not in self._calls and not self.is_failed:
-            config, numbers = self.draft.config, torch.arange(width, device=self.draft.device)
-            rope = weight.new_zeros(1, 1, 1, config.head_dim)
-            mask, hidden = weight.new_zeros(width, keys), weight.new_zeros(width, config.hidden_size)
-            inputs = (numbers * 0, numbers, hidden, rope, rope.clone(), keys - 1 + numbers * 0, mask, cache.keys, cache.values)
-            try:
-                self._calls[key] = StaticCall(self._function, inputs, self.capture)
-            except RuntimeError as error:
-                self.is_failed = True
-                _warn("draft", error)
-        return self._calls.get(key)
+        rope, mask = weight.new_zeros(1, 1, 1, config.head_dim), weight.new_zeros(width, keys)
+        hidden = weight.new_zeros(width, config.hidden_size)
+        return numbers * 0, numbers, hidden, rope, rope.clone(), keys - 1 + numbers * 0, mask
 
 
 class CapturedSession(EagleSession):
     """Session of a draft head whose levels are graphs; prefill and commits, whose lengths vary, are eager."""
 
     def __init__(self, draft: EagleDraft | Eagle3Draft, target: Target, capacity: int, calls: CapturedLevels) -> None:
-        super().__init__(draft, target, capacity)
+        super().__init__(draft, target, capacity, calls.caches(capacity))
         self.calls = calls
-        self.cache = calls.caches(capacity)
 
     @torch.no_grad()
     def expand(self, rows: Tensor, tokens: Tokens) -> Tensor:
@@ -240,14 +258,3 @@ class CapturedSession(EagleSession):
             self.visible = self.hidden.new_zeros(len(self.hidden), first)
         self.visible = torch.cat((self.visible.index_select(0, rows), self._only_itself(len(rows))), 1)
         return self.visible
-
-
-def new_draft_cache(draft: EagleDraft | Eagle3Draft, capacity: int) -> TreeCache:
-    """Returns an empty cache of one layer for a draft head."""
-    config = draft.config
-    return TreeCache([draft.device], config.num_key_value_heads, config.head_dim, capacity, draft.dtype)
-
-
-def _warn(model: str, error: RuntimeError) -> None:
-    reason = " ".join(str(error).split())[:300]
-    warnings.warn(f"passes: the {model}'s pass cannot be captured ({reason}); its passes run eagerly", stacklevel=3)

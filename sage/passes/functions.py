@@ -10,18 +10,15 @@ vocabulary, H KV heads, d head size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from sage.attention import use_tree_attention
 from sage.cache import RowCache
+from sage.drafts.head import DraftHead
 from sage.sampling import greedy_tokens
-
-if TYPE_CHECKING:
-    from sage.drafts.head import DraftHead
-    from sage.targets import Target
+from sage.targets import Features, Target
 
 
 class TreePass(nn.Module):
@@ -73,6 +70,7 @@ class _HeadPass(nn.Module):
     def __init__(self, draft: DraftHead, target: Target) -> None:
         super().__init__()
         self.draft, self.embed_tokens, self.lm_head = draft, target.embed_tokens, target.lm_head
+        self._target = target
 
     def _read(
         self,
@@ -90,10 +88,6 @@ class _HeadPass(nn.Module):
         cache = RowCache(keys, values, rows, mask.shape[1])
         embeds = self.embed_tokens(tokens)[None]
         return self.draft.read(embeds, features, (cos, sin), mask.repeat(group, 1)[None, None], cache)[0]
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        draft = self.draft
-        return nn.functional.linear(draft.to_lm_head(hidden), draft.lm_head_weight(self.lm_head.weight))
 
 
 class LevelPass(_HeadPass):
@@ -123,7 +117,7 @@ class LevelPass(_HeadPass):
             outputs [F, D] and logits [F, U].
         """
         out = self._read(tokens, hidden.index_select(0, parents)[None], cos, sin, rows, mask, keys, values)
-        return out, self._logits(out)
+        return out, self.draft.logits(out, self._target)
 
 
 class CommitPass(_HeadPass):
@@ -152,8 +146,6 @@ class CommitPass(_HeadPass):
         Returns:
             the output of the last pair [1, D], and its logits [1, U].
         """
-        from sage.targets import Features
-
         features = self.draft.fuse(Features(last, tuple(levels)))
         out = self._read(tokens, features, cos, sin, rows, mask, keys, values)[-1:]
-        return out, self._logits(out)
+        return out, self.draft.logits(out, self._target)

@@ -17,8 +17,7 @@ import platform
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from sage.files import atomic_path, user_cache_dir
+from sage.model_files import in_one_line
 
 PACKAGE_SUFFIX = ".pt2"
 OPTIONS = {"aot_inductor.package_constants_in_so": False}
@@ -103,7 +103,7 @@ def compiled(module: nn.Module, example: Example, label: str, depends_on: Any) -
 
 
 def _warn(label: str, error: Exception) -> None:
-    reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    reason = f"{type(error).__name__}: {in_one_line(error)}"[:300]
     warnings.warn(f"passes: {label} cannot run compiled ({reason}); it runs eagerly", stacklevel=3)
 
 
@@ -144,7 +144,7 @@ def _compile_to(path: Path, module: nn.Module, args: tuple[Any, ...], dims: tupl
     except OSError as error:
         warnings.warn(f"passes: {path.parent}: {error.strerror}; compiled passes are not kept", stacklevel=3)
         path = Path(tempfile.mkdtemp(prefix="sage_passes_")) / path.name
-    with atomic_path(path) as temporary, _quiet(), torch.inference_mode(False), torch.no_grad():
+    with atomic_path(path) as temporary, warnings.catch_warnings(action="ignore"), torch.inference_mode(False), torch.no_grad():
         program = torch.export.export(
             module, args, dynamic_shapes=dims, strict=False, prefer_deferred_runtime_asserts_over_guards=True
         )
@@ -155,14 +155,6 @@ def _compile_to(path: Path, module: nn.Module, args: tuple[Any, ...], dims: tupl
         finally:
             built.unlink(missing_ok=True)
     return path
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the warnings of torch about itself."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def _digest(module: nn.Module, label: str, depends_on: Any, device: torch.device) -> str:
