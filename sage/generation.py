@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sage.cache import TreeCache
-from sage.costs.measure import measure_costs
+from sage.costs.store import known_costs
 from sage.costs.timing import Clock
 from sage.decoder import Request, Round, decode
 from sage.detokenizer import Detokenizer
@@ -158,7 +158,7 @@ def start(
     capacity = _capacity(target, prompt_ids, sampling.max_new_tokens, policy)
     if draft is not None and policy.needs_costs and policy.costs is None:
         length = prompt_ids.shape[1]
-        policy.costs = measure_costs(target, draft, length, length + sampling.max_new_tokens)
+        policy.costs = known_costs(target, draft, length, length + sampling.max_new_tokens, policy.fresh_costs)
         clock.skip()
     prompt = target.embed(inputs, prefix.prompt if prefix else None)
     clock.lap("vision")

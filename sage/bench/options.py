@@ -128,7 +128,7 @@ def compare_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--first-answer",
         action="store_true",
-        help="a new policy for every run, as in a new process: times include what cost_aware measures before its first answer",
+        help="a new policy for every run, as in a new process; with cost_aware:fresh_costs=true, times include measuring costs",
     )
     parser.add_argument("--replay", action="store_true", help="also replay every policy on the same recorded drafts")
     parser.add_argument("--out", metavar="FILE", help="write the report as JSON, for `python -m train.report FILE`")

@@ -76,8 +76,8 @@ class PolicyRunner:
     """A policy through `sage.generate`, by default the one named `name`; `autoregressive` needs no draft.
 
     One policy decodes all prompts and keeps what it learns. With `is_first_answer`, every run starts with a policy that has
-    measured and learned nothing, as in a new process, and its time includes both. Without `couple`, its draft never sees the
-    noise of draws, whatever the sampling parameters say.
+    learned nothing, as in a new process; its time includes reading the measured costs from disk. Without `couple`, its draft
+    never sees the noise of draws, whatever the sampling parameters say.
     """
 
     may_fail = False

@@ -1,7 +1,7 @@
 """Timed passes: what a target pass and a draft level cost on this machine.
 
-`measure_costs` takes a second or two when the first request of a cost-aware policy starts; `sage.bench.costs` times the same
-passes on a grid.
+`measure_costs` takes a second or two; `sage.costs.store` keeps its result on disk. `sage.bench.costs` times the same passes on
+a grid.
 
 Shapes: N verified nodes (the root included), W nodes of one draft level, S context tokens, V vocabulary, U draft vocabulary.
 """
@@ -20,6 +20,7 @@ from sage.costs.tables import Costs, Curve
 from sage.costs.timing import TimedCall, interleaved_s
 from sage.drafts.loading import Draft
 from sage.drafts.session import DraftSession
+from sage.passes.capture import CapturedSession, CapturedTreePasses
 from sage.passes.select import new_session, new_tree_passes
 from sage.passes.target_passes import TreePasses
 from sage.targets import Target
@@ -54,8 +55,8 @@ def measure_costs(target: Target, draft: Draft, context: int, longer: int) -> Co
     *at_context, at_longer = _lower_quartiles(calls, target.device)
     growth_s = max(at_longer - at_context[VERIFY_NODES.index(LONGER_NODES)], 0.0)
     return Costs(
-        verify=Curve(list(VERIFY_NODES), at_context),
-        draft=Curve(list(DRAFT_WIDTHS), levels),
+        verify=Curve(list(VERIFY_NODES), at_context, is_stepped=isinstance(passes, CapturedTreePasses)),
+        draft=Curve(list(DRAFT_WIDTHS), levels, is_stepped=isinstance(session, CapturedSession)),
         context=context,
         verify_per_token=growth_s / max(longer - context, 1),
     )

@@ -3,33 +3,45 @@
 Ref: SAGE, arXiv 2602.00523, Eq. 6. Differs by: the paper charges drafting per node; here drafting has a cost per level, and
 verification a cost by number of nodes and context length.
 
+A pass whose numbers of nodes and keys are dynamic, eager or compiled, computes exactly its nodes, so its cost grows with every
+one of them and is interpolated between the measured counts. A captured pass computes the bucket that they are padded to
+(`sage.passes.buckets`), so its cost is a step function: that of the bucket's edge.
+
 Shapes: N verified nodes (the root included), S context tokens.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from sage.passes.buckets import key_bucket, node_bucket
 
 
 @dataclass
 class Curve:
     """Seconds as a piecewise linear function of a count, with a live correction factor.
 
-    `counts` increase; `seconds` are made non-decreasing; `scale` is the correction factor from live timings.
+    `counts` increase; `seconds` are made non-decreasing; `scale` is the correction factor from live timings; `is_stepped`:
+    whether a count costs as much as the edge of its bucket.
     """
 
     counts: list[int]
     seconds: list[float]
     scale: float = 1.0
+    is_stepped: bool = False
 
     def __post_init__(self) -> None:
+        if not self.counts or len(self.counts) != len(self.seconds) or not all(0 < one < math.inf for one in self.seconds):
+            raise ValueError(f"costs: {self.seconds} is not one positive number of seconds for each of {self.counts}")
         for i in range(1, len(self.seconds)):
             self.seconds[i] = max(self.seconds[i], self.seconds[i - 1])
 
     def __call__(self, count: float) -> float:
         """Returns the seconds at `count`; extrapolates linearly beyond the table."""
+        count = node_bucket(math.ceil(count)) if self.is_stepped else count
         upper = min(bisect_left(self.counts, count), len(self.counts) - 1)
         lower = max(upper - 1, 0)
         if lower == upper:
@@ -72,8 +84,10 @@ class Costs:
     def verify_s(self, nodes: int, context: int) -> float:
         """Returns c_t(n, S), at least half of the value at `context`."""
         at_context = self.verify(nodes)
-        longer_s = self.verify.scale * self.verify_per_token * (context - self.context)
-        return max(at_context + longer_s, at_context / 2)
+        longer = context - self.context
+        if self.verify.is_stepped:
+            longer = key_bucket(context + nodes + 1) - key_bucket(self.context + nodes + 1)
+        return max(at_context + self.verify.scale * self.verify_per_token * longer, at_context / 2)
 
     def state(self) -> dict[str, Any]:
         """Returns the tables as JSON-serializable numbers."""

@@ -24,27 +24,15 @@ from sage.drafts.eagle3 import Eagle3Draft
 from sage.drafts.session import EagleSession, new_draft_cache
 from sage.host_tensors import Tokens
 from sage.model_files import in_one_line
+from sage.passes.buckets import key_bucket, node_bucket
 from sage.passes.functions import LevelPass, TreePass
 from sage.passes.target_passes import EagerTreePasses, TreeOutput
 from sage.targets import Features, Target
 from sage.trees.tree import Tree
 
-MIN_KEYS, KEY_STEP = 256, 1024
 Outputs = Sequence[Tensor]
 Replay = Callable[[], object]
 Capture = Callable[[Callable[[], Outputs]], tuple[Replay, Outputs]]
-
-
-def node_bucket(count: int) -> int:
-    """Returns the smallest power of two that is at least `count`."""
-    return 1 << max(count - 1, 0).bit_length()
-
-
-def key_bucket(count: int) -> int:
-    """Returns the keys of a graph for `count` keys: a power of two up to `KEY_STEP`, else a multiple of it."""
-    if count <= KEY_STEP:
-        return max(node_bucket(count), MIN_KEYS)
-    return -(-count // KEY_STEP) * KEY_STEP
 
 
 def cuda_graph(function: Callable[[], Outputs]) -> tuple[Replay, Outputs]:

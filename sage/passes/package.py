@@ -13,21 +13,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from sage.files import atomic_path, user_cache_dir
+from sage.machine import environment
 from sage.model_files import in_one_line
 
 PACKAGE_SUFFIX = ".pt2"
@@ -158,37 +156,5 @@ def _compile_to(path: Path, module: nn.Module, args: tuple[Any, ...], dims: tupl
 
 
 def _digest(module: nn.Module, label: str, depends_on: Any, device: torch.device) -> str:
-    facts = [
-        torch.__version__,
-        transformers.__version__,
-        _source_digest(),
-        type(module).__name__,
-        label,
-        depends_on,
-        str(next(module.parameters()).dtype),
-        device.type,
-        torch.get_num_threads(),
-        _processor(device),
-    ]
+    facts = [environment(device), type(module).__name__, label, depends_on, str(next(module.parameters()).dtype)]
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-
-@lru_cache(maxsize=1)
-def _source_digest() -> str:
-    root = Path(__file__).parents[1]
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def _processor(device: torch.device) -> str:
-    """Describes the processor that code is generated for."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    except OSError:
-        flags = platform.processor()
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {flags}"

@@ -27,6 +27,7 @@ from sage.passes.target_passes import (
     MAX_NODES,
     SPARE_ROWS,
     describe_target,
+    without_paths,
 )
 from sage.targets import Features, Target
 
@@ -54,7 +55,7 @@ class HeadPasses:
 
     def _run(self, name: str, is_many: bool) -> Run:
         if (name, is_many) not in self._runs:
-            config = {key: value for key, value in self.draft.config.to_dict().items() if key != "target_path"}
+            config = without_paths(self.draft.config)
             example = self._example_level if name == "level" else self._example_commit
             label = f"the draft's {name} of " + ("several tokens" if is_many else "one token")
             module = self._level if name == "level" else self._commit

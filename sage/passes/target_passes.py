@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.export import Dim
+from transformers import PreTrainedConfig
 
 from sage.cache import TreeCache
 from sage.passes.functions import TreePass
@@ -133,7 +134,10 @@ class FunctionTreePasses(EagerTreePasses):
 
 
 def describe_target(target: Target) -> dict[str, Any]:
-    """Returns what a compiled pass of a target depends on, besides weights: the configuration of its text layers."""
-    config = target.text_config.to_dict()
-    config.pop("_name_or_path", None)
-    return {"model_type": target.family.model_type, **config}
+    """Returns what passes of a target depend on, besides weights: the configuration of its text layers."""
+    return {"model_type": target.family.model_type, **without_paths(target.text_config)}
+
+
+def without_paths(config: PreTrainedConfig) -> dict[str, Any]:
+    """Returns a configuration without the folders that it came from."""
+    return {key: value for key, value in config.to_dict().items() if key not in ("_name_or_path", "target_path")}

@@ -33,7 +33,8 @@ class Policy(ABC):
             number of levels, depends on values.
         is_coupled: whether the candidates of the current request are scored with the noise of the target's draws: their
             numbers are then scores, not acceptance probabilities (`sage.sampling`). Set before `reset`.
-        costs: cost tables of this machine; measured when the first request starts if `needs_costs`.
+        costs: cost tables of this machine; read from disk or measured when the first request starts if `needs_costs`.
+        fresh_costs: whether to measure them although they are on disk.
     """
 
     name: ClassVar[str]
@@ -43,6 +44,7 @@ class Policy(ABC):
     is_on_host: ClassVar[bool] = False
     is_coupled: bool = False
     costs: Costs | None = None
+    fresh_costs: bool = False
 
     def __post_init__(self) -> None:
         check_values(self)

@@ -29,6 +29,8 @@ from sage.bench.runners import (
     on_device,
 )
 from sage.bench.summary import acceptance_by_depth, accepted_histogram, pooled_counts, summarize
+from sage.costs import store
+from sage.costs.measure import measure_costs
 from sage.costs.timing import PHASES
 from sage.sampling import Sampling
 from sage.stats import Stats
@@ -375,14 +377,18 @@ def test_decoding_time_of_a_policy_excludes_only_vision_and_target_prefill():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("is_first_answer", "measured"), [(False, 1), (True, 3)])
-def test_a_first_answer_includes_the_measurement_of_costs(is_first_answer, measured, monkeypatch):
-    """A policy that decodes all prompts measures pass costs once; a new policy for every run measures them in its time."""
-    calls, measure_costs = [], sage.generation.measure_costs
-    monkeypatch.setattr(sage.generation, "measure_costs", lambda *args: calls.append(args) or measure_costs(*args))
+@pytest.mark.parametrize(("is_first_answer", "is_fresh", "measured"), [(False, True, 1), (True, True, 3), (True, False, 1)])
+def test_a_first_answer_includes_reading_or_measuring_costs(is_first_answer, is_fresh, measured, monkeypatch, tmp_path):
+    """A policy that decodes all prompts has costs once. A new policy for every run reads them; with `fresh_costs`, it
+    measures them in its time.
+    """
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    calls = []
+    monkeypatch.setattr(store, "measure_costs", lambda *args: calls.append(args) or measure_costs(*args))
     target = make_qwen()
     draft = sage.new_draft(target, "eagle", seed=0)
-    runner = PolicyRunner(target, draft, "cost_aware", is_first_answer=is_first_answer)
+    policy = sage.policy("cost_aware", fresh_costs=is_fresh)
+    runner = PolicyRunner(target, draft, "cost_aware", policy, is_first_answer=is_first_answer)
     runs = [runner.run(make_inputs(target), SAMPLING) for _ in range(3)]
     assert len(calls) == measured and len({tuple(run.tokens) for run in runs}) == 1
     learner = runner.policy.learner

@@ -146,6 +146,20 @@ class TestCurve:
         assert costs.verify_s(3, 1100) == pytest.approx(1.5 * (2.0 + 1.0))
         assert costs.verify_s(3, 0) == pytest.approx(1.5 * 2.0 / 2)
 
+    def test_a_captured_pass_costs_as_much_as_the_edge_of_its_bucket(self) -> None:
+        """5 nodes are padded to 8, 65 to 128; 1 + 300 + 1 keys to 512, as 1 + 400 + 1, and 1 + 600 + 1 to 1024."""
+        curve = Curve([1, 2, 4, 8, 64], [1.0, 2.0, 3.0, 7.0, 8.0], is_stepped=True)
+        assert curve.up_to(9) == [1.0, 2.0, 3.0, 3.0, 7.0, 7.0, 7.0, 7.0, pytest.approx(7 + 1 / 7)]
+        assert curve(65) == curve(128) > curve(64)
+        costs = Costs(curve, Curve([1], [0.1]), context=300, verify_per_token=0.001)
+        assert costs.verify_s(1, 300) == costs.verify_s(1, 400) == 1.0
+        assert costs.verify_s(1, 600) == pytest.approx(1.512)
+
+    @pytest.mark.parametrize("seconds", [[], [1.0], [1.0, 0.0], [1.0, math.nan]])
+    def test_a_curve_without_a_time_for_every_count_is_refused(self, seconds: list[float]) -> None:
+        with refused("costs", "[1, 2]"):
+            Curve([1, 2], seconds)
+
     def test_contexts_are_far_enough_apart_for_a_slope_above_noise(
         self, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -18,7 +18,8 @@ import sage
 from sage.chat import Chat
 from sage.pass_modes import MANY_ANSWERS, PassMode, resolve_pass_mode
 from sage.passes import package, select, sessions, target_passes
-from sage.passes.capture import CachePool, CapturedLevels, CapturedTreePasses, call_again, key_bucket, node_bucket
+from sage.passes.buckets import key_bucket, node_bucket
+from sage.passes.capture import CachePool, CapturedLevels, CapturedTreePasses, call_again
 from sage.passes.package import Eager
 
 FORMS = ("functions", "captured")

@@ -37,6 +37,7 @@ class CostAware(Policy):
         sees_ends: draft nothing below a token that ends the answer.
         retry_every: after rounds without drafting, drafting is retried 1, 2, 4, .. and at most this many rounds later.
         memory: share of the evidence for lambda kept from one round to the next.
+        fresh_costs: measure the costs of passes instead of reading those kept on disk.
     """
 
     name = "cost_aware"
@@ -51,6 +52,7 @@ class CostAware(Policy):
     sees_ends: bool = True
     retry_every: Annotated[int, Range(ge=1)] = 16
     memory: Annotated[float, Range(ge=0, le=1)] = 0.98
+    fresh_costs: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,0 +1,94 @@
+"""Measured costs kept on disk, so that a second request or process of a cost-aware policy starts at once.
+
+A file is named by a digest of what the costs depend on, and lists it: machine, versions, source, pass mode, dtypes,
+configurations of target and draft, and range of contexts. Contexts are rounded up to the buckets of captured passes, for every
+pass mode, so that prompts of similar length share a measurement.
+
+Shapes: S context tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+from sage.costs.measure import MIN_CONTEXT_SPAN, VERIFY_NODES, measure_costs
+from sage.costs.tables import Costs
+from sage.drafts.head import DraftHead
+from sage.drafts.loading import Draft
+from sage.files import read_json, user_cache_dir, write_json
+from sage.machine import environment, processor_name
+from sage.passes.buckets import key_bucket
+from sage.passes.target_passes import describe_target, without_paths
+from sage.targets import Target
+
+ROOM = max(VERIFY_NODES)
+
+
+def costs_folder() -> Path:
+    """Returns the folder of measured costs."""
+    return user_cache_dir() / "costs"
+
+
+def known_costs(target: Target, draft: Draft, context: int, longer: int, is_fresh: bool = False) -> Costs:
+    """Returns the costs of passes on this machine: those on disk, or measured now and kept there.
+
+    A file that is damaged is replaced. If the folder is not writable, a warning says so.
+
+    Args:
+        context, longer: the least and the most S of the request.
+        is_fresh: measure in any case.
+    """
+    contexts = rounded_contexts(context, longer, int(target.text_config.max_position_embeddings) - ROOM)
+    facts = json.loads(json.dumps(_facts(target, draft, contexts), default=str))
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+    path = costs_folder() / f"{digest}.json"
+    if not is_fresh and (known := _read(path)):
+        return known
+    costs = measure_costs(target, draft, *contexts)
+    try:
+        write_json(path, {"costs": costs.state(), "depends_on": facts})
+    except OSError as error:
+        warnings.warn(f"costs: {path.parent}: {error.strerror}; measured costs of passes are not kept", stacklevel=4)
+    return costs
+
+
+def rounded_contexts(context: int, longer: int, limit: int) -> tuple[int, int]:
+    """Returns the two contexts to measure at: S such that S and the largest tree fill a bucket of keys, at most `limit`.
+
+    Args:
+        context, longer: the least and the most S of the request.
+    """
+    first = min(_fill(context), limit)
+    return first, min(_fill(max(longer, first + MIN_CONTEXT_SPAN)), limit)
+
+
+def _fill(context: int) -> int:
+    return key_bucket(context + ROOM + 1) - ROOM - 1  # one row is for padding
+
+
+def _facts(target: Target, draft: Draft, contexts: tuple[int, int]) -> dict[str, Any]:
+    if isinstance(draft, DraftHead):
+        drafting: dict[str, Any] = {**without_paths(draft.config), "dtype": draft.dtype, "is_training": draft.training}
+    else:
+        drafting = {**describe_target(draft.model), "dtype": draft.model.dtype}
+    return {
+        "machine": processor_name(target.device),
+        **environment(target.device),
+        "layers_per_device": [target.layer_devices.count(device) for device in dict.fromkeys(target.layer_devices)],
+        "passes": target.passes,
+        "contexts": contexts,
+        "target": {**describe_target(target), "dtype": target.dtype},
+        "draft": drafting,
+    }
+
+
+def _read(path: Path) -> Costs | None:
+    """Returns the costs in a file; None if there are none or it is damaged."""
+    try:
+        return Costs.from_state(read_json(path)["costs"])
+    except (ValueError, TypeError, KeyError):
+        return None

@@ -1,0 +1,58 @@
+"""What results kept on disk depend on besides models: versions, source, and processor."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Returns versions, source and processor that a compiled pass on `device` depends on; JSON-serializable."""
+    return {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "source": source_digest(),
+        "device": device.type,
+        "threads": torch.get_num_threads(),
+        "instructions": instructions(device),
+    }
+
+
+@lru_cache(maxsize=1)
+def source_digest() -> str:
+    """Returns a digest of the source of this package."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def instructions(device: torch.device) -> str:
+    """Describes the processor that code is generated for."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    flags = _cpuinfo("flags", "Features") or platform.processor()
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {flags}"
+
+
+def processor_name(device: torch.device) -> str:
+    """Returns the name of the GPU or the processor."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+@lru_cache
+def _cpuinfo(*names: str) -> str:
+    """Returns the first line of /proc/cpuinfo with one of these names; empty without one."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line for line in lines if line.startswith(names)), "")
