@@ -1,6 +1,7 @@
 """Decoding speed of our decoder and of vLLM, in turns on the same prompts, target and draft.
 
-Owns: the order of turns and the figures. Does not own: the engine's process (vllm_process), our decoders (sage.bench.runners).
+Owns: the order of turns and the figures. Does not own: the engine's process (checkpoints.engines), our decoders
+(sage.bench.runners).
 
 A turn decodes all prompts with one decoder, one request at a time. Turns alternate between decoders, in an order that rotates
 from repeat to repeat, so that other load on the machine affects all alike; ratios are taken within a repeat. Decoding time runs
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Protocol
 
-from benchmarks.engines.vllm_process import VllmProcess
+from checkpoints.engines.vllm_process import VllmProcess
 from sage.bench.measurement import BenchPrompt
 from sage.bench.runners import Runner
 from sage.bench.tables import text_table

@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ import torch
 
 import sage
 from benchmarks.engines.comparison import Decoder, OurDecoder, VllmDecoder, figures, take_turns
-from benchmarks.engines.prompts import write_prompts
-from benchmarks.engines.vllm_process import VllmProcess
+from benchmarks.engines.prompts import pocket_prompts
+from checkpoints.engines.prompts import write_prompts
+from checkpoints.engines.vllm_process import EngineSetting, VllmProcess
 from checkpoints.export import ExportOptions, Format, export
 from sage.bench.measurement import BenchPrompt
 from sage.bench.options import Variant
@@ -77,7 +78,7 @@ def measure(comparison: Comparison) -> dict[str, Any]:
 
 def _measure(comparison: Comparison, scratch: Path, processes: ExitStack) -> dict[str, Any]:
     target = load_target(comparison)
-    prompts, prompts_file = write_prompts(target, comparison.num_prompts, scratch)
+    prompts, prompts_file = write_prompts(target, pocket_prompts(comparison.num_prompts), scratch)
     export_folder = scratch / Format.eagle3
     options = ExportOptions(target=comparison.target, dtype=torch.float32)
     export(comparison.drafts[comparison.served_draft], export_folder, Format.eagle3, options)
@@ -86,18 +87,13 @@ def _measure(comparison: Comparison, scratch: Path, processes: ExitStack) -> dic
     for label, setting in engine_settings(comparison, export_folder).items():
         logger.info("loading %s", label)
         log = (comparison.log_folder or scratch) / f"{label.replace(' ', '_')}.log"
-        engine = VllmProcess(
-            comparison.python,
-            comparison.target,
-            prompts_file,
-            log,
-            max_new_tokens=comparison.max_new_tokens,
-            cores=comparison.cores,
-            **setting,
+        process = VllmProcess(
+            comparison.python, prompts_file, log, max_new_tokens=comparison.max_new_tokens, cores=comparison.cores
         )
-        versions = processes.enter_context(engine).wait_until_loaded()
+        engine = processes.enter_context(process)
+        versions = engine.load(setting)
         passes = [len(answer["rounds"]) for answer in engine.trace()]
-        theirs.append(VllmDecoder(label, engine, passes, comparison.served_draft if "draft" in setting else ""))
+        theirs.append(VllmDecoder(label, engine, passes, comparison.served_draft if setting.draft else ""))
     return {
         "engine": versions,
         "prompts": len(prompts),
@@ -126,7 +122,8 @@ def our_decoders(comparison: Comparison, target: Target, prompts: Sequence[Bench
             yield OurDecoder(f"{one.label}, {draft_label}", runner, prompts, sampling, draft_label)
 
 
-def engine_settings(comparison: Comparison, draft: Path) -> dict[str, dict[str, Any]]:
-    """Returns arguments of `VllmProcess` by label."""
-    speculative = {f"vllm {depth} tokens": {"draft": draft, "depth": depth} for depth in comparison.depths}
-    return {"vllm": {}, "vllm enforce_eager": {"is_compiled": False}, **speculative}
+def engine_settings(comparison: Comparison, draft: Path) -> dict[str, EngineSetting]:
+    """Returns the engines by label."""
+    plain = EngineSetting(target=comparison.target)
+    speculative = {f"vllm {depth} tokens": replace(plain, draft=draft, depth=depth) for depth in comparison.depths}
+    return {"vllm": plain, "vllm enforce_eager": replace(plain, is_compiled=False), **speculative}

@@ -11,8 +11,10 @@ of the same depth:
 4. negative controls: exports that vLLM loads without a word although they are wrong for it must yield the same texts, and at
    least `MIN_LOSS` fewer accepted tokens.
 
-vLLM 0.32 drafts wrongly after images (`benchmarks.engines.vllm_worker.correct_draft_slots`), which is corrected here. It is
+vLLM 0.32 drafts wrongly after images (`checkpoints.engines.vllm_worker.correct_draft_slots`), which is corrected here. It is
 also run as released: once its rounds equal ours, the correction can go.
+
+Work is divided among the cores: every core trains drafts in one process, then serves exports in one process of vLLM.
 
     python tests/engines/check_exports.py --engine-python .venv-engines/bin/python [--runs DIR] [--only NAME ...]
 """
@@ -21,32 +23,31 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import queue
-import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 
 import sage
-from benchmarks.engines.prompts import write_prompts
-from benchmarks.engines.vllm_process import EngineFailed, VllmProcess
+from benchmarks.engines.prompts import FAMILIES, pocket_prompts
+from checkpoints.engines.acceptance import Answers, decode_chain
+from checkpoints.engines.prompts import write_prompts
+from checkpoints.engines.vllm_process import EngineFailed, EngineSetting, VllmProcess
 from checkpoints.export import ExportOptions, Flavour, export
 from checkpoints.export.formats.layout import LEVELS_KEY
 from checkpoints.run_folder import DRAFT
-from sage.bench.measurement import BenchPrompt
 from sage.bench.tables import markdown_table
-from sage.generation import start
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = ROOT / "data_prep" / "pocket" / "targets" / "pocket_qwen2_5_vl"
@@ -56,12 +57,13 @@ MIN_LOSS = 0.05  # of the tokens accepted per round
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 TRAINING = (
-    *("target=pocket_qwen2_5_vl", "data=pocket", "data.num_examples=2048", "data.cache=examples", "launch.device=cpu"),
-    *("optim.schedule=cosine", "train.epochs=null", "train.max_steps=250", "train.global_batch_size=16"),
-    *("train.micro_batch_size=8", "train.save_every=0"),
-    *("decode.policies=[chain]", "decode.baselines=[]", "decode.num_prompts=1", "decode.max_new_tokens=16"),
+    *("target=pocket_qwen2_5_vl", "data=pocket", f"data.sources.pocket.families=[{','.join(FAMILIES)}]"),
+    *("data.num_examples=960", "data.cache=examples", "launch.device=cpu", "launch.ranks=1", "optim.schedule=cosine"),
+    *("train.epochs=null", "train.max_steps=120", "train.global_batch_size=8", "train.micro_batch_size=8"),
+    *("train.save_every=0", "decode.policies=[chain]", "decode.baselines=[]", "decode.num_prompts=1", "decode.warmup=0"),
+    *("decode.max_new_tokens=8", "decode.passes=eager"),
 )
-EAGLE3 = ("draft=eagle3", "objective.steps=3", "objective.step_decay=0.9", "optim.lr=4e-3")
+EAGLE3 = ("draft=eagle3", "objective.steps=2", "optim.lr=4e-3")
 RUNS = {
     "token": (*EAGLE3, "draft.image_inputs=token"),
     "reduced": (*EAGLE3, "draft.image_inputs=token", "draft.draft_vocab_size=400"),
@@ -92,24 +94,6 @@ class Case:
     def name(self) -> str:
         damage = f"-{self.damage.__name__}" if self.damage else ""
         return f"{self.run}-{self.format}-{self.dtype}{damage}{'-released' if self.is_released else ''}"
-
-
-@dataclass(frozen=True)
-class Answers:
-    """Token ids and tokens per round of every prompt."""
-
-    tokens: list[list[int]]
-    rounds: list[list[int]]
-
-    @property
-    def num_rounds(self) -> int:
-        return sum(map(len, self.rounds))
-
-    @property
-    def accepted(self) -> list[float]:
-        """Shares of the complete rounds that accept position 1, 2, ..: a round emits the accepted tokens and one more."""
-        complete = [emitted - 1 for answer in self.rounds for emitted in answer[:-1]]
-        return [sum(count >= position for count in complete) / len(complete) for position in range(1, DEPTH + 1)]
 
 
 def off_by_one_levels(folder: Path) -> None:
@@ -150,21 +134,25 @@ def main() -> int:
     args = parse_args()
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    begin = time.monotonic()
+    watch = Watch()
+    cases = [case for case in CASES if not args.only or case.name in args.only]
     with tempfile.TemporaryDirectory() as scratch:
-        lab = Lab(Path(scratch), args.runs or Path(scratch) / "runs", args.engine_python)
-        cases = [case for case in CASES if not args.only or case.name in args.only]
-        for run in dict.fromkeys(case.run for case in cases):
-            lab.train(run)
-        with ThreadPoolExecutor(len(lab.cores)) as pool:
-            served = list(pool.map(lab.serve, cases))
-        ours = {key: lab.decode(*key) for key in dict.fromkeys((case.run, case.dtype) for case in cases)}
-        results = [(case, ours[case.run, case.dtype], one) for case, one in zip(cases, served, strict=True) if one]
-    print(table(results))
-    failures = [f"{case.name}: vLLM failed, see above" for case, one in zip(cases, served, strict=True) if one is None]
-    failures += [f"{case.name}: {one}" for case, ours, theirs in results for one in check(case, ours, theirs)]
+        runs = args.runs or Path(scratch) / "runs"
+        train([run for run in dict.fromkeys(case.run for case in cases) if not (runs / run / DRAFT).is_dir()], runs)
+        watch.lap("training")
+        with Lab(Path(scratch), runs, args.engine_python) as lab:
+            served = lab.serve(cases)
+            ours = {key: lab.decode(*key) for key in dict.fromkeys((case.run, case.dtype) for case in cases)}
+            theirs = [future.result() for future in served]
+        watch.lap("serving")
+    print(table([(case, ours[case.run, case.dtype], one) for case, one in zip(cases, theirs, strict=True) if one]))
+    failures = [
+        f"{case.name}: {problem}"
+        for case, one in zip(cases, theirs, strict=True)
+        for problem in (check(case, ours[case.run, case.dtype], one) if one else ["vLLM failed, see above"])
+    ]
     print("\n".join(f"FAILED {failure}" for failure in failures) or "engines: all checks pass")
-    print(f"{time.monotonic() - begin:.0f} s")
+    print(watch.text())
     return 1 if failures else 0
 
 
@@ -176,91 +164,127 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
+class Watch:
+    """Seconds of each part."""
+
+    def __init__(self) -> None:
+        self._last, self._parts = time.monotonic(), dict[str, float]()
+
+    def lap(self, part: str) -> None:
+        """Ends a part."""
+        now = time.monotonic()
+        self._parts[part], self._last = now - self._last, now
+
+    def text(self) -> str:
+        return ", ".join(f"{part} {seconds:.0f} s" for part, seconds in self._parts.items())
+
+
+def cores() -> list[int]:
+    return sorted(os.sched_getaffinity(0))
+
+
+def train(names: Sequence[str], runs: Path) -> None:
+    """Trains runs, one per core at a time; each process trains several of them."""
+    runs.mkdir(parents=True, exist_ok=True)
+    free = multiprocessing.get_context("spawn").SimpleQueue()
+    for core in cores():
+        free.put(core)
+    with ProcessPoolExecutor(len(cores()), multiprocessing.get_context("spawn"), use_core, (free, runs)) as pool:
+        for line in pool.map(train_one, names, [runs] * len(names)):
+            print(line, flush=True)
+
+
+def use_core(free: queue.SimpleQueue[int], runs: Path) -> None:
+    """Pins a new process to a core of its own; what it and its subprocesses print goes to a log."""
+    core = free.get()
+    os.sched_setaffinity(0, [core])
+    torch.set_num_threads(1)
+    with (runs / f"core_{core}.log").open("w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+
+
+def train_one(name: str, runs: Path) -> str:
+    """Trains a run."""
+    from train.job.api import compose, run
+
+    begin = time.monotonic()
+    run(compose(*TRAINING, *RUNS[name], f"run.dir={runs / name}"))
+    return f"trained {name}: {time.monotonic() - begin:.0f} s"
+
+
 class Lab:
-    """Target, prompts, drafts and engines.
+    """Target, prompts, drafts, and one process of vLLM per core; a context manager.
 
     Args:
         scratch: receives prompts, exports and logs.
-        runs: folder of the training runs; existing ones are not repeated.
+        runs: folder of the training runs.
         python: interpreter of the engine's environment.
     """
 
     def __init__(self, scratch: Path, runs: Path, python: Path) -> None:
         self.scratch, self.runs, self.python = scratch, runs, python
         self.target = sage.load_target(TARGET, dtype=torch.float32)
-        self.prompts, self.prompts_file = write_prompts(self.target, NUM_PROMPTS, scratch)
-        self.cores = sorted(os.sched_getaffinity(0))
-        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for core in self.cores:
-            self._free.put(core)
+        self.prompts, self.prompts_file = write_prompts(self.target, pocket_prompts(NUM_PROMPTS), scratch)
+        self._threads = ThreadPoolExecutor(len(cores()))
+        self._engines: queue.SimpleQueue[VllmProcess] = queue.SimpleQueue()
+        self._started = ExitStack()
 
-    def train(self, name: str) -> None:
-        """Trains a run unless its folder has a draft."""
-        folder, begin = self.runs / name, time.monotonic()
-        if (folder / DRAFT).is_dir():
-            return
-        shutil.rmtree(folder, ignore_errors=True)
-        self.runs.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "train.cli.train", *TRAINING, f"launch.ranks={min(len(self.cores), 2)}"]
-        log = self.runs / f"{name}.log"
-        with log.open("w") as out:
-            done = subprocess.run(
-                [*command, *RUNS[name], f"run.dir={folder}"],
-                cwd=ROOT,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                check=False,
-            )
-        if done.returncode:
-            raise SystemExit(f"sage-train ended with exit code {done.returncode}:\n{log.read_text()[-2000:]}")
-        print(f"trained {name}: {time.monotonic() - begin:.0f} s", flush=True)
+    def __enter__(self) -> Lab:
+        for core in cores():
+            self._engines.put(self._start_engine([core]))
+        return self
 
-    def serve(self, case: Case) -> Answers | None:
-        """Exports the draft, and decodes all prompts with vLLM on one free core; None if vLLM fails."""
-        begin, folder = time.monotonic(), self.scratch / case.name
-        flavour = Flavour.vllm if case.format == "eagle" else None
-        options = ExportOptions(target=str(TARGET), dtype=DTYPES[case.dtype], flavour=flavour)
-        export(self.runs / case.run / DRAFT, folder, case.format, options)
-        if case.damage:
-            case.damage(folder)
-        core = self._free.get()
-        try:
-            with VllmProcess(
-                self.python,
-                TARGET,
-                self.prompts_file,
-                self.scratch / f"{case.name}.log",
-                max_new_tokens=MAX_NEW_TOKENS,
-                cores=[core],
-                draft=folder,
-                depth=DEPTH,
-                method="eagle" if case.format == "eagle" else "eagle3",
-                is_compiled=False,
-                corrects_slots=not case.is_released,
-            ) as engine:
-                engine.wait_until_loaded()
-                found = engine.trace()
-        except EngineFailed as error:
-            print(f"{case.name}: {error}", flush=True)
-            return None
-        finally:
-            self._free.put(core)
-        print(f"served {case.name}: {time.monotonic() - begin:.0f} s", flush=True)
-        return Answers([one["tokens"] for one in found], [one["rounds"] for one in found])
+    def __exit__(self, *error: object) -> None:
+        self._threads.shutdown(cancel_futures=True)
+        self._started.close()
+
+    def serve(self, cases: Sequence[Case]) -> list[Future[Answers | None]]:
+        """Exports and serves each case as soon as an engine is free; None if vLLM fails."""
+        return [self._threads.submit(self._serve, case) for case in cases]
 
     def decode(self, run: str, dtype: str) -> Answers:
         """Decodes all prompts with the trained draft, its weights rounded to `dtype`, on our side."""
         draft = sage.load_draft(self.runs / run / DRAFT, self.target)
         draft.to(DTYPES[dtype]).to(torch.float32)
-        found = [self._decode_one(draft, prompt) for prompt in self.prompts]
-        return Answers([tokens for tokens, _ in found], [rounds for _, rounds in found])
+        return decode_chain(self.target, draft, self.prompts, DEPTH, MAX_NEW_TOKENS)
 
-    def _decode_one(self, draft: Any, prompt: BenchPrompt) -> tuple[list[int], list[int]]:
-        policy = sage.policy("chain", depth=DEPTH)
-        request = start(self.target, draft, prompt.inputs, policy, max_new_tokens=MAX_NEW_TOKENS)
-        rounds = [len(one.tokens) for one in request.rounds()]
-        return list(request.tokens), rounds[1:]
+    def _start_engine(self, own_cores: Sequence[int]) -> VllmProcess:
+        log = self.scratch / f"vllm-{time.monotonic_ns()}.log"
+        process = VllmProcess(self.python, self.prompts_file, log, max_new_tokens=MAX_NEW_TOKENS, cores=own_cores)
+        return self._started.enter_context(process)
+
+    def _serve(self, case: Case) -> Answers | None:
+        engine, begin = self._engines.get(), time.monotonic()
+        try:
+            engine.load(self._setting(case))
+            answers = engine.trace()
+        except EngineFailed as error:
+            print(f"{case.name}: {error}", flush=True)
+            engine = self._start_engine(engine.cores)
+            return None
+        finally:
+            self._engines.put(engine)
+        print(f"served {case.name}: {time.monotonic() - begin:.0f} s", flush=True)
+        return Answers([one["tokens"] for one in answers], [one["rounds"] for one in answers], DEPTH)
+
+    def _setting(self, case: Case) -> EngineSetting:
+        """Exports the draft of a case."""
+        folder = self.scratch / case.name
+        flavour = Flavour.vllm if case.format == "eagle" else None
+        options = ExportOptions(target=str(TARGET), dtype=DTYPES[case.dtype], flavour=flavour)
+        export(self.runs / case.run / DRAFT, folder, case.format, options)
+        if case.damage:
+            case.damage(folder)
+        method = "eagle" if case.format == "eagle" else "eagle3"
+        return EngineSetting(
+            target=str(TARGET),
+            draft=folder,
+            depth=DEPTH,
+            method=method,
+            is_compiled=False,
+            corrects_slots=not case.is_released,
+        )
 
 
 def check(case: Case, ours: Answers, theirs: Answers) -> list[str]:
@@ -270,10 +294,7 @@ def check(case: Case, ours: Answers, theirs: Answers) -> list[str]:
         return [*found, *([] if theirs.rounds != ours.rounds else ["drafts as our decoder: the correction can go"])]
     if case.is_control:
         loss = 1 - sum(theirs.accepted) / sum(ours.accepted)
-        return [
-            *found,
-            *([] if loss >= MIN_LOSS else [f"vLLM accepts only {loss:.1%} less than our decoder"]),
-        ]
+        return [*found, *([] if loss >= MIN_LOSS else [f"vLLM accepts only {loss:.1%} less than our decoder"])]
     if theirs.num_rounds != ours.num_rounds:
         found.append(f"{theirs.num_rounds} rounds, {ours.num_rounds} with our decoder")
     gap = max(abs(a - b) for a, b in zip(ours.accepted, theirs.accepted, strict=True))

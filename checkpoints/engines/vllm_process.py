@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,54 +16,67 @@ KV_CACHE_GIB = 1  # several hundred thousand tokens of a pocket target
 LOG_TAIL_LINES = 15
 # As vLLM recommends for CPUs (docs: getting_started/installation/cpu, "set LD_PRELOAD"); paths inside the environment.
 PRELOADED = ("lib/python*/site-packages/vllm/libs/libtcmalloc_minimal*.so*", "lib/libiomp5.so")
-LLM_OPTIONS: dict[str, Any] = {
-    "dtype": "float32",
-    "max_model_len": 2048,
-    "max_num_seqs": 1,
-    "enable_prefix_caching": False,
-    "disable_log_stats": False,  # otherwise there are no times of the first and last token
-}
 
 
 class EngineFailed(RuntimeError):
     """vLLM ended before it answered; the message holds the last lines of its log."""
 
 
-class VllmProcess:
-    """A running vLLM with one target and at most one draft, for the prompts of a file; a context manager.
+@dataclass(frozen=True, kw_only=True)
+class EngineSetting:
+    """What an engine serves.
 
-    Args:
-        python: interpreter of the engine's environment, `.venv-engines/bin/python`.
+    Attributes:
         target: folder of the target.
-        prompts: the file of `write_prompts`.
-        log: receives everything that vLLM prints.
         draft: folder of an exported draft; None decodes without speculation.
         depth: `num_speculative_tokens`.
         method: vLLM's name of the draft's method, `eagle` or `eagle3`.
+        dtype: of the target.
+        max_model_len: tokens of the longest prompt with its answer.
         is_compiled: vLLM's default; False is `enforce_eager`.
         corrects_slots: repairs vLLM's drafting after images, see `vllm_worker.correct_draft_slots`; False is vLLM as released.
+    """
+
+    target: str
+    draft: Path | None = None
+    depth: int = 0
+    method: str = "eagle3"
+    dtype: str = "float32"
+    max_model_len: int = 2048
+    is_compiled: bool = True
+    corrects_slots: bool = False
+
+    def llm_options(self) -> dict[str, Any]:
+        """Returns the arguments of `vllm.LLM`."""
+        options: dict[str, Any] = {
+            "model": self.target,
+            "dtype": self.dtype,
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": 1,
+            "enforce_eager": not self.is_compiled,
+            "enable_prefix_caching": False,
+            "disable_log_stats": False,  # otherwise there are no times of the first and last token
+        }
+        if self.draft is not None:
+            speculative = {"method": self.method, "model": str(self.draft), "num_speculative_tokens": self.depth}
+            options["speculative_config"] = speculative
+        return options
+
+
+class VllmProcess:
+    """vLLM in a process of its own, with one engine at a time, for the prompts of a file; a context manager.
+
+    Args:
+        python: interpreter of the engine's environment, `.venv-engines/bin/python`.
+        prompts: the file of `write_prompts`.
+        log: receives everything that vLLM prints.
         cores: the process is pinned to them, one thread each.
     """
 
-    def __init__(
-        self,
-        python: Path,
-        target: Path | str,
-        prompts: Path,
-        log: Path,
-        *,
-        max_new_tokens: int,
-        cores: Sequence[int],
-        draft: Path | None = None,
-        depth: int = 0,
-        method: str = "eagle3",
-        is_compiled: bool = True,
-        corrects_slots: bool = False,
-    ) -> None:
-        options = {**LLM_OPTIONS, "model": str(target), "enforce_eager": not is_compiled}
-        if draft is not None:
-            options["speculative_config"] = {"method": method, "model": str(draft), "num_speculative_tokens": depth}
-        self.log, self._log_file = log, log.open("w", encoding="utf-8")
+    def __init__(self, python: Path, prompts: Path, log: Path, *, max_new_tokens: int, cores: Sequence[int]) -> None:
+        self.log, self.cores = log, list(cores)
+        self._log_file = log.open("w", encoding="utf-8")
+        self._decoding = {"prompts": str(prompts), "max_new_tokens": max_new_tokens}
         self._process = subprocess.Popen(
             [str(python), str(WORKER)],
             stdin=subprocess.PIPE,
@@ -72,21 +86,21 @@ class VllmProcess:
             env={**os.environ, **environment(python, len(cores))},
         )
         os.sched_setaffinity(self._process.pid, cores)
-        setup = {"prompts": str(prompts), "max_new_tokens": max_new_tokens, "corrects_slots": corrects_slots}
-        self._send({"llm": options, **setup})
 
-    def wait_until_loaded(self) -> dict[str, str]:
-        """Returns the versions of the engine's packages."""
-        versions: dict[str, str] = self._receive()["versions"]
+    def load(self, setting: EngineSetting) -> dict[str, str]:
+        """Loads an engine in place of the last one; returns the versions of its packages."""
+        versions: dict[str, str] = self._ask("load", llm=setting.llm_options(), corrects_slots=setting.corrects_slots)
         return versions
 
     def time(self) -> list[dict[str, Any]]:
         """Decodes every prompt; returns `tokens`, `decode_s` and `wall_s` of each."""
-        return self._ask("time")
+        answers: list[dict[str, Any]] = self._ask("time", **self._decoding)
+        return answers
 
     def trace(self) -> list[dict[str, Any]]:
         """Decodes every prompt; returns `tokens` and `rounds`, the number of tokens of each round, of each."""
-        return self._ask("trace")
+        answers: list[dict[str, Any]] = self._ask("trace", **self._decoding)
+        return answers
 
     def __enter__(self) -> VllmProcess:
         return self
@@ -96,21 +110,13 @@ class VllmProcess:
             if kind is not None:
                 self._process.kill()
 
-    def _ask(self, action: str) -> list[dict[str, Any]]:
-        self._send({"action": action})
-        answers: list[dict[str, Any]] = self._receive()
-        return answers
-
-    def _send(self, message: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
+    def _ask(self, action: str, **arguments: Any) -> Any:
+        assert self._process.stdin is not None and self._process.stdout is not None
         try:
-            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.write(json.dumps({"action": action, **arguments}) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError as error:
             raise self._failure() from error
-
-    def _receive(self) -> Any:
-        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise self._failure()
