@@ -7,8 +7,10 @@ command that only checks its configuration stays fast. Does not own: the options
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Any
 
 from data_prep.splits import Split, check_shares
 
@@ -152,6 +154,24 @@ class RegenerateConfig:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+
+
+def data_config(stored: Mapping[str, Any]) -> DataConfig:
+    """Returns the settings that a run's config.yaml holds under `data`.
+
+    Raises:
+        ValueError: a key or value of another version.
+    """
+    kinds: dict[str, Any] = {"on_long": OnLong, "on_bad": OnBad, "cache": Cache}
+    try:
+        values = {key: kinds[key](value) if key in kinds else value for key, value in stored.items()}
+        for group in ("sources", "validation"):
+            values[group] = {label: SourceConfig(**source) for label, source in (stored.get(group) or {}).items()}
+        return DataConfig(**values)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"data: the run's configuration cannot be read ({error}); it was written by another version"
+        ) from error
 
 
 def validate(config: DataConfig) -> None:

@@ -13,6 +13,8 @@ from sage.files import write_text
 from sage.inputs.media import open_image, source_of
 from sage.targets import Target
 
+PROMPTS_FILE = "prompts.json"
+
 
 def write_prompts(target: Target, conversations: Iterable[Any], folder: Path) -> tuple[list[BenchPrompt], Path]:
     """Writes the ids and images of prompts below `folder`; returns our inputs and the file that engines read.
@@ -33,7 +35,7 @@ def write_prompts(target: Target, conversations: Iterable[Any], folder: Path) ->
         ids = inputs["input_ids"][0].tolist()
         rows.append({"ids": collapsed(ids, target.family.placeholder_ids.values()), "images": images})
         prompts.append(BenchPrompt(name=str(conversation.id), family=conversation.family, inputs=inputs))
-    file = folder / "prompts.json"
+    file = folder / PROMPTS_FILE
     write_text(file, json.dumps(rows))
     return prompts, file
 

@@ -19,7 +19,12 @@ PRELOADED = ("lib/python*/site-packages/vllm/libs/libtcmalloc_minimal*.so*", "li
 
 
 class EngineFailed(RuntimeError):
-    """vLLM ended before it answered; the message holds the last lines of its log."""
+    """vLLM ended before it answered, with the exit code `code`; the message holds the last lines of its log."""
+
+    def __init__(self, code: int, log: Path) -> None:
+        tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-LOG_TAIL_LINES:])
+        super().__init__(f"vLLM ended with exit code {code}, see {log}:\n{tail}")
+        self.code = code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,9 +128,7 @@ class VllmProcess:
         return json.loads(line)
 
     def _failure(self) -> EngineFailed:
-        code = self._process.wait()
-        tail = "\n".join(self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-LOG_TAIL_LINES:])
-        return EngineFailed(f"vLLM ended with exit code {code}, see {self.log}:\n{tail}")
+        return EngineFailed(self._process.wait(), self.log)
 
 
 def environment(python: Path, threads: int) -> dict[str, str]:

@@ -4,16 +4,18 @@ sage-export RUN --format eagle3 --out DIR                 write an export (also:
 sage-export --check DIR [--target DIR]                    list the errors of a draft and their effect in an engine
 sage-export --inspect DIR                                 describe a folder and verify its checksums
 sage-export --import DIR --target DIR --out DIR           convert a third-party EAGLE-3 draft for our decoder
+sage-export RUN --serve-check DIR --engine-python PYTHON  serve an export with vLLM and compare it with our decoder
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sage import cli
 from sage.drafts.location import DRAFT_HELP
@@ -27,6 +29,7 @@ EXPORT_ONLY = (
     *("format", "flavour", "report", "target_name", "license", "license_link", "push_to_hub"),
     *("allow_unserved", "allow_uncompressed"),
 )
+SERVE_ONLY = ("engine_python", "num_prompts", "max_new_tokens", "depth")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -37,6 +40,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     mode.add_argument("--check", metavar="DIR", help="check the folder of a draft, of this project or third-party")
     mode.add_argument("--inspect", metavar="DIR", help="describe a folder and verify its checksums")
     mode.add_argument("--import", metavar="DIR", dest="import_dir", help="convert a third-party EAGLE-3 draft")
+    mode.add_argument("--serve-check", metavar="DIR", help="serve an export of RUN with vLLM and name the part at fault")
     parser.add_argument("--out", metavar="DIR", help="folder to write")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing export in --out")
     parser.add_argument(
@@ -44,6 +48,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     _add_export(parser.add_argument_group("export"))
     _add_import(parser.add_argument_group("import"))
+    _add_serve_check(parser.add_argument_group("serve check"))
     parser.add_argument("--json", action="store_true", help="with --check or --inspect: print JSON instead of text")
     return parser.parse_args(argv)
 
@@ -85,6 +90,13 @@ def _add_import(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _add_serve_check(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--engine-python", metavar="PYTHON", help="interpreter of an environment with vLLM")
+    group.add_argument("--num-prompts", type=int, metavar="N", help="prompts of the run's data.validation; default: 16")
+    group.add_argument("--max-new-tokens", type=int, metavar="N", help="maximum length of an answer, in tokens; default: 64")
+    group.add_argument("--depth", type=int, metavar="N", help="drafted tokens per round; default: 3")
+
+
 def main() -> None:
     """Console entry point."""
     sys.exit(cli.run(lambda: _run(parse_args())))
@@ -95,11 +107,13 @@ def _run(args: argparse.Namespace) -> int:
     if args.inspect:
         return _inspect(args)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # transformers imports DeepSpeed if installed, which would probe for devices
-    from transformers.utils import logging
+    from transformers.utils import logging as transformers_logging
 
-    logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
     if args.check:
         return _check(args)
+    if args.serve_check:
+        return _serve_check(args)
     return _import(args) if args.import_dir else _export(args)
 
 
@@ -108,9 +122,11 @@ def _check_args(args: argparse.Namespace) -> None:
     mode = args.check or args.inspect or args.import_dir
     if args.source and mode:
         raise ValueError(f"{args.source}: --check, --inspect and --import already give a folder; give one folder only")
+    if not args.source and args.serve_check:
+        raise ValueError(f"--serve-check {args.serve_check}: RUN is missing; give the run or draft that it was exported from")
     if not args.source and not mode:
         raise ValueError("give the folder of a run or draft with --format and --out, or --check, --inspect or --import DIR")
-    if not (args.check or args.inspect) and not args.out:
+    if not (args.check or args.inspect or args.serve_check or args.out):
         raise ValueError("--out: missing; give the folder to write")
     if args.json and not (args.check or args.inspect):
         raise ValueError("--json: has no effect without --check or --inspect")
@@ -118,9 +134,30 @@ def _check_args(args: argparse.Namespace) -> None:
         raise ValueError("--levels, --image-inputs and --use-target-rope: have no effect without --import")
     if args.private and not args.push_to_hub:
         raise ValueError("--private: has no effect without --push-to-hub")
+    _check_mode_options(args, mode or args.serve_check)
+
+
+def _check_mode_options(args: argparse.Namespace, mode: str | None) -> None:
+    """Refuses options of another mode, and those of a serve check that are missing or out of range."""
     given = [name for name in EXPORT_ONLY if getattr(args, name)]
     if mode and given:
-        raise ValueError(f"--{given[0].replace('_', '-')}: has no effect with --check, --inspect or --import")
+        raise ValueError(f"{_option(given[0])}: has no effect with --check, --inspect, --import or --serve-check")
+    if not args.serve_check:
+        if given := [name for name in SERVE_ONLY if getattr(args, name) is not None]:
+            raise ValueError(f"{_option(given[0])}: has no effect without --serve-check")
+        return
+    if args.out:
+        raise ValueError("--out: has no effect with --serve-check, which writes nothing")
+    if not args.engine_python:
+        raise ValueError("--engine-python: missing; give the interpreter of an environment with vLLM")
+    for name in SERVE_ONLY[1:]:
+        value = getattr(args, name)
+        if value is not None and value < (2 if name == "max_new_tokens" else 1):
+            raise ValueError(f"{_option(name)}: {value} is too small; give at least {2 if name == 'max_new_tokens' else 1}")
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _inspect(args: argparse.Namespace) -> int:
@@ -196,6 +233,17 @@ def _options(args: argparse.Namespace) -> ExportOptions:
         allow_unserved=args.allow_unserved,
         allow_uncompressed=args.allow_uncompressed,
     )
+
+
+def _serve_check(args: argparse.Namespace) -> int:
+    from checkpoints.engines.serve_check import ServeCheck, serve_check
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    numbers: dict[str, Any] = {name: getattr(args, name) for name in SERVE_ONLY[1:] if getattr(args, name) is not None}
+    source, folder, python = Path(args.source), Path(args.serve_check), Path(args.engine_python)
+    result = serve_check(ServeCheck(source=source, export=folder, python=python, target=args.target, **numbers))
+    print(result.text())
+    return cli.EXIT_USER if result.faults else cli.EXIT_DONE
 
 
 def _import(args: argparse.Namespace) -> int:

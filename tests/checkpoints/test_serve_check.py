@@ -1,0 +1,294 @@
+"""`sage-export --serve-check` with a stand-in for vLLM: the verdict, and what is refused. `make engines` runs the real one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from support.export_helpers import edit_json, save_draft, save_target
+from support.fake_vllm import install_fake_vllm
+from support.messages import check_message, refused
+from support.train_helpers import make_target
+
+import sage
+from checkpoints.engines import serve_check, validation_prompts
+from checkpoints.engines.acceptance import Answers
+from checkpoints.engines.verdict import MIN_FIRST, Measured, verdict
+from checkpoints.engines.vllm_process import EngineSetting, VllmProcess
+from checkpoints.export import ExportOptions, Flavour, export
+from checkpoints.export.__main__ import main
+from data_prep.config import Cache, DataConfig, OnBad, data_config
+
+PYTHON = sys.executable
+RUN_DATA = {"name": "pocket", "sources": {"pocket": {"kind": "pocket", "families": ["caption"]}}}
+
+
+def answers(*rounds: list[int], text: int = 0) -> Answers:
+    """Answers of the given tokens per round; `text` distinguishes texts."""
+    return Answers([[text] for _ in rounds], list(rounds), depth=2)
+
+
+GOOD = answers([3, 1, 2, 3, 2], [2, 1, 3])
+
+
+class TestAcceptance:
+    def test_shares_leave_out_the_last_round(self) -> None:
+        assert GOOD.num_rounds == 8 and GOOD.tokens_per_round == pytest.approx(17 / 8)
+        assert GOOD.accepted == [4 / 6, 2 / 6]  # of the rounds 3, 1, 2, 3 and 2, 1
+
+    def test_answers_of_one_token_have_no_rounds(self) -> None:
+        assert answers([], [2]).accepted == [0.0, 0.0] and answers([]).tokens_per_round == 0.0
+
+
+class TestVerdict:
+    def test_all_good(self) -> None:
+        assert verdict(Measured(GOOD, GOOD, GOOD), "token", "token") == []
+
+    def test_a_bad_draft_is_bad_everywhere(self) -> None:
+        bad = answers([1, 1, 2, 1, 1], [1, 1])
+        assert bad.accepted[0] < MIN_FIRST
+        (line,) = verdict(Measured(bad, bad, bad), "token", "token")
+        check_message(line, "draft bad", "20%", "train further")
+
+    def test_a_bad_export_is_bad_in_our_decoder(self) -> None:
+        bad = answers([3, 1, 1, 3, 1], [2, 1, 3])
+        lines = verdict(Measured(GOOD, bad, bad), "token", "token")
+        assert len(lines) == 1
+        check_message(lines[0], "export bad", "export again")
+
+    def test_an_export_that_is_accepted_more_differs_too(self) -> None:
+        better = answers([3, 3, 3, 3, 2], [2, 3, 3])
+        (line,) = verdict(Measured(GOOD, better, better), "token", "token")
+        assert line.startswith("export bad")
+
+    @pytest.mark.parametrize(
+        ("corrected", "trained_with", "parts"),
+        [
+            (GOOD, "token", ("engine bad", "54498")),
+            (None, "embed", ("engine bad", "image_inputs=token", "embed")),
+            (answers([1, 1, 2, 1, 1], [1, 1]), "token", ("engine bad", "version and settings")),
+        ],
+    )
+    def test_a_bad_engine_and_its_cause(self, corrected: Answers | None, trained_with: str, parts: tuple[str, ...]) -> None:
+        bad = answers([3, 1, 1, 3, 1], [2, 1, 3])
+        (line,) = verdict(Measured(GOOD, GOOD, bad, corrected), "token", trained_with)
+        check_message(line, *parts)
+
+    def test_other_texts_have_a_wider_tolerance(self) -> None:
+        rounds = [3, 1, 2, 3, 2] * 20
+        ours = answers(rounds)
+        few = [1 if place in (0, 5) else one for place, one in enumerate(rounds)]  # 2 of 99 rounds
+        assert verdict(Measured(ours, ours, answers(few)), "token", "token")
+        assert not verdict(Measured(ours, ours, answers(few, text=1)), "token", "token")
+
+
+class TestPrompts:
+    def test_settings_of_a_run(self) -> None:
+        stored = {**RUN_DATA, "cache": "examples", "on_bad": "skip", "validation": {"v": {"kind": "pocket"}}}
+        found = data_config(stored)
+        assert (found.cache, found.on_bad) == (Cache.examples, OnBad.skip)
+        assert found.sources["pocket"].families == ["caption"] and found.validation["v"].kind == "pocket"
+        assert data_config({}).sources == {} and isinstance(found, DataConfig)
+        for wrong in ({"gone": 1}, {"cache": "gone"}, {"sources": {"a": {"gone": 1}}}, {"sources": {"a": None}}):
+            with refused("data:", "another version"):
+                data_config(wrong)
+
+    def test_videos_are_left_out(self, tmp_path: Path) -> None:
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump({"data": {"sources": {"p": {"kind": "pocket"}}}}))
+        found = validation_prompts.validation_prompts(tmp_path, "anywhere", 8)
+        assert len(found) == 8 and len({one.id for one in found}) == 8
+        assert all(part["type"] != "video" for one in found for message in one.messages for part in message["content"])
+        data = {"sources": {"p": {"kind": "pocket", "families": ["clip"]}}}
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump({"data": data}))
+        with refused("data.validation", "videos"):
+            validation_prompts.validation_prompts(tmp_path, "anywhere", 2)
+
+    def test_without_a_run_only_a_pocket_target_has_prompts(self) -> None:
+        targets = Path(validation_prompts.pocket.__file__).parent / "targets"
+        assert len(validation_prompts.validation_prompts(None, str(targets / "pocket_qwen2_5_vl"), 2)) == 2
+        with refused("RUN", "data.validation"):
+            validation_prompts.validation_prompts(None, "Qwen/Qwen2.5-VL-7B-Instruct", 2)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random pocket target, the run of an EAGLE-3 draft for it, and exports of it."""
+    folder = tmp_path_factory.mktemp("serve")
+    path = make_target(folder, layers=8)
+    target = sage.load_target(path, dtype=torch.float32)
+    (folder / "run").mkdir()
+    (folder / "run" / "config.yaml").write_text(yaml.safe_dump({"data": RUN_DATA}))
+    sage.new_draft(target, "eagle3", seed=0, image_inputs="token").save_pretrained(folder / "run" / "draft")
+    save_draft(folder / "eagle", target, "eagle", image_inputs="token")
+    export(folder / "run", folder / "export", "eagle3", ExportOptions(dtype=torch.float32))
+    export(folder / "run", folder / "broken", "eagle3", ExportOptions())
+    export(folder / "eagle", folder / "sglang", "eagle", ExportOptions(flavour=Flavour.sglang))
+    return folder
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs `sage-export`; returns exit code, stdout and stderr."""
+
+    def run(*arguments: Any) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["sage-export", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        return int(ended.value.code or 0), out, err
+
+    return run
+
+
+class FakeEngine:
+    """A process of vLLM that drafts as our decoder, except that every round of its first engine emits one token."""
+
+    started: list[EngineSetting] = []
+    ours: list[Answers] = []
+    is_faulty = False
+
+    def __init__(self, python: Path, prompts: Path, log: Path, **_: Any) -> None:
+        assert prompts.is_file()
+
+    def __enter__(self) -> FakeEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def load(self, setting: EngineSetting) -> dict[str, str]:
+        self.started.append(setting)
+        return {"vllm": "0.32.0"}
+
+    def trace(self) -> list[dict[str, Any]]:
+        exported = self.ours[-1]
+        is_right = not self.is_faulty or self.started[-1].corrects_slots
+        rounds = exported.rounds if is_right else [[1] * sum(one) for one in exported.rounds]
+        return [{"tokens": tokens, "rounds": one} for tokens, one in zip(exported.tokens, rounds, strict=True)]
+
+
+@pytest.fixture
+def fake_process(monkeypatch: pytest.MonkeyPatch) -> type[FakeEngine]:
+    """Replaces the engine's process, and random answers by ones with accepted tokens."""
+    real = serve_check.decode_chain
+    fake = type("Fake", (FakeEngine,), {"started": [], "ours": []})
+
+    def decode(*arguments: Any) -> Answers:
+        found = real(*arguments)
+        fake.ours.append(Answers(found.tokens, [[3] * 4] * len(found.tokens), found.depth))
+        return fake.ours[-1]
+
+    monkeypatch.setattr(serve_check, "decode_chain", decode)
+    monkeypatch.setattr(serve_check, "VllmProcess", fake)
+    monkeypatch.setattr(serve_check, "check_engine", lambda python: "0.32.0")
+    return fake
+
+
+@pytest.mark.slow
+class TestCommand:
+    def check(self, home: Path, command: Any, *more: Any) -> tuple[int, str, str]:
+        sizes = ("--num-prompts", 2, "--max-new-tokens", 4, "--depth", 2)
+        found: tuple[int, str, str] = command(
+            home / "run", "--serve-check", home / "export", "--engine-python", PYTHON, *sizes, *more
+        )
+        return found
+
+    def test_all_good(self, home: Path, command: Any, fake_process: type[FakeEngine]) -> None:
+        code, out, _ = self.check(home, command)
+        assert (code, out.splitlines()[-1]) == (0, "all good: draft, export and engine")
+        assert out.count("2/2") == 3 and "accepted 2" in out and "corrected" not in out
+        (setting,) = fake_process.started
+        assert (setting.dtype, setting.depth, setting.method, setting.corrects_slots) == ("float32", 2, "eagle3", False)
+        assert setting.draft == home / "export" and setting.max_model_len > 20
+
+    def test_a_known_fault_of_the_engine(self, home: Path, command: Any, fake_process: type[FakeEngine]) -> None:
+        fake_process.is_faulty = True
+        code, out, _ = self.check(home, command)
+        assert code == 2 and "export, vLLM corrected" in out
+        check_message(out.splitlines()[-1], "engine bad", "54498")
+        assert [one.corrects_slots for one in fake_process.started] == [False, True]
+
+    def test_export_of_other_weights(self, home: Path, command: Any, fake_process: type[FakeEngine], tmp_path: Path) -> None:
+        edit_json(home / "broken" / "config.json", lambda config: config.update(vocab_size=7))
+        code, out, _ = command(home / "run", "--serve-check", home / "broken", "--engine-python", PYTHON)
+        assert code == 2 and out.startswith("export bad: ") and not fake_process.started
+
+    def test_an_engine_that_ends(self, home: Path, command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        install_fake_vllm(tmp_path, monkeypatch)
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+        export(home / "run", tmp_path / "broken", "eagle3", ExportOptions())
+        sizes = ("--num-prompts", 1, "--max-new-tokens", 2)
+        code, _, err = command(home / "run", "--serve-check", tmp_path / "broken", "--engine-python", PYTHON, *sizes)
+        last = err.splitlines()[-1]
+        assert code == 2
+        assert "vLLM ended with exit code 1: RuntimeError: no such draft" in last and "its log is" in last
+        (log,) = tmp_path.glob("sage-serve-check-*.log")
+        assert "Traceback" in log.read_text() and str(log) in last
+
+    def test_refused_before_anything_is_loaded(
+        self, home: Path, command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        install_fake_vllm(tmp_path, monkeypatch, version="0.11.1")
+        monkeypatch.setattr(sage, "load_target", None)
+        llava = save_target(tmp_path / "llava", "llava_onevision")
+        save_draft(tmp_path / "draft", llava)
+        export(tmp_path / "draft", tmp_path / "out", "eagle3", ExportOptions(allow_unserved=True))
+        for arguments, parts in (
+            ((tmp_path / "draft", "--serve-check", tmp_path / "out"), ("--target", "llava_onevision", "sage-generate")),
+            ((home / "eagle", "--serve-check", home / "sglang"), ("--serve-check", "eagle for sglang", "eagle3")),
+            ((home / "run", "--serve-check", home / "export"), ("--engine-python", "0.11.1", "0.32")),
+        ):
+            code, _, err = command(*arguments, "--engine-python", PYTHON)
+            assert code == 2 and err.count("\n") == 1
+            check_message(err.replace(PYTHON, "PYTHON"), *parts)
+
+
+CHECK = ("run", "--serve-check", "export", "--engine-python")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (CHECK[1:] + (PYTHON,), ("--serve-check export", "RUN")),
+        (CHECK[:3], ("--engine-python: missing",)),
+        ((*CHECK, "gone/python"), ("--engine-python gone/python", "no such interpreter", "make engines-env")),
+        ((*CHECK, "text"), ("--engine-python text", "no such interpreter")),
+        ((*CHECK, "/bin/false"), ("--engine-python /bin/false", "is not a Python")),
+        ((*CHECK, PYTHON), ("--engine-python", "no vLLM")),
+        (("run", "--serve-check", "gone", "--engine-python", PYTHON), ("gone", "no such folder")),
+        ((*CHECK, PYTHON, "--depth", 0), ("--depth", "0", "at least 1")),
+        ((*CHECK, PYTHON, "--max-new-tokens", 1), ("--max-new-tokens", "at least 2")),
+        ((*CHECK, PYTHON, "--out", "o"), ("--out", "--serve-check")),
+        ((*CHECK, PYTHON, "--format", "eagle3"), ("--format", "--serve-check")),
+        (("run", "--format", "eagle3", "--out", "o", "--num-prompts", 3), ("--num-prompts", "--serve-check")),
+    ],
+)
+def test_bad_options_are_refused_in_one_line(
+    home: Path, command: Any, monkeypatch: pytest.MonkeyPatch, arguments: tuple[Any, ...], parts: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(home)
+    (home / "text").write_text("no program")
+    code, _, err = command(*arguments)
+    assert code == 2 and err.count("\n") == 1
+    check_message(err.replace(PYTHON, "PYTHON"), *parts)
+    assert not (home / "o").exists()
+
+
+@pytest.mark.slow
+def test_a_process_replaces_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = install_fake_vllm(tmp_path, monkeypatch)
+    prompts = tmp_path / "prompts.json"
+    prompts.write_text(json.dumps([{"ids": [1, 2, 3], "images": []}]))
+    with VllmProcess(Path(PYTHON), prompts, tmp_path / "log", max_new_tokens=4, cores=[0]) as engine:
+        assert engine.load(EngineSetting(target="a"))["vllm"] == "0.32.0"
+        engine.load(EngineSetting(target="b", draft=tmp_path / "draft", depth=3, method="eagle", dtype="bfloat16"))
+        assert engine.trace() == [{"tokens": [3, 0, 7], "rounds": [2]}]
+    first, cleanup, second = (json.loads(line) for line in log.read_text().splitlines())
+    assert (first["llm"]["model"], cleanup, second["llm"]["dtype"]) == ("a", {"cleanup": True}, "bfloat16")
+    speculative = {"method": "eagle", "model": str(tmp_path / "draft"), "num_speculative_tokens": 3}
+    assert second["llm"]["speculative_config"] == speculative and "speculative_config" not in first["llm"]
