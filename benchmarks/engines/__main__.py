@@ -1,4 +1,9 @@
-"""`python -m benchmarks.engines`: decoding speed of our decoder and of vLLM, in turns on the same prompts, on the CPU."""
+"""`python -m benchmarks.engines`: decoding speed of our decoder and of vLLM, in turns on the same prompts.
+
+Without --server, vLLM runs on the CPU in an environment of its own (`make engines-env`), with prompts of the pocket world. With
+--server, a running OpenAI-compatible server is measured on held-out prompts of the first draft's run; its key is read from
+OPENAI_API_KEY.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +17,16 @@ from pathlib import Path
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.engines.comparison import report
-from benchmarks.engines.measure import Comparison, measure
+from benchmarks.engines.measure import ENGINE_PYTHON, Comparison, ServedBy, measure
+from benchmarks.engines.server import KEY_VARIABLE
 from sage.bench.options import counts, names, variants
 from sage.bench.report import display_name, machine
 from sage.bench.runners import BASELINES
-from sage.cli import new_parser, run
+from sage.cli import add_device_option, new_parser, run
 from sage.drafts.location import DRAFT_HELP, find_draft, target_of
 from sage.files import write_json
 
-ENGINE_PYTHON = Path(".venv-engines/bin/python")
+DEPTHS = "1,2,3,4,5"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     comparison = _comparison(args)
-    found = {"target": display_name(comparison.target), **measure(comparison), "machine": machine("cpu")}
+    found = {"target": display_name(comparison.target), **measure(comparison), "machine": machine(args.device)}
     print(report(found))
     if args.out:
         write_json(args.out, found)
@@ -39,28 +45,41 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _comparison(args: argparse.Namespace) -> Comparison:
     """Returns the comparison of the command line; ValueError for an option that cannot be used."""
-    if not args.engine_python.is_file():
+    if not args.server and not args.engine_python.is_file():
         raise ValueError(f"--engine-python: {args.engine_python}: no such file; `make engines-env` creates the environment")
     for option in ("prompts", "repeats", "max_new_tokens", "threads"):
         if getattr(args, option) is not None and getattr(args, option) < 1:
             raise ValueError(f"--{option.replace('_', '-')}: {getattr(args, option)} is not allowed; give at least 1")
     if unknown := [name for name in names(args.baselines) if name not in BASELINES]:
         raise ValueError(f"--baselines: {unknown[0]!r} is unknown; choose from {', '.join(BASELINES)}")
+    _check_sides(args)
     drafts = dict(_named_draft(text) for text in args.draft)
     return Comparison(
         python=args.engine_python,
+        server=ServedBy(args.server, args.server_model, os.environ.get(KEY_VARIABLE, "")) if args.server else None,
         target=args.target or target_of(next(iter(drafts.values())), "--target"),
         drafts=drafts,
         variants=variants(args.policies, args.policy),
         baselines=names(args.baselines),
-        depths=_depths(args.num_speculative_tokens),
+        depths=_depths(args.num_speculative_tokens or DEPTHS),
         num_prompts=args.prompts,
         repeats=args.repeats,
         max_new_tokens=args.max_new_tokens,
         cores=sorted(os.sched_getaffinity(0))[: args.threads],
         passes=args.passes,
         log_folder=args.logs,
+        device=args.device,
     )
+
+
+def _check_sides(args: argparse.Namespace) -> None:
+    """Refuses options of the other kind of comparison."""
+    if args.server and args.num_speculative_tokens:
+        raise ValueError("--num-speculative-tokens: has no effect with --server, which has its own setting")
+    if not args.server and args.server_model:
+        raise ValueError("--server-model: has no effect without --server")
+    if not args.server and args.device != "cpu":
+        raise ValueError(f"--device {args.device}: has no effect without --server; vLLM runs on the CPU here")
 
 
 def _depths(text: str) -> list[int]:
@@ -77,7 +96,7 @@ def _named_draft(text: str) -> tuple[str, Path]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = new_parser("python -m benchmarks.engines", description=__doc__)
-    draft_help = f"{DRAFT_HELP}; repeatable. The first one, an eagle3, is also exported and served by vLLM"
+    draft_help = f"{DRAFT_HELP}; repeatable. The first one is also that of vLLM, exported as eagle3, or of --server"
     parser.add_argument("--draft", metavar="[LABEL=]RUN", action="append", required=True, help=draft_help)
     parser.add_argument(
         "--target", metavar="DIR", help="folder of the target; default: the one the first draft was trained for"
@@ -89,7 +108,10 @@ def _parser() -> argparse.ArgumentParser:
         "--policy", metavar="[LABEL=]NAME:KEY=VALUE,..", action="append", default=[], help="a policy with options"
     )
     parser.add_argument("--baselines", metavar="A,B", default="", help=f"of {', '.join(BASELINES)}; default: none")
-    parser.add_argument("--num-speculative-tokens", metavar="N,N", default="1,2,3,4,5", help="of vLLM; default %(default)s")
+    parser.add_argument("--num-speculative-tokens", metavar="N,N", help=f"of vLLM; default: {DEPTHS}")
+    parser.add_argument("--server", metavar="URL", help="a running OpenAI-compatible server, such as http://localhost:8000/v1")
+    parser.add_argument("--server-model", metavar="NAME", help="its name of the target; default: the only one it serves")
+    add_device_option(parser, "cpu")
     parser.add_argument("--passes", metavar="NAME", help="how our target passes run; default: that of sage.load_target")
     parser.add_argument("--prompts", type=int, default=32, help="prompts with one image (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="timed turns of every decoder (default: %(default)s)")

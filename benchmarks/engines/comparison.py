@@ -1,4 +1,4 @@
-"""Decoding speed of our decoder and of vLLM, in turns on the same prompts, target and draft.
+"""Decoding speed of our decoder and of vLLM or a running server, in turns on the same prompts, target and draft.
 
 Owns: the order of turns and the figures. Does not own: the engine's process (checkpoints.engines), our decoders
 (sage.bench.runners).
@@ -40,7 +40,7 @@ class Answer:
 
 
 class Decoder(Protocol):
-    """One decoder of the comparison: `side` is `VLLM` or `OURS`, `draft` the label of its draft, empty without one."""
+    """One decoder of the comparison: `side` is `OURS` or the other one, `draft` the label of its draft, empty without one."""
 
     label: str
     side: str
@@ -96,12 +96,14 @@ class Turns:
     answers: list[Answer]
     tokens_per_s: list[float] = field(default_factory=list)
     end_to_end: list[float] = field(default_factory=list)  # tokens/s with prefill
+    first_token_s: list[float] = field(default_factory=list)  # medians over the prompts
 
     def add(self, answers: Sequence[Answer]) -> None:
         """Adds one timed turn."""
         tokens = sum(len(answer.tokens) for answer in answers)
         self.tokens_per_s.append((tokens - len(answers)) / sum(answer.decode_s for answer in answers))
         self.end_to_end.append(tokens / sum(answer.wall_s for answer in answers))
+        self.first_token_s.append(median(answer.wall_s - answer.decode_s for answer in answers))
 
 
 def take_turns(decoders: Sequence[Decoder], repeats: int) -> list[Turns]:
@@ -117,7 +119,7 @@ def take_turns(decoders: Sequence[Decoder], repeats: int) -> list[Turns]:
 
 
 def figures(found: Sequence[Turns], same_draft: str) -> dict[str, Any]:
-    """Returns the figures of every decoder and the ratios of our fastest one to vLLM's fastest one.
+    """Returns the figures of every decoder and the ratios of our fastest one to the other side's fastest one.
 
     Args:
         same_draft: label of the draft that both sides have.
@@ -125,7 +127,7 @@ def figures(found: Sequence[Turns], same_draft: str) -> dict[str, Any]:
     reference = next(turns.answers for turns in found if turns.decoder.side == OURS and not turns.decoder.draft)
     texts = [answer.tokens for answer in reference]
     ours = [turns for turns in found if turns.decoder.side == OURS]
-    theirs = [turns for turns in found if turns.decoder.side == VLLM]
+    theirs = [turns for turns in found if turns.decoder.side != OURS]
     speculative = fastest([turns for turns in theirs if turns.decoder.draft])
     ratios = {
         "autoregressive": (fastest(without_draft(ours)), fastest(without_draft(theirs))),
@@ -168,6 +170,7 @@ def _decoder_figures(turns: Turns, texts: Sequence[list[int]]) -> dict[str, Any]
         "tokens_per_s": median(turns.tokens_per_s),
         "range": [min(turns.tokens_per_s), max(turns.tokens_per_s)],
         "end_to_end_tokens_per_s": median(turns.end_to_end),
+        "first_token_ms": 1e3 * median(turns.first_token_s),
         **({"tokens_per_target_pass": decoded / sum(passes)} if passes else {}),
         "match": sum(answer.tokens == text for answer, text in zip(turns.answers, texts, strict=True)),
         "total": len(texts),
@@ -184,14 +187,25 @@ def report(found: Mapping[str, Any]) -> str:
             f"{part['tokens_per_s']:.0f}",
             "-".join(f"{bound:.0f}" for bound in part["range"]),
             f"{part['end_to_end_tokens_per_s']:.0f}",
+            f"{part['first_token_ms']:.0f} ms",
             f"{part['tokens_per_target_pass']:.2f}" if "tokens_per_target_pass" in part else "",
             f"{part['match']}/{part['total']}",
         )
         for label, part in found["decoders"].items()
     ]
-    head = ("", "decoder", "draft", "tokens/s", "range", "end to end", "tokens/pass", "identical")
+    head = ("", "decoder", "draft", "tokens/s", "range", "end to end", "first token", "tokens/pass", "identical")
     ratios = [
         f"{name}: {one['ours']} / {one['theirs']} = {one['ratio']:.2f} ({one['range'][0]:.2f}-{one['range'][1]:.2f})"
         for name, one in found["ratios"].items()
     ]
-    return "\n".join([text_table(head, rows, "<<<>"), *ratios])
+    return "\n".join([text_table(head, rows, "<<<>"), *ratios, *_server_lines(found.get("server"))])
+
+
+def _server_lines(server: Mapping[str, Any] | None) -> list[str]:
+    """Returns what a server counts itself, in warm-up and turns together."""
+    if server is None:
+        return []
+    if not server["rounds"]:
+        return ["server: tells no acceptance"]
+    shares = " ".join(f"{share:.3f}" for share in server["accepted"])
+    return [f"server: accepted {shares} at position 1, 2, .. of {server['rounds']} rounds"]

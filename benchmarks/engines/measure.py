@@ -1,4 +1,6 @@
-"""Builds the decoders of a comparison with vLLM and runs them: ours in this process, each setting of vLLM in its own."""
+"""Builds the decoders of a comparison and runs them: ours in this process, and a running server, or vLLM with each setting in a
+process of its own.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,31 @@ import torch
 import sage
 from benchmarks.engines.comparison import Decoder, OurDecoder, VllmDecoder, figures, take_turns
 from benchmarks.engines.prompts import pocket_prompts
+from benchmarks.engines.server import ServerClient, ServerDecoder, served_model
 from checkpoints.engines.prompts import write_prompts
+from checkpoints.engines.validation_prompts import validation_prompts
 from checkpoints.engines.vllm_process import EngineSetting, VllmProcess
 from checkpoints.export import ExportOptions, Format, export
+from checkpoints.run_folder import run_of
+from data_prep.conversation import Conversation
 from sage.bench.measurement import BenchPrompt
 from sage.bench.options import Variant
 from sage.bench.runners import AUTOREGRESSIVE, PolicyRunner, baseline_runner
+from sage.cli import resolve_device
 from sage.sampling import Sampling
 from sage.targets import Target
 
 logger = logging.getLogger(__name__)
+ENGINE_PYTHON = Path(".venv-engines/bin/python")
+
+
+@dataclass(frozen=True)
+class ServedBy:
+    """A running server: its URL, the name of its model (None: the only one), and its key (empty: none)."""
+
+    url: str = field(repr=False)
+    model: str | None = None
+    key: str = field(default="", repr=False)
 
 
 @dataclass(kw_only=True)
@@ -33,18 +50,22 @@ class Comparison:
     """What is compared.
 
     Attributes:
-        python: interpreter of the environment with vLLM.
-        target: folder of the target, a Qwen2.5-VL.
-        drafts: folders by label; the first one, an `eagle3`, is exported in fp32 and served by vLLM too.
+        python: interpreter of the environment with vLLM; unused with `server`.
+        server: a running server in place of vLLM.
+        target: folder of the target; a Qwen2.5-VL without `server`.
+        drafts: folders by label; the first one is also that of the other side: served by `server`, or an `eagle3`, exported in
+            fp32 and served by vLLM.
         variants: our policies, each with every draft.
         baselines: decoders without a draft beside our autoregressive loop, of `sage.bench.runners.BASELINES`.
         depths: values of vLLM's `num_speculative_tokens`.
         passes: argument of `sage.load_target`; None leaves it out.
         cores: that both sides are pinned to, with one thread each.
         log_folder: receives vLLM's logs.
+        device: of our decoders, with fp32 on the CPU, else with the target's dtype.
     """
 
-    python: Path
+    python: Path = ENGINE_PYTHON
+    server: ServedBy | None = None
     target: str
     drafts: dict[str, Path]
     variants: Sequence[Variant]
@@ -56,6 +77,7 @@ class Comparison:
     passes: str | None = None
     cores: Sequence[int] = field(default_factory=lambda: sorted(os.sched_getaffinity(0)))
     log_folder: Path | None = None
+    device: str = "cpu"
 
     @property
     def served_draft(self) -> str:
@@ -70,20 +92,75 @@ def measure(comparison: Comparison) -> dict[str, Any]:
     torch.set_num_threads(len(comparison.cores))
     try:
         with tempfile.TemporaryDirectory() as scratch, ExitStack() as processes:
-            return _measure(comparison, Path(scratch), processes)
+            if comparison.server is not None:
+                return _measure_server(comparison, comparison.server, Path(scratch), processes)
+            return _measure_vllm(comparison, Path(scratch), processes)
     finally:
         os.sched_setaffinity(0, affinity)
         torch.set_num_threads(threads)
 
 
-def _measure(comparison: Comparison, scratch: Path, processes: ExitStack) -> dict[str, Any]:
+def _measure_vllm(comparison: Comparison, scratch: Path, processes: ExitStack) -> dict[str, Any]:
     target = load_target(comparison)
     prompts, prompts_file = write_prompts(target, pocket_prompts(comparison.num_prompts), scratch)
+    theirs, versions = vllm_decoders(comparison, prompts_file, scratch, processes)
+    return {"engine": versions, **_take_turns(comparison, target, prompts, theirs)}
+
+
+def _measure_server(comparison: Comparison, server: ServedBy, scratch: Path, processes: ExitStack) -> dict[str, Any]:
+    client = processes.enter_context(ServerClient(server.url, server.key))
+    model = served_model(client, server.model)
+    conversations = served_prompts(comparison)
+    target = load_target(comparison)
+    prompts, _ = write_prompts(target, conversations, scratch)
+    decoder = server_decoder(comparison, client, model, target, conversations)
+    before = client.counters()
+    found = _take_turns(comparison, target, prompts, [decoder])
+    counted = client.counters().since(before)
+    return {"server": {"model": model, "rounds": int(counted.rounds), "accepted": counted.shares}, **found}
+
+
+def _take_turns(
+    comparison: Comparison, target: Target, prompts: Sequence[BenchPrompt], theirs: Sequence[Decoder]
+) -> dict[str, Any]:
+    turns = take_turns([*our_decoders(comparison, target, prompts), *theirs], comparison.repeats)
+    return {
+        "prompts": len(prompts),
+        "repeats": comparison.repeats,
+        "threads": len(comparison.cores),
+        "passes": comparison.passes,
+        **figures(turns, comparison.served_draft),
+    }
+
+
+def served_prompts(comparison: Comparison) -> list[Conversation]:
+    """Returns held-out prompts of the run that trained the first draft."""
+    draft = comparison.drafts[comparison.served_draft]
+    return validation_prompts(run_of(draft), comparison.target, comparison.num_prompts)
+
+
+def server_decoder(
+    comparison: Comparison, client: ServerClient, model: str, target: Target, conversations: Sequence[Conversation]
+) -> ServerDecoder:
+    """Returns the server as a decoder; it has a draft if it counts rounds of one."""
+    assert target.processor is not None
+    tokenizer, eos = target.processor.tokenizer, target.eos_token_ids[0]
+    decoder = ServerDecoder(client, model, conversations, tokenizer, eos, comparison.max_new_tokens)
+    before = client.counters()
+    decoder.answer(conversations[0])
+    is_speculative = client.counters().since(before).rounds > 0
+    return replace(decoder, draft=comparison.served_draft if is_speculative else "")
+
+
+def vllm_decoders(
+    comparison: Comparison, prompts_file: Path, scratch: Path, processes: ExitStack
+) -> tuple[list[Decoder], dict[str, str]]:
+    """Returns vLLM with each setting, loaded, and the versions of its packages."""
     export_folder = scratch / Format.eagle3
     options = ExportOptions(target=comparison.target, dtype=torch.float32)
     export(comparison.drafts[comparison.served_draft], export_folder, Format.eagle3, options)
-    ours = list(our_decoders(comparison, target, prompts))
-    theirs, versions = [], {}
+    found: list[Decoder] = []
+    versions: dict[str, str] = {}
     for label, setting in engine_settings(comparison, export_folder).items():
         logger.info("loading %s", label)
         log = (comparison.log_folder or scratch) / f"{label.replace(' ', '_')}.log"
@@ -93,21 +170,16 @@ def _measure(comparison: Comparison, scratch: Path, processes: ExitStack) -> dic
         engine = processes.enter_context(process)
         versions = engine.load(setting)
         passes = [len(answer["rounds"]) for answer in engine.trace()]
-        theirs.append(VllmDecoder(label, engine, passes, comparison.served_draft if setting.draft else ""))
-    return {
-        "engine": versions,
-        "prompts": len(prompts),
-        "repeats": comparison.repeats,
-        "threads": len(comparison.cores),
-        "passes": comparison.passes,
-        **figures(take_turns([*ours, *theirs], comparison.repeats), comparison.served_draft),
-    }
+        found.append(VllmDecoder(label, engine, passes, comparison.served_draft if setting.draft else ""))
+    return found, versions
 
 
 def load_target(comparison: Comparison) -> Target:
-    """Returns the target in fp32, with its passes as asked for."""
+    """Returns the target, with its passes as asked for."""
     passes = {} if comparison.passes is None else {"passes": comparison.passes}
-    return sage.load_target(comparison.target, dtype=torch.float32, **passes)
+    device = resolve_device(comparison.device)
+    dtype = torch.float32 if device.type == "cpu" else None
+    return sage.load_target(comparison.target, dtype=dtype, device=device, **passes)
 
 
 def our_decoders(comparison: Comparison, target: Target, prompts: Sequence[BenchPrompt]) -> Iterator[Decoder]:

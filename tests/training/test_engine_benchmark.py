@@ -104,8 +104,9 @@ def test_passes_reach_load_target_only_when_given(monkeypatch: pytest.MonkeyPatc
     seen: list[dict[str, Any]] = []
     monkeypatch.setattr(sage, "load_target", lambda path, **options: seen.append(options), raising=False)
     for passes in (None, "compiled"):
-        measure.load_target(SimpleNamespace(target="t", passes=passes))  # type: ignore[arg-type]
-    assert seen == [{"dtype": torch.float32}, {"dtype": torch.float32, "passes": "compiled"}]
+        measure.load_target(SimpleNamespace(target="t", passes=passes, device="cpu"))  # type: ignore[arg-type]
+    same = {"dtype": torch.float32, "device": torch.device("cpu")}
+    assert seen == [same, {**same, "passes": "compiled"}]
 
 
 def test_drafted_tokens_are_stored_at_their_index_not_at_their_rope_position(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,243 @@
+"""A running OpenAI-compatible server as a decoder of the comparison: requests one at a time, streamed, timed by the client.
+
+URL and key reach no message, log or file. The counters of vLLM's `/metrics` include requests of other clients: measure a server
+without any.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import logging
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from benchmarks.engines.comparison import Answer
+from sage.inputs.media import open_image, source_of
+
+SERVER = "server"
+KEY_VARIABLE = "OPENAI_API_KEY"
+TIMEOUT_S = 600.0
+REMEDY = "give the URL of an OpenAI-compatible server"
+MAX_REASON = 200  # characters of the server's own message
+COUNTER = re.compile(r"^vllm:spec_decode_num_(drafts|accepted_tokens_per_pos)_total\{(.*)\} (\S+)$", re.MULTILINE)
+POSITION = re.compile(r'position="(\d+)"')
+
+
+@dataclass(frozen=True)
+class Counters:
+    """vLLM's counters of speculative decoding: rounds, and how many accepted position 1, 2, .."""
+
+    rounds: float = 0.0
+    accepted: Mapping[int, float] = field(default_factory=dict)
+
+    @staticmethod
+    def parse(text: str) -> Counters:
+        """Reads the content of `/metrics`, summed over engines; zeros where it has no such counters."""
+        rounds, accepted = 0.0, dict[int, float]()
+        for name, labels, value in COUNTER.findall(text):
+            if name == "drafts":
+                rounds += float(value)
+            elif found := POSITION.search(labels):
+                accepted[int(found[1])] = accepted.get(int(found[1]), 0.0) + float(value)
+        return Counters(rounds, accepted)
+
+    def since(self, start: Counters) -> Counters:
+        """Returns what was counted after `start`."""
+        accepted = {place: count - start.accepted.get(place, 0.0) for place, count in sorted(self.accepted.items())}
+        return Counters(self.rounds - start.rounds, accepted)
+
+    @property
+    def shares(self) -> list[float]:
+        """Shares of the rounds that accept position 1, 2, ..; empty without a round."""
+        return [count / self.rounds for count in self.accepted.values()] if self.rounds else []
+
+
+class ServerClient:
+    """Requests to one server; a context manager.
+
+    Args:
+        url: of the server, with or without `/v1`.
+        key: sent as bearer token; empty: none.
+
+    Raises:
+        ValueError: an address or key that cannot be used.
+    """
+
+    def __init__(self, url: str, key: str) -> None:
+        self._root = _checked(url).rstrip("/").removesuffix("/v1")
+        if not key.isascii() or not key.isprintable() or " " in key:
+            raise ValueError(f"{KEY_VARIABLE}: has a line break, a blank or another character that no key has; export it again")
+        for name in ("httpx", "httpcore"):
+            logging.getLogger(name).setLevel(logging.WARNING)  # below, they log URLs
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._secrets = [text for text in (key, self._root, urlsplit(self._root).netloc) if text]
+        self._client = httpx.Client(headers=headers, timeout=TIMEOUT_S)
+
+    def __enter__(self) -> ServerClient:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._client.close()
+
+    def models(self) -> list[str]:
+        """Returns the names of the served models."""
+        try:
+            return [str(model["id"]) for model in self._get("/v1/models").json()["data"]]
+        except (ValueError, LookupError, TypeError) as error:
+            raise ValueError(f"--server: its /v1/models is no list of models; {REMEDY}") from error
+
+    def counters(self) -> Counters:
+        """Returns the counters of speculative decoding; zeros where the server tells none."""
+        try:
+            response = self._client.get(f"{self._root}/metrics")
+        except httpx.HTTPError:
+            return Counters()
+        return Counters.parse(response.text) if response.is_success else Counters()
+
+    def stream(self, body: Mapping[str, Any]) -> Iterator[Any]:
+        """Yields the chunks of a chat completion as they arrive.
+
+        Raises:
+            ValueError: the server is down, refuses the request or answers something else; one line.
+        """
+        try:
+            with self._client.stream("POST", f"{self._root}/v1/chat/completions", json={**body, "stream": True}) as response:
+                if not response.is_success:
+                    response.read()
+                    raise ValueError(self._refusal(response))
+                for line in response.iter_lines():
+                    if line.startswith("data:") and (data := line.removeprefix("data:").strip()) != "[DONE]":
+                        yield json.loads(data)
+        except httpx.HTTPError as error:
+            raise ValueError(_unreachable(error)) from error
+        except json.JSONDecodeError as error:
+            raise ValueError(f"--server: its answer is no stream of JSON; {REMEDY}") from error
+
+    def _get(self, path: str) -> httpx.Response:
+        try:
+            response = self._client.get(f"{self._root}{path}")
+        except httpx.HTTPError as error:
+            raise ValueError(_unreachable(error)) from error
+        if not response.is_success:
+            raise ValueError(self._refusal(response))
+        return response
+
+    def _refusal(self, response: httpx.Response) -> str:
+        try:
+            content = response.json()
+            text = str(content["error"]["message"] if "error" in content else content.get("detail", ""))
+        except (ValueError, LookupError, TypeError, AttributeError):
+            text = ""
+        for secret in self._secrets:
+            text = text.replace(secret, "...")
+        remedy = f"; export its key in {KEY_VARIABLE}" if response.status_code in (401, 403) else ""
+        return f"--server: answers {response.status_code}: {' '.join(text.split())[:MAX_REASON] or 'no reason'}{remedy}"
+
+
+@dataclass
+class ServerDecoder:
+    """A server in the comparison.
+
+    Args:
+        model: its name on the server.
+        conversations: of the prompts, with messages.
+        tokenizer: of the target, for the answers of servers that return no token ids.
+        eos: appended to an answer that ended by itself, where there are no token ids.
+        draft: label of the draft; empty if the server does not speculate.
+    """
+
+    client: ServerClient
+    model: str
+    conversations: Sequence[Any]
+    tokenizer: Any
+    eos: int
+    max_new_tokens: int
+    draft: str = ""
+    label: str = SERVER
+    side: str = SERVER
+
+    def turn(self) -> list[Answer]:
+        """Decodes every prompt."""
+        return [self.answer(conversation) for conversation in self.conversations]
+
+    def answer(self, conversation: Any) -> Answer:
+        """Decodes one prompt; ValueError for an empty answer."""
+        body = {
+            "model": self.model,
+            "messages": request_messages(conversation.messages),
+            "temperature": 0.0,
+            "max_tokens": self.max_new_tokens,
+            "return_token_ids": True,  # of vLLM; others ignore it
+        }
+        ids, text, reason = list[int](), "", ""
+        start = time.perf_counter()
+        first = last = 0.0
+        for chunk in self.client.stream(body):
+            if not (choices := chunk.get("choices")):
+                continue
+            piece, new = choices[0].get("delta", {}).get("content") or "", choices[0].get("token_ids") or []
+            if piece or new:
+                last = time.perf_counter()
+                first = first or last
+            ids, text, reason = ids + new, text + piece, choices[0].get("finish_reason") or reason
+        if not first:
+            raise ValueError("--server: an empty answer; its model has to answer these prompts")
+        if not ids:
+            ids = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], *([self.eos] if reason == "stop" else [])]
+        return Answer(ids, last - first, last - start)
+
+
+def request_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """Returns chat messages as the API takes them, images as PNG in data URLs."""
+    return [{"role": one["role"], "content": [_part(part) for part in one["content"]]} for one in messages]
+
+
+def _part(part: Mapping[str, Any]) -> dict[str, Any]:
+    if part["type"] == "text":
+        return {"type": "text", "text": part["text"]}
+    buffer = io.BytesIO()
+    open_image(source_of(dict(part), "image")).save(buffer, "PNG")
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"}}
+
+
+def served_model(client: ServerClient, name: str | None) -> str:
+    """Returns the model to request; ValueError if the server does not serve it, or several and none is chosen."""
+    models = client.models()
+    if name is None and len(models) == 1:
+        return models[0]
+    if name is None or name not in models:
+        given = "" if name is None else f" {name}: not served"
+        raise ValueError(f"--server-model{given}: choose from {', '.join(models) or 'none, the server has no model'}")
+    return name
+
+
+def _checked(url: str) -> str:
+    """Returns the URL; ValueError, which does not repeat it, for one that cannot be used."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # raises ValueError if it is none
+        is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and url.isascii() and url.isprintable()
+    except ValueError:
+        is_usable = False
+    if not is_usable:
+        raise ValueError("--server: not a URL of http or https; give for example http://localhost:8000/v1")
+    if parts.username or parts.password:
+        raise ValueError(f"--server: has a user or a password in it; export the key in {KEY_VARIABLE}")
+    if parts.query or parts.fragment:
+        raise ValueError("--server: has a query or a fragment; give for example http://localhost:8000/v1")
+    return url
+
+
+def _unreachable(error: httpx.HTTPError) -> str:
+    if isinstance(error, httpx.TimeoutException):
+        return f"--server: no answer within {TIMEOUT_S:.0f} s; see its log"
+    is_down = isinstance(error, httpx.ConnectError)
+    return f"--server: {'no connection; start it' if is_down else 'the connection was cut; see its log'}"

@@ -1,0 +1,255 @@
+"""`python -m benchmarks.engines --server` with a small server in a thread: requests, counters, figures, and refusals."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from PIL import Image
+from support.messages import check_message, refused
+from support.train_helpers import make_target
+
+import sage
+from benchmarks.engines import __main__ as bench
+from benchmarks.engines.server import KEY_VARIABLE, Counters, ServerClient, ServerDecoder, served_model
+
+METRICS = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
+vllm:spec_decode_num_drafts_total{{engine="0",model_name="m"}} {rounds}
+vllm:spec_decode_num_drafts_total{{engine="1",model_name="m"}} 0.0
+vllm:spec_decode_num_drafts_created{{engine="0",model_name="m"}} 1.7e+09
+vllm:spec_decode_num_accepted_tokens_total{{engine="0",model_name="m"}} 3.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="m",position="0"}} {rounds}
+vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="m",position="1"}} {half}
+"""
+
+
+@dataclass
+class Served:
+    """The server's model and faults, and what it has received.
+
+    Attributes:
+        tokens: of every answer; sent one by one, as ids if `has_ids`, else as the text "a" each.
+        status: of chat completions; not 200: `reason` is the message.
+        rounds: counted at every answer; 0: no `/metrics`.
+    """
+
+    tokens: list[int] = field(default_factory=lambda: [5, 6, 7])
+    has_ids: bool = True
+    status: int = 200
+    reason: str = ""
+    models: Any = field(default_factory=lambda: {"data": [{"id": "m"}]})
+    rounds: int = 0
+    url: str = ""
+    bodies: list[Any] = field(default_factory=list)
+    keys: list[str | None] = field(default_factory=list)
+
+    def chunks(self) -> Iterator[Any]:
+        for place, token in enumerate(self.tokens):
+            is_last = place == len(self.tokens) - 1
+            ids = {"token_ids": [token]} if self.has_ids else {}
+            yield {"choices": [{"delta": {"content": "a"}, "finish_reason": "stop" if is_last else None, **ids}]}
+        yield {"choices": [], "usage": {"completion_tokens": len(self.tokens)}}
+
+
+@contextmanager
+def serving(**options: Any) -> Iterator[Served]:
+    served = Served(**options)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            count = len(served.bodies) * served.rounds
+            if self.path == "/v1/models":
+                self._send(200, json.dumps(served.models))
+            elif self.path == "/metrics" and served.rounds:
+                self._send(200, METRICS.format(rounds=float(count), half=count / 2))
+            else:
+                self._send(404, "{}")
+
+        def do_POST(self) -> None:
+            served.keys.append(self.headers.get("Authorization"))
+            served.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            if served.status != 200:
+                self._send(served.status, json.dumps({"error": {"message": served.reason}}))
+                return
+            lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in served.chunks()]
+            self._send(200, "".join([*lines, "data: [DONE]\n\n"]))
+
+        def _send(self, status: int, text: str) -> None:
+            data = text.encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        served.url = f"http://127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield served
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+QUESTION = SimpleNamespace(
+    messages=[
+        {
+            "role": "user",
+            "content": [{"type": "image", "image": Image.new("RGB", (4, 4), "red")}, {"type": "text", "text": "?"}],
+        }
+    ]
+)
+
+
+def tokenizer(text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+    assert not add_special_tokens
+    return {"input_ids": [ord(letter) for letter in text]}
+
+
+def decode(served: Served, key: str = "") -> Any:
+    """One answer of the server."""
+    with ServerClient(served.url, key) as client:
+        return ServerDecoder(client, "m", [QUESTION], tokenizer, 2, 9).turn()[0]
+
+
+def test_request_and_answer() -> None:
+    with serving() as served:
+        answer = decode(served, key="secret")
+    assert answer.tokens == [5, 6, 7] and answer.passes is None
+    assert 0 <= answer.decode_s < answer.wall_s
+    (body,) = served.bodies
+    assert (body["temperature"], body["max_tokens"], body["stream"], served.keys) == (0.0, 9, True, ["Bearer secret"])
+    image, text = body["messages"][0]["content"]
+    assert text == {"type": "text", "text": "?"}
+    assert base64.b64decode(image["image_url"]["url"].removeprefix("data:image/png;base64,"), validate=True)[1:4] == b"PNG"
+
+
+def test_without_token_ids_the_text_is_tokenized_and_ended() -> None:
+    with serving(has_ids=False) as served:
+        assert decode(served).tokens == [97, 97, 97, 2] and served.keys == [None]
+
+
+def test_counters_are_differences_over_all_engines() -> None:
+    start, end = (Counters.parse(METRICS.format(rounds=rounds, half=rounds / 4)) for rounds in (8.0, 24.0))
+    assert (start.rounds, start.accepted) == (8.0, {0: 8.0, 1: 2.0})
+    assert end.since(start).rounds == 16.0 and end.since(start).shares == [1.0, 0.25]
+    assert Counters.parse("vllm:num_requests_running 1.0").shares == []
+
+
+def test_the_model_is_the_only_one_or_chosen() -> None:
+    with serving(models={"data": [{"id": "m"}, {"id": "n"}]}) as served, ServerClient(f"{served.url}/v1/", "") as client:
+        assert served_model(client, "n") == "n"
+        for name in (None, "gone"):
+            with refused("--server-model", "m, n"):
+                served_model(client, name)
+    with serving(models=["text"]) as served, ServerClient(served.url, "") as client, refused("--server", "/v1/models"):
+        served_model(client, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"status": 400, "reason": "At most 0 image(s) may be provided in one prompt"}, ("--server", "400", "0 image(s)")),
+        ({"status": 401, "reason": "Unauthorized"}, ("--server", "401", KEY_VARIABLE)),
+        ({"status": 429, "reason": "busy"}, ("--server", "429", "busy")),
+        ({"tokens": []}, ("--server", "empty answer")),
+    ],
+)
+def test_a_server_without_an_answer(options: dict[str, Any], parts: tuple[str, ...]) -> None:
+    with serving(**options) as served, refused(*parts):
+        decode(served)
+
+
+def test_neither_address_nor_key_are_in_a_message_or_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    with serving(status=500) as served:
+        host = served.url.removeprefix("http://")
+        served.reason = f"bad key s3cret at {served.url} {host}"
+        with pytest.raises(ValueError) as caught:
+            decode(served, key="s3cret")
+    check_message(str(caught.value), "500", "bad key ... at")
+    for secret in ("s3cret", host):
+        assert secret not in str(caught.value)
+    assert "s3cret" not in caplog.text and "HTTP Request" not in caplog.text
+    with refused("--server", "no connection"):
+        decode(served)
+
+
+@pytest.mark.parametrize(
+    ("url", "parts"),
+    [
+        ("ftp://host/v1", ("--server", "http")),
+        ("localhost:8000", ("--server", "http")),
+        ("http://host:x/v1", ("--server", "http")),
+        ("http://a\nb/v1", ("--server", "http")),
+        ("http://me:s3cret@host/v1", ("--server", KEY_VARIABLE)),
+        ("http://host/v1?key=s3cret", ("--server", "query")),
+    ],
+)
+def test_addresses_that_cannot_be_used(url: str, parts: tuple[str, ...]) -> None:
+    with refused(*parts) as caught:
+        ServerClient(url, "")
+    assert "s3cret" not in str(caught.value)
+
+
+def test_a_key_with_a_line_break() -> None:
+    with refused(KEY_VARIABLE) as caught:
+        ServerClient("http://host", "s3\ncret")
+    assert "cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--server", "http://host", "--num-speculative-tokens", "3"], ("--num-speculative-tokens", "--server")),
+        (["--server-model", "m"], ("--server-model", "--server")),
+        (["--device", "cuda"], ("--device cuda", "--server")),
+    ],
+)
+def test_options_of_the_other_comparison(words: list[str], parts: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"target_path": "nowhere"}')
+    (tmp_path / "python").write_text("")
+    with refused(*parts):
+        bench.main(["--draft", str(tmp_path), "--engine-python", str(tmp_path / "python"), *words])
+
+
+@pytest.mark.slow
+def test_comparison_on_the_prompts_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.engines.comparison.SETTLE_S", 0.0)
+    monkeypatch.setenv(KEY_VARIABLE, "s3cret")
+    target = sage.load_target(make_target(tmp_path, layers=8), dtype=torch.float32)
+    sage.new_draft(target, "eagle3", seed=0, image_inputs="token").save_pretrained(tmp_path / "run" / "draft")
+    data = {"sources": {"p": {"kind": "pocket", "families": ["sign"]}}}
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump({"data": data}))
+    words = ["--draft", f"head={tmp_path / 'run'}", "--policy", "two=chain:depth=2", "--prompts", "2", "--repeats", "2"]
+    out = tmp_path / "out.json"
+    with serving(rounds=4) as served:
+        assert bench.main([*words, "--max-new-tokens", "6", "--server", f"{served.url}/v1", "--out", str(out)]) == 0
+    found, printed = json.loads(out.read_text()), capsys.readouterr().out
+    assert list(found["decoders"]) == ["autoregressive", "two, head", "server"]
+    assert found["decoders"]["server"]["draft"] == "head" and found["decoders"]["server"]["match"] == 0
+    assert found["decoders"]["server"]["first_token_ms"] > 0
+    assert set(found["ratios"]) == {"same draft", "any draft"}
+    assert found["server"] == {"model": "m", "rounds": 24, "accepted": [1.0, 0.5]}  # warm-up and two turns of two prompts
+    assert len(served.bodies) == 7 and served.keys == ["Bearer s3cret"] * 7
+    assert "server: accepted 1.000 0.500 at position 1, 2, .. of 24 rounds" in printed and "first token" in printed
+    for text in (out.read_text(), printed):
+        assert "s3cret" not in text and "127.0.0.1" not in text
