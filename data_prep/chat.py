@@ -128,18 +128,24 @@ def segments(messages: list[Message], processor: Processor) -> list[Segment]:
     escaped = [_escape(message, processor, separator) for message in messages]
     frame, answers = _split_answers(escaped, processor, probe)
     rendered_tail, prompted_tail = _header_tails(escaped, processor, frame, answers)
-    end_of_turn = processor.tokenizer.eos_token
     found: list[Segment] = []
     begin = 0
     for i, answer in enumerate(answers):
         opening, close = frame[i][begin:], frame[i + 1]
-        if end_of_turn not in close or not opening.endswith(rendered_tail):
-            raise TemplateFault(f"target: its chat template does not end each answer with {end_of_turn!r} in the same way")
-        end = close.index(end_of_turn) + len(end_of_turn)
+        end = _end_of_turn(close, processor.end_texts)
+        if not end or not opening.endswith(rendered_tail):
+            ends = " or ".join(map(repr, processor.end_texts))
+            raise TemplateFault(f"target: its chat template does not end each answer with {ends} in the same way")
         found.append((opening[: len(opening) - len(rendered_tail)] + prompted_tail, False))
         found.append((answer + close[:end], True))
         begin = end
     return _split_escapes(found, separator)
+
+
+def _end_of_turn(close: str, end_texts: list[str]) -> int:
+    """Returns where the first of the end tokens ends in the text after an answer; 0 if it has none."""
+    found = [(close.index(text), close.index(text) + len(text)) for text in end_texts if text in close]
+    return min(found)[1] if found else 0
 
 
 def _split_answers(messages: list[Message], processor: Processor, probe: str) -> tuple[list[str], list[str]]:

@@ -33,20 +33,28 @@ def tree_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    is_masked: bool | None = None,
     attention_recorder: AttentionRecorder | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention for the AttentionInterface of transformers.
 
+    The text model forwards `is_masked` and `attention_recorder` from its own keyword arguments.
+
     Args:
         query: [B, H, N, d].
         key, value: [B, H // G, S, d].
-        attention_mask: additive float [1, 1, G * N, S] from `tile_mask`; None attends as `causal_attention`.
-        attention_recorder: records this layer; the text model forwards it from its own keyword arguments.
+        attention_mask: additive float [1 or B, 1, G * N, S] from `tile_mask`; None attends as `causal_attention`.
+        is_masked: whether the pass has a mask, which some text models drop.
+        attention_recorder: records this layer.
 
     Returns:
         [B, N, H, d] and None for the weights.
+
+    Raises:
+        RuntimeError: the text model has lost the mask, or needs attention that is not implemented here.
     """
+    _check_arguments(attention_mask, is_masked, kwargs)
     batch, heads, length, size = query.shape
     kv_heads = key.shape[1]
     if attention_recorder is not None:
@@ -61,6 +69,21 @@ def tree_attention(
 
 
 AttentionInterface.register(NAME, tree_attention)
+
+
+def _check_arguments(attention_mask: Tensor | None, is_masked: bool | None, more: dict[str, Any]) -> None:
+    if is_masked is None:
+        raise RuntimeError("tree attention: the text model does not forward its keyword arguments to the attention function")
+    if is_masked and attention_mask is None:
+        raise RuntimeError(
+            "tree attention: the text model has lost the mask of the pass, and attention would be causal; its family has to "
+            "pass a mask that the text model accepts (see `Family.tree_mask`)"
+        )
+    for name in ("softcap", "s_aux"):
+        if more.get(name) is not None:
+            raise RuntimeError(f"tree attention: {name} is not implemented")
+    if more.get("sliding_window") is not None and attention_mask is None:
+        raise RuntimeError("tree attention: a sliding window needs a mask (see `Family.prefill_mask` and `Family.tree_mask`)")
 
 
 def varlen_attention(
@@ -170,21 +193,22 @@ class AttentionRecorder:
         return self.total / max(self.num_layers * len(self.text), 1)
 
 
-def tile_mask(visible_NS: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-    """Bool [N, S] (True = attend) -> additive float [1, 1, group * N, S], rows ordered like folded query heads."""
-    additive = torch.zeros(visible_NS.shape, dtype=dtype, device=visible_NS.device)
-    return repeat_mask(additive.masked_fill_(~visible_NS, torch.finfo(dtype).min), group)
+def tile_mask(visible: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+    """Bool [N, S] or [B, N, S] (True = attend) -> additive float [1 or B, 1, group * N, S], rows ordered like folded heads."""
+    additive = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return repeat_mask(additive.masked_fill_(~visible, torch.finfo(dtype).min), group)
 
 
-def repeat_mask(additive_NS: Tensor, group: int) -> Tensor:
-    """Additive [N, S] -> [1, 1, group * N, S], as `tile_mask`.
+def repeat_mask(additive: Tensor, group: int) -> Tensor:
+    """Additive [N, S] or [B, N, S] -> [1 or B, 1, group * N, S], as `tile_mask`.
 
     The row stride is a multiple of 8 elements: otherwise the fused kernel copies the mask in every layer.
     """
-    nodes, keys = additive_NS.shape
-    mask = additive_NS.new_zeros(group * nodes, -(-keys // MASK_ALIGNMENT) * MASK_ALIGNMENT)[:, :keys]
-    mask.unflatten(0, (group, nodes)).copy_(additive_NS)
-    return mask[None, None]
+    *batch, nodes, keys = additive.shape
+    rows = batch[0] if batch else 1
+    mask = additive.new_zeros(rows, 1, group * nodes, -(-keys // MASK_ALIGNMENT) * MASK_ALIGNMENT)[..., :keys]
+    mask.unflatten(2, (group, nodes)).copy_(additive if not batch else additive[:, None, None])
+    return mask
 
 
 def causal_mask(length: int, past: int, group: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -15,13 +15,13 @@ from checkpoints.export.formats.layout import FEATURE_LEVELS, Flavour, Format, a
 from checkpoints.export.target_facts import TargetFacts
 from sage.drafts.registry import KINDS, head_kind
 
-SERVED_FAMILIES = ("qwen2_5_vl",)  # by vLLM 0.33 and SGLang 0.5.23; neither serves LLaVA-OneVision
+ENGINES = "vLLM 0.33 and SGLang 0.5.23"  # the versions that `Family.served_by` speaks of
 FED_INPUTS = {"vLLM": "token", "SGLang": "embed"}  # engine -> the `draft.image_inputs` that it feeds
 COMPRESSOR = "compressor"  # config field and module name of the visual compressor
 EXPRESSED_FIELDS = (  # config fields that the formats contain or that this module checks
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
-    *("max_position_embeddings", "rms_norm_eps", "hidden_act", "rope_theta", "mrope_section", "scaled_rope"),
-    "initializer_range",
+    *("max_position_embeddings", "rms_norm_eps", "hidden_act", "rope_theta"),
+    *("mrope_section", "mrope_interleaved", "scaled_rope", "initializer_range"),
     *("image_inputs", "target", "target_path", "input_norm", "feature_levels", "draft_vocab_size", "norm_before_residual"),
     COMPRESSOR,
 )
@@ -90,7 +90,7 @@ def check_compatible(
     if refused := [obstacle for obstacle in found if obstacle.is_inherent or not allowed[obstacle.key]]:
         raise IncompatibleDraft(refused)
     warnings = []
-    if facts.model_type not in SERVED_FAMILIES:
+    if not facts.served_by:
         warnings.append(f"N{_family_problem(facts)[1:]}; only the included decoder does.")
     if chosen := getattr(config, COMPRESSOR, None):
         warnings.append(
@@ -139,8 +139,8 @@ def _target_obstacles(config: Any, facts: TargetFacts) -> Iterator[Obstacle]:
     if config.target != facts.fingerprint:
         problem = f"is {facts.fingerprint}, the draft was made for {config.target}"
         yield Obstacle(key=f"--target {facts.name}", problem=problem, remedy="give the target it was trained with")
-    for key in ("rope_theta", "mrope_section", "scaled_rope"):
-        own, targets = getattr(config, key), getattr(facts, key)
+    for key, targets in facts.rope.fields.items():
+        own = getattr(config, key)
         if own != targets:
             problem = f"{own}, the target's is {targets}: engines give a draft the target's positions"
             yield Obstacle(key=f"draft.{key}", problem=problem, remedy="train it for this target")
@@ -148,14 +148,14 @@ def _target_obstacles(config: Any, facts: TargetFacts) -> Iterator[Obstacle]:
         name = f"{facts.scaled_rope['rope_type']} with mrope_section {facts.mrope_section}"
         problem = f"{name}: engines are not known to support both in a draft"
         yield Obstacle(key="draft.scaled_rope", problem=problem, remedy="decode with sage-generate")
-    if facts.model_type not in SERVED_FAMILIES:
+    if not facts.served_by:
         remedy = "only sage-generate and sage.generate decode with it; --allow-unserved exports it anyway"
         problem = _family_problem(facts)
         yield Obstacle(key="target", value=facts.model_type, problem=problem, remedy=remedy, is_inherent=False)
 
 
 def _family_problem(facts: TargetFacts) -> str:
-    return f"no engine serves drafts for {facts.model_type} (vLLM 0.33 and SGLang 0.5.23 do not)"
+    return f"no engine serves drafts for {facts.model_type} ({ENGINES} do not)"
 
 
 def _structure_obstacles(config: Any, facts: TargetFacts, format_: Format) -> Iterator[Obstacle]:
@@ -210,7 +210,7 @@ def _other_obstacles(config: Any, format_: Format) -> list[Obstacle]:
 
 def _position_warnings(config: Any, facts: TargetFacts, format_: Format, flavour: Flavour | None) -> list[str]:
     """Warns about engines whose draft inputs at image positions differ from training."""
-    if facts.model_type not in SERVED_FAMILIES:
+    if not facts.served_by:
         return []
     of_flavour = ["vLLM" if flavour == Flavour.vllm else "SGLang"]
     engines = {Format.eagle3: ["vLLM", "SGLang"], Format.speculators: ["vLLM"]}.get(format_, of_flavour)

@@ -21,7 +21,6 @@ from checkpoints.export.formats.layout import (
     LEVELS_KEY,
     EngineConfig,
     Format,
-    RopeConfig,
     TensorSpecs,
     are_valid_levels,
     default_levels,
@@ -36,6 +35,7 @@ from sage.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from sage.files import read_json, write_json
 from sage.manifest import refuse_corrupt_draft
 from sage.model_files import read_config
+from sage.targets.rope import RopeConfig
 
 PREFIXES = ("model.", "draft_model.", "module.")
 IGNORED = (EMBEDDING, "verifier_lm_head.weight", "verifier_norm.weight")  # the target's own tensors
@@ -158,9 +158,7 @@ def _read_config(folder: Path, config: EngineConfig, facts: TargetFacts, options
         max_position_embeddings=facts.max_position_embeddings,
         rms_norm_eps=eps,
         hidden_act=activation,
-        rope_theta=rope.theta,
-        mrope_section=rope.section,
-        scaled_rope=rope.scaled,
+        **rope.fields,
         norm_before_residual=_read_norm_before_residual(folder, config),
         feature_levels=_read_levels(folder, config, facts, options),
         image_inputs=options.image_inputs or _export_info(folder).get("image_inputs") or "embed",
@@ -200,13 +198,13 @@ def _read_norm_before_residual(folder: Path, config: EngineConfig) -> bool:
 def _read_rope(folder: Path, config: EngineConfig, facts: TargetFacts, options: ImportOptions) -> RopeConfig:
     rope = config.rope
     if options.use_target_rope:
-        return RopeConfig(facts.rope_theta, facts.mrope_section, facts.scaled_rope)
+        return facts.rope
     if not rope.theta > 0:
         raise ValueError(f"{folder}: {config.key_path('rope_theta')} is not a positive number")
-    if rope.scaled != facts.scaled_rope or rope.section != facts.mrope_section:
+    if rope.scaled != facts.scaled_rope or rope.axes != facts.rope.axes:
         raise ValueError(
-            f"{folder}: {config.key_path('rope_scaling')} is {rope.scaled or 'unscaled'} with mrope_section {rope.section}, "
-            f"the target's is {facts.scaled_rope or 'unscaled'} with {facts.mrope_section}: positions would differ from "
+            f"{folder}: {config.key_path('rope_scaling')} is {rope.scaled or 'unscaled'} with mrope_section {rope.axes}, "
+            f"the target's is {facts.scaled_rope or 'unscaled'} with {facts.rope.axes}: positions would differ from "
             f"training; --use-target-rope uses the target's"
         )
     return rope

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpoints.export.compatibility import SERVED_FAMILIES
 from checkpoints.export.formats.layout import Flavour, Format
 from checkpoints.export.formats.speculators import SPECULATIVE_TOKENS
 from checkpoints.export.reload_check import RoundingError
@@ -58,7 +57,7 @@ def render_card(card: ModelCard) -> str:
 
 def serve_commands(format_: Format, flavour: Flavour | None, facts: TargetFacts, draft: str) -> dict[str, str]:
     """Returns the command line for each engine with the export's folder or hub id; empty if no engine serves the family."""
-    if facts.model_type not in SERVED_FAMILIES:
+    if not facts.served_by:
         return {}
     target = facts.name or "TARGET"
     if format_ == Format.speculators:

@@ -103,9 +103,7 @@ def _read_eagle(folder: Path, config: EngineConfig, trained: DraftHead) -> Eagle
     own_config = EagleConfig(
         **{key: config.get(key) for key in (*sizes, "max_position_embeddings", "rms_norm_eps", "hidden_act")},
         head_dim=config.head_dim or 0,
-        rope_theta=rope.theta,
-        mrope_section=rope.section,
-        scaled_rope=rope.scaled,
+        **rope.fields,
         input_norm=False,
         image_inputs=trained.config.image_inputs,
         target=trained.config.target,

@@ -6,7 +6,7 @@ from typing import Any
 
 from checkpoints.export.compatibility import FED_INPUTS, find_obstacles
 from checkpoints.export.formats.layout import Flavour, Format
-from checkpoints.export.target_facts import ARCHITECTURES, TargetFacts
+from checkpoints.export.target_facts import TargetFacts
 from sage.drafts.registry import head_kind
 
 ENGINE_FORMATS: dict[str, list[tuple[Format, Flavour | None]]] = {  # the formats that an engine loads, the preferred one first
@@ -28,8 +28,6 @@ def serving_line(draft: Any, target: Any) -> str:
     if kind is None or not kind.export_formats:
         name = "model" if kind is None else kind.name
         return _line([], [f"{' and '.join(ENGINE_FORMATS)}: draft={name} (it has no export; train draft=eagle3)"])
-    if target.model_type not in ARCHITECTURES:
-        return _line([], [f"{' and '.join(ENGINE_FORMATS)}: target={target.model_type} (it has no export)"])
     facts = TargetFacts.of_config(target, config.target_path)
     served: list[str] = []
     blocked: dict[str, list[str]] = {}

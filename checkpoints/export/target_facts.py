@@ -13,11 +13,9 @@ from torch import Tensor
 
 from checkpoints.export.weight_files import Weights
 from sage.hub import require_hub
+from sage.targets.families import FAMILIES, family_of
+from sage.targets.rope import RopeConfig
 
-ARCHITECTURES = {
-    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
-    "llava_onevision": "LlavaOnevisionForConditionalGeneration",
-}
 EMBEDDING = "embed_tokens.weight"
 
 
@@ -26,8 +24,7 @@ class TargetFacts:
     """The fields of a target's config that a draft's config depends on.
 
     Attributes:
-        mrope_section: number of frequencies per axis (temporal, height, width); None = one axis.
-        scaled_rope: `rope_type` and parameters of a scaled rope; None = unscaled.
+        rope_theta, mrope_section, mrope_interleaved, scaled_rope: as in `RopeConfig`.
         name: folder or hub id the facts were read from, used in serve commands.
     """
 
@@ -40,7 +37,19 @@ class TargetFacts:
     rope_theta: float
     mrope_section: list[int] | None = None
     scaled_rope: dict[str, Any] | None = None
+    mrope_interleaved: bool = False
     name: str | None = None
+
+    @property
+    def rope(self) -> RopeConfig:
+        """The target's rope."""
+        return RopeConfig(self.rope_theta, self.mrope_section, self.scaled_rope, self.mrope_interleaved)
+
+    @property
+    def served_by(self) -> tuple[str, ...]:
+        """Engines that serve drafts for the target's family."""
+        family = FAMILIES.get(self.model_type)
+        return family.served_by if family else ()
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -59,7 +68,7 @@ class TargetFacts:
             ValueError: a field is missing, unknown, or of the wrong type.
         """
         types = {field.name: str(field.type) for field in fields(TargetFacts)}
-        needed = types.keys() - {"mrope_section", "scaled_rope", "name"}
+        needed = types.keys() - {"mrope_section", "mrope_interleaved", "scaled_rope", "name"}
         if not isinstance(stored, dict) or not needed <= stored.keys() or not stored.keys() <= types.keys():
             raise ValueError(f"target facts: need {', '.join(sorted(needed))}, found {stored}")
         for name in needed:
@@ -74,10 +83,11 @@ class TargetFacts:
         made_for = config.target
         return TargetFacts(
             **made_for,
-            architecture=ARCHITECTURES.get(made_for["model_type"], made_for["model_type"]),
+            architecture=_architecture(made_for["model_type"]),
             max_position_embeddings=config.max_position_embeddings,
             rope_theta=float(config.rope_theta),
             mrope_section=config.mrope_section,
+            mrope_interleaved=config.mrope_interleaved,
             scaled_rope=config.scaled_rope,
             name=config.target_path,
         )
@@ -100,9 +110,6 @@ class TargetFacts:
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ValueError(f"--target {name}: cannot read its config.json ({reason}); give a target's folder") from error
-        if config.model_type not in ARCHITECTURES:
-            known = ", ".join(ARCHITECTURES)
-            raise ValueError(f"--target {name}: model_type {config.model_type!r} is not supported; supported: {known}")
         return TargetFacts.of_config(config, name)
 
     @staticmethod
@@ -110,24 +117,26 @@ class TargetFacts:
         """Reads the facts from `model.config` of a loaded target of a supported family.
 
         Raises:
-            ValueError: the target has a rope that no draft head supports.
+            ValueError: the family is unknown or not supported, or the target has a rope that no draft head supports.
         """
-        from sage.drafts.rope import rope_fields
-
+        family = family_of(config, f"--target {name}: ")
         text = config.get_text_config()
-        rope = rope_fields(text)
         return TargetFacts(
             model_type=config.model_type,
-            architecture=(config.architectures or [ARCHITECTURES[config.model_type]])[0],
+            architecture=(config.architectures or [_architecture(config.model_type)])[0],
             hidden_size=text.hidden_size,
             vocab_size=text.vocab_size,
             num_layers=text.num_hidden_layers,
             max_position_embeddings=text.max_position_embeddings,
-            rope_theta=float(rope["rope_theta"]),
-            mrope_section=rope["mrope_section"],
-            scaled_rope=rope["scaled_rope"],
+            **family.rope().fields,
             name=name,
         )
+
+
+def _architecture(model_type: str) -> str:
+    """Returns the class of a target; its `model_type` if the family is unknown."""
+    family = FAMILIES.get(model_type)
+    return family.model_types[model_type] if family else model_type
 
 
 def read_target_embedding(facts: TargetFacts) -> Tensor:

@@ -31,7 +31,9 @@ class PixelTable:
 
     @classmethod
     def measure(cls, processor: Processor) -> PixelTable:
-        """Runs the image processor on grey images, so that no formula of its normalization is assumed."""
+        """Runs the image processor on grey images, so that no formula of its normalization is assumed; empty without one."""
+        if processor.image_processor is None:
+            return cls(np.zeros((0, LEVELS), dtype=np.float32), 1)
         channels = len(processor.image_processor.image_mean)
         frames = int(getattr(processor.image_processor, "temporal_patch_size", 1))
         columns = []

@@ -146,7 +146,7 @@ def _img(image: Any, side: int = THUMBNAIL_SIDE) -> str:
 def _tokens(example: Example, visual: list[bool], processor: Processor) -> str:
     """Returns one span per token; one span for a run of visual tokens, and for the bytes of one character."""
     ids, mask = example["input_ids"].tolist(), example["loss_mask"].tolist()
-    image_id = processor.family.placeholder_ids["image"]
+    image_id = processor.family.slots.get("image")
     spans, position = [], 0
     while position < len(ids):
         end = position + 1

@@ -228,4 +228,4 @@ def _prompt_lookup(target: Any) -> dict[str, Any]:
     Prompt lookup copies placeholders from the prompt, for which the model has no images. Suppressed tokens are not proposed. No
     trained target emits placeholders, so the text is the same.
     """
-    return {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS, "suppress_tokens": list(target.family.placeholder_ids.values())}
+    return {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS, "suppress_tokens": list(target.family.slots.values()) or None}

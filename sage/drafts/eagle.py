@@ -32,7 +32,7 @@ class EagleConfig(PreTrainedConfig):
     Args:
         target: fingerprint of the target, which `load_draft` compares.
         target_path: folder or hub id of the target, the default of `sage-generate`.
-        scaled_rope: `rope_type` and parameters of the target's rope, where it is scaled (see `sage.drafts.rope`).
+        mrope_section, mrope_interleaved, scaled_rope: the target's rope (see `sage.targets.rope`).
         input_norm: normalize the input of the layer's attention (EagleVLM does, EAGLE-1 does not).
         image_inputs: `embed` feeds visual embeddings at image and video positions, `token` the placeholder's embedding.
         compressor: visual compressor, such as `{"kind": "pool", "ratio": 20}` (see `Compressor`); None keeps all visual tokens.
@@ -51,6 +51,7 @@ class EagleConfig(PreTrainedConfig):
     hidden_act: str = "silu"
     rope_theta: float = 1e6
     mrope_section: list[int] | None = None
+    mrope_interleaved: bool = False
     scaled_rope: dict[str, Any] | None = None
     initializer_range: float = 0.02
     input_norm: bool = True
@@ -68,8 +69,8 @@ class EagleConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the content of config.json, where `compressor` and `scaled_rope` are written only if set."""
-        unset = {name for name in ("compressor", "scaled_rope") if getattr(self, name) is None}
+        """Returns the content of config.json; `compressor`, `mrope_interleaved` and `scaled_rope` are written only if set."""
+        unset = {name for name in ("compressor", "mrope_interleaved", "scaled_rope") if not getattr(self, name)}
         return {name: value for name, value in super().to_dict().items() if name not in unset}
 
 

@@ -20,7 +20,6 @@ from sage.drafts.compressor.compressor import Compressor, Gate
 from sage.drafts.compressor.operators import Conv, Resampler
 from sage.drafts.compressor.spans import HeadInput, PairMasks
 from sage.drafts.registry import MODEL_TYPE_PREFIX, DraftKind
-from sage.drafts.rope import rope_fields
 from sage.drafts.unroll import Chains
 from sage.model_files import load_weights, read_config
 from sage.targets import Features, Target
@@ -222,8 +221,8 @@ def _sizes(target: Target) -> dict[str, Any]:
         "vocab_size": target.vocab_size,
         "max_position_embeddings": text.max_position_embeddings,
         "rms_norm_eps": text.rms_norm_eps,
-        "hidden_act": text.hidden_act,
-        **rope_fields(text),
+        "hidden_act": getattr(text, "hidden_act", "silu"),
+        **target.family.rope().fields,
         "target": target.fingerprint,
         "target_path": target.name,
     }

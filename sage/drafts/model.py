@@ -51,8 +51,8 @@ class ModelDraft:
 def shallow_model(target: Target, num_layers: int) -> ModelDraft:
     """Builds a smaller target from `num_layers` evenly spaced text layers of a target and copies of all its other modules.
 
-    The first layer is always included, and with two or more layers the last one. Such a model starts closer to its target than
-    one with fresh layers, and shares its vocabulary, template and image processing.
+    The family's leading layers are included first, and with more layers the last one. Such a model starts closer to its target
+    than one with fresh layers, and shares its vocabulary, template and image processing.
 
     Raises:
         ValueError: `num_layers` is not between 1 and the target's number of layers less one.
@@ -61,7 +61,9 @@ def shallow_model(target: Target, num_layers: int) -> ModelDraft:
         raise ValueError(
             f"draft.num_layers: {num_layers}; allowed: 1 to {target.num_layers - 1}, fewer than {target.name} has itself"
         )
-    picked = torch.linspace(0, target.num_layers - 1, num_layers, device="cpu").round().long().tolist()
+    first = min(target.family.leading_layers, num_layers) - 1
+    spaced = torch.linspace(first, target.num_layers - 1, num_layers - first, device="cpu").round().long().tolist()
+    picked = [*range(first), *spaced]
     config = copy.deepcopy(target.model.config)
     text = config.get_text_config()
     text.num_hidden_layers = num_layers
@@ -71,7 +73,7 @@ def shallow_model(target: Target, num_layers: int) -> ModelDraft:
         model = type(target.model)(config)
     for parameter in model.parameters():  # not `model.to`: the rope frequencies are buffers, and stay in float32
         parameter.data = parameter.data.to(target.dtype)
-    layers = "model.language_model.layers."
+    layers = next(name for name, module in target.model.named_modules() if module is target.text_model) + ".layers."
     source = target.model.state_dict()
     kept = {name: value for name, value in source.items() if not name.startswith(layers)}
     for new, old in enumerate(picked):

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-SCALED_TYPES = ("linear", "llama3", "yarn")  # their frequencies do not depend on the sequence length
+from sage.targets.rope import check_rope_type
 
 
 class Rope(nn.Module):
     """Rotary embeddings; with `mrope_section` the frequencies are split among temporal, height and width positions.
 
-    Ref: Qwen2-VL, arXiv 2409.12191, section 2.1 (M-RoPE).
+    Ref: Qwen2-VL, arXiv 2409.12191, section 2.1 (M-RoPE); Qwen3-VL, arXiv 2511.21631, section 2 (interleaved M-RoPE).
     """
 
     def __init__(self, config: Any) -> None:
@@ -28,7 +28,7 @@ class Rope(nn.Module):
         self.max_position_embeddings, self.scaled = config.max_position_embeddings, config.scaled_rope
         if self.scaled is not None:
             check_rope_type(self.scaled.get("rope_type"))
-        self.axes = [axis for axis, size in enumerate(config.mrope_section or []) for _ in range(size)]
+        self.axes = rope_axes(config.mrope_section or [], config.mrope_interleaved)
         self._tables: dict[torch.device, tuple[Tensor, Tensor, float]] = {}
 
     def _on(self, device: torch.device) -> tuple[Tensor, Tensor, float]:
@@ -75,30 +75,16 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return states * cos + torch.cat((-second, first), -1) * sin
 
 
-def rope_fields(text_config: Any) -> dict[str, Any]:
-    """Returns `rope_theta`, `mrope_section` and `scaled_rope` of a target; ValueError for a rope that heads cannot follow."""
-    rope = dict(getattr(text_config, "rope_parameters", None) or {})
-    if "rope_theta" not in rope:
-        raise ValueError("target.rope_parameters: no single rope_theta; draft heads follow one rope for all layers")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(
-            f"target.rope_parameters.partial_rotary_factor: {rope['partial_rotary_factor']}; allowed: 1.0; train draft=model"
-        )
-    rope_type = rope.get("rope_type", "default")
-    if rope_type != "default":
-        check_rope_type(rope_type)
-    scaled = {key: value for key, value in rope.items() if key not in ("rope_theta", "mrope_section", "type")}
-    return {
-        "rope_theta": rope["rope_theta"],
-        "mrope_section": rope.get("mrope_section"),
-        "scaled_rope": None if rope_type == "default" else scaled,
-    }
+def rope_axes(section: list[int], is_interleaved: bool) -> list[int]:
+    """Returns the axis of every frequency [d / 2]: 0 temporal, 1 height, 2 width.
 
-
-def check_rope_type(rope_type: Any) -> None:
-    """Raises ValueError if the frequencies of a scaled rope are unknown, or depend on the sequence length."""
-    if rope_type not in SCALED_TYPES:
-        raise ValueError(
-            f"target.rope_parameters.rope_type: {rope_type!r}; allowed: default, {', '.join(SCALED_TYPES)}, whose frequencies "
-            f"do not depend on the sequence length; train draft=model for this target"
-        )
+    `section` [2, 1, 1] is 0 0 1 2, interleaved 0 1 2 0: height has the frequencies 1, 4, 7, .. and width 2, 5, 8, .. below
+    three times their number, and the temporal axis has the others.
+    """
+    if not is_interleaved:
+        return [axis for axis, size in enumerate(section) for _ in range(size)]
+    axes = [0] * sum(section)
+    for axis in (1, 2):
+        places = range(axis, 3 * section[axis], 3)
+        axes[places.start : places.stop : 3] = [axis] * len(places)
+    return axes

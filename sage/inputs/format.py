@@ -1,4 +1,4 @@
-"""The input format of a target family: placeholders in the text and pixel inputs.
+"""The input format of a target family: what its chat template needs, placeholders in the text, and pixel inputs.
 
 Does not own: the model side of a family (sage.targets.family, a subclass).
 
@@ -7,7 +7,7 @@ Shapes: T tokens.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -16,41 +16,66 @@ from torch import Tensor
 Inputs = dict[str, Any]
 
 
-class InputFormat(ABC):
-    """Text and pixel inputs of one vision-language architecture.
+class InputFormat:
+    """Text and pixel inputs of one architecture.
+
+    Three things are kept apart: the placeholder that the chat template writes for an image or video, the text that replaces it
+    (with a token per visual embedding, and in some families more: timestamps, rows, delimiters), and the slot, the id of the
+    tokens whose embeddings become visual ones.
 
     Args:
         config: the target's configuration.
 
     Attributes:
-        model_type: `model_type` of the configuration.
-        placeholders: "image", and "video" if the family takes videos -> the token that the chat template writes for one.
+        placeholders: "image" and "video", those that the family takes -> the text that the chat template writes for one.
         pixel_keys: names of the pixel inputs.
+        wants_text: whether the chat template takes the content of a message as a string, not as a list of parts.
+        template_arguments: further arguments of the chat template.
     """
 
-    model_type: ClassVar[str]
-    placeholders: ClassVar[dict[str, str]]
-    pixel_keys: ClassVar[tuple[str, ...]]
+    placeholders: ClassVar[dict[str, str]] = {}
+    pixel_keys: ClassVar[tuple[str, ...]] = ()
+    wants_text: ClassVar[bool] = False
+    template_arguments: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, config: Any) -> None:
         self.config = config
 
     @property
-    def placeholder_ids(self) -> dict[str, int]:
-        """ "image" and "video" -> id of the token that visual embeddings replace."""
-        return {kind: int(getattr(self.config, f"{kind}_token_id")) for kind in self.placeholders}
+    def model_type(self) -> str:
+        """`model_type` of the configuration."""
+        return str(self.config.model_type)
+
+    @property
+    def slots(self) -> dict[str, int]:
+        """ "image" and "video", those that have one -> id of the token that visual embeddings replace."""
+        ids = {kind: getattr(self.config, f"{kind}_token_id", None) for kind in self.placeholders}
+        return {kind: int(token_id) for kind, token_id in ids.items() if token_id is not None}
+
+    @property
+    def slot_texts(self) -> dict[str, str]:
+        """The text of each slot's token; by default the placeholder."""
+        return {kind: self.placeholders[kind] for kind in self.slots}
 
     def visual_mask(self, input_ids: Tensor) -> Tensor:
-        """BoolTensor like `input_ids`, True at placeholders."""
-        ids = list(self.placeholder_ids.values())
+        """BoolTensor like `input_ids`, True at slots."""
+        ids = list(self.slots.values())
         return torch.isin(input_ids, torch.tensor(ids, device=input_ids.device, dtype=input_ids.dtype))
 
-    @abstractmethod
-    def encode_images(self, image_processor: Any, images: list[Any]) -> tuple[Inputs, list[int]]:
-        """Returns the pixel inputs of one conversation's images and the number of visual tokens of each."""
+    def chat_template(self, stock: str | None) -> str | None:
+        """Returns the chat template to use, given that of the target's files, which cannot be trained on in some families."""
+        return stock
 
-    def encode_videos(self, image_processor: Any, videos: list[list[Any]], fps: list[float]) -> tuple[Inputs, list[int]]:
-        """Returns the pixel inputs of one conversation's videos and the number of visual tokens of each.
+    def encode_images(self, image_processor: Any, images: list[Any]) -> tuple[Inputs, list[str]]:
+        """Returns the pixel inputs of one conversation's images, and the text that replaces the placeholder of each.
+
+        Raises:
+            ValueError: the family takes no images.
+        """
+        raise ValueError(f"image: {self.model_type} takes no images; choose a vision-language target")
+
+    def encode_videos(self, image_processor: Any, videos: list[list[Any]], fps: list[float]) -> tuple[Inputs, list[str]]:
+        """Returns the pixel inputs of one conversation's videos, and the text that replaces the placeholder of each.
 
         Args:
             videos: frames of each video.
@@ -60,6 +85,27 @@ class InputFormat(ABC):
             ValueError: the family takes no videos.
         """
         raise ValueError(f"video: {self.model_type} takes no videos; give the frames as images")
+
+    def encode_media(
+        self, image_processor: Any, order: Sequence[str], images: list[Any], videos: list[list[Any]], fps: list[float]
+    ) -> tuple[Inputs, list[str]]:
+        """Returns the pixel inputs of one conversation, and the replacement texts in reading order.
+
+        By default images and videos are encoded separately. A family whose frames are images overrides it, because its pixel
+        inputs are then in reading order.
+
+        Args:
+            order: "image" or "video" for each placeholder in reading order, as many as there are images and videos.
+        """
+        pixels: Inputs = {}
+        texts: dict[str, list[str]] = {"image": [], "video": []}
+        if images:
+            found, texts["image"] = self.encode_images(image_processor, images)
+            pixels |= found
+        if videos:
+            found, texts["video"] = self.encode_videos(image_processor, videos, fps)
+            pixels |= found
+        return pixels, [texts[kind].pop(0) for kind in order]
 
     def token_inputs(self, input_ids: Tensor) -> Inputs:
         """Returns per-token inputs in addition to `input_ids` [T]; none by default."""

@@ -12,6 +12,7 @@ Shapes: B batch, T tokens.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,39 +33,69 @@ class TemplateFault(ValueError):
 
 
 class Processor:
-    """The target's own tokenizer, image processor and template (`chat_template` overrides it) behind one call."""
+    """The target's own tokenizer, image processor and template behind one call.
 
-    def __init__(self, tokenizer: Any, image_processor: Any, family: InputFormat, chat_template: str | None = None) -> None:
+    Args:
+        image_processor: None for a family without images.
+        chat_template: in place of the tokenizer's.
+        end_token_ids: ids besides the tokenizer's EOS that end an answer.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        image_processor: Any,
+        family: InputFormat,
+        chat_template: str | None = None,
+        end_token_ids: Sequence[int] = (),
+    ) -> None:
         self.tokenizer = tokenizer
         self.image_processor = image_processor
         self.family = family
-        self.chat_template = chat_template or getattr(tokenizer, "chat_template", None)
+        self.chat_template = family.chat_template(chat_template or getattr(tokenizer, "chat_template", None))
+        self.end_token_ids = tuple(end_token_ids)
 
     @classmethod
-    def from_pretrained(cls, path: str, family: InputFormat) -> Processor:
+    def from_pretrained(cls, path: str, family: InputFormat, end_token_ids: Sequence[int] = ()) -> Processor:
         """Loads tokenizer and image processor from a folder or hub id."""
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-        return cls(tokenizer, AutoImageProcessor.from_pretrained(path, trust_remote_code=False), family)
+        has_images = bool(family.placeholders)
+        images = AutoImageProcessor.from_pretrained(path, trust_remote_code=False) if has_images else None
+        return cls(tokenizer, images, family, end_token_ids=end_token_ids)
 
     @classmethod
-    def wrap(cls, processor: Any, family: InputFormat) -> Processor:
-        """Wraps the parts of a Hugging Face processor; returns a `Processor` unchanged."""
+    def wrap(cls, processor: Any, family: InputFormat, end_token_ids: Sequence[int] = ()) -> Processor:
+        """Wraps a tokenizer, or the parts of a Hugging Face processor; returns a `Processor` unchanged."""
         if isinstance(processor, cls):
             return processor
-        return cls(processor.tokenizer, processor.image_processor, family, getattr(processor, "chat_template", None))
+        tokenizer, images = getattr(processor, "tokenizer", processor), getattr(processor, "image_processor", None)
+        return cls(tokenizer, images, family, getattr(processor, "chat_template", None), end_token_ids)
+
+    @property
+    def end_texts(self) -> list[str]:
+        """The texts of the tokens that end an answer."""
+        ends = [self.tokenizer.eos_token, *self.tokenizer.convert_ids_to_tokens(list(self.end_token_ids))]
+        return [text for text in dict.fromkeys(ends) if text]
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Saves tokenizer, chat template and image processor for `from_pretrained`."""
         self.tokenizer.chat_template = self.chat_template
         self.tokenizer.save_pretrained(folder)
-        self.image_processor.save_pretrained(folder)
+        if self.image_processor is not None:
+            self.image_processor.save_pretrained(folder)
 
     def render(self, messages: Messages, add_generation_prompt: bool) -> str:
         """Renders the chat template (TemplateFault if there is none), with one placeholder per image or video."""
         if not self.chat_template:
             raise TemplateFault("target: its tokenizer has no chat template; add chat_template.jinja to the target folder")
+        if self.family.wants_text:
+            messages = [message | {"content": _text(message)} for message in messages]
         return self.tokenizer.apply_chat_template(
-            messages, chat_template=self.chat_template, tokenize=False, add_generation_prompt=add_generation_prompt
+            messages,
+            chat_template=self.chat_template,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **self.family.template_arguments,
         )
 
     def prepare(self, messages: Messages) -> BatchFeature:
@@ -99,45 +130,49 @@ class Processor:
         Raises:
             ValueError: different numbers of placeholders and images or videos, or of videos and `fps`.
         """
-        counts, pixels = self._pixels(images or [], videos or [], fps)
-        pieces = [(self._expand(text, counts), supervised) for text, supervised in segments]
-        for token, left in counts.items():
-            if left:
-                raise ValueError(f"prompt: {len(left)} more image(s) or video(s) than {token!r} placeholders in the text")
+        texts, pixels = self._encode_media(segments, images or [], videos or [], fps)
+        pieces = [(self._expand(text, texts), supervised) for text, supervised in segments]
         ids = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text, _ in pieces]
+        ids[0] = [*self._beginning(pieces[0][0]), *ids[0]]
         input_ids = torch.tensor([token for piece in ids for token in piece], dtype=torch.long)
         mask = [supervised for piece, (_, supervised) in zip(ids, pieces, strict=True) for _ in piece]
         loss_mask = torch.tensor(mask, dtype=torch.bool)
         return {"input_ids": input_ids, "loss_mask": loss_mask, **self.family.token_inputs(input_ids), **pixels}
 
-    def _pixels(
-        self, images: list[Image.Image], videos: list[list[Image.Image]], fps: list[float] | None
-    ) -> tuple[dict[str, list[int]], Inputs]:
-        counts: dict[str, list[int]] = {token: [] for token in self.family.placeholders.values()}
-        pixels: Inputs = {}
-        if images:
-            found, num_tokens = self.family.encode_images(self.image_processor, images)
-            counts[self.family.placeholders["image"]] = num_tokens
-            pixels |= found
+    def _encode_media(
+        self, segments: list[Segment], images: list[Image.Image], videos: list[list[Image.Image]], fps: list[float] | None
+    ) -> tuple[list[str], Inputs]:
+        """Returns the texts that replace the placeholders, in reading order, and the pixel inputs."""
         fps = [DEFAULT_FPS] * len(videos) if fps is None else fps
         if len(fps) != len(videos):
             raise ValueError(f"video: {len(videos)} video(s) and {len(fps)} value(s) of fps; give one for each video")
-        if videos:
-            found, num_tokens = self.family.encode_videos(self.image_processor, videos, fps)
-            counts[self.family.placeholders["video"]] = num_tokens
-            pixels |= found
-        return counts, pixels
-
-    def _expand(self, text: str, counts: dict[str, list[int]]) -> str:
-        """Repeats each placeholder by its number of visual tokens; removes the numbers from `counts` in reading order."""
-
-        def repeat(match: re.Match[str]) -> str:
-            token = match.group()
-            if not counts[token]:
+        kinds = {token: kind for kind, token in self.family.placeholders.items()}
+        order = [kinds[token] for text, _ in segments for token in self._placeholders.findall(text)] if kinds else []
+        for kind, media in (("image", images), ("video", videos)):
+            token, spare = self.family.placeholders.get(kind), len(media) - order.count(kind)
+            if spare > 0 and token is not None:
+                raise ValueError(f"prompt: {spare} more image(s) or video(s) than {token!r} placeholders in the text")
+            if spare < 0:
                 raise ValueError(f"prompt: a {token!r} placeholder in the text has no image or video")
-            return token * counts[token].pop(0)
+        if not images and not videos:
+            return [], {}
+        pixels, texts = self.family.encode_media(self.image_processor, order, images, videos, fps)
+        return texts, pixels
 
-        return re.sub("|".join(map(re.escape, counts)), repeat, text)
+    @property
+    def _placeholders(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, self.family.placeholders.values())))
+
+    def _expand(self, text: str, texts: list[str]) -> str:
+        """Replaces the placeholders by `texts`, which are removed from the list in reading order."""
+        return self._placeholders.sub(lambda _: texts.pop(0), text) if self.family.placeholders else text
+
+    def _beginning(self, text: str) -> list[int]:
+        """Returns the BOS token if the tokenizer begins a text with it and the rendered chat does not."""
+        bos = self.tokenizer.bos_token_id
+        if bos is None or text.startswith(self.tokenizer.bos_token):
+            return []
+        return [bos] if self.tokenizer("")["input_ids"][:1] == [bos] else []
 
     def collate(self, examples: list[Inputs]) -> Inputs:
         """Right-pads token fields to the longest example and stacks pixel fields; adds attention_mask [B, T]."""

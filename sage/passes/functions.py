@@ -52,16 +52,18 @@ class TreePass(nn.Module):
         """
         target = self._target  # sizes come from `shape`: `len` would be a number of the trace
         visible = (columns < rows[:1]).expand(tokens.shape[0], -1).clone().index_copy_(1, rows, ancestors)
-        mask = torch.zeros(visible.shape, dtype=target.dtype, device=tokens.device)
-        mask = mask.masked_fill(~visible, torch.finfo(target.dtype).min).repeat(target.group, 1)[None, None]
+        mask = target.family.tree_mask(visible, self._tile)
         cache = RowCache(keys, values, rows, columns.shape[0])
         with use_tree_attention(self.text_model):
             embeds = self.embed_tokens(tokens)[None]
-            features = target.run(
-                embeds, target.family.decode_positions(positions), {"full_attention": mask}, cache, self._levels
-            )
+            features = target.run(embeds, target.family.decode_positions(positions), mask, cache, self._levels)
         logits = self.lm_head(features.last[0])
         return greedy_tokens(logits), logits, features.last, *features.levels
+
+    def _tile(self, visible: Tensor) -> Tensor:
+        """As `tile_mask`, without the alignment, whose sizes would be numbers of the trace."""
+        mask = torch.zeros(visible.shape, dtype=self._target.dtype, device=visible.device)
+        return mask.masked_fill(~visible, torch.finfo(self._target.dtype).min).repeat(self._target.group, 1)[None, None]
 
 
 class _HeadPass(nn.Module):

@@ -1,22 +1,42 @@
-"""Interface of a target family: visual embeddings, rope positions, and the embedded prompt.
+"""Interface of a target family: visual embeddings, rope positions, masks, and the embedded prompt.
 
-Does not own: placeholders and pixel inputs (sage.inputs.format), attention, caches, decoding.
-A new family is a module with a subclass in sage/targets/families, a YAML file in conf/target and a test.
+Does not own: placeholders and pixel inputs (sage.inputs.format), attention, caches, decoding, the refusal of text models
+(sage.targets.text_checks). A new family is a module in sage/targets/families, a YAML file in conf/target and a test class.
 
-Shapes: B batch, T tokens, D hidden, N tree nodes.
+Shapes: B batch, T tokens, D hidden, N tree nodes, S keys.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForImageTextToText
 
 from sage.inputs.format import InputFormat, Inputs
+from sage.targets.rope import RopeConfig
 
 POSITIONS, NEXT_POSITION = "position_ids", "next_position"  # keys of inputs, see `Family.with_positions`
+Mask: TypeAlias = (
+    Tensor | dict[str, Tensor] | None
+)  # `attention_mask` of a text model; a dict has one for each of its `layer_types`
+Tile = Callable[[Tensor], Tensor]  # Bool [N, S] or [B, N, S], True = attend -> the additive mask of `sage.attention`
+
+
+@dataclass(frozen=True)
+class Visual:
+    """Output of the vision tower for the images or videos of a prompt, in reading order.
+
+    Attributes:
+        embeds: [tokens, D], one for each slot.
+        extras: further values per visual token, [tokens, ...] by name, such as deepstack features.
+    """
+
+    embeds: Tensor
+    extras: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -31,7 +51,8 @@ class Prompt:
         attention_mask: LongTensor [B, T], 1 = real token.
         visual_mask: BoolTensor [B, T], True at image and video positions.
         inputs: the model inputs it was embedded from.
-        visual: placeholder id -> visual embeddings [tokens, D].
+        visual: slot -> output of the vision tower.
+        extras: `Visual.extras` of all slots, one row per True of `visual_mask`, in its order.
         kept: LongTensor [T'], the tokens a draft reads; None = all.
     """
 
@@ -42,7 +63,8 @@ class Prompt:
     attention_mask: Tensor
     visual_mask: Tensor
     inputs: Inputs = field(default_factory=dict)
-    visual: dict[int, Tensor] = field(default_factory=dict)
+    visual: dict[int, Visual] = field(default_factory=dict)
+    extras: dict[str, Tensor] = field(default_factory=dict)
     kept: Tensor | None = None
 
     def after(self, known: int) -> Prompt:
@@ -51,10 +73,11 @@ class Prompt:
 
     def without_embeddings(self) -> Prompt:
         """Returns ids, positions and masks alone, which is what decoding reads after the prefill."""
-        return replace(self, embeds=self.embeds.new_empty(1, 0, self.embeds.shape[-1]), inputs={}, visual={})
+        embeds = self.embeds.new_empty(1, 0, self.embeds.shape[-1])
+        return replace(self, embeds=embeds, inputs={}, visual={}, extras={})
 
     def at(self, index: Tensor) -> Prompt:
-        """Returns the prompt reduced to some of its tokens, `index` LongTensor [T']; positions are kept."""
+        """Returns the prompt reduced to some of its tokens, increasing `index` LongTensor [T']; positions are kept."""
         return replace(
             self,
             input_ids=self.input_ids[:, index],
@@ -62,29 +85,116 @@ class Prompt:
             position_ids=self.position_ids[..., index],
             attention_mask=self.attention_mask[:, index],
             visual_mask=self.visual_mask[:, index],
+            extras=self._extras_at(index),
             kept=None,
         )
 
+    def _extras_at(self, index: Tensor) -> dict[str, Tensor]:
+        if not self.extras:
+            return {}
+        row_BT = (self.visual_mask.flatten().cumsum(0) - 1).view_as(self.visual_mask)
+        rows = row_BT[:, index][self.visual_mask[:, index]]
+        return {name: values[rows] for name, values in self.extras.items()}
+
 
 class Family(InputFormat):
-    """One vision-language architecture, such as Qwen2.5-VL: its input format, and the step from inputs to the text layers."""
+    """One architecture, such as Qwen2.5-VL: its input format, and the step from inputs to the text layers.
 
-    @abstractmethod
-    def visual_features(self, model: nn.Module, inputs: Inputs) -> dict[int, Tensor]:
-        """Returns placeholder id -> visual embeddings [tokens, D] in reading order, for the pixel inputs that are present."""
+    The defaults are those of a text model with plain rope positions.
 
-    @abstractmethod
-    def positions(self, model: nn.Module, inputs: Inputs, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the rope positions of the prompt, [3, B, T] or [B, T], and of the token after it, [B]."""
+    Attributes:
+        model_types: `model_type` of the configuration -> class of the model, which exports name.
+        auto_class: class of transformers that loads the model.
+        served_by: engines that serve drafts for the family, see `checkpoints.export.compatibility`.
+        has_windows: whether the vision tower attends within windows of a packed sequence.
+        masks_windows: whether `prefill_mask` and `tree_mask` implement sliding windows of text layers.
+        needs_masks: whether attention is not always causal: in sliding windows, or in both directions within an image.
+    """
 
-    @abstractmethod
-    def decode_positions(self, position_N: Tensor) -> Tensor:
-        """Returns positions [N] of generated tokens in the layout of the text layers, batch 1."""
+    model_types: ClassVar[dict[str, str]] = {}
+    auto_class: ClassVar[Any] = AutoModelForImageTextToText
+    served_by: ClassVar[tuple[str, ...]] = ()
+    has_windows: ClassVar[bool] = False
+    masks_windows: ClassVar[bool] = False
+    needs_masks: ClassVar[bool] = False
 
-    has_windows = False  # whether the vision tower attends within windows of a packed sequence
+    # -- the model -------------------------------------------------------------------------------------------------------------
+
+    def text_model(self, model: Any) -> nn.Module:
+        """Returns the text layers with their final norm."""
+        found: nn.Module = model.get_decoder()
+        return found
 
     def optimize(self, model: nn.Module) -> None:
         """Replaces slow modules of a loaded model by equivalent ones, with the same weights under the same names."""
+
+    def rope(self) -> RopeConfig:
+        """Returns the rope of the text layers; ValueError for one that draft heads cannot follow."""
+        return RopeConfig.of(self.config.get_text_config())
+
+    @property
+    def leading_layers(self) -> int:
+        """Number of text layers in front that a model made of some of the layers keeps."""
+        return 1
+
+    # -- a prompt --------------------------------------------------------------------------------------------------------------
+
+    def visual_features(self, model: Any, inputs: Inputs) -> dict[int, Visual]:
+        """Returns slot -> output of the vision tower in reading order, for the pixel inputs that are present."""
+        return {}
+
+    def positions(self, model: Any, inputs: Inputs, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the rope positions of the prompt, [3, B, T] or [B, T], and of the token after it, [B]."""
+        return (attention_mask.cumsum(-1) - 1).clamp(min=0), attention_mask.sum(-1)
+
+    def decode_positions(self, position_N: Tensor) -> Tensor:
+        """Returns positions [N] of generated tokens in the layout of the text layers, batch 1."""
+        return position_N.view(1, -1)
+
+    def text_inputs(self, prompt: Prompt) -> Inputs:
+        """Returns inputs of the text layers for a pass over a prompt, such as deepstack features; tree passes have none."""
+        return {}
+
+    def prefill_mask(self, prompt: Prompt, past: int, tile: Tile) -> Mask:
+        """Returns the mask of a prompt, or of its last T tokens, after `past` cached ones; None attends causally."""
+        return None
+
+    def tree_mask(self, visible_NS: Tensor, tile: Tile) -> Mask:
+        """Returns the mask of a tree pass.
+
+        Args:
+            visible_NS: BoolTensor, the keys that each node may attend to: cached tokens, ancestors and itself. Along a row, the
+                number of True up to a key is the key's place in the sequence that ends with the node. Operations have to be
+                exportable: no numbers of the host.
+        """
+        return tile(visible_NS)
+
+    # -- plans -----------------------------------------------------------------------------------------------------------------
+
+    def active_parameters(self, model: nn.Module) -> int:
+        """Returns the parameters that a token uses: of a mixture of experts, those of the experts that it is routed to."""
+        text = self.config.get_text_config()
+        total = sum(p.numel() for p in model.parameters())
+        experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+        return total - experts + (experts * text.num_experts_per_tok // text.num_experts if experts else 0)
+
+    @property
+    def mlp_width(self) -> int:
+        """Hidden size of the MLP of a text layer, over the experts that a token is routed to."""
+        text = self.config.get_text_config()
+        experts = getattr(text, "moe_intermediate_size", None)
+        return int(experts * text.num_experts_per_tok if experts else text.intermediate_size)
+
+    @property
+    def vision_sizes(self) -> tuple[int, int, int]:
+        """Width, MLP width and values per patch of the vision tower; zeros without one."""
+        vision = getattr(self.config, "vision_config", None)
+        if vision is None:
+            return 0, 0, 0
+        values = 3 * vision.patch_size**2 * getattr(vision, "temporal_patch_size", 1)
+        return vision.hidden_size, vision.intermediate_size, values
+
+    # -- embedding -------------------------------------------------------------------------------------------------------------
 
     def with_positions(self, model: nn.Module, inputs: Inputs) -> Inputs:
         """Returns the inputs with their rope positions, for `embed`.
@@ -100,36 +210,48 @@ class Family(InputFormat):
             return inputs
         return {**inputs, POSITIONS: position_ids, NEXT_POSITION: next_position}
 
-    def embed(self, model: nn.Module, inputs: Inputs, past: Prompt | None = None) -> Prompt:
+    def embed(self, model: Any, inputs: Inputs, past: Prompt | None = None) -> Prompt:
         """Runs embedding and vision tower once.
 
         Args:
             past: an earlier prompt of the same conversation, whose visual embeddings are reused if the pixel inputs are equal.
 
         Raises:
-            ValueError: the numbers of placeholders and of visual embeddings differ.
+            ValueError: the numbers of slots and of visual embeddings differ.
         """
         given, inputs = inputs, without_positions(inputs)
         input_ids, attention_mask = inputs["input_ids"], _attention_mask(inputs)
         embeds = model.get_input_embeddings()(input_ids)
         visual_mask = torch.zeros_like(input_ids, dtype=torch.bool)
         visual = past.visual if past and self._has_same_pixels(inputs, past.inputs) else self.visual_features(model, inputs)
-        for token_id, features in visual.items():
+        for token_id, found in visual.items():
             mask = input_ids == token_id
-            if int(mask.sum()) != len(features):
+            if int(mask.sum()) != len(found.embeds):
                 raise ValueError(
-                    f"inputs: {int(mask.sum())} visual placeholders for {len(features)} visual embeddings; "
+                    f"inputs: {int(mask.sum())} visual placeholders for {len(found.embeds)} visual embeddings; "
                     f"prepare text and images together with target.prepare(messages)"
                 )
-            embeds = embeds.masked_scatter(mask[..., None], features.to(embeds))
+            embeds = embeds.masked_scatter(mask[..., None], found.embeds.to(embeds))
             visual_mask |= mask
+        extras = _join_extras(visual, input_ids, visual_mask)
         placed = self.with_positions(model, given)
         position_ids, next_position = placed[POSITIONS], placed[NEXT_POSITION]
-        return Prompt(input_ids, embeds, position_ids, next_position, attention_mask, visual_mask, inputs, visual)
+        return Prompt(input_ids, embeds, position_ids, next_position, attention_mask, visual_mask, inputs, visual, extras)
 
     def _has_same_pixels(self, inputs: Inputs, earlier: Inputs) -> bool:
         ours, theirs = ([i.get(key) for key in self.pixel_keys] for i in (inputs, earlier))
         return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in zip(ours, theirs, strict=True))
+
+
+def _join_extras(visual: dict[int, Visual], input_ids: Tensor, visual_mask: Tensor) -> dict[str, Tensor]:
+    """Returns the extras of all slots in the order of the positions; zeros for a slot without one."""
+    joined: dict[str, Tensor] = {}
+    for token_id, found in visual.items():
+        for name, values in found.extras.items():
+            is_slot = input_ids[visual_mask] == token_id
+            into = joined.setdefault(name, values.new_zeros(len(is_slot), *values.shape[1:]))
+            into[is_slot] = values
+    return joined
 
 
 def without_positions(inputs: Inputs) -> Inputs:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, GenerationConfig
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from sage.attention import HALF, VARLEN
@@ -15,7 +15,7 @@ from sage.hub import require_hub
 from sage.inputs.processing import Processor
 from sage.model_files import in_one_line, load_weights, read_config
 from sage.pass_modes import PassMode, check_pass_mode, resolve_pass_mode
-from sage.targets.families import FAMILIES, family_of
+from sage.targets.families import FAMILIES, family_of, known_types
 from sage.targets.placement import check_device_map
 from sage.targets.target import Target
 from sage.vision_attention import VisionAttention, check_attention, resolve_attention
@@ -52,9 +52,9 @@ def load_target(
     if _looks_local(path) and not Path(path).is_dir():
         raise ValueError(f"target: {path}: no such folder; give a local folder or a hub id like Qwen/Qwen2.5-VL-7B-Instruct")
     processor = load_processor(path)
-    kind = AutoModelForImageTextToText
+    auto_class = FAMILIES[processor.family.model_type].auto_class
     placement = _placement(torch.device(device), device_map)
-    model = load_weights(kind, path, "target", allow_unused=True, dtype=dtype or "auto", **placement, **kwargs)
+    model = load_weights(auto_class, path, "target", allow_unused=True, dtype=dtype or "auto", **placement, **kwargs)
     if device_map is not None:
         check_device_map(getattr(model, "hf_device_map", {}))  # a strategy offloads what does not fit
     target = Target(model if placement else model.to(device), processor)
@@ -65,6 +65,8 @@ def load_target(
 
 
 def _set_attention(model: Any, attention: VisionAttention) -> None:
+    if not hasattr(model.config, "vision_config"):
+        return
     if attention is VisionAttention.varlen:  # transformers would look for a package of that name
         model.config.vision_config._attn_implementation = VARLEN
     else:
@@ -89,30 +91,55 @@ def load_processor(path: str) -> Processor:
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, StrictDataclassError) as error:
-        raise ValueError(f"target: {path}: cannot read its config.json ({in_one_line(error)}); copy the model again") from error
-    family = family_of(config, f"{path}: ")
+        raise ValueError(_unreadable(path, in_one_line(error))) from error
+    family = family_of(config, f"target: {path}: ")
     remedy = "copy the files that came with the model (tokenizer.json, tokenizer_config.json, preprocessor_config.json)"
     try:
-        processor = Processor.from_pretrained(path, family)
+        processor = Processor.from_pretrained(path, family, _end_token_ids(path))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"target: {path}: its tokenizer or image processor cannot be read ({in_one_line(error)}); {remedy}"
         ) from error
-    wanted, token = family.placeholder_ids["image"], family.placeholders["image"]
-    if processor.tokenizer.convert_tokens_to_ids(token) != wanted:
-        raise ValueError(
-            f"target: {path}: its tokenizer does not know {token!r} as {wanted}, the image token in config.json; {remedy}"
-        )
+    for kind, wanted in family.slots.items():
+        token = family.slot_texts[kind]
+        if processor.tokenizer.convert_tokens_to_ids(token) != wanted:
+            raise ValueError(
+                f"target: {path}: its tokenizer does not know {token!r} as {wanted}, the {kind} token in config.json; {remedy}"
+            )
     return processor
 
 
-def is_target_folder(path: str | Path) -> bool:
-    """Returns whether a folder's config.json is that of a model of a known family."""
+def _unreadable(path: str, reason: str) -> str:
+    """Returns the message for a configuration that transformers cannot read; names remote code, which is never run."""
     try:
-        kind = read_config(path).get("model_type")
+        config = read_config(path)
+    except ValueError:
+        config = {}
+    if "auto_map" in config and config.get("model_type") not in FAMILIES:
+        return (
+            f"target: {path}: cannot read its config.json: model_type {config.get('model_type')!r} is code in the folder "
+            f"(auto_map), which is never run, and tree masks would not reach its attention; known: {known_types()}"
+        )
+    return f"target: {path}: cannot read its config.json ({reason}); copy the model again"
+
+
+def _end_token_ids(path: str) -> list[int]:
+    """Returns the ids in generation_config.json that end an answer; none if the target has no such file."""
+    try:
+        found = GenerationConfig.from_pretrained(path).eos_token_id
+    except (OSError, ValueError):
+        return []
+    return [] if found is None else list(found) if isinstance(found, (list, tuple)) else [found]
+
+
+def is_target_folder(path: str | Path) -> bool:
+    """Returns whether a folder holds a model of a known family; an exported draft can have the same `model_type`."""
+    try:
+        config = read_config(path)
     except ValueError:
         return False
-    return kind in {family.model_type for family in FAMILIES}
+    kind = config.get("model_type")
+    return kind in FAMILIES and FAMILIES[kind].model_types[kind] in (config.get("architectures") or ())
 
 
 def _looks_local(path: str) -> bool:

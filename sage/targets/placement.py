@@ -78,6 +78,8 @@ def _move_arguments(
 def _moved(value: Any, device: torch.device, copies: Copies) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(_moved(one, device, copies) for one in value)
+    if type(value) is dict:  # masks by layer type
+        return {key: _moved(one, device, copies) for key, one in value.items()}
     if not isinstance(value, Tensor) or value.device == device:
         return value
     key = (id(value), device)

@@ -22,7 +22,7 @@ from sage.inputs.format import Inputs
 from sage.inputs.processing import Messages, Processor
 from sage.pass_modes import PassMode
 from sage.targets.families import family_of
-from sage.targets.family import Prompt
+from sage.targets.family import Mask, Prompt
 from sage.targets.placement import connect, is_spread, layer_devices
 
 
@@ -60,10 +60,10 @@ class Features:
 
 
 class Target:
-    """A Qwen2.5-VL or LLaVA-OneVision model for decoding and training.
+    """A model of a known family for decoding and training.
 
     Args:
-        model: `Qwen2_5_VLForConditionalGeneration` or `LlavaOnevisionForConditionalGeneration`, on the device it will run on.
+        model: a model of transformers, such as `Qwen2_5_VLForConditionalGeneration`, on the device it will run on.
         processor: a `Processor` or a Hugging Face processor; not needed if inputs are tensors.
 
     Attributes:
@@ -71,26 +71,21 @@ class Target:
         is_whole: whether all weights are on one device; else passes are eager.
 
     Raises:
-        ValueError: the model is of no known family, or uses sliding-window attention.
+        ValueError: the model is of no known family, or has text layers that a tree pass cannot run (names the reason).
     """
 
     def __init__(self, model: Any, processor: Any = None) -> None:
         self.model = model.eval().requires_grad_(False)
         self.family = family_of(model.config)
-        self.processor = None if processor is None else Processor.wrap(processor, self.family)
+        self.eos_token_ids = _as_list(model.generation_config.eos_token_id)
+        self.processor = None if processor is None else Processor.wrap(processor, self.family, self.eos_token_ids)
         self.name = str(model.config._name_or_path or self.family.model_type)
         self.text_config = model.config.get_text_config()
-        if "sliding_attention" in (getattr(self.text_config, "layer_types", None) or ()):
-            raise ValueError(
-                f"target: {self.name} uses sliding-window attention, which tree passes do not support; set "
-                f"use_sliding_window=false"
-            )
-        self.text_model: nn.Module = model.model.language_model
+        self.text_model = self.family.text_model(model)
         self.embed_tokens: nn.Module = model.get_input_embeddings()
         self.lm_head: nn.Module = model.get_output_embeddings()
         self.passes = PassMode.eager
         self.functions: dict[Any, Any] = {}  # passes as functions, see sage.passes
-        self.eos_token_ids = _as_list(model.generation_config.eos_token_id)
         self._is_spread = is_spread(model)
         self.is_whole = not self._is_spread
         if self._is_spread:
@@ -184,8 +179,7 @@ class Target:
         Args:
             levels: indices k of `hidden_states` to return as well (0 = embeddings).
         """
-        with use_tree_attention(self.text_model):
-            return self.run(prompt.embeds, prompt.position_ids, {"full_attention": None}, None, levels)
+        return self.read(prompt, None, levels)
 
     @torch.no_grad()
     def prefill(self, prompt: Prompt, cache: TreeCache, levels: Sequence[int] = (), wants_attention: bool = False) -> Features:
@@ -195,9 +189,21 @@ class Target:
             wants_attention: also return `Features.attention`.
         """
         recorder = AttentionRecorder(prompt.visual_mask[0]) if wants_attention else None
-        with use_tree_attention(self.text_model):
-            features = self.run(prompt.embeds, prompt.position_ids, {"full_attention": None}, cache, levels, recorder)
+        features = self.read(prompt, cache, levels, recorder)
         return replace(features, attention=recorder.mean()) if recorder else features
+
+    def read(
+        self, prompt: Prompt, cache: Any = None, levels: Sequence[int] = (), recorder: AttentionRecorder | None = None
+    ) -> Features:
+        """Runs a prompt through the text layers, also with gradients; arguments as for `run`."""
+        past = 0 if cache is None else cache.length
+        mask = self.family.prefill_mask(prompt, past, self._tile)
+        given = self.family.text_inputs(prompt)
+        with use_tree_attention(self.text_model):
+            return self.run(prompt.embeds, prompt.position_ids, mask, cache, levels, recorder, given)
+
+    def _tile(self, visible: Tensor) -> Tensor:
+        return tile_mask(visible, self.group, self.dtype)
 
     @torch.no_grad()
     def tree_pass(
@@ -215,32 +221,33 @@ class Target:
             Features [1, N, D], equal to those of a sequential pass along each node's path.
         """
         embeds = self.embed_tokens(token_N)[None]
-        mask = None
-        if visible_NX.shape[1] > 1:
+        mask: Mask = None
+        if visible_NX.shape[1] > 1 or self.family.needs_masks:
             past = visible_NX.new_ones(len(token_N), cache.length + len(token_N) - visible_NX.shape[1])
-            mask = tile_mask(torch.cat((past, visible_NX), 1), self.group, embeds.dtype)
+            mask = self.family.tree_mask(torch.cat((past, visible_NX), 1), self._tile)
         with use_tree_attention(self.text_model):
-            positions = self.family.decode_positions(position_N)
-            return self.run(embeds, positions, {"full_attention": mask}, cache, levels)
+            return self.run(embeds, self.family.decode_positions(position_N), mask, cache, levels)
 
     def run(
         self,
         embeds: Tensor,
         positions: Tensor,
-        mask: Any,
+        mask: Mask,
         cache: Any,
         levels: Sequence[int],
         recorder: AttentionRecorder | None = None,
+        text_inputs: Inputs | None = None,
     ) -> Features:
         """Runs the text layers: the one implementation of a pass.
 
         Args:
             embeds: [B, T, D].
             positions: rope positions as `Prompt.position_ids`.
-            mask: the text model's `attention_mask`.
+            mask: additive, tiled masks; None attends causally.
             cache: `TreeCache`, `RowCache` or None.
             levels: indices k of `hidden_states` to return as well.
             recorder: records the attention of every layer.
+            text_inputs: `Family.text_inputs` of a prompt.
         """
         extra: dict[str, Any] = {} if recorder is None else {"attention_recorder": recorder}
         with self._captured(levels) as hidden_states:
@@ -250,6 +257,8 @@ class Target:
                 attention_mask=mask,
                 past_key_values=cache,
                 use_cache=cache is not None,
+                is_masked=mask is not None,
+                **(text_inputs or {}),
                 **extra,
             ).last_hidden_state
         hidden_states |= {0: embeds, self.num_layers: last}
@@ -257,13 +266,13 @@ class Target:
 
     @contextmanager
     def _captured(self, levels: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-        """Yields a dict that receives the outputs of layers k - 1 for the levels k. `output_hidden_states=True` would keep the
-        outputs of all layers until the end of the pass, and only newer versions of transformers take indices.
+        """Yields a dict that receives the inputs of layers k for the levels k: unlike the outputs of layers k - 1, they contain
+        deepstack features. `output_hidden_states=True` would keep the states of all layers until the end of the pass.
         """
         kept: dict[int, Tensor] = {}
         layers: Any = self.text_model.layers
         inner = [k for k in set(levels) if 0 < k < self.num_layers]
-        hooks = [layers[k - 1].register_forward_hook(lambda _, __, out, k=k: kept.update({k: out})) for k in inner]
+        hooks = [layers[k].register_forward_pre_hook(lambda _, args, k=k: kept.update({k: args[0]})) for k in inner]
         try:
             yield kept
         finally:

@@ -349,6 +349,6 @@ def test_facts_of_a_target(exports: Path, tmp_path: Path) -> None:
     text("config.json", "{")(tmp_path)
     with refused("--target", "config.json"):
         TargetFacts.of_folder(tmp_path)
-    text("config.json", '{"model_type": "llama"}')(tmp_path)
-    with refused("--target", "model_type 'llama'", "qwen2_5_vl"):
+    text("config.json", '{"model_type": "gpt2"}')(tmp_path)
+    with pytest.raises(ValueError, match="^--target .*'gpt2' is not a known family; known: .*qwen2_5_vl"):
         TargetFacts.of_folder(tmp_path)

@@ -157,7 +157,7 @@ def test_a_second_prefill_has_no_mask(tiny_target: sage.Target) -> None:
     first = tiny_target.prefill(prompt.at(torch.arange(5)), cache).last
     second = tiny_target.prefill(prompt.after(5), cache).last
     torch.testing.assert_close(torch.cat((first, second), 1), complete, atol=1e-5, rtol=0)
-    assert masks == [{"full_attention": None}] * 2
+    assert masks == [None] * 2
 
 
 @pytest.mark.parametrize("keys", [1, 7, 8, 9])

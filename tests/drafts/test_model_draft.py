@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.messages import refused
 from support.models import in_float64, make_inputs, make_llava, make_qwen, random_draft
+from support.processors import make_processor
 from transformers import PreTrainedTokenizerFast
 
 import sage
@@ -161,14 +162,13 @@ def test_padding_of_the_vocabulary_may_differ(tiny_qwen: sage.Target) -> None:
 
 def test_load_draft_takes_a_target_folder(tiny_qwen: sage.Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_qwen.model.save_pretrained(tmp_path)
-    monkeypatch.setattr("sage.targets.loading.load_processor", lambda path: None)
+    processor = make_processor(tiny_qwen)
+    monkeypatch.setattr("sage.targets.loading.load_processor", lambda path: processor)
     draft = sage.load_draft(tmp_path, tiny_qwen)
     assert isinstance(draft, ModelDraft)
 
 
 def test_different_vocabularies_are_refused(tiny_qwen: sage.Target) -> None:
-    from support.processors import make_processor
-
     first, second = (sage.Target(make_qwen().model, make_processor(tiny_qwen)) for _ in range(2))
     assert ModelDraft(first, second).model is first
     tokenizer = second.processor.tokenizer

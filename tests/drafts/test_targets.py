@@ -162,8 +162,9 @@ def test_videosof_different_lengths_in_one_batch(make: Any) -> None:
     processor = make_processor(target)
     text = (target.family.placeholders["video"], False)
     videos = [processor.encode([text], videos=[[random_image(8, 8, i) for i in range(n)]]) for n in (2, 5, 4)]
-    together = target.embed(processor.collate(videos)).visual[target.family.placeholder_ids["video"]]
-    alone = [target.embed(processor.collate([video])).visual[target.family.placeholder_ids["video"]] for video in videos]
+    slot = target.family.slots["video"]
+    together = target.embed(processor.collate(videos)).visual[slot].embeds
+    alone = [target.embed(processor.collate([video])).visual[slot].embeds for video in videos]
     torch.testing.assert_close(together, torch.cat(alone), atol=1e-6, rtol=0)
     assert len(together) == sum(int(video["input_ids"].shape[0]) for video in videos)
 
@@ -194,7 +195,7 @@ class TestMistakes:
 
         processor = make_processor(make_llava())
         processor.family = ImagesOnly(processor.family.config)
-        assert processor.family.placeholder_ids.keys() == {"image"}
+        assert processor.family.slots.keys() == {"image"}
         with refused("video: ", "llava_onevision"):
             processor.encode([("see", False)], videos=[[random_image(8, 8)] * 2])
 
@@ -216,7 +217,7 @@ class TestMistakes:
         with refused("target: ", "nowhere: no such folder"):
             sage.load_target(tmp_path / "nowhere")
         (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-        with refused("target: ", "'bert'", "qwen2_5_vl, llava_onevision"):
+        with pytest.raises(ValueError, match="^target: .*'bert' is not a known family; known: .*qwen2_5_vl"):
             sage.load_target(tmp_path)
         (tmp_path / "config.json").write_text("{")
         with refused("target: ", "config.json"):

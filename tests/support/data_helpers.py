@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlavaOnevisionConfig,
     LlavaOnevisionForConditionalGeneration,
@@ -58,6 +58,17 @@ LLAVA_TEMPLATE = """\
 {{- '<|im_end|>' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"""
+
+
+def byte_tokenizer_of(special: dict[str, int], eos: str) -> PreTrainedTokenizerFast:
+    """Returns a tokenizer with one token per byte from 64 on, and special tokens of given ids below 64."""
+    vocabulary = {f"<unused{i}>": i for i in set(range(64)) - set(special.values())} | special
+    vocabulary |= {letter: 64 + i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([AddedToken(token, special=True) for token in special])
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=eos, pad_token=min(vocabulary, key=vocabulary.__getitem__))
 
 
 def byte_tokenizer(family: str) -> PreTrainedTokenizerFast:

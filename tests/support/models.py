@@ -20,7 +20,8 @@ VOCABULARY = 330  # 64 ids for the tests and one per byte
 IMAGE_TOKEN, VIDEO_TOKEN, EOS = 60, 61, 1
 
 
-def _text(kv_heads: int, tied: bool, **extra: Any) -> dict[str, Any]:
+def text_sizes(kv_heads: int = 2, tied: bool = False, **extra: Any) -> dict[str, Any]:
+    """Returns the configuration of a tiny text model: three layers of width 32."""
     return {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -41,7 +42,7 @@ def _text(kv_heads: int, tied: bool, **extra: Any) -> dict[str, Any]:
 def make_qwen(kv_heads: int = 2, tied: bool = False, seed: int = 0) -> sage.Target:
     """A random Qwen2.5-VL of three layers, width 32."""
     config = Qwen2_5_VLConfig(
-        text_config=_text(
+        text_config=text_sizes(
             kv_heads, tied, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
         ),
         vision_config={
@@ -69,7 +70,7 @@ def make_qwen(kv_heads: int = 2, tied: bool = False, seed: int = 0) -> sage.Targ
 def make_llava(kv_heads: int = 2, tied: bool = False, seed: int = 0) -> sage.Target:
     """A random LLaVA-OneVision of three layers, width 32."""
     config = LlavaOnevisionConfig(
-        text_config={"model_type": "qwen2", **_text(kv_heads, tied)},
+        text_config={"model_type": "qwen2", **text_sizes(kv_heads, tied)},
         vision_config={
             "model_type": "siglip_vision_model",
             "hidden_size": 16,

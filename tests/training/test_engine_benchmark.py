@@ -55,7 +55,7 @@ def draft(target: Path) -> Path:
 def test_prompts_carry_one_placeholder_per_image_and_the_images(target: Path, tmp_path: Path) -> None:
     loaded = sage.load_target(target, dtype=torch.float32)
     prompts, file = write_prompts(loaded, pocket_prompts(6), tmp_path)
-    rows, placeholders = json.loads(file.read_text()), set(loaded.family.placeholder_ids.values())
+    rows, placeholders = json.loads(file.read_text()), set(loaded.family.slots.values())
     assert [prompt.family for prompt in prompts] == [*FAMILIES, *FAMILIES[:2]]
     assert len({prompt.name for prompt in prompts}) == 6
     for prompt, row in zip(prompts, rows, strict=True):

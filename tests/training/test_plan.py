@@ -26,16 +26,8 @@ from train.plan.meta import build_on_meta, count, meta_target, target_architectu
 from train.plan.search import find_change, fits_with, plan
 from train.plan.text import render
 
-# Parameters in billions, from the safetensors metadata on the hub.
-PUBLISHED = {
-    "qwen2_5_vl_3b": 3.755,
-    "qwen2_5_vl_7b": 8.292,
-    "qwen2_5_vl_32b": 33.453,
-    "qwen2_5_vl_72b": 73.411,
-    "llava_onevision_0_5b": 0.894,
-    "llava_onevision_7b": 8.03,
-    "llava_onevision_72b": 73.2,
-}
+ROOT = Path(__file__).parents[2]
+PRESETS = sorted(path.stem for path in (ROOT / "conf/target").glob("*.yaml") if "architecture:" in path.read_text())
 
 
 def configure(*overrides: str) -> Config:
@@ -48,20 +40,23 @@ def big(target: str, *overrides: str) -> LaunchPlan:
     return plan(configure(f"target={target}", "data=llava_instruct", *overrides))
 
 
-@pytest.mark.parametrize(("target", "published"), PUBLISHED.items(), ids=PUBLISHED.keys())
+@pytest.mark.parametrize("target", PRESETS)
 @pytest.mark.slow
-def test_presets_have_their_published_sizes(target: str, published: float) -> None:
-    models = build_on_meta(configure(f"target={target}"))
-    assert models.target_parameters / 1e9 == pytest.approx(published, rel=0.01)
-    assert 0 < models.vision_parameters < 0.1 * max(models.target_parameters, 10e9)
+def test_presets_have_their_published_sizes(target: str) -> None:
+    config = configure(f"target={target}")
+    models = build_on_meta(config)
+    assert models.target_parameters / 1e9 == pytest.approx(config.target.parameters_b, rel=0.01)
+    has_vision = bool(models.target.family.placeholders)
+    assert has_vision <= (0 < models.vision_parameters < 0.1 * max(models.target_parameters, 10e9))
     assert all(p.is_meta for p in [*models.target.model.parameters(), *models.draft.parameters()])
     assert models.draft.config.hidden_size == models.target.hidden_size
 
 
 def test_negative_control_another_width_has_another_size() -> None:
-    architecture = target_architecture("Qwen/Qwen2.5-VL-3B-Instruct")
+    target = configure("target=qwen2_5_vl_3b").target
+    architecture = target_architecture(target)
     architecture.text_config.intermediate_size *= 2
-    assert count(meta_target(architecture).model) / 1e9 != pytest.approx(PUBLISHED["qwen2_5_vl_3b"], rel=0.1)
+    assert count(meta_target(architecture).model) / 1e9 != pytest.approx(target.parameters_b, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -306,7 +301,7 @@ def test_a_plan_writes_nothing_and_needs_no_data(
 def test_an_unknown_hub_id_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with refused("target.path: owner/missing", "HF_HUB_OFFLINE"):
-        target_architecture("owner/missing")
+        target_architecture(configure("target.path=owner/missing").target)
 
 
 def test_attention_heads_that_do_not_fit_the_key_and_value_heads_are_refused() -> None:

@@ -100,6 +100,8 @@ class TargetConfig:
         revision: branch, tag or commit of a hub id; null: the newest.
         dtype: dtype of the target.
         attention: attention of the vision tower.
+        parameters_b: published number of parameters, in 10^9.
+        architecture: fields of the config.json of a shipped target's hub id, so that a plan needs no network.
     """
 
     name: str = MISSING
@@ -108,6 +110,8 @@ class TargetConfig:
     dtype: Precision = MISSING
     attention: VisionAttention = VisionAttention.auto
     recipe: TargetRecipe = field(default_factory=TargetRecipe)
+    parameters_b: float | None = None
+    architecture: dict[str, Any] | None = None
 
     def load_options(self) -> dict[str, Any]:
         """Returns keyword arguments of `sage.load_target` beyond path, dtype and device."""

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sage.attention import use_tree_attention
 from sage.drafts.head import DraftHead
 from sage.drafts.loading import Draft
 from sage.drafts.model import ModelDraft
@@ -95,14 +94,9 @@ class ModelStudent(Student):
 
     def predict(self, pairs: Pairs, target_lm_head: Tensor) -> DraftOutput:
         model: Any = self.decoding_draft.model
-        own = model.family.embed(self.draft, pairs.inputs)
-        with use_tree_attention(model.text_model):  # padding is on the right, so that causal attention needs no mask
-            hidden = model.text_model(
-                inputs_embeds=own.embeds,
-                position_ids=own.position_ids,
-                attention_mask={"full_attention": None},
-                use_cache=False,
-            ).last_hidden_state
+        hidden = model.read(
+            model.family.embed(self.draft, pairs.inputs)
+        ).last  # padding is on the right, no token attends to it
         hidden_KSD, is_valid_KS = gather_supervised([hidden[:, 1:-1]], pairs.mask)
         return DraftOutput(hidden_KSD, self.draft.get_output_embeddings().weight[: len(target_lm_head)], is_valid_KS)
 

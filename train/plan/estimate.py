@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from train.config.checks import check_batch
 from train.config.run_length import total_steps
 from train.config.schema import Config
-from train.plan.memory import BYTES, VISUAL_SHARE, Workload, draft_rows, memory_per_gpu
+from train.plan.memory import BYTES, Workload, draft_rows, memory_per_gpu
 from train.plan.meta import MetaModels
 
 GATHER_BYTES_PER_S = 100e9  # received by a rank when it gathers a sharded target over NVLink; far less over a network
@@ -76,12 +76,12 @@ def _flops(work: Workload) -> dict[str, float]:
     """Floating-point operations of one optimizer step over all ranks."""
     config, models, target = work.config, work.models, work.models.target
     tokens, steps = config.train.global_batch_size * work.length, config.objective.steps
-    text = models.target_parameters - models.vision_parameters - target.vocab_size * target.hidden_size
+    text = models.active_parameters - models.vision_parameters - target.vocab_size * target.hidden_size
     attention = 2 * work.length * target.hidden_size * target.num_layers  # causal: half of the pairs, QK and AV
-    logits = 2 * work.draft_vocab_size * target.hidden_size * tokens * (1 - VISUAL_SHARE)
+    logits = 2 * work.draft_vocab_size * target.hidden_size * tokens * (1 - work.visual_share)
     rows = draft_rows(models.draft, work.length, work.num_visual) / work.length
     return {
-        "vision": 2 * models.vision_parameters * tokens * VISUAL_SHARE * work.patches_per_token,
+        "vision": 2 * models.vision_parameters * tokens * work.visual_share * work.patches_per_token,
         "text": (2 * text + attention) * tokens,
         "draft": 2 * models.draft_parameters * tokens * rows * steps * (1 + BACKWARD),
         # the target's logits once; at each step those of the draft, the gradient back through its lm_head and of an own lm_head

@@ -37,9 +37,14 @@ class Workload:
         return self.config.data.max_length or DEFAULT_LENGTH
 
     @property
+    def visual_share(self) -> float:
+        """Share of visual tokens."""
+        return VISUAL_SHARE if self.models.target.family.placeholders else 0.0
+
+    @property
     def num_visual(self) -> int:
         """Visual tokens of the longest example."""
-        return int(self.length * VISUAL_SHARE)
+        return int(self.length * self.visual_share)
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -52,7 +57,8 @@ class Workload:
     @property
     def patches_per_token(self) -> int:
         """Patches of the vision tower that are merged into one visual token."""
-        return int(getattr(self.models.target.model.config.vision_config, "spatial_merge_size", 1) ** 2)
+        vision = getattr(self.models.target.model.config, "vision_config", None)
+        return int(getattr(vision, "spatial_merge_size", 1) ** 2)
 
 
 def memory_per_gpu(work: Workload) -> dict[str, float]:
@@ -102,7 +108,7 @@ def _activations(work: Workload) -> float:
     """The features kept for the draft, and the largest of three working sets: target, vision tower, draft."""
     target, config = work.models.target, work.config
     tokens, size = work.micro_batch_tokens, BYTES[config.target.dtype]
-    hidden, intermediate = target.hidden_size, int(target.text_config.intermediate_size)
+    hidden, intermediate = target.hidden_size, target.family.mlp_width
     text = tokens * size * (3 * hidden + 3 * intermediate)
     features = tokens * size * hidden * (2 + len(work.models.levels))
     draft = draft_activations(config, work.models.draft, config.train.micro_batch_size, work.length, work.num_visual)
@@ -111,10 +117,9 @@ def _activations(work: Workload) -> float:
 
 def _vision(work: Workload) -> float:
     """Working set of the vision tower: pixels and the intermediate results of one layer."""
-    vision, size = work.models.target.model.config.vision_config, BYTES[work.config.target.dtype]
-    patches = work.micro_batch_tokens * VISUAL_SHARE * work.patches_per_token
-    pixels = 3 * vision.patch_size**2 * getattr(vision, "temporal_patch_size", 1)
-    return patches * size * (pixels + 3 * (vision.hidden_size + vision.intermediate_size))
+    width, mlp_width, pixels = work.models.target.family.vision_sizes
+    patches = work.micro_batch_tokens * work.visual_share * work.patches_per_token
+    return patches * BYTES[work.config.target.dtype] * (pixels + 3 * (width + mlp_width))
 
 
 def draft_activations(config: Config, draft: Any, batch: int, length: int, num_visual: int) -> float:
@@ -146,7 +151,7 @@ def _objective(work: Workload) -> float:
     """Logits of one chunk on both sides; hidden states of every step with their gradients; the gradient of an own lm_head."""
     config, models = work.config, work.models
     size, hidden = BYTES[config.train.precision], models.target.hidden_size
-    supervised = work.micro_batch_tokens * (1 - VISUAL_SHARE)
+    supervised = work.micro_batch_tokens * (1 - work.visual_share)
     chunk = min(config.objective.chunk_tokens, supervised) * work.draft_vocab_size * CHUNK_BYTES
     states = (1 + 2 * config.objective.steps) * supervised * hidden * size
     own_head = work.draft_vocab_size * hidden * (MASTER_BYTES + (size if size < MASTER_BYTES else 0))  # the sum, and its cast

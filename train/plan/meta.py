@@ -1,19 +1,19 @@
 """Target and draft of a run on the meta device: shapes and parameter counts without weights.
 
-The architectures of the presets are in `architectures.json` beside this file, so that a plan needs no hub.
+The architectures of the presets are in conf/target, so that a plan needs no hub.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 from torch import nn
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 import sage
 from sage.drafts.head import DraftHead
@@ -24,10 +24,10 @@ from sage.drafts.registry import head_kind
 from sage.hub import require_hub
 from sage.model_files import read_config
 from sage.targets import is_target_folder
-from train.config.schema import Config, ConfigError
+from sage.targets.families import family_of
+from train.config.schema import Config, ConfigError, TargetConfig
+from train.config.store import config_dir
 from train.distill.build import check_kind, fresh_draft, new_student
-
-PRESETS = Path(__file__).with_name("architectures.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +40,11 @@ class MetaModels:
     @cached_property
     def target_parameters(self) -> int:
         return count(self.target.model)
+
+    @cached_property
+    def active_parameters(self) -> int:
+        """Parameters that a token uses; fewer than all in a mixture of experts."""
+        return self.target.family.active_parameters(self.target.model)
 
     @cached_property
     def vision_parameters(self) -> int:
@@ -83,14 +88,14 @@ def build_on_meta(config: Config) -> MetaModels:
         ConfigError: the target's architecture is not available.
         ValueError: the draft's sizes do not fit the target.
     """
-    target = meta_target(target_architecture(config.target.path, config.target.revision))
+    target = meta_target(target_architecture(config.target))
     return MetaModels(target=target, draft=meta_draft(config, target))
 
 
 def meta_target(architecture: PreTrainedConfig) -> sage.Target:
     """Returns a target without weights."""
     with torch.device("meta"):
-        return sage.Target(AutoModelForImageTextToText.from_config(architecture))
+        return sage.Target(family_of(architecture).auto_class.from_config(architecture))
 
 
 def meta_draft(config: Config, target: sage.Target) -> nn.Module:
@@ -121,12 +126,13 @@ def _meta_head(folder: Path) -> DraftHead:
         return head_class(head_class.config_class(**sizes))
 
 
-def target_architecture(path: str, revision: str | None = None) -> PreTrainedConfig:
-    """Returns the configuration of a target: from a local folder, the hub's cache, the presets, or else the hub itself.
+def target_architecture(target: TargetConfig) -> PreTrainedConfig:
+    """Returns the configuration of a target: from a local folder, the hub's cache, conf/target, or else the hub.
 
     Raises:
         ConfigError: none of them has it.
     """
+    path, revision = target.path, target.revision
     options: dict[str, Any] = {} if revision is None else {"revision": revision}
     if Path(path).expanduser().is_dir():
         return _read(path, {})
@@ -134,10 +140,17 @@ def target_architecture(path: str, revision: str | None = None) -> PreTrainedCon
         return AutoConfig.from_pretrained(path, local_files_only=True, **options)
     except OSError:
         pass
-    preset = json.loads(PRESETS.read_text(encoding="utf-8")).get(path)
-    if preset is not None and revision is None:
-        return AutoConfig.for_model(**preset)
+    if revision is None and (shipped := shipped_architectures().get(path)):
+        return AutoConfig.for_model(**shipped)
     return _read(path, options)
+
+
+@cache
+def shipped_architectures() -> dict[str, dict[str, Any]]:
+    """Returns hub id -> `target.architecture` of the files in conf/target, whatever the name of the chosen target."""
+    files = [OmegaConf.load(path) for path in sorted((config_dir() / "target").glob("*.yaml"))]
+    targets: list[Any] = [OmegaConf.to_container(file) for file in files]
+    return {target["path"]: target["architecture"] for target in targets if "architecture" in target}
 
 
 def _read(path: str, options: dict[str, Any]) -> PreTrainedConfig:

@@ -8,7 +8,6 @@ from checkpoints.export.serving import serving_line
 from sage.bench.tables import text_table
 from train.plan.data import DataPlan
 from train.plan.estimate import LaunchPlan
-from train.plan.memory import VISUAL_SHARE
 
 MIN_GB_BYTES = 5e6  # smaller amounts are shown in MB
 
@@ -18,7 +17,10 @@ def render(plan: LaunchPlan, data: DataPlan | None = None) -> str:
     config, models = plan.config, plan.models
     head = f"plan: {config.draft.kind} draft for {config.target.name} on {plan.ranks} GPU(s), ZeRO {config.deepspeed.stage}"
     vision, text = models.vision_parameters, models.target_parameters - models.vision_parameters
-    target = f"{billions(models.target_parameters)}   ({billions(vision)} vision, {billions(text)} text)"
+    parts = [f"{billions(vision)} vision, {billions(text)} text"] if vision else []
+    if models.active_parameters < models.target_parameters:
+        parts.append(f"{billions(models.active_parameters)} active per token")
+    target = billions(models.target_parameters) + (f"   ({'; '.join(parts)})" if parts else "")
     total, trained = models.draft_parameters, models.trained_parameters
     draft = billions(total) if trained == total else f"{billions(total)}   ({billions(trained)} of them trained)"
     sections = {
@@ -43,7 +45,7 @@ def _step(plan: LaunchPlan) -> list[tuple[str, str]]:
     shares = ", ".join(f"{part} {amount / total:.0%}" for part, amount in plan.flops.items())
     rows = [
         ("batch", f"{config.train.global_batch_size} sequences = {split}"),
-        ("tokens", f"at most {tokens:,} ({plan.length:,} per sequence, {VISUAL_SHARE:.0%} of them assumed to be visual)"),
+        ("tokens", f"at most {tokens:,} ({plan.length:,} per sequence, {plan.visual_share:.0%} of them assumed to be visual)"),
         ("compute", f"{total / 1e12:,.1f} TFLOP ({shares})"),
         ("time", f"at most {seconds(plan.step_s)} at {config.launch.gpu_tflops:g} TFLOP/s per GPU (launch.gpu_tflops)"),
     ]

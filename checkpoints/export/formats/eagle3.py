@@ -56,6 +56,8 @@ def layer_config(draft: Any, facts: TargetFacts) -> dict[str, Any]:
         config["rope_scaling"] = dict(facts.scaled_rope)
     if facts.mrope_section:
         config["rope_scaling"] = {"type": "mrope", "rope_type": "default", "mrope_section": list(facts.mrope_section)}
+        if facts.mrope_interleaved:
+            config["rope_scaling"]["mrope_interleaved"] = True
     return config
 
 

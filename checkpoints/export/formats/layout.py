@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 from sage.drafts.registry import MODEL_TYPE_PREFIX
+from sage.targets.rope import NOT_SCALING, RopeConfig
 
 FEATURE_LEVELS = 3
 DEFAULT_THETA = 10000.0  # LlamaConfig's default
@@ -52,23 +53,6 @@ class TensorSpec:
 
 
 TensorSpecs = dict[str, TensorSpec]
-
-
-NOT_SCALING = ("rope_theta", "mrope_section", "type")  # keys of rope_parameters that are not parameters of a scaled rope
-
-
-class RopeConfig(NamedTuple):
-    """The rope in a draft's config.
-
-    Attributes:
-        theta: base of the frequencies; NaN if the config has no number there.
-        section: number of frequencies per axis of M-RoPE; None = one axis.
-        scaled: `rope_type` and parameters of a scaled rope; None = unscaled.
-    """
-
-    theta: float
-    section: list[Any] | None
-    scaled: dict[str, Any] | None
 
 
 class EngineConfig:
@@ -114,7 +98,7 @@ class EngineConfig:
 
     @property
     def rope(self) -> RopeConfig:
-        """The rope in `rope_parameters`, or in `rope_theta` and `rope_scaling`."""
+        """The rope in `rope_parameters`, or in `rope_theta` and `rope_scaling`; theta is NaN if it is no number."""
         parameters, scaling = _as_mapping(self.get("rope_parameters")), _as_mapping(self.get("rope_scaling"))
         theta = parameters.get("rope_theta", self.get("rope_theta", DEFAULT_THETA))
         section = _as_list(parameters.get("mrope_section") or scaling.get("mrope_section"))
@@ -125,6 +109,7 @@ class EngineConfig:
             theta=float(theta) if is_number else float("nan"),
             section=section,
             scaled=None if rope_type in ("default", "mrope") else scaled | {"rope_type": rope_type},
+            interleaved=bool(section) and bool(parameters.get("mrope_interleaved") or scaling.get("mrope_interleaved")),
         )
 
     @property

@@ -119,7 +119,7 @@ def _rope(given: CheckInput) -> Iterator[Finding]:
     config, facts = given.config, given.facts
     if facts is None:
         return
-    theta, section, scaled = config.rope
+    theta, _, scaled, _ = config.rope
     if theta != facts.rope_theta:
         is_written = config.get("rope_theta") or config.get("rope_parameters")
         prefix = "" if is_written else "missing, default "
@@ -129,8 +129,8 @@ def _rope(given: CheckInput) -> Iterator[Finding]:
     if scaled != facts.scaled_rope:
         found = f"{scaled or 'unscaled'}, the target's is {facts.scaled_rope or 'unscaled'}"
         yield Finding(where, found, "positions are scaled differently in draft and target")
-    if section != facts.mrope_section:
-        found = f"mrope_section {section}, the target's is {facts.mrope_section}"
+    if config.rope.axes != facts.rope.axes:
+        found = f"mrope_section {config.rope.axes}, the target's is {facts.rope.axes}"
         yield Finding(where, found, "image positions differ from training")
 
 

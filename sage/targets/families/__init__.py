@@ -1,20 +1,48 @@
-"""The target families: one module each, with one `Family`, and the list of them."""
+"""The target families: one module each. Every `Family` in a module of this folder with `model_types` is known."""
 
 from __future__ import annotations
 
+import pkgutil
+from importlib import import_module
 from typing import Any
 
-from sage.targets.families.llava_onevision import LlavaOnevision
-from sage.targets.families.qwen2_5_vl import Qwen2_5_VL
 from sage.targets.family import Family
+from sage.targets.text_checks import check_text_model, check_text_type, check_windows
 
-FAMILIES: tuple[type[Family], ...] = (Qwen2_5_VL, LlavaOnevision)
+
+def _discover() -> dict[str, type[Family]]:
+    """Returns `model_type` -> family."""
+    found: dict[str, type[Family]] = {}
+    for name in sorted(module.name for module in pkgutil.iter_modules(__path__)):
+        module = import_module(f"{__name__}.{name}")
+        own = [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__]
+        for family in own:
+            if issubclass(family, Family):
+                found |= dict.fromkeys(family.model_types, family)
+    return found
 
 
-def family_of(config: Any, where: str = "") -> Family:
-    """Returns the family of a configuration; ValueError, prefixed by `where`, names the known ones if it is unknown."""
-    for family in FAMILIES:
-        if config.model_type == family.model_type:
-            return family(config)
-    known = ", ".join(family.model_type for family in FAMILIES)
-    raise ValueError(f"target: {where}model_type {config.model_type!r} is not a known family; known: {known}")
+FAMILIES = _discover()
+TEXT_TYPES = tuple(name for name, family in FAMILIES.items() if not family.placeholders)  # families of text alone
+
+
+def known_types() -> str:
+    """Returns the known values of `model_type` for messages."""
+    return ", ".join(FAMILIES)
+
+
+def family_of(config: Any, where: str = "target: ") -> Family:
+    """Returns the family of a configuration.
+
+    Raises:
+        ValueError: prefixed by `where`, the family is unknown (names the known ones), or a text model that the decoder does not
+            support (names the reason).
+    """
+    check_text_model(config, where)
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        raise ValueError(f"{where}model_type {config.model_type!r} is not a known family; known: {known_types()}")
+    check_text_type(config, TEXT_TYPES, where)
+    if not family.masks_windows:
+        check_windows(config, where)
+    return family(config)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.image_processing_utils import select_best_resolution
 
 from sage.inputs.format import Inputs
-from sage.targets.family import Family
+from sage.targets.family import Family, Visual
 
 PADDED_FRAME = math.nan  # pads the shorter videos of a batch; no pixel value is NaN
 
@@ -18,7 +18,7 @@ PADDED_FRAME = math.nan  # pads the shorter videos of a batch; no pixel value is
 class LlavaOnevision(Family):
     """Ref: LLaVA-OneVision, arXiv 2408.03326, section 3.2 (anyres tiles; one base tile per image if there are several)."""
 
-    model_type = "llava_onevision"
+    model_types = {"llava_onevision": "LlavaOnevisionForConditionalGeneration"}
     placeholders = {"image": "<image>", "video": "<video>"}
     pixel_keys = ("pixel_values", "image_sizes", "batch_num_images", "pixel_values_videos")
 
@@ -28,12 +28,11 @@ class LlavaOnevision(Family):
         vision = self.config.vision_config
         return vision.image_size // vision.patch_size
 
-    def encode_images(self, image_processor: Any, images: list[Any]) -> tuple[Inputs, list[int]]:
+    def encode_images(self, image_processor: Any, images: list[Any]) -> tuple[Inputs, list[str]]:
         out = image_processor(images=[images], return_tensors="pt")
         inputs = {key: torch.as_tensor(out[key]) for key in ("pixel_values", "image_sizes", "batch_num_images")}
-        if len(images) > 1:
-            return inputs, [self._side**2 + 1] * len(images)
-        return inputs, [self._num_tokens(*inputs["image_sizes"][0].tolist())]
+        count = self._side**2 + 1 if len(images) > 1 else self._num_tokens(*inputs["image_sizes"][0].tolist())
+        return inputs, [self.placeholders["image"] * count] * len(images)
 
     def _num_tokens(self, height: int, width: int) -> int:
         """Visual tokens of a single image: base tile, unpadded tiles, one newline per row (arXiv 2408.03326, 3.2)."""
@@ -50,7 +49,7 @@ class LlavaOnevision(Family):
             rows, columns = int(rows // ratio), int(columns // ratio)
         return self._side**2 + rows * (columns + 1)
 
-    def encode_videos(self, image_processor: Any, videos: list[list[Any]], fps: list[float]) -> tuple[Inputs, list[int]]:
+    def encode_videos(self, image_processor: Any, videos: list[list[Any]], fps: list[float]) -> tuple[Inputs, list[str]]:
         """Resizes each frame to one tile; `fps` is not used, because positions carry no time."""
         lengths = {len(frames) for frames in videos}
         if len(lengths) > 1:
@@ -60,7 +59,8 @@ class LlavaOnevision(Family):
             tiles = image_processor(images=[[frame] for frame in frames], return_tensors="pt")["pixel_values"]
             pixels.append(tiles[:, 0])
         pooled = math.ceil(self._side / 2) ** 2
-        return {"pixel_values_videos": torch.stack(pixels)}, [len(frames) * pooled + 1 for frames in videos]
+        texts = [self.placeholders["video"] * (len(frames) * pooled + 1) for frames in videos]
+        return {"pixel_values_videos": torch.stack(pixels)}, texts
 
     def stack(self, key: str, values: list[Tensor]) -> Tensor:
         if key == "pixel_values":
@@ -71,18 +71,18 @@ class LlavaOnevision(Family):
             values = [nn.functional.pad(v, (0, 0) * 3 + (0, most - v.shape[1]), value=PADDED_FRAME) for v in values]
         return torch.cat(values)
 
-    def visual_features(self, model: nn.Module, inputs: Inputs) -> dict[int, Tensor]:
+    def visual_features(self, model: Any, inputs: Inputs) -> dict[int, Visual]:
         features = {}
         if inputs.get("pixel_values") is not None:
             out = model.model.get_image_features(
                 inputs["pixel_values"], inputs["image_sizes"], batch_num_images=inputs.get("batch_num_images"), return_dict=True
             )
-            features[self.placeholder_ids["image"]] = torch.cat(tuple(out.pooler_output))
+            features[self.slots["image"]] = Visual(torch.cat(tuple(out.pooler_output)))
         if inputs.get("pixel_values_videos") is not None:
-            features[self.placeholder_ids["video"]] = self._video_features(model, inputs["pixel_values_videos"])
+            features[self.slots["video"]] = Visual(self._video_features(model, inputs["pixel_values_videos"]))
         return features
 
-    def _video_features(self, model: nn.Module, pixels: Tensor) -> Tensor:
+    def _video_features(self, model: Any, pixels: Tensor) -> Tensor:
         """Videos [C, F, 3, H, W], padded with `PADDED_FRAME` -> their embeddings, concatenated [tokens, D].
 
         The vision tower reads all frames as one video; the last row of its output is the newline that ends every video.
@@ -92,10 +92,3 @@ class LlavaOnevision(Family):
         per_frame = (len(out) - 1) // int(is_frame.sum())
         videos = out[:-1].split((is_frame.sum(1) * per_frame).tolist())
         return torch.cat([part for video in videos for part in (video, out[-1:])])
-
-    def positions(self, model: nn.Module, inputs: Inputs, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-        position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
-        return position_ids, attention_mask.sum(-1)
-
-    def decode_positions(self, position_N: Tensor) -> Tensor:
-        return position_N.view(1, -1)

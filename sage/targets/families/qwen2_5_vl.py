@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from sage.inputs.format import Inputs
-from sage.targets.family import Family
+from sage.targets.family import Family, Visual
 
 
 class PatchProjection(nn.Module):
@@ -38,24 +38,30 @@ class PatchProjection(nn.Module):
 class Qwen2_5_VL(Family):
     """Ref: Qwen2.5-VL technical report, arXiv 2502.13923, sections 2.1 (vision encoder) and 2.1.2 (M-RoPE)."""
 
-    model_type = "qwen2_5_vl"
+    model_types = {"qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration"}
     placeholders = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
+    served_by: ClassVar[tuple[str, ...]] = ("vLLM", "SGLang")
     has_windows = True
-    pixel_keys = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
+    pixel_keys: ClassVar[tuple[str, ...]] = (
+        "pixel_values",
+        "image_grid_thw",
+        "pixel_values_videos",
+        "video_grid_thw",
+        "second_per_grid_ts",
+    )
 
-    def encode_images(self, image_processor: Any, images: list[Any]) -> tuple[Inputs, list[int]]:
+    def encode_images(self, image_processor: Any, images: list[Any]) -> tuple[Inputs, list[str]]:
         out = image_processor(images=images, return_tensors="pt")
-        return {"pixel_values": out["pixel_values"], "image_grid_thw": out["image_grid_thw"]}, self._tokens(
-            image_processor, out["image_grid_thw"]
-        )
+        inputs = {"pixel_values": out["pixel_values"], "image_grid_thw": out["image_grid_thw"]}
+        return inputs, self._pads("image", image_processor, out["image_grid_thw"])
 
-    def encode_videos(self, image_processor: Any, videos: list[list[Any]], fps: list[float]) -> tuple[Inputs, list[int]]:
+    def encode_videos(self, image_processor: Any, videos: list[list[Any]], fps: list[float]) -> tuple[Inputs, list[str]]:
         """Groups `temporal_patch_size` consecutive frames into a patch; an odd last frame is repeated."""
         patches, grids = zip(*(self._encode_video(image_processor, frames) for frames in videos), strict=True)
         grid = torch.stack(grids)
         seconds = torch.tensor([image_processor.temporal_patch_size / rate for rate in fps])
         inputs = {"pixel_values_videos": torch.cat(patches), "video_grid_thw": grid, "second_per_grid_ts": seconds}
-        return inputs, self._tokens(image_processor, grid)
+        return inputs, self._pads("video", image_processor, grid)
 
     def _encode_video(self, image_processor: Any, frames: list[Any]) -> tuple[Tensor, Tensor]:
         """One video -> patches [t*h*w, C*s*p*p] and its grid [3], from the patches of its frames as images.
@@ -75,14 +81,14 @@ class Qwen2_5_VL(Family):
         patches = per_frame.permute(0, 2, 3, 1, 4).reshape(-1, pixels.shape[-1])
         return patches, torch.tensor([len(frames) // step, height, width])
 
-    @staticmethod
-    def _tokens(image_processor: Any, grid: Tensor) -> list[int]:
-        return (grid.prod(-1) // image_processor.merge_size**2).tolist()
+    def _pads(self, kind: str, image_processor: Any, grid: Tensor) -> list[str]:
+        counts = (grid.prod(-1) // image_processor.merge_size**2).tolist()
+        return [self.placeholders[kind] * count for count in counts]
 
     def token_inputs(self, input_ids: Tensor) -> Inputs:
         kinds = torch.zeros_like(input_ids, dtype=torch.int32)
-        kinds[input_ids == self.placeholder_ids["image"]] = 1
-        kinds[input_ids == self.placeholder_ids["video"]] = 2
+        kinds[input_ids == self.slots["image"]] = 1
+        kinds[input_ids == self.slots["video"]] = 2
         return {"mm_token_type_ids": kinds}
 
     def optimize(self, model: Any) -> None:
@@ -90,17 +96,21 @@ class Qwen2_5_VL(Family):
         if isinstance(patch_embed.proj, nn.Conv3d):
             patch_embed.proj = PatchProjection(patch_embed.proj)
 
-    def visual_features(self, model: nn.Module, inputs: Inputs) -> dict[int, Tensor]:
+    def visual_features(self, model: Any, inputs: Inputs) -> dict[int, Visual]:
         features = {}
         if inputs.get("pixel_values") is not None:
             out = model.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"], return_dict=True)
-            features[self.placeholder_ids["image"]] = torch.cat(tuple(out.pooler_output))
+            features[self.slots["image"]] = self._visual(out)
         if inputs.get("pixel_values_videos") is not None:
             out = model.model.get_video_features(inputs["pixel_values_videos"], inputs["video_grid_thw"], return_dict=True)
-            features[self.placeholder_ids["video"]] = torch.cat(tuple(out.pooler_output))
+            features[self.slots["video"]] = self._visual(out)
         return features
 
-    def positions(self, model: nn.Module, inputs: Inputs, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+    def _visual(self, out: Any) -> Visual:
+        """The vision tower's output, one tensor per image or video, as one."""
+        return Visual(torch.cat(tuple(out.pooler_output)))
+
+    def positions(self, model: Any, inputs: Inputs, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         input_ids = inputs["input_ids"]
         kinds = inputs.get("mm_token_type_ids")
         if kinds is None:

@@ -1,0 +1,66 @@
+"""Text models that the decoder does not support, and the reason: checked for every target before its weights are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+LINEAR = "linear attention layers keep one state for all tokens, which a tree mask cannot split"
+REASONS = {  # layer type -> why a tree pass cannot run it
+    "linear_attention": LINEAR,
+    "chunked_attention": "chunked attention is not implemented; a tree pass would attend beyond the chunk",
+    "mamba": "recurrent layers keep one state for all tokens, which a tree mask cannot split",
+    "conv": "convolutions over the tokens mix the branches of a tree",
+}
+SINKS = ("gpt_oss",)  # model types whose attention has sinks; no field of the configuration says so
+
+
+def check_text_model(config: Any, where: str) -> None:
+    """Raises ValueError, prefixed by `where`, for a text model that a tree pass cannot run under any mask.
+
+    Args:
+        config: the target's configuration.
+    """
+    text = config.get_text_config()
+    if unknown := set(getattr(text, "layer_types", None) or ()) - {FULL, SLIDING}:
+        kind = min(unknown)
+        reason = REASONS.get(kind, f"tree passes support layers of type {FULL} only")
+        raise ValueError(f"{where}{config.model_type} has layers of type {kind}: {reason}; choose another target")
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(text, key, None) is not None:
+            raise ValueError(
+                f"{where}{key}={getattr(text, key)}: soft caps are not implemented, in tree attention and in drafts; "
+                f"choose another target"
+            )
+    if text.model_type in SINKS:
+        raise ValueError(
+            f"{where}{config.model_type} has attention sinks, which tree attention does not implement; choose another target"
+        )
+
+
+def check_windows(config: Any, where: str) -> None:
+    """Raises ValueError, prefixed by `where`, for sliding-window attention in any layer."""
+    text = config.get_text_config()
+    layer_types = getattr(text, "layer_types", None)
+    slides = SLIDING in layer_types if layer_types else getattr(text, "sliding_window", None) is not None
+    if slides:
+        remedy = "use_sliding_window=false" if hasattr(text, "use_sliding_window") else "sliding_window=null"
+        raise ValueError(
+            f"{where}{config.model_type} uses sliding-window attention (sliding_window={text.sliding_window}), which "
+            f"tree passes do not support; set {remedy} in its config.json if all prompts are shorter"
+        )
+
+
+def check_text_type(config: Any, text_types: Collection[str], where: str) -> None:
+    """Raises ValueError, prefixed by `where`, if a vision-language model of a known family has an unknown text model.
+
+    Args:
+        text_types: `model_type` of the text models that are supported alone.
+    """
+    outer, inner = config.model_type, config.get_text_config().model_type
+    if not inner.startswith(outer) and inner not in text_types:
+        raise ValueError(
+            f"{where}{outer} with a text model of model_type {inner!r}, which is not supported; supported: "
+            f"{', '.join(sorted(text_types))}"
+        )

@@ -1,0 +1,399 @@
+"""The tests that every target family passes, against Hugging Face's own model and processor; a family subclasses `FamilySuite`.
+
+Models are random, eight layers of width 32 in float64: EAGLE-3's default levels need seven, and three deepstack layers eight.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import transformers
+from support.data_helpers import assistant, byte_tokenizer_of, train_step
+from support.models import OracleSession, random_draft, text_sizes
+from support.processors import image_part, random_image, user
+from support.toy_helpers import make_policy
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.video_utils import VideoMetadata
+
+import sage
+from checkpoints.export import ExportOptions, export
+from data_prep.chat import segments
+from data_prep.conversation import Message
+from sage import generation
+from sage.inputs.format import Inputs
+from sage.inputs.processing import Processor
+from sage.passes.select import new_session
+from sage.targets.families import FAMILIES, family_of
+from sage.targets.family import Prompt
+from train.plan.meta import count, meta_target
+
+IMAGE, VIDEO, END = 60, 61, 1  # ids of the slots and of the token that ends an answer
+TREE_TOKENS, TREE_PARENTS = [70, 71, 72, 73, 74], [-1, 0, 0, 1, 3]
+EXACT = {"atol": 1e-11, "rtol": 0}
+NEW_TOKENS, STEPS = 8, 3
+SIZES = [(8, 8), (16, 8), (9, 31), (40, 12), (3, 90)]  # of images
+POLICIES = {
+    "spec_llava": {"budget": 24, "branch": 6, "steps": 4},
+    "eagle2": {"total": 24, "depth": 6, "top_k": 5},
+}
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% elif p.type == 'image' %}IMAGE{% else %}VIDEO{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def chatml(image: str = "", video: str = "") -> str:
+    """Returns a ChatML template that writes these texts for an image and for a video."""
+    return CHATML.replace("IMAGE", image).replace("VIDEO", video)
+
+
+def text(**more: Any) -> dict[str, Any]:
+    """Returns the configuration of a tiny text model."""
+    return text_sizes(num_hidden_layers=8, **more)
+
+
+QWEN_TOKENS = {"<|image_pad|>": IMAGE, "<|video_pad|>": VIDEO, "<|vision_start|>": 62, "<|vision_end|>": 63}
+QWEN_TEMPLATE = chatml("<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>")
+QWEN_IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": 62, "vision_end_token_id": 63}
+
+
+def qwen_images() -> Any:
+    """Returns an image processor of patches of 4 x 4 pixels, 2 x 2 of which are merged."""
+    return transformers.Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size={"shortest_edge": 64, "longest_edge": 1024})
+
+
+class FamilySuite:
+    """The tests of one family. A subclass implements `config`, and for a family with images `image_processor`.
+
+    Attributes:
+        template: the stock chat template, as published.
+        tokens: further special tokens and their ids, up to 63; `<|im_start|>` and `<|im_end|>` are 2 and 1.
+        hf_processor: name of Hugging Face's processor class.
+        has_video: whether the family takes videos.
+        atol: tolerance of comparisons.
+    """
+
+    template: ClassVar[str]
+    tokens: ClassVar[dict[str, int]] = {}
+    hf_processor: ClassVar[str] = ""
+    has_video: ClassVar[bool] = True
+
+    def config(self) -> PreTrainedConfig:
+        """Returns the configuration of a tiny random model, with `text()` for the text layers."""
+        raise NotImplementedError
+
+    def image_processor(self) -> Any:
+        """Returns a small image processor of the family; None for a family without images."""
+        return None
+
+    def model(self) -> Any:
+        """Returns the random model; no slot is ever generated, as in a trained one, because its row of lm_head is zero."""
+        config = self.config()
+        torch.manual_seed(0)
+        model = getattr(transformers, FAMILIES[config.model_type].model_types[config.model_type])(config)
+        model.lm_head.weight.data[:END] = 0
+        model.lm_head.weight.data[END + 1 : 64] = 0
+        model.generation_config.eos_token_id, model.generation_config.pad_token_id = END, 0
+        self.prepare_float64(model)
+        return model
+
+    def prepare_float64(self, model: Any) -> None:
+        """Changes what a model needs to run in float64; nothing by default."""
+
+    def tokenizer(self) -> Any:
+        """Returns a tokenizer with a token per byte; ids below 64 are special tokens."""
+        return byte_tokenizer_of({"<|im_end|>": END, "<|im_start|>": 2, **self.tokens}, eos="<|im_end|>")
+
+    # -- fixtures --------------------------------------------------------------------------------------------------------------
+
+    @pytest.fixture
+    def target(self) -> sage.Target:
+        model = self.model().double()
+        family = family_of(model.config)
+        return sage.Target(model, Processor(self.tokenizer(), self.image_processor(), family, self.template, [END]))
+
+    @property
+    def has_images(self) -> bool:
+        return self.image_processor() is not None
+
+    def prompts(self, target: sage.Target) -> dict[str, Inputs]:
+        """Returns prompts by name: text alone, and all that the family takes."""
+        frames = {"type": "video", "video": [random_image(16, 16, i) for i in range(4)], "fps": 2}
+        parts: dict[str, list[Any]] = {"text": ["what is it?"]}
+        if self.has_images:
+            parts["image"] = [image_part(16, 8), "what?"]
+            parts["two images"] = ["a", image_part(8, 8), "and", image_part(30, 11), "compare"]
+        if self.has_images and self.has_video:
+            parts["video"] = [frames, "what happens?"]
+            parts["video and image"] = [frames, "then", image_part(8, 8), "both"]
+        return {name: in_double(target.prepare(user(*part))) for name, part in parts.items()}
+
+    def longest(self, target: sage.Target) -> Inputs:
+        """Returns the prompt with the most media."""
+        return list(self.prompts(target).values())[-1]
+
+    # -- the model -------------------------------------------------------------------------------------------------------------
+
+    def test_features_through_lm_head_are_the_models_logits(self, target: sage.Target) -> None:
+        for name, inputs in self.prompts(target).items():
+            prompt = target.embed(inputs)
+            with torch.no_grad():
+                expected = target.model(**inputs).logits
+            for features in (target.features(prompt), target.prefill(prompt, target.new_cache(256))):
+                torch.testing.assert_close(target.lm_head(features.last), expected, **EXACT, msg=lambda m, n=name: f"{n}: {m}")
+
+    def test_levels_are_hugging_faces_hidden_states(self, target: sage.Target) -> None:
+        """Also below the deepstack layers: the input of a layer contains the features added after the layer before."""
+        inputs, levels = self.longest(target), range(target.num_layers + 1)
+        states = hidden_states(target, inputs)
+        found = target.features(target.embed(inputs), list(levels)).levels
+        for level, state in zip(levels, found, strict=True):
+            torch.testing.assert_close(state, states[level], **EXACT, msg=lambda m, n=level: f"level {n}: {m}")
+
+    def test_padding_changes_nothing(self, target: sage.Target) -> None:
+        short, *_, long = self.prompts(target).values()
+        rows = [{k: v[0] if v.shape == i["input_ids"].shape else v for k, v in i.items()} for i in (long, short)]
+        for row in rows:
+            del row["attention_mask"]
+        prompt = target.embed(target.processor.collate(rows))
+        features = target.features(prompt).last
+        for row, inputs in enumerate((long, short)):
+            alone, length = target.embed(inputs), inputs["input_ids"].shape[1]
+            torch.testing.assert_close(features[row, :length], target.features(alone).last[0], **EXACT)
+            assert prompt.next_position[row] == alone.next_position[0]
+
+    def test_a_tree_pass_is_its_paths(self, target: sage.Target) -> None:
+        """Also one node alone, and after a reused prefix that ends between the images."""
+        prompts = self.prompts(target)
+        for name in prompts.keys() - {"image", "video"}:
+            expected, prompt = paths(target, prompts[name]), target.embed(prompts[name])
+            for known in {0, between_media(prompt)}:
+                for nodes in (len(TREE_TOKENS), 1):
+                    found, case = tree(target, prompt, known, nodes), f"{name}, {known} tokens reused, {nodes} nodes"
+                    torch.testing.assert_close(found, expected[:nodes], **EXACT, msg=lambda m, n=case: f"{n}: {m}")
+
+    def test_a_lost_mask_is_an_error(self, target: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Negative control: a dict of masks by layer type, which some text models drop, fails or changes nothing."""
+        prompt = target.embed(self.longest(target))
+        expected, layers = tree(target, prompt), type(target.family).tree_mask
+        if target.family.needs_masks:
+            return
+        monkeypatch.setattr(
+            target.family, "tree_mask", lambda *args: {"full_attention": layers(target.family, *args)}, raising=False
+        )
+        try:
+            found = tree(target, prompt)
+        except RuntimeError as error:
+            assert "lost the mask" in str(error)
+        else:
+            torch.testing.assert_close(found, expected, **EXACT)
+
+    def test_attention_to_visual_tokens_is_recorded(self, target: sage.Target) -> None:
+        prompt = target.embed(self.longest(target))
+        attention = target.prefill(prompt, target.new_cache(256), wants_attention=True).attention
+        assert attention is not None and len(attention) == int(prompt.visual_mask.sum())
+        assert bool((attention > 0).all()) and float(attention.sum()) <= 1
+
+    # -- text and pixels -------------------------------------------------------------------------------------------------------
+
+    def test_placeholders_match_the_vision_tower_at_any_resolution(self, target: sage.Target) -> None:
+        if not self.has_images:
+            with pytest.raises(ValueError, match=f"image: {target.family.model_type} takes no images"):
+                target.prepare(user(image_part(8, 8), "what?"))
+            return
+        for width, height in SIZES:
+            prompt = target.embed(in_double(target.prepare(user(image_part(width, height), "?"))))  # raises if they differ
+            assert int(prompt.visual_mask.sum()) > 0
+
+    def test_replacement_texts_are_hugging_faces(self, target: sage.Target) -> None:
+        if not self.has_images:
+            return
+        family, processor = target.family, target.processor
+        for sizes in ([(16, 8)], [(8, 8), (30, 11)]):
+            pixels, texts = family.encode_images(processor.image_processor, [random_image(*size) for size in sizes])
+            theirs = self.hugging_face(target)
+            assert texts == [theirs.replace_image_token(pixels, i) for i in range(len(sizes))]
+        if not self.has_video:
+            with pytest.raises(ValueError, match=f"video: {family.model_type} takes no videos"):
+                family.encode_videos(processor.image_processor, [[random_image(8, 8)]], [1.0])
+            return
+        for frames in (2, 3, 4):
+            video = [random_image(16, 16, i) for i in range(frames)]
+            pixels, texts = family.encode_videos(processor.image_processor, [video], [2.0])
+            metadata = [VideoMetadata(total_num_frames=frames, fps=2.0, frames_indices=list(range(frames)))]
+            assert texts == [self.hugging_face(target).replace_video_token({**pixels, "video_metadata": metadata}, 0)]
+
+    def hugging_face(self, target: sage.Target) -> Any:
+        """Returns Hugging Face's processor, built without its video processor, which needs torchvision."""
+        kind = getattr(transformers, self.hf_processor)
+        theirs: Any = object.__new__(kind)
+        images = target.processor.image_processor
+        for name, value in {
+            "image_processor": images,
+            "video_processor": images,
+            "tokenizer": target.processor.tokenizer,
+        }.items():
+            setattr(theirs, name, value)
+        for name, value in {f"{kind}_token": token for kind, token in target.family.placeholders.items()}.items():
+            setattr(theirs, name, value)
+        for name, value in self.hugging_face_settings(target).items():
+            setattr(theirs, name, value)
+        return theirs
+
+    def hugging_face_settings(self, target: sage.Target) -> dict[str, Any]:
+        """Returns further attributes of `hugging_face`."""
+        return {}
+
+    def test_two_turn_chats_split_into_the_tokens_of_the_whole(self, target: sage.Target) -> None:
+        """Supervised are the answers and the tokens that end them; together the pieces are the rendered chat."""
+        first: list[Any] = [image_part(8, 8), "What?"] if self.has_images else ["What?"]
+        chat: list[Message] = [*user(*first), assistant("A dog."), *user("And then?"), assistant("It runs.")]
+        found = segments(chat, target.processor)
+        end = target.processor.tokenizer.convert_ids_to_tokens(END)
+        assert [piece for piece, is_supervised in found if is_supervised] == [f"A dog.{end}", f"It runs.{end}"]
+        whole = "".join(piece for piece, _ in found)
+        assert "".join(target.processor.render(chat, False).split()).startswith("".join(whole.split()))
+        assert whole.startswith(target.processor.render(chat[:1], True))
+        images = [random_image(8, 8)] if self.has_images else []
+        pieces, joined = (target.processor.encode(cut, images)["input_ids"].tolist() for cut in (found, [(whole, False)]))
+        assert pieces == joined
+
+    # -- decoding, training, files ---------------------------------------------------------------------------------------------
+
+    @pytest.mark.slow
+    def test_texts_of_every_policy_are_generates(self, target: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
+        inputs = self.longest(target)
+        ids = target.model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+        expected = ids[0, inputs["input_ids"].shape[1] :].tolist()
+        draft = sage.new_draft(target, "eagle", seed=0)
+        sessions = lambda draft, target, capacity: OracleSession(expected, target.vocab_size, 1)  # noqa: E731
+        monkeypatch.setattr(generation, "new_session", sessions)
+        for name in sage.POLICIES:
+            out = sage.generate(target, draft, inputs, make_policy(name, POLICIES.get(name, {})), max_new_tokens=NEW_TOKENS)
+            assert out.tokens.tolist() == expected, name
+
+    @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+    def test_drafts_unroll_as_they_decode(self, target: sage.Target, kind: str) -> None:
+        """Rows of the unrolled pass equal a session that has read up to them and drafts the next tokens of the text."""
+        inputs = self.longest(target)
+        draft, prompt = random_draft(target, kind, seed=3), target.embed(inputs)
+        features, tokens = target.features(prompt, draft.levels), inputs["input_ids"][0]
+        with torch.no_grad():
+            unrolled = draft.unroll(prompt.embeds[:, 1:], draft.fuse(features)[:, :-1], prompt.position_ids[..., :-1], STEPS)
+        root = len(tokens) - STEPS - 1
+        kept = torch.arange(root + 1)
+        known = prompt.at(kept)
+        known.next_position = target.embed(cut(inputs, root + 1)).next_position
+        session = new_session(draft, target, 256)
+        session.prefill(known, features.at(kept), tokens[root + 1 : root + 2])
+        for step in range(STEPS):
+            if step:
+                session.expand(torch.tensor([0]), tokens[root + 1 + step : root + 2 + step])
+            torch.testing.assert_close(unrolled[step][0, root], session.hidden[0], atol=1e-10, rtol=1e-10)
+
+    def test_every_kind_of_draft_is_trained(self, target: sage.Target) -> None:
+        """A smaller model of the family as well, whose features are the target's where it has all its layers."""
+        batch = target.processor.collate([self.example(target)] * 2)
+        assert train_step(target, batch) > 0
+        small = sage.new_draft(target, "model", num_layers=4).model
+        assert small.num_layers == 4
+        prompt = small.embed(self.longest(target))
+        assert bool(small.features(prompt).last.isfinite().all())
+
+    def example(self, target: sage.Target) -> Inputs:
+        """Returns a training example with an image if the family takes one."""
+        first: list[Any] = [image_part(8, 8), "What?"] if self.has_images else ["What?"]
+        found = segments([*user(*first), assistant("A dog.")], target.processor)
+        return in_double(target.processor.encode(found, [random_image(8, 8)] if self.has_images else []))
+
+    @pytest.mark.slow
+    def test_a_saved_target_loads_and_an_exported_draft_reloads(self, target: sage.Target, tmp_path: Path) -> None:
+        """An export compares the draft read back from the engine's format with the trained one."""
+        target.model.save_pretrained(tmp_path / "target")
+        target.processor.save_pretrained(tmp_path / "target")
+        loaded = sage.load_target(tmp_path / "target", torch.float64)
+        self.prepare_float64(loaded.model)
+        inputs = self.longest(target)
+        again = loaded.features(loaded.embed(inputs)).last
+        torch.testing.assert_close(again, target.features(target.embed(inputs)).last, **EXACT)
+        assert loaded.processor.end_texts == target.processor.end_texts
+        draft = random_draft(loaded, "eagle3", seed=3).float()
+        draft.save_pretrained(tmp_path / "draft")
+        out = export(tmp_path / "draft", tmp_path / "out", "eagle3", ExportOptions(allow_unserved=True))
+        assert out is not None and sage.load_draft(tmp_path / "draft", loaded).config.target == target.fingerprint
+
+    def test_a_plan_counts_the_parameters(self, target: sage.Target) -> None:
+        planned = meta_target(self.config())
+        assert count(planned.model) == count(target.model)
+        active = planned.family.active_parameters(planned.model)
+        assert 0 < active <= count(target.model)
+        width, mlp_width, values = planned.family.vision_sizes
+        assert (width > 0, mlp_width > 0, values > 0) == (self.has_images,) * 3
+
+
+def in_double(inputs: Any) -> Inputs:
+    """Returns inputs with floating-point tensors in float64."""
+    return {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
+
+
+def hidden_states(target: sage.Target, inputs: Inputs) -> list[Tensor]:
+    """Returns the inputs of all layers and the last state, after the norm, of a pass of Hugging Face's model."""
+    states: list[Tensor] = []
+    layers: Any = target.text_model.layers
+    hooks = [layer.register_forward_pre_hook(lambda _, args: states.append(args[0])) for layer in layers]
+    last = target.text_model.register_forward_hook(lambda _, __, out: states.append(out.last_hidden_state))
+    with torch.no_grad():
+        target.model(**inputs)
+    for hook in (*hooks, last):
+        hook.remove()
+    return states
+
+
+def between_media(prompt: Prompt) -> int:
+    """Returns the first text token after the first image or video; 2 without one."""
+    visual = prompt.visual_mask[0].tolist()
+    return next((i for i in range(1, len(visual)) if visual[i - 1] and not visual[i]), 2)
+
+
+def tree_ancestors() -> Tensor:
+    ancestors = torch.eye(len(TREE_PARENTS), dtype=torch.bool)
+    for node, parent in enumerate(TREE_PARENTS):
+        if parent >= 0:
+            ancestors[node] |= ancestors[parent]
+    return ancestors
+
+
+def tree(target: sage.Target, prompt: Prompt, known: int = 0, nodes: int = len(TREE_TOKENS)) -> Tensor:
+    """Returns the features [N, D] of a tree below the prompt, of which `known` tokens were prefilled before the others."""
+    cache, ancestors = target.new_cache(512), tree_ancestors()[:nodes, :nodes]
+    if known:
+        target.prefill(prompt.at(torch.arange(known)), cache)
+    target.prefill(prompt.after(known), cache)
+    positions = prompt.next_position + ancestors.sum(1) - 1
+    return target.tree_pass(torch.tensor(TREE_TOKENS[:nodes]), positions, ancestors, cache).last[0]
+
+
+def paths(target: sage.Target, inputs: Inputs) -> Tensor:
+    """Returns the features [N, D] of the same nodes, each on a path that ends a prompt of Hugging Face's model."""
+    ancestors, found = tree_ancestors(), {}
+    for leaf in set(range(len(TREE_PARENTS))) - set(TREE_PARENTS):
+        nodes = ancestors[leaf].nonzero()[:, 0]
+        ids = torch.cat((inputs["input_ids"], torch.tensor(TREE_TOKENS)[nodes][None]), 1)
+        states = hidden_states(target, {**inputs, **token_fields(target, ids)})[-1][0, -len(nodes) :]
+        found |= dict(zip(nodes.tolist(), states, strict=True))
+    return torch.stack([found[node] for node in range(len(TREE_PARENTS))])
+
+
+def token_fields(target: sage.Target, ids: Tensor) -> Inputs:
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **target.family.token_inputs(ids)}
+
+
+def cut(inputs: Inputs, length: int) -> Inputs:
+    """Returns the inputs of the first `length` tokens, after all images."""
+    shape = inputs["input_ids"].shape
+    return {k: v[:, :length] if isinstance(v, Tensor) and v.shape == shape else v for k, v in inputs.items()}

@@ -1,0 +1,102 @@
+"""Targets that are refused, with their reason, before any weight is loaded; and attention that is not implemented."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.family_suite import text
+from support.messages import check_message, refused
+from transformers import LlamaConfig, LlavaOnevisionConfig, MistralConfig, Qwen2Config, Qwen3_5Config
+
+import sage
+from sage.attention import tree_attention
+from sage.targets.families import family_of
+from train.config.hydra_app import compose
+from train.config.schema import Config
+from train.plan.meta import meta_target, target_architecture
+
+SLIDING = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 4}
+WINDOWS = [
+    ("mistral", MistralConfig(**text(), sliding_window=8), "sliding_window=null"),
+    ("some layers", Qwen2Config(**text(), **SLIDING), "use_sliding_window"),
+]
+
+
+@pytest.mark.parametrize(("config", "remedy"), [case[1:] for case in WINDOWS], ids=[case[0] for case in WINDOWS])
+def test_sliding_windows(config: Any, remedy: str) -> None:
+    with refused("target: ", "sliding_window=8", remedy):
+        family_of(config)
+
+
+def test_windows_that_are_switched_off_are_none() -> None:
+    for config in (MistralConfig(**text(), sliding_window=None), Qwen2Config(**text(), sliding_window=8)):
+        assert family_of(config).model_type == config.model_type
+
+
+def test_linear_attention(tmp_path: Path) -> None:
+    Qwen3_5Config().save_pretrained(tmp_path)
+    for load in (sage.load_target, sage.targets.loading.load_processor):
+        with refused("target: ", "qwen3_5 has layers of type linear_attention", "which a tree mask cannot split"):
+            load(str(tmp_path))
+
+
+def test_soft_caps_and_sinks(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma2", "num_hidden_layers": 2}))
+    with refused("target: ", "attn_logit_softcapping=50.0: soft caps"):
+        sage.load_target(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss", "num_hidden_layers": 2}))
+    with refused("target: ", "gpt_oss has attention sinks"):
+        sage.load_target(tmp_path)
+
+
+def test_remote_code(tmp_path: Path) -> None:
+    remote = {"model_type": "llavaonevision1_5", "auto_map": {"AutoConfig": "configuration.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(remote))
+    with pytest.raises(ValueError, match="^target: .*'llavaonevision1_5' is code in the folder.* never run"):
+        sage.load_target(tmp_path)
+
+
+def test_a_known_model_with_an_unknown_text_model() -> None:
+    config = LlavaOnevisionConfig(text_config={"model_type": "gemma", "num_hidden_layers": 2})
+    with pytest.raises(ValueError, match="^target: llava_onevision with a text model of model_type 'gemma', .* llama, mistral"):
+        family_of(config)
+
+
+def test_a_rope_that_heads_cannot_follow(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    target = meta_target(LlamaConfig(**text(), rope_parameters=rope))
+    with refused("target.rope_parameters.rope_type: 'dynamic'", "llama3", "draft=model"):
+        sage.new_draft(target, "eagle")
+    LlamaConfig(**text(), rope_parameters=rope).save_pretrained(tmp_path)
+    config: Config = compose("config", [f"target.path={tmp_path}", "data.path=/no", "draft=eagle"], Config)
+    assert target_architecture(config.target).rope_parameters["rope_type"] == "dynamic"
+
+
+class TestAttention:
+    def attend(self, mask: Any = None, **arguments: Any) -> None:
+        states = torch.zeros(1, 2, 3, 8)
+        tree_attention(torch.nn.Identity(), states, states, states, mask, **arguments)
+
+    def test_a_lost_mask(self) -> None:
+        self.attend(is_masked=False)
+        with pytest.raises(RuntimeError) as caught:
+            self.attend(is_masked=True)
+        check_message(str(caught.value), "lost the mask", "Family.tree_mask")
+
+    def test_arguments_that_are_not_forwarded(self) -> None:
+        with pytest.raises(RuntimeError, match="does not forward its keyword arguments"):
+            self.attend()
+
+    @pytest.mark.parametrize("name", ["softcap", "s_aux"])
+    def test_attention_that_is_not_implemented(self, name: str) -> None:
+        self.attend(is_masked=False, **{name: None})
+        with pytest.raises(RuntimeError, match=f"{name} is not implemented"):
+            self.attend(is_masked=False, **{name: 30.0})
+
+    def test_a_window_without_a_mask(self) -> None:
+        with pytest.raises(RuntimeError, match="a sliding window needs a mask"):
+            self.attend(is_masked=False, sliding_window=8)
