@@ -23,7 +23,7 @@ from checkpoints.engines.prompts import PROMPTS_FILE, write_prompts
 from checkpoints.engines.validation_prompts import validation_prompts
 from checkpoints.engines.verdict import Measured, is_short_of, verdict
 from checkpoints.engines.vllm_process import EngineFailed, EngineSetting, VllmProcess
-from checkpoints.export.compatibility import FED_INPUTS, SERVED_FAMILIES
+from checkpoints.export.compatibility import FED_INPUTS
 from checkpoints.export.formats.layout import Format
 from checkpoints.export.reload_check import read_export
 from checkpoints.export.serving import ENGINE_FORMATS
@@ -127,7 +127,7 @@ def serve_check(options: ServeCheck) -> ServeResult:
 
 def check_served(checked: CheckResult, facts: TargetFacts) -> None:
     """Raises ValueError for a target or a format that vLLM does not serve."""
-    if facts.model_type not in SERVED_FAMILIES:
+    if not facts.served_by:
         raise ValueError(f"--target {facts.name}: {ENGINE} serves no drafts for {facts.model_type}; decode with sage-generate")
     served = ENGINE_FORMATS[ENGINE]
     if (checked.format, checked.flavour) not in served:
