@@ -14,6 +14,8 @@ from typing import Any
 
 from data_prep.splits import Split, check_shares
 
+KEY_VARIABLE = "OPENAI_API_KEY"  # as OpenAI's own clients name it
+
 
 class OnLong(StrEnum):
     """Handling of an example longer than `max_length`."""
@@ -28,6 +30,13 @@ class OnBad(StrEnum):
 
     error = "error"  # stop with file, index and reason
     skip = "skip"  # skip and count the item, and list it in `data.bad_list`
+
+
+class Images(StrEnum):
+    """How a server receives images."""
+
+    inline = "inline"  # in the request, as data URLs
+    path = "path"  # as file:// URLs, for a server that reads the same files (vLLM: --allowed-local-media-path)
 
 
 class Cache(StrEnum):
@@ -145,6 +154,15 @@ class RegenerateConfig:
         top_k: sample from the k most likely tokens; 0: all.
         top_p: sample from the most likely tokens of this total probability.
         seed: seed of the sampling noise.
+        server: base URL of an OpenAI-compatible server of the target that answers instead, or a list of several, like
+            http://host:8000/v1; empty: this project's decoder.
+        model: id under which the servers serve the target; empty: the only one, if it has the target's name.
+        concurrency: number of conversations answered at the same time, over all servers.
+        images: how a server receives images.
+        retries: number of further attempts after a connection error, a timeout, or status 429 or 5xx.
+        retry_delay_s: pause before the first retry, doubled for each further one, unless the server names a time.
+        timeout_s: maximum time for one answer.
+        key_variable: environment variable with the key of the servers, if they need one.
     """
 
     draft: str = ""
@@ -154,6 +172,23 @@ class RegenerateConfig:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    server: Any = ""
+    model: str = ""
+    concurrency: int = 32
+    images: Images = Images.inline
+    retries: int = 6
+    retry_delay_s: float = 1.0
+    timeout_s: float = 600.0
+    key_variable: str = KEY_VARIABLE
+
+    def urls(self) -> list[str]:
+        """Returns the base URLs of the servers."""
+        listed = [self.server] if isinstance(self.server, str) else list(self.server)
+        return [url.rstrip("/") for url in listed if url]
+
+    def sampling(self) -> dict[str, Any]:
+        """Returns the settings that determine the answers."""
+        return {name: getattr(self, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p", "seed")}
 
 
 def data_config(stored: Mapping[str, Any]) -> DataConfig:

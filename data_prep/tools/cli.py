@@ -19,11 +19,15 @@ from data_prep.dataset.lengths import LongExamples
 from data_prep.dataset.mixing import sample
 from data_prep.dataset.skip_log import count_reasons
 from data_prep.dataset.stream import StreamDataset
+from data_prep.dialog import one_by_one
 from data_prep.files import writing
+from data_prep.server.answers import ServerAnswers
+from data_prep.server.chat_request import MediaPolicy
+from data_prep.server.check import ServedTarget
 from data_prep.splits import Split
 from data_prep.tools.html_report import render_html
 from data_prep.tools.jsonl_writer import MediaFolder, as_line
-from data_prep.tools.regenerate import RegenerationResult, answerer, regenerate
+from data_prep.tools.regenerate import RegenerationResult, answerer, finished_provenance, regenerate
 from data_prep.tools.stats import Statistics, measure
 from sage.drafts.location import find_draft
 from sage.inputs.processing import Processor
@@ -100,22 +104,61 @@ def regenerate_data(
     Raises:
         ValueError: a setting or a file is wrong, or `out` contains rows with other settings.
     """
+    dataset = _items(config, target.processor, split)
+    origin = {
+        "target": target.name,
+        "target_fingerprint": target.fingerprint,
+        "draft": _digest(find_draft(settings.draft)) if settings.draft else None,
+        "policy": settings.policy,
+        "dtype": str(target.dtype),
+    }
+    drive = one_by_one(answerer(target, draft, settings, config.num_frames))
+    return regenerate(dataset, drive, out, _provenance(dataset, origin, settings), settings.seed, rank, world_size)
+
+
+def regenerate_from_server(
+    config: DataConfig,
+    target: ServedTarget,
+    key: str,
+    settings: RegenerateConfig,
+    split: str,
+    out: Path,
+    rank: int = 0,
+    world_size: int = 1,
+) -> RegenerationResult:
+    """`regenerate_data` with the answers of `settings.server`.
+
+    Raises:
+        ValueError: as `regenerate_data`, and a server that does not answer or does not serve the target.
+    """
+    policy = MediaPolicy.of(config, Split(split), settings.images)
+    finished = finished_provenance(out)
+    with ServerAnswers(settings, key, target, policy) as servers:
+        model = servers.check() if finished is None else finished.get("served_model")
+        dataset = _items(config, target.processor, split)
+        origin = {
+            "target": target.name,
+            "target_fingerprint": target.fingerprint,
+            "draft": None,
+            "served_model": model,
+        }
+        provenance = _provenance(dataset, origin, settings)
+        return regenerate(dataset, servers.drive, out, provenance, settings.seed, rank, world_size)
+
+
+def _items(config: DataConfig, processor: Processor, split: str) -> Data:
     if any(source.streaming for source in config.sources.values()):
         raise ValueError(
             "data.sources: a stream has no fixed items to answer and resume; write a part of it first (action=convert "
             "data.num_examples=N out=PART.jsonl), then answer that (action=regenerate data=messages data.path=PART.jsonl)"
         )
-    dataset = _dataset(config, target.processor, split)
-    provenance = {
-        "target": target.name,
-        "target_fingerprint": target.fingerprint,
-        "draft": _digest(find_draft(settings.draft)) if settings.draft else None,
-        "dtype": str(target.dtype),
-        "data": dataset.fingerprint,
-        "num_frames": config.num_frames,
-    }
-    answer = answerer(target, draft, settings, config.num_frames)
-    return regenerate(dataset, answer, out, provenance, settings, rank, world_size)
+    return _dataset(config, processor, split)
+
+
+def _provenance(dataset: Data, origin: dict[str, Any], settings: RegenerateConfig) -> dict[str, Any]:
+    """Returns the origin of the rows: target, engine, data and decoding settings."""
+    data = {"data": dataset.fingerprint, "num_frames": dataset.config.num_frames}
+    return {**origin, **data, **settings.sampling()}
 
 
 def _dataset(config: DataConfig, processor: Processor, split: str) -> Data:

@@ -1,7 +1,8 @@
 """Regeneration: replaces every answer of a dataset by the target's own answer.
 
-Owns: the answers of a conversation, resuming after an interruption, the division among ranks, the provenance of every row.
-Does not own: decoding (sage.generate).
+Owns: resuming after an interruption, the division among ranks, the files, our own decoder as the source of answers.
+Does not own: the turns of a conversation (data_prep.dialog), answers of a server (data_prep.server), decoding
+(sage.generate).
 
 Ref: EAGLE-3, arXiv 2503.01840: drafts are trained on answers that the target generates.
 
@@ -11,16 +12,19 @@ On disk, while it runs: `OUT.part-RANK-of-RANKS.jsonl`, one line per finished co
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from data_prep.config import RegenerateConfig
-from data_prep.conversation import BadItem, Conversation, Message, check_conversation
+from data_prep.conversation import Message
+from data_prep.dialog import Answer, Answerer, Dialog, Drive, Outcome
 from data_prep.files import locked, naming_write_errors, writing
 from data_prep.tools.jsonl_writer import MediaFolder, as_line
 from sage.inputs.media import open_image, open_video_part
@@ -28,17 +32,7 @@ from sage.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 NEUTRAL_KEYS = {"draft", "policy"}  # of the provenance: they affect the speed, not the answers
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The target's answer to one prompt."""
-
-    text: str
-    is_finished: bool  # whether it ended before `max_new_tokens`
-
-
-Answerer = Callable[[list[Message], int], Answer]  # messages, seed
+LOG_INTERVAL_S = 60.0  # of the progress where stderr is no terminal
 
 
 @dataclass(frozen=True)
@@ -46,9 +40,10 @@ class RegenerationResult:
     """Numbers of conversations after a call of `regenerate`.
 
     Attributes:
-        done_before, done_now: answered before this call and by it.
+        done_before, done_now: finished before this call and by it.
         total: all conversations of the dataset.
         is_merged: whether all ranks' parts are complete and `out` is written.
+        outcomes: outcome -> number of conversations, of all that are finished.
         num_skipped: conversations without a row, once merged.
     """
 
@@ -56,15 +51,22 @@ class RegenerationResult:
     done_now: int
     total: int
     is_merged: bool
+    outcomes: Counter[str]
     num_skipped: int
+
+    def as_text(self, out: Path) -> str:
+        """Returns the summary as one line."""
+        counts = ", ".join(f"{self.outcomes[outcome]} {outcome}" for outcome in Outcome if self.outcomes[outcome])
+        lost = f"; {self.num_skipped} without a row, see {skipped_path(out)}" if self.num_skipped else ""
+        return f"{self.total} conversations ({self.done_now} now): {counts or 'none'}: {out}{lost}"
 
 
 def regenerate(
     dataset: Any,
-    answer: Answerer,
+    drive: Drive,
     out: Path,
     provenance: dict[str, Any],
-    settings: RegenerateConfig,
+    seed: int = 0,
     rank: int = 0,
     world_size: int = 1,
 ) -> RegenerationResult:
@@ -72,28 +74,44 @@ def regenerate(
 
     Args:
         dataset: `__len__` and `conversation(i)`, e.g. of `build_dataset` with data.cache=rows.
-        answer: see `answerer`.
-        provenance: the origin of the rows (target, draft, ...), stored in every row.
-        settings: decoding settings, stored in the provenance.
+        drive: the source of the answers, `one_by_one` or that of a server.
+        provenance: the origin of the rows (target, draft, decoding settings, ...), stored in every row.
 
     Raises:
         ValueError: `out` or its parts contain rows with another provenance.
     """
-    provenance = {**provenance, **{k: v for k, v in asdict(settings).items() if k != "draft"}}
     done = _read(out, provenance)
     remaining = [i for i in range(rank, len(dataset), world_size) if i not in done]
-    media = MediaFolder(out)
     part = part_path(out, rank, world_size)
     part.parent.mkdir(parents=True, exist_ok=True)
     _drop_unfinished_line(part)
-    for position in progress_bar(remaining, "answering", len(dataset), len(done), is_shown=rank == 0):
-        line = _line(dataset, position, answer, settings.seed, provenance, media)
+    dialogs = (Dialog.open(dataset, position, seed) for position in remaining)
+    media = MediaFolder(out)
+    for dialog in _with_progress(drive(dialogs), len(dataset), len(done), len(remaining), is_shown=rank == 0):
+        row = {"position": dialog.position, "kept": dialog.kept, "outcome": dialog.outcome, "reason": dialog.reason}
+        line = as_line(dialog.answered(), media, **row, provenance=provenance)
         with naming_write_errors(part), part.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
-    is_merged = _merge(out, provenance, len(dataset))
-    skipped = skipped_path(out)
-    num_skipped = skipped.read_bytes().count(b"\n") if is_merged and skipped.exists() else 0
-    return RegenerationResult(len(done), len(remaining), len(dataset), is_merged, num_skipped)
+    rows = _merge(out, provenance, len(dataset))
+    is_merged = len(rows) == len(dataset)
+    num_skipped = sum(not row["kept"] for row in rows.values()) if is_merged else 0
+    outcomes = Counter(row["outcome"] for row in rows.values())
+    return RegenerationResult(len(done), len(remaining), len(dataset), is_merged, outcomes, num_skipped)
+
+
+def _with_progress(
+    dialogs: Iterable[Dialog], total: int, num_before: int, num_remaining: int, is_shown: bool
+) -> Iterator[Dialog]:
+    """Shows number, rate and time left: on a terminal as a bar, elsewhere in the log."""
+    start = last = time.monotonic()
+    bar = progress_bar(dialogs, "answering", total, num_before, is_shown)
+    for count, dialog in enumerate(bar, 1):
+        yield dialog
+        now = time.monotonic()
+        if is_shown and not sys.stderr.isatty() and now - last >= LOG_INTERVAL_S:
+            last, rate = now, count / (now - start)
+            left_s = (num_remaining - count) / rate
+            logger.info("%d of %d conversations, %.2f/s, %.0f min left", num_before + count, total, rate, left_s / 60)
 
 
 def answerer(target: Any, draft: Any, settings: RegenerateConfig, num_frames: int) -> Answerer:
@@ -104,46 +122,15 @@ def answerer(target: Any, draft: Any, settings: RegenerateConfig, num_frames: in
     policy = settings.policy if draft is not None else "autoregressive"
 
     def answer(messages: list[Message], seed: int) -> Answer:
-        inputs = target.prepare(with_open_media(messages, num_frames))
-        out = sage.generate(target, draft, inputs, policy=policy, sampling=sampling, seed=seed)
-        return Answer(out.text, bool(len(out.tokens)) and int(out.tokens[-1]) in target.eos_token_ids)
+        try:
+            opened = with_open_media(messages, num_frames)
+        except ValueError as error:
+            return Answer("", Outcome.invalid, str(error))
+        out = sage.generate(target, draft, target.prepare(opened), policy=policy, sampling=sampling, seed=seed)
+        is_finished = len(out.tokens) and int(out.tokens[-1]) in target.eos_token_ids
+        return Answer(out.text, Outcome.answered if is_finished else Outcome.cut)
 
     return answer
-
-
-def _line(dataset: Any, position: int, answer: Answerer, seed: int, provenance: dict[str, Any], media: MediaFolder) -> str:
-    """Returns the row of one conversation; `kept`, its number of answers, is 0 if the first answer did not end."""
-    name, reason = None, ""
-    try:
-        conversation = dataset.conversation(position)
-        name = conversation.id
-        regenerated = _regenerated(check_conversation(conversation), answer, seed)
-    except BadItem as error:
-        return json.dumps({"id": name, "position": position, "kept": 0, "reason": str(error), "provenance": provenance})
-    kept = sum(message["role"] == "assistant" for message in regenerated.messages)
-    if not kept:
-        reason = str(conversation.error("no answer ended within max_new_tokens"))
-    return as_line(regenerated, media, position=position, kept=kept, reason=reason, provenance=provenance)
-
-
-def _regenerated(conversation: Conversation, answer: Answerer, seed: int) -> Conversation:
-    """Replaces the answers in order, each conditioned on the previous ones, up to the first that did not end."""
-    messages: list[Message] = []
-    for message in conversation.messages:
-        if message["role"] != "assistant":
-            messages.append(message)
-            continue
-        found = answer(messages, _seed(seed, conversation.id, len(messages)))
-        if not found.is_finished:
-            last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)
-            return replace(conversation, messages=messages[: last + 1])
-        messages.append({"role": "assistant", "content": [{"type": "text", "text": found.text}]})
-    return replace(conversation, messages=messages)
-
-
-def _seed(seed: int, name: str, turn: int) -> int:
-    """Returns the seed of one answer, which does not depend on the rank."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{name}/{turn}".encode()).digest()[:4], "big") >> 1
 
 
 def with_open_media(messages: list[Message], num_frames: int) -> list[Message]:
@@ -176,6 +163,16 @@ def skipped_path(out: Path) -> Path:
 def has_answers(out: Path) -> bool:
     """Returns whether a finished answer is saved, in `out` or in a part of it."""
     return any(path.stat().st_size for path in (out, *_parts(out)) if path.exists())
+
+
+def finished_provenance(out: Path) -> dict[str, Any] | None:
+    """Returns the provenance of the rows of `out`; None if it is not written yet."""
+    for path in (out, skipped_path(out)) if out.exists() else ():
+        if path.exists() and path.stat().st_size:
+            with path.open(encoding="utf-8") as file:
+                found: dict[str, Any] = json.loads(file.readline()).get("provenance") or {}
+                return found
+    return None
 
 
 def _parts(out: Path) -> list[Path]:
@@ -214,22 +211,18 @@ def _drop_unfinished_line(part: Path) -> None:
             temporary.write_bytes(complete)
 
 
-def _merge(out: Path, provenance: dict[str, Any], total: int) -> bool:
-    """Writes the rows of all parts in order to `out` if every conversation is answered; returns whether it is."""
+def _merge(out: Path, provenance: dict[str, Any], total: int) -> dict[int, dict[str, Any]]:
+    """Writes the rows of all parts in order to `out` if every conversation is finished; returns the rows by position."""
     with locked(out):
         rows = _read(out, provenance)
-        if len(rows) < total:
-            return False
-        if _parts(out):
+        if len(rows) == total and _parts(out):
             ordered = [rows[position] for position in sorted(rows)]
-            skipped = [row for row in ordered if not row["kept"]]
-            if skipped:
+            if skipped := [row for row in ordered if not row["kept"]]:
                 _write(skipped_path(out), skipped)
             _write(out, [row for row in ordered if row["kept"]])
             for part in _parts(out):
                 part.unlink()
-            logger.info("%s: %d conversations, %d skipped", out, total - len(skipped), len(skipped))
-        return True
+        return rows
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -140,12 +140,7 @@ class Target:
     @property
     def fingerprint(self) -> dict[str, Any]:
         """Family and sizes, stored with each draft and compared when it is loaded."""
-        return {
-            "model_type": self.family.model_type,
-            "hidden_size": self.hidden_size,
-            "vocab_size": self.vocab_size,
-            "num_layers": self.num_layers,
-        }
+        return fingerprint_of(self.model.config)
 
     def prepare(self, messages: Messages) -> BatchFeature:
         """Returns the inputs of one prompt, up to the beginning of the assistant's turn.
@@ -288,3 +283,14 @@ def _as_list(value: Any) -> list[int]:
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def fingerprint_of(config: Any) -> dict[str, Any]:
+    """Returns `Target.fingerprint` of a target with this config."""
+    text = config.get_text_config()
+    return {
+        "model_type": family_of(config).model_type,
+        "hidden_size": int(text.hidden_size),
+        "vocab_size": int(text.vocab_size),
+        "num_layers": int(text.num_hidden_layers),
+    }

@@ -15,14 +15,17 @@ from typing import Any
 
 import datasets
 import pytest
+from support.chat_server import serving
 from support.data_helpers import assistant, make_image, make_processor, save_images, save_target, user
 from support.messages import check_message, refused
 
+import sage
 from data_prep.build import build_dataset
 from data_prep.chat import build_example
 from data_prep.config import DataConfig, OnBad, RegenerateConfig, SourceConfig
 from data_prep.conversation import BadItem, Conversation
 from data_prep.dataset.mixing import sample
+from data_prep.dialog import Answer, Outcome
 from data_prep.splits import Split
 from data_prep.tools import cli
 from data_prep.tools.html_report import render_html
@@ -221,7 +224,7 @@ def test_regenerate_from_the_command_line(
     words = [f"target.path={target_folder}", "data.num_examples=2", f"data.cache_dir={tmp_path}", "action=regenerate"]
     words += [f"out={out}", "regenerate.max_new_tokens=4", "launch.device=cpu"]
     assert command(monkeypatch, *words) == 0
-    assert f"2 conversations answered (2 now): {out}" in capsys.readouterr().out
+    assert f"2 conversations (2 now): 2 cut short: {out}; 2 without a row" in capsys.readouterr().out
     assert command(monkeypatch, *words) == 0
     assert "(0 now)" in capsys.readouterr().out
     assert command(monkeypatch, *words, "regenerate.temperature=1.0") == 2
@@ -264,6 +267,9 @@ def test_interrupted_regeneration_exits_with_3_once_answers_are_saved(
     assert command(monkeypatch, *words) == 0
 
 
+SERVED = ["action=regenerate", "out=a.jsonl", "regenerate.server=http://127.0.0.1:9/v1"]  # nobody listens there
+
+
 @pytest.mark.parametrize(
     ("words", "part"),
     [
@@ -285,6 +291,25 @@ def test_interrupted_regeneration_exits_with_3_once_answers_are_saved(
         (["out=/proc/nowhere/page.html"], "/proc/nowhere/page.html"),
         (["action=regenerate", "out=/proc/nowhere/a.jsonl"], "/proc/nowhere/a.jsonl"),
         (["data=messages", "data.path=FILE", "data.cache_dir=/proc/nowhere"], "another data.cache_dir"),
+        (["action=regenerate", "out=a.jsonl", "regenerate.concurrency=4"], "without regenerate.server"),
+        (["action=regenerate", "out=a.jsonl", "regenerate.server={a: 1}"], "regenerate.server: dict"),
+        ([*SERVED, "regenerate.server=ftp://host/v1"], "http or https"),
+        ([*SERVED, "regenerate.server=[http://host/v1,host:8000]"], "URL 2"),
+        ([*SERVED, "regenerate.server=http://user:secret@host/v1"], "regenerate.key_variable"),
+        ([*SERVED, "regenerate.server='http://host/v1?key=secret'"], "a query"),
+        ([*SERVED, "regenerate.server=http://host:port/v1"], "URL 1 is not valid"),
+        ([*SERVED, "regenerate.concurrency=0"], "regenerate.concurrency: 0"),
+        ([*SERVED, "regenerate.retries=-1"], "regenerate.retries: -1"),
+        ([*SERVED, "regenerate.timeout_s=0"], "regenerate.timeout_s: 0"),
+        ([*SERVED, "regenerate.images=fax"], "regenerate.images"),
+        ([*SERVED, "regenerate.key_variable=sk-secret"], "regenerate.key_variable: not the name"),
+        ([*SERVED, "regenerate.key_variable=NO_SUCH_secret"], "regenerate.key_variable: the environment has no"),
+        ([*SERVED, "regenerate.draft=runs/x"], "regenerate.draft=runs/x"),
+        ([*SERVED, "regenerate.policy=chain"], "with regenerate.server, which decodes"),
+        ([*SERVED, "launch.gpus=2"], "launch.gpus=2"),
+        ([*SERVED, "target.dtype=bf16"], "target.dtype=bf16"),
+        ([*SERVED, "regenerate.temperature=-1"], "temperature"),
+        (SERVED, "regenerate.server: the server: no connection"),
     ],
 )
 def test_invalid_arguments_are_one_line_and_exit_code_2(
@@ -301,4 +326,48 @@ def test_invalid_arguments_are_one_line_and_exit_code_2(
     error = capsys.readouterr().err
     check_message(error, part)
     assert error.count("error:") == 1 and error.count("\n") == 1
-    assert not list(tmp_path.glob("runs"))
+    assert "secret" not in error and "127.0.0.1" not in error
+    assert not list(tmp_path.glob("runs")) and not list(tmp_path.glob("a.jsonl*"))
+
+
+@pytest.mark.parametrize("key", ["sk-secret\n", "sk secret", "sk-s\u00e9cret", "sk-secret\r\nX-Header: 1"])
+def test_key_that_cannot_be_sent_is_refused(
+    key: str, target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    assert command(monkeypatch, f"target.path={target_folder}", *SERVED) == 2
+    error = capsys.readouterr().err
+    check_message(error, "regenerate.key_variable: OPENAI_API_KEY", "line break")
+    assert error.count("\n") == 1 and "cret" not in error
+
+
+@pytest.mark.slow
+def test_regenerate_from_a_server(
+    target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rows of the decoder, from the command line; once they are complete, the server is not needed."""
+    words = [f"target.path={target_folder}", "data.num_examples=4", "data.sources.pocket.families=[caption]"]
+    words += [f"data.cache_dir={tmp_path}", "action=regenerate", "regenerate.max_new_tokens=4"]
+    target = sage.load_target(target_folder)
+
+    def model(messages: list[Any], seed: int) -> Answer:
+        out = sage.generate(target, None, target.prepare(messages), policy="autoregressive", max_new_tokens=4)
+        return Answer(out.text, Outcome.answered if int(out.tokens[-1]) in target.eos_token_ids else Outcome.cut)
+
+    assert command(monkeypatch, *words, f"out={tmp_path}/a.jsonl", "launch.device=cpu") == 0
+    with serving(target.processor, model, models=[{"id": target_folder.name}]) as server:
+        own = [*words, f"out={tmp_path}/b.jsonl", f"regenerate.server={server.url}"]
+        assert command(monkeypatch, *own) == 0
+    assert command(monkeypatch, *own) == 0
+    assert "4 conversations (0 now)" in capsys.readouterr().out
+    a, b = ((tmp_path / name).read_text() for name in ("a.jsonl.skipped.jsonl", "b.jsonl.skipped.jsonl"))
+    first, second = ([json.loads(line) for line in text.splitlines()] for text in (a, b))
+    provenance = [rows[0]["provenance"] for rows in (first, second)]
+    assert provenance[1]["served_model"] == target_folder.name
+    assert {k for k in provenance[0] | provenance[1] if provenance[0].get(k) != provenance[1].get(k)} == {
+        "dtype", "policy", "served_model"
+    }  # fmt: skip
+    assert [{**row, "provenance": 0} for row in first] == [{**row, "provenance": 0} for row in second]
+    assert command(monkeypatch, *words, f"out={tmp_path}/b.jsonl", "launch.device=cpu") == 2
+    check_message(capsys.readouterr().err, "other settings", "served_model")

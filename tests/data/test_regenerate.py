@@ -21,11 +21,12 @@ from data_prep.build import build_dataset
 from data_prep.chat import build_example
 from data_prep.config import DataConfig, RegenerateConfig, SourceConfig
 from data_prep.conversation import Conversation, Message, text_of
+from data_prep.dialog import Answer, Outcome, one_by_one
+from data_prep.tools import regenerate as regeneration
 from data_prep.tools.cli import regenerate_data
-from data_prep.tools.regenerate import Answer, part_path, regenerate, skipped_path, with_open_media
+from data_prep.tools.regenerate import part_path, regenerate, skipped_path, with_open_media
 
 PROVENANCE = {"target": "t", "draft": None, "data": "d"}
-SETTINGS = RegenerateConfig(max_new_tokens=8)
 
 
 class Conversations:
@@ -44,11 +45,11 @@ def echo(messages: list[Message], seed: int) -> Answer:
     """Answers with the texts of all messages; the first answer of c4 and the second of c5 never end."""
     texts = [text_of(message) for message in messages]
     endless = (texts[0] == "q4?" and len(messages) == 1) or (texts[0] == "q5?" and len(messages) == 3)
-    return Answer(f"{'|'.join(texts)} {seed % 100}", not endless)
+    return Answer(f"{'|'.join(texts)} {seed % 100}", Outcome.cut if endless else Outcome.answered)
 
 
 def run(out: Path, answer: Any = echo, **options: Any) -> Any:
-    return regenerate(Conversations(), answer, out, options.pop("provenance", PROVENANCE), SETTINGS, **options)
+    return regenerate(Conversations(), one_by_one(answer), out, options.pop("provenance", PROVENANCE), **options)
 
 
 def content(out: Path) -> dict[str, bytes]:
@@ -73,16 +74,15 @@ def test_rows_contain_the_targets_answers_and_their_provenance(complete: dict[st
     question, first, more, second = found[1]["messages"]
     assert first["content"][0]["text"].startswith("q1? ")
     assert second["content"][0]["text"].startswith("q1?|" + first["content"][0]["text"] + "|more ")
-    assert found[1]["provenance"] == {
-        **PROVENANCE, "policy": "sage", "max_new_tokens": 8, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0
-    }  # fmt: skip
+    assert found[1]["provenance"] == PROVENANCE
     assert len(found[3]["messages"]) == 2  # the second answer of c5 did not end
     assert question["content"][0]["image"].startswith("out_media/")
     assert len(list((tmp_path / "complete" / "out_media").iterdir())) == 2  # each image once
     skipped = rows(skipped_path(tmp_path / "complete" / "out.jsonl"))
     assert [row["id"] for row in skipped] == ["c3", "c4"]
     check_message(skipped[0]["reason"], "chats: item 3 (id c3):", "'user'")
-    check_message(skipped[1]["reason"], "chats: item 4 (id c4):", "max_new_tokens")
+    check_message(skipped[1]["reason"], "chats: item 4 (id c4):", "answer 1", "max_new_tokens")
+    assert [row["outcome"] for row in (*found, *skipped)] == ["answered"] * 3 + ["cut short", "invalid", "cut short"]
 
 
 def test_rows_can_be_trained_on(complete: dict[str, bytes], tmp_path: Path) -> None:
@@ -90,6 +90,31 @@ def test_rows_can_be_trained_on(complete: dict[str, bytes], tmp_path: Path) -> N
     config = DataConfig(sources={"it": source}, holdout=0.0, cache_dir=str(tmp_path / "cache"))
     dataset = build_dataset(config, make_target("qwen2_5_vl").processor)
     assert [dataset[i]["id"] for i in range(len(dataset))] == ["c0", "c1", "c2", "c5"]
+
+
+def test_summary_counts_every_conversation_once(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    assert run(out, rank=0, world_size=2).as_text(out) == f"6 conversations (3 now): 2 answered, 1 cut short: {out}"
+    summary = f"6 conversations (3 now): 3 answered, 2 cut short, 1 invalid: {out}; 2 without a row, see {skipped_path(out)}"
+    assert run(out).as_text(out) == summary
+
+
+def test_empty_answer_ends_a_conversation(tmp_path: Path) -> None:
+    def silent(messages: list[Message], seed: int) -> Answer:
+        return Answer("  " if len(messages) > 1 else "hello")
+
+    assert run(tmp_path / "out.jsonl", silent).outcomes == {"empty": 5, "invalid": 1}
+    assert [row["kept"] for row in rows(tmp_path / "out.jsonl")] == [1] * 5
+    check_message(rows(tmp_path / "out.jsonl")[0]["reason"], "(id c0): answer 2", "empty")
+
+
+def test_progress_is_logged_where_stderr_is_no_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(regeneration, "LOG_INTERVAL_S", 0.0)
+    with caplog.at_level("INFO"):
+        run(tmp_path / "out.jsonl")
+    assert "4 of 6 conversations, " in caplog.messages[3] and "/s, 0 min left" in caplog.messages[3]
 
 
 @pytest.mark.parametrize("stop", [0, 1, 4, 7])

@@ -8,7 +8,7 @@ from pathlib import Path
 import data_prep
 
 ROOT = Path(data_prep.__file__).parent
-ORDER = ("tools", "batching", "dataset", "sources", "pocket")  # highest first
+ORDER = ("tools", "server", "batching", "dataset", "sources", "pocket")  # highest first
 
 
 def imported_rooms(path: Path) -> set[str]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import sys
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hydra.core.config_store import ConfigStore
 
 from data_prep.config import RegenerateConfig, validate
 from data_prep.files import check_writable
+from data_prep.server.address import check_server, read_key
 from data_prep.sources.paths import check_paths
 from data_prep.splits import Split
 from sage.cli import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED
@@ -23,6 +26,9 @@ from train.config.overrides import launch_keys, refuse_unused, task_overrides
 from train.config.schema import ConfigError, DataConfig, LaunchConfig, TargetConfig
 from train.launch import cluster_env
 from train.launch.launcher import check_devices
+
+if TYPE_CHECKING:
+    from data_prep.tools.regenerate import RegenerationResult
 
 
 class Action(StrEnum):
@@ -39,6 +45,14 @@ UNUSED = {  # keys without effect on an action, and the remedy
     Action.regenerate: dict.fromkeys(launch_keys("gpus", "ranks", "device", "threads"), "; remove it")
     | {"limit": LIMIT, "shown": "; remove it"},
 }
+WITH_SERVER = dict.fromkeys(
+    ("regenerate.draft", "regenerate.policy", "launch.", "target.dtype", "target.attention", "target.revision"),
+    "with regenerate.server, which decodes; remove it",
+)
+SERVER_KEYS = ("model", "concurrency", "images", "retries", "retry_delay_s", "timeout_s", "key_variable")
+WITHOUT_SERVER = dict.fromkeys(
+    (f"regenerate.{key}" for key in SERVER_KEYS), "without regenerate.server; give it, or remove this"
+)
 
 
 @dataclass(kw_only=True)
@@ -83,6 +97,8 @@ def run(config: DataCommand) -> int:
     refuse_unused(
         task_overrides(), {key: f"with action={config.action}{remedy}" for key, remedy in UNUSED[config.action].items()}
     )
+    if config.action is Action.regenerate:
+        refuse_unused(task_overrides(), WITH_SERVER if config.regenerate.server else WITHOUT_SERVER)
     check(config)
     configure_logging(config.debug, is_main=cluster_env.is_main_rank())
     out = Path(config.out or f"runs/data/{config.data.name}-{config.target.name}.html")
@@ -120,6 +136,7 @@ def check(config: DataCommand) -> None:
     for name in ("limit", "shown"):
         if getattr(config, name) < 0:
             raise ConfigError(f"{name}={getattr(config, name)}; allowed: 0 or more")
+    check_server(config.regenerate, os.environ)
     if config.regenerate.draft:
         find_draft(config.regenerate.draft, "regenerate.draft")
 
@@ -146,6 +163,8 @@ def _regenerate_on_ranks(config: DataCommand) -> int:
     try:
         if cluster_env.is_ranked():
             return _regenerate(config, cluster_env.rank(), cluster_env.world_size())
+        if config.regenerate.server:
+            return _regenerate(config, 0, 1)
         ranks = config.launch.gpus or config.launch.ranks or 1
         check_devices(config.launch, ranks)
         return _regenerate(config, 0, 1) if ranks == 1 else _start_ranks(config, ranks)
@@ -186,17 +205,25 @@ def _rank(config: DataCommand, rank: int, world_size: int) -> None:
 
 
 def _regenerate(config: DataCommand, rank: int, world_size: int) -> int:
-    import torch
     from transformers.utils import logging as transformers_logging
-
-    import sage
-    from data_prep.tools import cli
-    from data_prep.tools.regenerate import skipped_path
-    from sage.dtypes import torch_dtype
-    from train.launch.ranks import pick_device
 
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
+    answer = _answer_from_server if config.regenerate.server else _answer
+    found = answer(config, rank, world_size)
+    if found.is_merged:
+        print(found.as_text(Path(config.out)))
+    return EXIT_DONE
+
+
+def _answer(config: DataCommand, rank: int, world_size: int) -> RegenerationResult:
+    import torch
+
+    import sage
+    from data_prep.tools import cli
+    from sage.dtypes import torch_dtype
+    from train.launch.ranks import pick_device
+
     if config.launch.threads is not None:
         torch.set_num_threads(config.launch.threads)
     device = pick_device(str(config.launch.device), cluster_env.local_rank())
@@ -204,12 +231,19 @@ def _regenerate(config: DataCommand, rank: int, world_size: int) -> int:
     target = sage.load_target(config.target.path, **options)
     settings = config.regenerate
     draft = sage.load_draft(settings.draft, target) if settings.draft else None
-    out = Path(config.out)
-    found = cli.regenerate_data(config.data, target, draft, settings, str(config.split), out, rank, world_size)
-    if found.is_merged:
-        lost = f"; {found.num_skipped} gave no row, see {skipped_path(out)}" if found.num_skipped else ""
-        print(f"{found.total} conversations answered ({found.done_now} now): {out}{lost}")
-    return EXIT_DONE
+    return cli.regenerate_data(config.data, target, draft, settings, str(config.split), Path(config.out), rank, world_size)
+
+
+def _answer_from_server(config: DataCommand, rank: int, world_size: int) -> RegenerationResult:
+    import sage
+    from data_prep.server.check import ServedTarget
+    from data_prep.tools import cli
+
+    settings = config.regenerate
+    sage.Sampling.from_attributes(settings)  # checks the values
+    target, key = ServedTarget.load(config.target.path), read_key(settings, os.environ)
+    arguments = (config.data, target, key, settings, str(config.split), Path(config.out))
+    return cli.regenerate_from_server(*arguments, rank, world_size)
 
 
 if __name__ == "__main__":

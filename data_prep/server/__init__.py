@@ -1,0 +1,9 @@
+"""Answers from OpenAI-compatible servers, such as vLLM's.
+
+    address.py        URLs and key
+    chat_request.py   messages with images -> body of a request; its answer
+    client.py         requests: choice of the server, retries; the only module that uses HTTP
+    answers.py        the check of the servers at the start, conversations side by side
+
+Neither URLs nor the key reach a file, a log or a message: a message names a server by its place in `regenerate.server`.
+"""

@@ -1,0 +1,71 @@
+"""URLs and key of the servers, checked before anything is loaded. Imports neither torch nor an HTTP library."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from data_prep.config import KEY_VARIABLE, RegenerateConfig
+
+SCHEMES = ("http", "https")
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def check_server(settings: RegenerateConfig, environment: Mapping[str, str]) -> None:
+    """Checks the settings of the servers.
+
+    Raises:
+        ValueError: names the key and what is allowed, but neither a URL nor the key of a server.
+    """
+    if not isinstance(settings.server, (str, list)) or not all(isinstance(url, str) for url in settings.server):
+        raise ValueError(f"regenerate.server: {type(settings.server).__name__}; allowed: a URL or a list of URLs")
+    for number, url in enumerate(settings.urls(), 1):
+        if problem := _problem(url):
+            raise ValueError(f"regenerate.server: URL {number} {problem}; give for example http://host:8000/v1")
+    for name, lowest in (("concurrency", 1), ("retries", 0)):
+        if getattr(settings, name) < lowest:
+            raise ValueError(f"regenerate.{name}: {getattr(settings, name)}; allowed: {lowest} or more")
+    for name in ("retry_delay_s", "timeout_s"):
+        if not 0 < getattr(settings, name) < float("inf"):
+            raise ValueError(f"regenerate.{name}: {getattr(settings, name)}; allowed: above 0")
+    read_key(settings, environment)
+
+
+def read_key(settings: RegenerateConfig, environment: Mapping[str, str]) -> str:
+    """Returns the key of the servers, empty if there is none.
+
+    Raises:
+        ValueError: the environment has no variable of the chosen name, or its value cannot be sent.
+    """
+    name = settings.key_variable
+    if not NAME.fullmatch(name):
+        raise ValueError(
+            "regenerate.key_variable: not the name of an environment variable; the key itself stays out of settings"
+        )
+    if name != KEY_VARIABLE and name not in environment:
+        raise ValueError("regenerate.key_variable: the environment has no variable of this name; export it")
+    key = environment.get(name, "")
+    if not (key.isascii() and key.isprintable()) or " " in key:
+        raise ValueError(f"regenerate.key_variable: {name} has a line break, a blank or another character that no key has")
+    return key
+
+
+def _problem(url: str) -> str:
+    """Returns what is wrong with a URL; empty if nothing is."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # raises ValueError if it is none
+    except ValueError:
+        return "is not valid"
+    if not url.isascii() or not url.isprintable() or " " in url:
+        return "has a line break, a blank or another character that no URL has"
+    if parts.scheme not in SCHEMES:
+        return f"is not of the scheme {' or '.join(SCHEMES)}"
+    if parts.username is not None or parts.password is not None:
+        return "has a user or a password in it; export the key in the variable of regenerate.key_variable"
+    if not parts.hostname:
+        return "has no host"
+    if parts.query or parts.fragment:
+        return "has a query or a fragment"
+    return ""

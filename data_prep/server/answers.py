@@ -1,0 +1,150 @@
+"""Answers of OpenAI-compatible servers to many conversations at the same time.
+
+Owns: conversations side by side, the outcome of a request without an answer. Does not own: HTTP and retries (`client`), the
+content of requests and answers (`chat_request`), the check at the start (`check`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Iterator
+from types import TracebackType
+
+from data_prep.config import RegenerateConfig
+from data_prep.conversation import Message, media_parts
+from data_prep.dialog import Answer, Dialog, Outcome, Prompt
+from data_prep.server.chat_request import MediaPolicy, OutsideMedia, answer_of, request_messages
+from data_prep.server.check import TEXT_PROMPT, ServedTarget, ServerCheck
+from data_prep.server.client import Fault, Refused, ServerError, ServerPool
+
+logger = logging.getLogger(__name__)
+NUM_SEARCHED, NUM_TRIED = 64, 4  # conversations at the start: searched for images, and sent to check that they are taken
+
+
+class ServerAnswers:
+    """Answers of the servers in `settings.server`; a context manager.
+
+    Args:
+        key: of the servers, empty: none.
+        policy: the images that may be sent.
+    """
+
+    def __init__(self, settings: RegenerateConfig, key: str, target: ServedTarget, policy: MediaPolicy) -> None:
+        self._settings, self._target, self._policy = settings, target, policy
+        self._runner = asyncio.Runner()
+        self._pool = ServerPool(settings, key)
+        self._check = ServerCheck(self._pool, settings, target, policy)
+        self._has_refused = False
+
+    def __enter__(self) -> ServerAnswers:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with self._runner:
+            self._runner.run(self._pool.close())
+
+    def check(self) -> str:
+        """Checks that every server serves the target; returns its id there.
+
+        Raises:
+            ServerError: one line with the remedy.
+        """
+        self._runner.run(self._check.check_text())
+        return self._check.model
+
+    def drive(self, dialogs: Iterator[Dialog]) -> Iterator[Dialog]:
+        """Runs up to `settings.concurrency` dialogs at the same time, see data_prep.dialog; `check` comes first.
+
+        Raises:
+            ServerError: the servers answer no more, or take no images.
+            OutsideMedia: an image is outside the folders whose images may be sent.
+        """
+        first = list(itertools.islice(dialogs, NUM_SEARCHED))
+        prompts = itertools.islice(self._prompts_with_image(first), NUM_TRIED)
+        self._runner.run(self._check.check_images(list(prompts)))
+        waiting = itertools.chain(first, dialogs)
+        tasks: set[asyncio.Task[Dialog]] = set()
+        try:
+            while True:
+                new = itertools.islice(waiting, self._settings.concurrency - len(tasks))
+                tasks |= {self._runner.get_loop().create_task(self._run(dialog)) for dialog in new}
+                if not tasks:
+                    return
+                self._runner.run(_first_done(tasks))
+                for task in sorted(filter(asyncio.Task.done, tasks), key=_has_failed):
+                    yield task.result()
+                    tasks.remove(task)
+        finally:
+            for task in tasks:
+                task.cancel()
+                _has_failed(task)  # reads the error, which asyncio would log otherwise
+
+    def _prompts_with_image(self, dialogs: list[Dialog]) -> Iterator[list[Message]]:
+        """Yields the first prompts of dialogs that have an image and can be sent."""
+        for dialog in dialogs:
+            prompt = dialog.next_prompt()
+            if prompt is None or not any(part["type"] == "image" for part in media_parts(prompt.messages)):
+                continue
+            try:
+                request_messages(prompt.messages, self._policy)
+            except OutsideMedia:
+                raise
+            except ValueError:
+                continue
+            yield prompt.messages
+
+    async def _run(self, dialog: Dialog) -> Dialog:
+        while (prompt := dialog.next_prompt()) is not None:
+            dialog.add(await self._answer(prompt))
+        return dialog
+
+    async def _answer(self, prompt: Prompt) -> Answer:
+        try:
+            messages = request_messages(prompt.messages, self._policy)
+        except OutsideMedia:
+            raise
+        except ValueError as error:
+            return Answer("", Outcome.invalid, str(error))
+        options = self._check.options | {"max_tokens": self._settings.max_new_tokens, "seed": prompt.seed}
+        try:
+            reply = await self._pool.complete({"model": self._check.model, "messages": messages, **options})
+            answer = answer_of(reply, self._target.processor.tokenizer, self._target.end_token_ids)
+            return answer or Answer("", Outcome.failed, "the server's answer is no chat completion")
+        except Refused as refused:
+            self._warn_once(str(refused))
+            return Answer("", Outcome.refused, f"refused by the server: {refused}")
+        except Fault as fault:
+            return await self._failed(fault)
+
+    async def _failed(self, fault: Fault) -> Answer:
+        """Tells a request that makes the server fail from a server that fails: it then answers no short text either.
+
+        Raises:
+            ServerError: the latter.
+        """
+        attempts = f"{self._settings.retries + 1} attempts"
+        if not (fault.is_busy or fault.is_down):
+            try:
+                body = {"model": self._check.model, "messages": request_messages(TEXT_PROMPT, self._policy), "max_tokens": 1}
+                await self._pool.complete(body)
+                return Answer("", Outcome.failed, f"{attempts} failed: {fault}")
+            except (Fault, Refused):
+                pass
+        raise ServerError(
+            f"regenerate.server: {attempts} failed in a row: {fault}; finished answers are kept, and the same command continues"
+        )
+
+    def _warn_once(self, reason: str) -> None:
+        if not self._has_refused:
+            logger.warning("the server refuses a request: %s; further refusals are counted and listed", reason)
+        self._has_refused = True
+
+
+async def _first_done(tasks: set[asyncio.Task[Dialog]]) -> None:
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+
+
+def _has_failed(task: asyncio.Task[Dialog]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is not None

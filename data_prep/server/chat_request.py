@@ -1,0 +1,147 @@
+"""Messages with images -> the body of a chat completion request, and its answer -> `Answer`.
+
+Images are sent so that the server reads the pixels of training. A file that every reader decodes alike is sent as it is; of
+others (rotated by EXIF, transparent, 16 bits, animated) the RGB image is sent as PNG.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, UnidentifiedImageError
+
+from data_prep.config import DataConfig, Images
+from data_prep.conversation import Message, Part, media_parts, text_of
+from data_prep.dialog import Answer, Outcome
+from data_prep.splits import Split
+from sage.inputs.media import open_image
+
+PLAIN_FORMATS = ("JPEG", "PNG", "WEBP")
+PLAIN_MODES = ("RGB", "L")
+ORIENTATION = 0x0112  # EXIF tag; 1 = upright
+
+
+class OutsideMedia(ValueError):
+    """An image outside the folders whose images may be sent."""
+
+
+@dataclass(frozen=True)
+class MediaPolicy:
+    """Which image files are sent, and how.
+
+    Attributes:
+        roots: resolved folders; an image file outside all of them is never read or sent.
+    """
+
+    roots: tuple[Path, ...]
+    images: Images
+
+    @classmethod
+    def of(cls, config: DataConfig, split: Split, images: Images) -> MediaPolicy:
+        """Returns the policy of a split: the `media_root` of each source, by default the folder of its file."""
+        roots = []
+        for source in config.resolved(split).values():
+            path = Path(source.path)
+            folder = path if path.is_dir() else path.parent
+            roots += [Path(source.media_root or folder).resolve()] if source.media_root or source.path else []
+        return cls(tuple(roots), images)
+
+    def url(self, image: Any) -> str:
+        """Returns the URL of an image for a request.
+
+        Raises:
+            OutsideMedia: a file outside `roots`, symbolic links resolved.
+            ValueError: it cannot be read.
+        """
+        if isinstance(image, Image.Image):
+            return _data_url(_png(image), "PNG")
+        if not isinstance(image, (str, Path)) or str(image).startswith("data:"):
+            data = image if isinstance(image, bytes) else _decoded(str(image))
+            kind = _plain_format(io.BytesIO(data))
+            return _data_url(data if kind else _png(data), kind or "PNG")
+        file = Path(image).resolve()
+        if not any(file.is_relative_to(root) for root in self.roots):
+            raise OutsideMedia(
+                f"image {image}: outside data.media_root, so it is not sent to a server; set data.media_root to a folder "
+                "above all images, or answer without regenerate.server"
+            )
+        kind = _plain_format(file)
+        if kind and self.images is Images.path:
+            return file.as_uri()
+        return _data_url(file.read_bytes() if kind else _png(file), kind or "PNG")
+
+
+def request_messages(messages: list[Message], policy: MediaPolicy) -> list[dict[str, Any]]:
+    """Returns the messages as the API takes them: a message with images as parts, any other as text.
+
+    Raises:
+        OutsideMedia: see `MediaPolicy.url`.
+        ValueError: an image that cannot be read, or a video.
+    """
+    found = []
+    for message in messages:
+        has_media = any(True for _ in media_parts([message]))
+        content = [_part(part, policy) for part in message["content"]] if has_media else text_of(message)
+        found.append({"role": message["role"], "content": content})
+    return found
+
+
+def answer_of(reply: Any, tokenizer: Any, end_token_ids: Sequence[int]) -> Answer | None:
+    """Returns the answer in a chat completion, None if it is none.
+
+    With token ids (vLLM's `return_token_ids`), text and end are those that our decoder gives for the same tokens.
+    """
+    try:
+        choice = reply["choices"][0]
+        text, reason, ids = choice["message"]["content"] or "", choice["finish_reason"], choice.get("token_ids")
+    except (LookupError, TypeError):
+        return None
+    if ids:
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+    if reason == "stop" or (ids and ids[-1] in end_token_ids):
+        return Answer(text)
+    if reason == "length":
+        return Answer(text, Outcome.cut)
+    return Answer(text, Outcome.refused, f"refused by the server: finish_reason {reason}")
+
+
+def _part(part: Part, policy: MediaPolicy) -> dict[str, Any]:
+    if part["type"] == "text":
+        return {"type": "text", "text": part["text"]}
+    if part["type"] == "video":
+        raise ValueError("a video; servers sample frames in their own way, so it is answered only without regenerate.server")
+    return {"type": "image_url", "image_url": {"url": policy.url(part["image"])}}
+
+
+def _plain_format(source: Any) -> str:
+    """Returns the format of an image file that every reader decodes alike; empty for another one or none."""
+    try:
+        with Image.open(source) as image:
+            is_upright = image.getexif().get(ORIENTATION, 1) == 1
+            is_plain = image.mode in PLAIN_MODES and is_upright and getattr(image, "n_frames", 1) == 1
+            is_plain = is_plain and not image.has_transparency_data
+            return str(image.format) if is_plain and image.format in PLAIN_FORMATS else ""
+    except (OSError, UnidentifiedImageError, Image.DecompressionBombError, SyntaxError):
+        return ""
+
+
+def _decoded(url: str) -> bytes:
+    try:
+        return base64.b64decode(url.partition(",")[2], validate=True)
+    except ValueError as error:
+        raise ValueError("image data: not valid base64") from error
+
+
+def _data_url(data: bytes, kind: str) -> str:
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(data).decode()}"
+
+
+def _png(image: Any) -> bytes:
+    stream = io.BytesIO()
+    open_image(image).save(stream, "PNG")
+    return stream.getvalue()

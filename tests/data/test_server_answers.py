@@ -1,0 +1,415 @@
+"""Answers from a server: the same rows as from a decoder, whatever fails on the way, and no address in any of them."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from support.chat_server import MODEL, ChatServer, Reply, image_bytes, refusal, serving
+from support.data_helpers import assistant, make_image, make_noise, make_processor, user
+from support.messages import check_message, refused
+
+from data_prep.config import DataConfig, Images, RegenerateConfig, SourceConfig
+from data_prep.conversation import Conversation, Message, text_of
+from data_prep.dialog import Answer, Outcome, one_by_one
+from data_prep.server import answers as answers_module
+from data_prep.server.answers import ServerAnswers
+from data_prep.server.chat_request import MediaPolicy, OutsideMedia
+from data_prep.server.check import ServedTarget
+from data_prep.server.client import ServerError
+from data_prep.splits import Split
+from data_prep.tools.regenerate import part_path, regenerate, skipped_path
+from sage.inputs.media import open_image
+
+PROCESSOR = make_processor("qwen2_5_vl")
+TARGET = ServedTarget("here/toy", {}, PROCESSOR)
+KEY = "secret-key-123"
+NUM = 12
+
+
+class Conversations:
+    """Conversations of two turns with an image; number 3 is invalid."""
+
+    def __len__(self) -> int:
+        return NUM
+
+    def conversation(self, number: int) -> Conversation:
+        question = user(make_image(8, ("red", "blue")[number % 2]), f"q{number}?")
+        messages = [question, assistant("old"), user("more"), assistant("older")]
+        return Conversation(f"c{number}", messages[: 3 if number == 3 else 4], "chats", meta={"index": number})
+
+
+def echo(messages: list[Message], seed: int) -> Answer:
+    """Answers with the texts of all messages, the first pixel and the seed; the second answer of c5 never ends."""
+    texts = [text_of(message) for message in messages]
+    pixel = [part["image"].getpixel((0, 0)) for part in messages[0]["content"] if part["type"] == "image"]
+    is_endless = texts[0] == "q5?" and len(messages) == 3
+    return Answer(f"{'|'.join(texts)} {pixel} {seed}", Outcome.cut if is_endless else Outcome.answered)
+
+
+@pytest.fixture
+def server() -> Iterator[ChatServer]:
+    with serving(PROCESSOR, echo) as found:
+        yield found
+
+
+@contextmanager
+def opened(*urls: str, policy: MediaPolicy | None = None, **settings: Any) -> Iterator[ServerAnswers]:
+    fast = {"retry_delay_s": 0.01, "timeout_s": 5.0, "retries": 2, "concurrency": 4, "max_new_tokens": 100}
+    config = RegenerateConfig(server=list(urls), **fast | settings)
+    with ServerAnswers(config, KEY, TARGET, policy or MediaPolicy((), Images.inline)) as answers:
+        yield answers
+
+
+def run(out: Path, *urls: str, dataset: Any = None, policy: MediaPolicy | None = None, **settings: Any) -> Any:
+    with opened(*urls, policy=policy, **settings) as answers:
+        provenance = {"served_model": answers.check()}
+        return regenerate(dataset or Conversations(), answers.drive, out, provenance)
+
+
+def content(out: Path) -> dict[str, bytes]:
+    return {path.name.removeprefix(out.name): path.read_bytes() for path in (out, skipped_path(out)) if path.exists()}
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The files that a decoder in this process gives."""
+    out = tmp_path_factory.mktemp("decoder") / "out.jsonl"
+    regenerate(Conversations(), one_by_one(echo), out, {"served_model": MODEL})
+    return content(out)
+
+
+# -- the same rows ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("concurrency", [1, 5])
+def test_rows_are_those_of_a_decoder(concurrency: int, server: ChatServer, expected: dict[str, bytes], tmp_path: Path) -> None:
+    server.delay_s = 0.005
+    found = run(tmp_path / "out.jsonl", server.url, concurrency=concurrency)
+    assert found.outcomes == {"answered": NUM - 2, "cut short": 1, "invalid": 1}
+    assert content(tmp_path / "out.jsonl") == expected
+    assert server.most_active == concurrency
+    assert len(server.prompts) == 2 * (NUM - 1)
+
+
+def test_request_states_every_option_that_determines_the_answer(server: ChatServer, tmp_path: Path) -> None:
+    run(tmp_path / "out.jsonl", server.url, temperature=0.5, top_k=7, top_p=0.9, concurrency=1)
+    first, second = server.prompts[:2]
+    options = {"model": MODEL, "max_tokens": 100, "temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.0}
+    assert options.items() <= first.items()
+    assert first["repetition_penalty"] == 1.0  # otherwise that of generation_config.json
+    assert first["seed"] != second["seed"]
+    question, answer, more = second["messages"]
+    assert [part["type"] for part in question["content"]] == ["image_url", "text"]
+    assert answer["content"].startswith("q0? ") and more["content"] == "more"
+    assert set(server.keys) == {f"Bearer {KEY}"}
+
+
+def test_text_comes_from_the_token_ids(tmp_path: Path) -> None:
+    """As our decoder's: a server may strip blanks, and call an end with the last allowed token a cut."""
+
+    def answer(number: int, body: Any) -> Reply | None:
+        ids = [*PROCESSOR.tokenizer(" padded ")["input_ids"], PROCESSOR.tokenizer.eos_token_id]
+        choice = {"message": {"content": "padded"}, "finish_reason": "length", "token_ids": ids}
+        return Reply(body={"choices": [choice]}) if "seed" in body else None
+
+    with serving(PROCESSOR, echo, fault=answer) as server:
+        run(tmp_path / "out.jsonl", server.url)
+    assert rows(tmp_path / "out.jsonl")[0]["messages"][1] == assistant(" padded ")
+
+
+def test_server_with_standard_options_answers_in_text(server: ChatServer, expected: dict[str, bytes], tmp_path: Path) -> None:
+    server.extensions = False
+    run(tmp_path / "out.jsonl", server.url)
+    assert content(tmp_path / "out.jsonl") == expected
+    assert all(body.keys() == {"model", "messages", "max_tokens", "temperature", "top_p", "seed"} for body in server.prompts)
+    with refused("regenerate.top_k=3", "the server", "set it to 0", error=ServerError), opened(server.url, top_k=3) as answers:
+        answers.check()
+
+
+def test_several_servers_share_the_work(server: ChatServer, expected: dict[str, bytes], tmp_path: Path) -> None:
+    with serving(PROCESSOR, echo, delay_s=0.005) as other:
+        server.delay_s = 0.005
+        run(tmp_path / "out.jsonl", server.url, other.url)
+        assert content(tmp_path / "out.jsonl") == expected
+        assert min(len(server.prompts), len(other.prompts)) > NUM / 2
+        assert max(server.most_active, other.most_active) <= 2
+
+
+# -- faults -----------------------------------------------------------------------------------------------------------
+
+FAULTS = {
+    "429": refusal("slow down", 429),
+    "retry-after": refusal("slow down", 429, Retry_After="0.05"),
+    "date": refusal("slow down", 503, Retry_After="Wed, 21 Oct 2015 07:28:00 GMT"),
+    "500": refusal("internal", 500),
+    "cut": Reply(action="cut"),
+    "garbage": Reply(action="garbage"),
+    "hang": Reply(action="hang"),
+}
+
+
+@pytest.mark.parametrize("name", [name if name != "hang" else pytest.param(name, marks=pytest.mark.slow) for name in FAULTS])
+def test_passing_faults_are_retried(name: str, server: ChatServer, expected: dict[str, bytes], tmp_path: Path) -> None:
+    server.fault = lambda number, body: FAULTS[name] if "seed" in body and number % 5 == 4 else None
+    run(tmp_path / "out.jsonl", server.url, timeout_s=0.5 if name == "hang" else 5.0, retries=4)
+    assert content(tmp_path / "out.jsonl") == expected
+    assert len(server.prompts) > 2 * (NUM - 1)
+
+
+def test_busy_server_is_retried_as_long_as_it_answers_others(
+    server: ChatServer, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    """A limit of one request at a time, with eight sent: far more refusals than retries."""
+    server.delay_s = 0.01
+    server.fault = lambda number, body: FAULTS["429"] if server.num_active > 1 and "seed" in body else None
+    run(tmp_path / "out.jsonl", server.url, concurrency=8, retries=1)
+    assert content(tmp_path / "out.jsonl") == expected
+
+
+def test_storm_of_refusals_ends_the_run_and_keeps_the_work(
+    server: ChatServer, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    out = tmp_path / "out.jsonl"
+    server.fault = lambda number, body: FAULTS["429"] if len(server.prompts) > 10 else None
+    with refused("regenerate.server", "3 attempts", "429 Too Many Requests: slow down", "same command", error=ServerError):
+        run(out, server.url)
+    assert not out.exists()
+    kept = part_path(out, 0, 1).read_text().count("\n")
+    assert 1 <= kept < NUM
+    server.fault = lambda number, body: None
+    assert run(out, server.url).done_before == kept
+    assert content(out) == expected
+
+
+def test_server_that_goes_down_ends_the_run(server: ChatServer, tmp_path: Path) -> None:
+    """Its port refuses connections: the other server of the list takes over, and if there is none, the run ends."""
+    with serving(PROCESSOR, echo) as dying:
+        answers = opened(server.url, dying.url)
+        both = answers.__enter__()
+        alone = opened(dying.url)
+        one = alone.__enter__()
+        both.check()
+        one.check()
+    assert regenerate(Conversations(), both.drive, tmp_path / "both.jsonl", {}).outcomes["answered"] == NUM - 2
+    with refused("regenerate.server", "no connection", error=ServerError):
+        regenerate(Conversations(), one.drive, tmp_path / "one.jsonl", {})
+    answers.__exit__(None, None, None)
+    alone.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("name", ["500", "cut", "garbage"])
+def test_request_that_fails_every_time_is_listed_and_the_others_are_answered(
+    name: str, server: ChatServer, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.jsonl"
+    server.fault = lambda number, body: FAULTS[name] if "seed" in body and "q2?" in str(body["messages"]) else None
+    found = run(out, server.url)
+    assert found.outcomes == {"answered": NUM - 3, "cut short": 1, "invalid": 1, "failed": 1}
+    (failed,) = [row for row in rows(skipped_path(out)) if row["outcome"] == "failed"]
+    check_message(failed["reason"], "chats: item 2 (id c2): answer 1", "3 attempts failed")
+
+
+def test_refused_request_is_listed_and_not_retried(
+    server: ChatServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = tmp_path / "out.jsonl"
+    server.fault = lambda number, body: refusal("too long") if "seed" in body and "more" in str(body["messages"]) else None
+    found = run(out, server.url)
+    assert found.outcomes == {"refused": NUM - 1, "invalid": 1}
+    assert len(server.prompts) == 2 * (NUM - 1)
+    assert [row["kept"] for row in rows(out)] == [1] * (NUM - 1)  # the first answers
+    check_message(rows(out)[0]["reason"], "item 0 (id c0): answer 2: refused by the server: 400 Bad Request: too long")
+    assert len([message for message in caplog.messages if "too long" in message]) == 1
+
+
+@pytest.mark.parametrize(("status", "parts"), [(401, ("key_variable",)), (404, ("/v1",)), (302, ("redirects",))])
+def test_refusal_of_every_request_ends_the_run(status: int, parts: tuple[str, ...], server: ChatServer, tmp_path: Path) -> None:
+    server.fault = lambda number, body: refusal("no", status) if len(server.prompts) > 4 else None
+    with refused("regenerate.server: the server", str(status), *parts, error=ServerError):
+        run(tmp_path / "out.jsonl", server.url)
+
+
+def test_empty_and_missing_texts_are_listed(tmp_path: Path) -> None:
+    with serving(PROCESSOR, lambda messages, seed: Answer("" if "q1?" in text_of(messages[0]) else "a")) as server:
+        found = run(tmp_path / "out.jsonl", server.url)
+    assert found.outcomes == {"answered": NUM - 2, "empty": 1, "invalid": 1}
+    reply = Reply(body={"choices": [{"message": {"content": None}, "finish_reason": "tool_calls"}]})
+    with serving(PROCESSOR, echo, fault=lambda number, body: reply if "seed" in body else None) as server:
+        found = run(tmp_path / "none.jsonl", server.url)
+    assert found.outcomes == {"refused": NUM - 1, "invalid": 1}
+    assert rows(tmp_path / "none.jsonl") == []
+
+
+# -- the check at the start -------------------------------------------------------------------------------------------
+
+OTHER = [{"id": "models/other"}, {"id": "models/third", "root": "/disk/third"}]
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
+    "another model": ({"models": OTHER}, {}, ("models/other, models/third", "here/toy", "regenerate.model=ID")),
+    "unknown id": ({}, {"model": "x"}, ("regenerate.model=x", MODEL)),
+    "no models": ({"models": None}, {}, ("lists no models", "/v1")),
+    "another tokenizer": ({"processor": make_processor("llava_onevision")}, {}, ("tokens", "here/toy")),
+    "the same by text": ({"processor": make_processor("llava_onevision"), "extensions": False}, {}, ("tokens", "here/toy")),
+    "short context": ({"models": [{"id": "toy", "max_model_len": 90}]}, {}, ("regenerate.max_new_tokens=100", "90")),
+    "key": ({"fault": lambda number, body: refusal(f"key {KEY}", 401)}, {}, ("401 Unauthorized", "key_variable")),
+    "no text": ({"fault": lambda number, body: refusal("never")}, {}, ("refuses a short text prompt", "never")),
+    "no chat": ({"fault": lambda number, body: Reply(body=[])}, {}, ("no chat completion",)),
+    "broken": ({"fault": lambda number, body: refusal("oops", 500)}, {}, ("500 Internal Server Error: oops",)),
+    "busy": ({"fault": lambda number, body: refusal("busy", 429)}, {}, ("429 Too Many Requests: busy", "3 attempts")),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_unsuitable_server_is_refused_at_the_start(name: str) -> None:
+    options, settings, parts = REFUSED[name]
+    with (
+        serving(options.pop("processor", PROCESSOR) if "processor" in options else PROCESSOR, echo, **options) as server,
+        opened(server.url, **settings) as answers,
+        refused(*parts, error=ServerError) as caught,
+    ):
+        answers.check()
+    assert_no_address(str(caught.value), server)
+
+
+def test_server_of_one_model_under_another_name_is_named(server: ChatServer) -> None:
+    server.models = [{"id": "served", "root": "/disk/toy"}, {"id": "adapter"}]
+    with opened(server.url) as answers:
+        assert answers.check() == "served"
+    with opened(server.url, model="adapter") as answers:
+        assert answers.check() == "adapter"
+
+
+def test_server_that_is_down_is_refused_at_once() -> None:
+    with serving(PROCESSOR, echo) as server, serving(PROCESSOR, echo) as other:
+        pass
+    with opened(server.url) as answers, refused("the server", "no connection", error=ServerError) as caught:
+        answers.check()
+    assert_no_address(str(caught.value), server)
+    with opened(server.url, other.url) as answers, refused("server 1 of 2", "no connection", error=ServerError):
+        answers.check()
+
+
+def test_server_without_images_is_refused_before_any_answer(server: ChatServer, tmp_path: Path) -> None:
+    server.takes_images = False
+    with refused("refuses images: 4 of 4", "At most 0 image(s)", error=ServerError):
+        run(tmp_path / "out.jsonl", server.url)
+    assert not server.prompts
+    assert not list(tmp_path.iterdir())
+
+
+# -- images -----------------------------------------------------------------------------------------------------------
+
+
+class Photos:
+    """Prompts with one image each."""
+
+    def __init__(self, *images: Any) -> None:
+        self.images = images
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def conversation(self, number: int) -> Conversation:
+        return Conversation(f"p{number}", [user(self.images[number], "What?"), assistant("old")], meta={"index": number})
+
+
+def test_files_are_sent_as_they_are_unless_readers_differ(server: ChatServer, tmp_path: Path) -> None:
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    photo = make_noise(64, 32)
+    rotated = Image.Exif()
+    rotated[0x0112] = 6
+    photo.save(folder / "a.jpg")
+    photo.save(folder / "b.png")
+    photo.save(folder / "c.jpg", exif=rotated)
+    photo.convert("RGBA").save(folder / "d.png")
+    photo.save(folder / "e.bmp")
+    files = [folder / name for name in ("a.jpg", "b.png", "c.jpg", "d.png", "e.bmp")]
+    dataset = Photos(*files, files[0].read_bytes(), photo)
+    policy = MediaPolicy((folder,), Images.inline)
+    run(tmp_path / "out.jsonl", server.url, dataset=dataset, policy=policy, concurrency=1)
+    urls = [body["messages"][0]["content"][0]["image_url"]["url"] for body in server.prompts]
+    sent = [image_bytes(url) for url in urls]
+    assert [data == file.read_bytes() for data, file in zip(sent, files, strict=False)] == [True, True, False, False, False]
+    assert sent[5] == files[0].read_bytes()
+    assert [url.partition(";")[0] for url in urls] == [
+        "data:image/jpeg",
+        *["data:image/png"] * 4,
+        "data:image/jpeg",
+        "data:image/png",
+    ]
+    for data, image in zip(sent, dataset.images, strict=True):
+        with Image.open(io.BytesIO(data)) as received:
+            assert received.convert("RGB").tobytes() == open_image(image).tobytes()
+
+
+def test_paths_are_sent_on_request(server: ChatServer, tmp_path: Path) -> None:
+    make_noise().save(tmp_path / "a.png")
+    policy = MediaPolicy((tmp_path,), Images.path)
+    run(tmp_path / "out.jsonl", server.url, dataset=Photos(tmp_path / "a.png", make_image()), policy=policy, concurrency=1)
+    urls = [body["messages"][0]["content"][0]["image_url"]["url"] for body in server.prompts]
+    assert urls[0] == (tmp_path / "a.png").as_uri()
+    assert urls[1].startswith("data:image/png;base64,")
+
+
+@pytest.mark.parametrize("place", ["elsewhere/a.png", "root/link.png", "root/../elsewhere/a.png", "root2/a.png"])
+def test_image_outside_the_media_root_is_never_sent(
+    place: str, server: ChatServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers_module, "NUM_SEARCHED", 2)
+    for folder in ("root", "root2", "elsewhere"):
+        (tmp_path / folder).mkdir()
+        make_noise().save(tmp_path / folder / "a.png")
+    (tmp_path / "root" / "link.png").symlink_to(tmp_path / "elsewhere" / "a.png")
+    policy = MediaPolicy((tmp_path / "root",), Images.inline)
+    for dataset in (Photos(tmp_path / place), Photos(*[make_image()] * 4, tmp_path / place)):
+        with refused("image ", "outside data.media_root", error=OutsideMedia):
+            run(tmp_path / f"{len(dataset)}.jsonl", server.url, dataset=dataset, policy=policy)
+    assert not any(len(image_bytes(body["messages"][0]["content"][0]["image_url"]["url"])) > 1000 for body in server.prompts)
+
+
+def test_roots_are_the_media_roots_of_the_sources(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    rows = tmp_path / "link" / "rows.jsonl"
+    sources = {"a": SourceConfig(kind="messages", path=str(rows)), "b": SourceConfig(kind="pocket")}
+    assert MediaPolicy.of(DataConfig(sources=sources), Split.train, Images.inline).roots == (tmp_path,)
+    sources["c"] = SourceConfig(kind="messages", path=str(rows), media_root="/photos")
+    assert MediaPolicy.of(DataConfig(sources=sources), Split.train, Images.inline).roots == (tmp_path, Path("/photos"))
+
+
+def test_unreadable_images_and_videos_are_listed(server: ChatServer, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    dataset = Photos(b"no image", [make_image(), make_image()], make_image())
+    assert run(out, server.url, dataset=dataset).outcomes == {"invalid": 2, "answered": 1}
+    image, video = rows(skipped_path(out))
+    check_message(image["reason"], "item 0 (id p0)", "not an image")
+    check_message(video["reason"], "item 1 (id p1)", "a video", "without regenerate.server")
+
+
+# -- secrets ----------------------------------------------------------------------------------------------------------
+
+
+def assert_no_address(text: str, server: ChatServer) -> None:
+    for secret in (KEY, server.url, server.url.split("/")[2]):
+        assert secret not in text
+
+
+def test_neither_url_nor_key_is_written_anywhere(server: ChatServer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Not even when the server repeats them in its messages."""
+    server.fault = lambda number, body: refusal(f"{KEY} at {server.url}!") if "seed" in body and number % 2 else None
+    with caplog.at_level("DEBUG"):
+        run(tmp_path / "out.jsonl", server.url)
+    written = "".join(path.read_text() for path in tmp_path.iterdir() if path.is_file())
+    assert "400 Bad Request: ... at ...!" in written
+    assert_no_address(written, server)
+    assert_no_address("\n".join(caplog.messages), server)

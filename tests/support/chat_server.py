@@ -1,0 +1,182 @@
+"""A small OpenAI-compatible server in a thread, with faults: for tests of answers that come from a server.
+
+Its model is a function of messages and seed. Token ids of prompts are those of a processor, so images have to arrive.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from PIL import Image
+
+from data_prep.conversation import Message
+from data_prep.dialog import Answer, Outcome
+from sage.inputs.processing import Processor
+
+MODEL = "models/toy"
+
+
+@dataclass
+class Reply:
+    """What the server does instead of answering: `action` is empty, "hang", "cut" (the connection) or "garbage"."""
+
+    status: int = 200
+    body: Any = None
+    headers: dict[str, str] = field(default_factory=dict)
+    action: str = ""
+
+
+@dataclass
+class ChatServer:
+    """The server's model and faults, changed while it runs, and what it has received.
+
+    Attributes:
+        answer: the model.
+        fault: takes the number of the chat request, from 0 on, and its body; None: answers.
+        extensions: whether it takes vLLM's options and returns token ids.
+        takes_images: otherwise it refuses them with status 400.
+        models: the answer to GET /v1/models.
+        delay_s: time that an answer takes.
+        requests: bodies of all chat requests.
+        keys: values of the header Authorization.
+        most_active: largest number of chat requests at the same time.
+    """
+
+    processor: Processor
+    answer: Callable[[list[Message], int], Answer]
+    url: str = ""
+    fault: Callable[[int, Any], Reply | None] = lambda number, body: None
+    extensions: bool = True
+    takes_images: bool = True
+    models: list[dict[str, Any]] = field(default_factory=lambda: [{"id": MODEL, "root": MODEL, "max_model_len": 2048}])
+    delay_s: float = 0.0
+    requests: list[Any] = field(default_factory=list)
+    keys: list[str | None] = field(default_factory=list)
+    num_active: int = 0
+    most_active: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def prompts(self) -> list[Any]:
+        """The requests without those of the check at the start."""
+        return [body for body in self.requests if "seed" in body]
+
+    def chat(self, body: Any) -> Reply:
+        """Returns the reply to a chat completion request."""
+        with self.lock:
+            number = len(self.requests)
+            self.requests.append(body)
+            self.num_active += 1
+            self.most_active = max(self.most_active, self.num_active)
+        try:
+            if (fault := self.fault(number, body)) is not None:
+                return fault
+            time.sleep(self.delay_s)
+            return self._completion(body)
+        finally:
+            with self.lock:
+                self.num_active -= 1
+
+    def _completion(self, body: Any) -> Reply:
+        if not self.extensions and {"top_k", "return_token_ids", "repetition_penalty"} & body.keys():
+            return refusal("unknown parameter")
+        messages = [decoded(message) for message in body["messages"]]
+        if not self.takes_images and any(part["type"] == "image" for message in messages for part in message["content"]):
+            return refusal("At most 0 image(s) may be provided in one prompt")
+        found = self.answer(messages, body.get("seed", 0))
+        choice: dict[str, Any] = {"message": {"role": "assistant", "content": found.text}}
+        choice["finish_reason"] = "length" if found.outcome is Outcome.cut else "stop"
+        ids = self.processor.prepare(messages)["input_ids"][0].tolist()
+        reply = {"choices": [choice], "usage": {"prompt_tokens": len(ids)}}
+        if body.get("return_token_ids"):
+            end = [] if found.outcome is Outcome.cut else [self.processor.tokenizer.eos_token_id]
+            choice["token_ids"] = [*self.processor.tokenizer(found.text)["input_ids"], *end]
+            reply["prompt_token_ids"] = ids
+        return Reply(body=reply)
+
+
+def refusal(message: str, status: int = 400, **headers: str) -> Reply:
+    """Returns a reply with an error as OpenAI and vLLM write it."""
+    return Reply(status, {"error": {"message": message}}, {name.replace("_", "-"): value for name, value in headers.items()})
+
+
+def decoded(message: Any) -> Message:
+    """Returns a message of a request as a message with parts, its images opened."""
+    content = message["content"]
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else [_part(part) for part in content]
+    return {"role": message["role"], "content": parts}
+
+
+def image_bytes(url: str) -> bytes:
+    """Returns the file in a data URL."""
+    return base64.b64decode(url.partition(",")[2], validate=True)
+
+
+def _part(part: Any) -> Any:
+    if part["type"] == "text":
+        return part
+    url = part["image_url"]["url"]
+    source: Any = url.removeprefix("file://") if url.startswith("file://") else io.BytesIO(image_bytes(url))
+    with Image.open(source) as image:
+        return {"type": "image", "image": image.convert("RGB")}
+
+
+@contextmanager
+def serving(processor: Processor, answer: Callable[[list[Message], int], Answer], **options: Any) -> Iterator[ChatServer]:
+    """Runs a server on a free port."""
+    chat = ChatServer(processor, answer, **options)
+    closing = threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        wbufsize = 1 << 16  # headers and body in one packet, which otherwise wait for each other
+
+        def do_GET(self) -> None:
+            self._send(Reply(body={"data": chat.models}) if self.path == "/v1/models" else refusal("Not Found", 404))
+
+        def do_POST(self) -> None:
+            chat.keys.append(self.headers.get("Authorization"))
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self._send(chat.chat(body) if self.path == "/v1/chat/completions" else refusal("Not Found", 404))
+
+        def _send(self, reply: Reply) -> None:
+            if reply.action == "hang":
+                closing.wait(10)
+            if reply.action in ("hang", "cut"):
+                self.close_connection = True
+                return
+            data = b"<html>" if reply.action == "garbage" else json.dumps(reply.body).encode()
+            self.send_response(reply.status)
+            for name, value in {"Content-Length": str(len(data)), **reply.headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    class Quiet(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            """A client that has gone is no error."""
+
+    with Quiet(("127.0.0.1", 0), Handler) as server:
+        chat.url = f"http://127.0.0.1:{server.server_port}/v1"
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield chat
+        finally:
+            closing.set()
+            server.shutdown()
+            thread.join()
