@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import signal
+import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -371,3 +373,33 @@ def test_regenerate_from_a_server(
     assert [{**row, "provenance": 0} for row in first] == [{**row, "provenance": 0} for row in second]
     assert command(monkeypatch, *words, f"out={tmp_path}/b.jsonl", "launch.device=cpu") == 2
     check_message(capsys.readouterr().err, "other settings", "served_model")
+
+
+@pytest.mark.slow
+def test_killed_client_of_a_server_continues(
+    target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Killed in the middle, the same command answers the rest: every conversation once, none lost."""
+    words = [f"target.path={target_folder}", "data.num_examples=24", "data.sources.pocket.families=[question]"]
+    words += [f"data.cache_dir={tmp_path}", "action=regenerate", "regenerate.concurrency=3"]
+    part = tmp_path / "a.jsonl.part-0-of-1.jsonl"
+
+    def model(messages: list[Any], seed: int) -> Answer:
+        return Answer(f"{len(messages)} {seed}")
+
+    with serving(make_processor("qwen2_5_vl"), model, delay_s=0.1, models=[{"id": target_folder.name}]) as server:
+        killed = [*words, f"regenerate.server={server.url}", f"out={tmp_path}/a.jsonl"]
+        process = subprocess.Popen([sys.executable, "-m", "train.cli.data", *killed], cwd=Path(data_cli.__file__).parents[2])
+        while not (part.exists() and part.read_bytes().count(b"\n") >= 4):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.kill()
+        process.wait()
+        kept = part.read_bytes().count(b"\n")
+        before = len(server.prompts)
+        server.delay_s = 0.0
+        assert command(monkeypatch, *killed) == 0
+        assert f"24 conversations ({24 - kept} now): 24 answered" in capsys.readouterr().out
+        assert len(server.prompts) - before < 24 * 3  # of the finished ones, none is answered again
+        assert command(monkeypatch, *words, f"regenerate.server={server.url}", f"out={tmp_path}/b.jsonl") == 0
+    assert (tmp_path / "a.jsonl").read_text() == (tmp_path / "b.jsonl").read_text().replace("b_media", "a_media")
