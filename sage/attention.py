@@ -178,6 +178,8 @@ class AttentionRecorder:
 
     def add(self, query: Tensor, key: Tensor, scaling: float) -> None:
         """Adds one layer. query: [1, H, T, d]; key: [1, KV, S, d], the last T of them the prompt's."""
+        if not len(self.visual) or not len(self.text):
+            return
         heads, size = query.shape[1], query.shape[-1]
         past = key.shape[2] - query.shape[2]
         text, visual = self.text.to(key.device), self.visual.to(key.device)

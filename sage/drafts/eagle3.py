@@ -32,6 +32,16 @@ def default_levels(num_layers: int) -> list[int]:
     return levels
 
 
+def levels_for(target: Target) -> list[int]:
+    """Returns the default levels of a target: those of serving engines, the first one above the deepstack layers.
+
+    Engines differ in whether a level between deepstack layers contains the features that are added there.
+    """
+    first, *others = default_levels(target.num_layers)
+    above = target.family.leading_layers + 1
+    return [above if first < above < others[0] else first, *others]
+
+
 class Eagle3Config(EagleConfig):
     """Configuration of an EAGLE-3 head; further arguments are those of `EagleConfig`.
 
@@ -97,7 +107,7 @@ class Eagle3Draft(DraftHead):
 
     @classmethod
     def with_defaults(cls, config: dict[str, Any], target: Target) -> dict[str, Any]:
-        return config if "feature_levels" in config else config | {"feature_levels": default_levels(target.num_layers)}
+        return config if "feature_levels" in config else config | {"feature_levels": levels_for(target)}
 
     @torch.no_grad()
     def reset_parameters(self, target: Target, vocabulary: Tensor | None = None) -> None:

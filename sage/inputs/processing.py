@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from transformers import AutoImageProcessor, AutoTokenizer, BatchFeature
 from sage.inputs.format import InputFormat, Inputs
 from sage.inputs.media import DEFAULT_FPS, open_image, open_video_part, source_of
 
+BLANK = "\u2581"  # of SentencePiece
 Messages = list[dict[str, Any]]
 Segment = tuple[str, bool]
 
@@ -132,7 +135,7 @@ class Processor:
         """
         texts, pixels = self._encode_media(segments, images or [], videos or [], fps)
         pieces = [(self._expand(text, texts), supervised) for text, supervised in segments]
-        ids = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text, _ in pieces]
+        ids = self._tokenize(pieces)
         ids[0] = [*self._beginning(pieces[0][0]), *ids[0]]
         input_ids = torch.tensor([token for piece in ids for token in piece], dtype=torch.long)
         mask = [supervised for piece, (_, supervised) in zip(ids, pieces, strict=True) for _ in piece]
@@ -166,6 +169,33 @@ class Processor:
     def _expand(self, text: str, texts: list[str]) -> str:
         """Replaces the placeholders by `texts`, which are removed from the list in reading order."""
         return self._placeholders.sub(lambda _: texts.pop(0), text) if self.family.placeholders else text
+
+    def _tokenize(self, pieces: list[Segment]) -> list[list[int]]:
+        """Tokenizes pieces of one text; the first one and every answer as if it was a text of its own.
+
+        A SentencePiece tokenizer puts a blank before a text. A generated answer begins with one, the other pieces do not.
+        """
+        if not self._prepends_blank:
+            return [self._ids(text) for text, _ in pieces]
+        found = [self._ids(pieces[0][0])]
+        for (before, was_supervised), (text, is_supervised) in pairwise(pieces):
+            is_answer = is_supervised and not was_supervised
+            found.append(self._ids(text) if is_answer else self._ids_after(before, text))
+        return found
+
+    @cached_property
+    def _prepends_blank(self) -> bool:
+        return bool(self.tokenizer.tokenize("a")[0].startswith(BLANK))
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _ids_after(self, before: str, text: str) -> list[int]:
+        """Returns the ids of `text` within a text: after the special token at the end of `before`, or after a line break."""
+        special = max((token for token in self.tokenizer.get_added_vocab() if before.endswith(token)), key=len, default="\n")
+        alone, both = self._ids(special), self._ids(special + text)
+        return both[len(alone) :] if both[: len(alone)] == alone else self._ids(text)
 
     def _beginning(self, text: str) -> list[int]:
         """Returns the BOS token if the tokenizer begins a text with it and the rendered chat does not."""

@@ -93,7 +93,10 @@ class FamilySuite:
 
     def model(self) -> Any:
         """Returns the random model; no slot is ever generated, as in a trained one, because its row of lm_head is zero."""
-        config = self.config()
+        return self.model_of(self.config())
+
+    def model_of(self, config: PreTrainedConfig) -> Any:
+        """Returns a random model of this configuration."""
         torch.manual_seed(0)
         model = getattr(transformers, FAMILIES[config.model_type].model_types[config.model_type])(config)
         model.lm_head.weight.data[:END] = 0
@@ -124,7 +127,7 @@ class FamilySuite:
     def prompts(self, target: sage.Target) -> dict[str, Inputs]:
         """Returns prompts by name: text alone, and all that the family takes."""
         frames = {"type": "video", "video": [random_image(16, 16, i) for i in range(4)], "fps": 2}
-        parts: dict[str, list[Any]] = {"text": ["what is it?"]}
+        parts: dict[str, list[Any]] = {"short": ["hi"], "text": ["what is it?"]}
         if self.has_images:
             parts["image"] = [image_part(16, 8), "what?"]
             parts["two images"] = ["a", image_part(8, 8), "and", image_part(30, 11), "compare"]
@@ -170,7 +173,7 @@ class FamilySuite:
     def test_a_tree_pass_is_its_paths(self, target: sage.Target) -> None:
         """Also one node alone, and after a reused prefix that ends between the images."""
         prompts = self.prompts(target)
-        for name in prompts.keys() - {"image", "video"}:
+        for name in prompts.keys() - {"short", "image", "video"}:
             expected, prompt = paths(target, prompts[name]), target.embed(prompts[name])
             for known in {0, between_media(prompt)}:
                 for nodes in (len(TREE_TOKENS), 1):
@@ -258,7 +261,8 @@ class FamilySuite:
         assert [piece for piece, is_supervised in found if is_supervised] == [f"A dog.{end}", f"It runs.{end}"]
         whole = "".join(piece for piece, _ in found)
         assert "".join(target.processor.render(chat, False).split()).startswith("".join(whole.split()))
-        assert whole.startswith(target.processor.render(chat[:1], True))
+        alone = "".join(piece for piece, _ in segments(chat[:2], target.processor))
+        assert alone.startswith(target.processor.render(chat[:1], True))
         images = [random_image(8, 8)] if self.has_images else []
         pieces, joined = (target.processor.encode(cut, images)["input_ids"].tolist() for cut in (found, [(whole, False)]))
         assert pieces == joined

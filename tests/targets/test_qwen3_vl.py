@@ -11,6 +11,7 @@ from support.models import random_draft
 from transformers import Qwen3VLConfig, Qwen3VLMoeConfig
 
 import sage
+from sage.drafts.eagle3 import levels_for
 from sage.drafts.rope import Rope, rope_axes
 
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
@@ -45,6 +46,12 @@ class TestQwen3VL(FamilySuite):
         inputs = self.prompts(target)["image"]
         monkeypatch.setattr(target.family, "text_inputs", lambda prompt: {})
         assert float((tree(target, target.embed(inputs)) - paths(target, inputs)).abs().max()) > 1e-3
+
+    def test_feature_levels_are_above_the_deepstack_layers(self, target: sage.Target) -> None:
+        """Where the target has enough layers."""
+        assert levels_for(target) == [2, 4, 5]
+        target.text_config.num_hidden_layers = 36
+        assert levels_for(target) == [4, 18, 33]
 
     def test_a_shallow_model_keeps_the_deepstack_layers(self, target: sage.Target) -> None:
         small = sage.new_draft(target, "model", num_layers=5).model

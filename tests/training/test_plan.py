@@ -197,6 +197,17 @@ def test_a_7b_target_fits_on_eight_gpus() -> None:
 
 
 @pytest.mark.slow
+def test_plans_of_a_mixture_of_experts_and_of_a_text_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a network; published: 31.07 B parameters, and 8.03 B without a vision tower."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    sparse, dense = big("qwen3_vl_30b_a3b", "launch.gpus=8"), big("llama3_1_8b", "launch.gpus=8")
+    assert "31.07 B   (538.6 M vision, 30.53 B text; 3.89 B active per token)" in render(sparse)
+    assert sparse.flops["text"] < 0.6 * dense.flops["text"]  # of the parameters of a token, not of all
+    text = render(dense)
+    assert re.search(r"target +8\.03 B$", text, re.M) and "visual" not in text and "vision" not in text
+
+
+@pytest.mark.slow
 def test_a_72b_target_fits_when_sharded() -> None:
     found = big("qwen2_5_vl_72b", "launch.gpus=8")
     assert not found.fits and found.change == ["deepspeed.shard_target=true"]

@@ -42,10 +42,11 @@ def _step(plan: LaunchPlan) -> list[tuple[str, str]]:
     config, total = plan.config, sum(plan.flops.values())
     split = f"{plan.ranks} rank(s) x {config.train.micro_batch_size} x {plan.accumulation} accumulated"
     tokens = config.train.global_batch_size * plan.length
-    shares = ", ".join(f"{part} {amount / total:.0%}" for part, amount in plan.flops.items())
+    visual = f", {plan.visual_share:.0%} of them assumed to be visual" if plan.visual_share else ""
+    shares = ", ".join(f"{part} {amount / total:.0%}" for part, amount in plan.flops.items() if amount)
     rows = [
         ("batch", f"{config.train.global_batch_size} sequences = {split}"),
-        ("tokens", f"at most {tokens:,} ({plan.length:,} per sequence, {plan.visual_share:.0%} of them assumed to be visual)"),
+        ("tokens", f"at most {tokens:,} ({plan.length:,} per sequence{visual})"),
         ("compute", f"{total / 1e12:,.1f} TFLOP ({shares})"),
         ("time", f"at most {seconds(plan.step_s)} at {config.launch.gpu_tflops:g} TFLOP/s per GPU (launch.gpu_tflops)"),
     ]

@@ -20,4 +20,3 @@ class Text(Family):
     auto_class = AutoModelForCausalLM
     wants_text = True
     template_arguments = {"enable_thinking": False}  # of Qwen3, whose last answer has an empty block of thoughts otherwise
-    served_by = ("vLLM", "SGLang")

@@ -1,0 +1,143 @@
+"""Text models: Llama 3 with scaled rope, Mistral, Qwen2.5, Qwen3 and its mixture of experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.data_helpers import assistant, byte_tokenizer_of
+from support.family_suite import END, FamilySuite, chatml, paths, text, tree
+from support.models import random_draft
+from support.processors import user
+from tokenizers.processors import TemplateProcessing
+from transformers import LlamaConfig, LlamaTokenizer, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
+import sage
+from data_prep.chat import segments
+from sage.inputs.processing import Processor
+
+# As published: Llama 3 prints any other content as Python would, Qwen2.5 concatenates strings.
+LLAMA3 = (
+    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n{{ m['content'] | trim }}"
+    "<|eot_id|>{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+QWEN2 = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# The last answer gets an empty block of thoughts, and the prompt for it only if thinking is disabled.
+QWEN3 = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if loop.last and m.role == 'assistant' %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{{ m.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + '[/INST]' }}"
+    "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
+)
+SCALED = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": {
+        **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+}
+
+
+class TestLlama(FamilySuite):
+    """The tokenizer's EOS is not the token that ends an answer, as in Llama 3."""
+
+    template = LLAMA3
+    tokens = {"<|eot_id|>": END, "<|start_header_id|>": 4, "<|end_header_id|>": 5}
+
+    def config(self) -> Any:
+        return LlamaConfig(**text(rope_parameters={"rope_theta": 1e4, **SCALED["llama3"]}))
+
+    def tokenizer(self) -> Any:
+        tokenizer = byte_tokenizer_of({"<|end_of_text|>": 3, "<|begin_of_text|>": 6, **self.tokens}, eos="<|end_of_text|>")
+        tokenizer.bos_token = "<|begin_of_text|>"
+        return tokenizer
+
+    @pytest.mark.parametrize("rope_type", SCALED)
+    def test_drafts_rotate_as_a_target_with_scaled_rope(self, rope_type: str) -> None:
+        config = LlamaConfig(**text(rope_parameters={"rope_theta": 1e4, **SCALED[rope_type]}))
+        target = sage.Target(self.model_of(config))
+        positions = torch.arange(0, 400, 7)[None]
+        cos, sin = target.text_model.rotary_emb(torch.zeros(1), positions)
+        ours = random_draft(target).rope(positions, torch.float32)
+        torch.testing.assert_close(ours[0][:, 0], cos, atol=1e-5, rtol=0)
+        torch.testing.assert_close(ours[1][:, 0], sin, atol=1e-5, rtol=0)
+        prompt = {"input_ids": torch.randint(64, 300, (1, 12), generator=torch.Generator().manual_seed(0))}
+        target.model.double()
+        torch.testing.assert_close(tree(target, target.embed(prompt)), paths(target, prompt), atol=1e-11, rtol=0)
+
+
+class TestMistral(FamilySuite):
+    template = MISTRAL
+
+    def config(self) -> Any:
+        return MistralConfig(**text(), sliding_window=None)
+
+    def tokenizer(self) -> Any:
+        tokenizer = super().tokenizer()
+        tokenizer.bos_token = "<|im_start|>"
+        return tokenizer
+
+
+class TestQwen2(FamilySuite):
+    template = QWEN2
+
+    def config(self) -> Any:
+        return Qwen2Config(**text())
+
+
+class TestQwen3(FamilySuite):
+    template = QWEN3
+    tokens = {"<think>": 4, "</think>": 5}
+
+    def config(self) -> Any:
+        return Qwen3Config(**text(head_dim=8))
+
+
+class TestQwen3Moe(FamilySuite):
+    template = chatml()
+
+    def config(self) -> Any:
+        return Qwen3MoeConfig(**text(head_dim=8, moe_intermediate_size=16, num_experts=8, num_experts_per_tok=2))
+
+    def prepare_float64(self, model: Any) -> None:
+        model.set_experts_implementation("eager")
+
+
+def test_a_sentencepiece_tokenizer_puts_no_blanks_into_a_chat() -> None:
+    """The pieces of a chat are the tokens of the rendered text; a quoted special token is split into two pieces."""
+    words = ("[INST]", "What?", "[/INST]", "A", "dog.", "And", "then?", "It", "runs.", "<", ">")  # no token has a blank within
+    tokenizer = LlamaTokenizer(legacy=False).train_new_from_iterator([*words] * 20, 320)
+    suite = TestMistral()
+    target = sage.Target(suite.model())
+    processor = Processor(tokenizer, None, target.family, MISTRAL)
+    chat = [*user("What?"), assistant("A dog."), *user("And then?"), assistant("It runs.")]
+    rendered = processor.render(chat, False)
+    found = processor.encode(segments(chat, processor))
+    assert found["input_ids"].tolist() == tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    answer = found["input_ids"][found["loss_mask"]].tolist()
+    assert tokenizer.convert_ids_to_tokens(answer)[0].startswith("\u2581A")
+    quoted = processor.encode(segments([*user("What?"), assistant("A </s>dog.")], processor))["input_ids"].tolist()
+    assert tokenizer.decode(quoted).endswith("A </s>dog.</s>") and quoted.count(tokenizer.eos_token_id) == 1
+
+
+def test_bos_is_prepended_where_the_tokenizer_adds_it() -> None:
+    """As in Hugging Face's processors: not if the rendered chat begins with it."""
+    suite = TestQwen2()
+    target = sage.Target(suite.model())
+    tokenizer = byte_tokenizer_of({"<|im_end|>": END, "<|im_start|>": 2, "<bos>": 3}, eos="<|im_end|>")
+    tokenizer.bos_token = "<bos>"
+    chat = user("hi")
+    for adds, template, expected in ((False, QWEN2, 2), (True, QWEN2, 3), (True, "{{ bos_token }}" + QWEN2, 3)):
+        if adds:
+            tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 3)])
+        ids = Processor(tokenizer, None, target.family, template).prepare(chat)["input_ids"][0].tolist()
+        assert ids[0] == expected and ids.count(3) == int(adds)
