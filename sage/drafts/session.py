@@ -158,7 +158,9 @@ class EagleSession(DraftSession):
 
     @torch.no_grad()
     def expand(self, rows: Tensor, tokens: Tokens) -> Tensor:
-        mask = self._mask(rows)
+        visible = self._visible_to(rows, self.cache.length)
+        group = self.group if len(rows) > 1 else 1  # one row serves all heads of a group
+        mask = None if visible is None else repeat_mask(visible, group)
         rope = self._rope(self.offset + self.depth, 1)
         self.depth += 1
         tokens = self._staging.stage(tokens)
@@ -167,14 +169,16 @@ class EagleSession(DraftSession):
         self.hidden = self.draft(embeds, parents[None], tokens, mask, self.cache, rope)[0]
         return self.draft.logits(self.hidden, self.target)
 
-    def _mask(self, rows: Tensor) -> Tensor | None:
-        """Returns the additive mask of the children of `rows` [F], [1, 1, G * F, S]; None if the cache holds a single path."""
+    def _visible_to(self, rows: Tensor, first: int) -> Tensor | None:
+        """Updates `visible` for the children of `rows` [F], whose first cache row is `first`; returns it, [F, first + F], or
+        None if they see all rows up to their own.
+        """
         if self.visible is None:
             if len(rows) == 1:
                 return None
-            self.visible = self.hidden.new_zeros(len(self.hidden), self.cache.length)
+            self.visible = self.hidden.new_zeros(len(self.hidden), first)
         self.visible = torch.cat((self.visible.index_select(0, rows), self._only_itself(len(rows))), 1)
-        return repeat_mask(self.visible, self.group if len(rows) > 1 else 1)  # one row serves all heads of a group
+        return self.visible
 
     @torch.no_grad()
     def commit(self, features: Features, tokens: Tokens) -> Tensor:

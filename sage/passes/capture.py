@@ -223,7 +223,7 @@ class CapturedSession(EagleSession):
         call = self.calls(node_bucket(width), key_bucket(first + width + 1), self.cache)
         if call is None:
             return super().expand(rows, tokens)
-        mask = self._mask_NS(rows, first)
+        visible = self._visible_to(rows, first)
         self.cache.reserve(width)
         parents = self.hidden.expand(width, -1) if len(self.hidden) == 1 else self.hidden.index_select(0, rows)
         static_tokens, _, hidden, cos, sin, written, static_mask, *_ = call.inputs
@@ -234,15 +234,8 @@ class CapturedSession(EagleSession):
         written.fill_(static_mask.shape[1] - 1)
         torch.arange(first, first + width, out=written[:width])
         static_mask[:width].fill_(torch.finfo(self.dtype).min)
-        static_mask[:width, : mask.shape[1]].copy_(mask)
+        static_mask[:width, : first + width] = 0 if visible is None else visible
         self.depth += 1
         out, logits = call()
         self.hidden = out[:width].clone()
         return logits[:width].clone()
-
-    def _mask_NS(self, rows: Tensor, first: int) -> Tensor:
-        """Returns the additive mask [F, S] of the children of `rows` [F], on top of `first` cached rows."""
-        if self.visible is None:
-            self.visible = self.hidden.new_zeros(len(self.hidden), first)
-        self.visible = torch.cat((self.visible.index_select(0, rows), self._only_itself(len(rows))), 1)
-        return self.visible

@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,12 +23,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from sage.files import atomic_path, user_cache_dir
+from sage.files import atomic_path
 from sage.machine import environment
 from sage.model_files import in_one_line
+from sage.passes.package_folder import PACKAGE_SUFFIX, mark_used, only_process, passes_folder, prune, writable_path
 
-PACKAGE_SUFFIX = ".pt2"
-OPTIONS = {"aot_inductor.package_constants_in_so": False}
+OPTIONS = {
+    "aot_inductor.package_constants_in_so": False,
+    "always_keep_tensor_constants": True,  # otherwise weights of up to 8 elements become part of the code
+}
 Example = Callable[[], tuple[tuple[Any, ...], tuple[Any, ...]]]
 
 
@@ -55,18 +57,18 @@ class Package:
         self._module, self._label, self._eager = module, label, Eager(module, args)
         index = -1 if args[0].device.index is None else args[0].device.index
         self._compiled = aoti_load_package(str(path), run_single_threaded=True, device_index=index)
-        self._names: list[str] = self._compiled.get_constant_fqns()
+        self._owners = {name: _owner(module, name) for name in self._compiled.get_constant_fqns()}
         self._pointers: list[int] = []
         self._run: Callable[..., Any] = self._compiled.loader.run  # without the flattening of arguments, 60 us per call
         self.refresh()
 
     def refresh(self) -> None:
-        weights = dict(self._module.state_dict(keep_vars=True)) | dict(self._module.named_buffers(remove_duplicate=False))
-        found = {name: weights[name].detach() for name in self._names}
+        found = {name: getattr(owner, key) for name, (owner, key) in self._owners.items()}
         pointers = [weight.data_ptr() for weight in found.values()]
         if pointers != self._pointers:
-            self._compiled.load_constants(found, check_full_update=True, user_managed=True)
-            self._pointers, self._found = pointers, found
+            self._found = {name: weight.detach() for name, weight in found.items()}
+            self._compiled.load_constants(self._found, check_full_update=True, user_managed=True)
+            self._pointers = pointers
 
     def __call__(self, args: Sequence[Tensor]) -> Sequence[Tensor]:
         try:
@@ -76,6 +78,12 @@ class Package:
             self._run = self._eager
             out = self._eager(args)
         return out
+
+
+def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Returns the submodule that has a weight, and the weight's name there."""
+    prefix, _, key = name.rpartition(".")
+    return module.get_submodule(prefix), key
 
 
 def compiled(module: nn.Module, example: Example, label: str, depends_on: Any) -> Run:
@@ -89,12 +97,13 @@ def compiled(module: nn.Module, example: Example, label: str, depends_on: Any) -
     """
     with torch.inference_mode(False):  # an inference tensor cannot be traced
         args, dims = example()
-    device = args[0].device
-    path = passes_folder() / f"{_digest(module, label, depends_on, device)}{PACKAGE_SUFFIX}"
+    path = passes_folder() / f"{_digest(module, label, depends_on, args[0].device)}{PACKAGE_SUFFIX}"
     try:
-        if path.is_file() and (known := _loaded(path, module, args, label)):
+        if known := _loaded(path, module, args, label):
             return known
-        return Package(_compile_to(path, module, args, dims, label), module, args, label)
+        path = writable_path(path)
+        with only_process(path, label):
+            return _loaded(path, module, args, label) or _newly_compiled(path, module, args, dims, label)
     except Exception as error:
         _warn(label, error)
         return Eager(module, args)
@@ -106,11 +115,23 @@ def _warn(label: str, error: Exception) -> None:
 
 
 def _loaded(path: Path, module: nn.Module, args: tuple[Any, ...], label: str) -> Package | None:
-    """Returns the package in a file; None if it is damaged."""
+    """Returns the package in a file; None if there is none or it is damaged."""
+    if not path.is_file():
+        return None
     try:
-        return Package(path, module, args, label)
+        package = Package(path, module, args, label)
     except (RuntimeError, ValueError, OSError):
         return None
+    mark_used(path)
+    return package
+
+
+def _newly_compiled(path: Path, module: nn.Module, args: tuple[Any, ...], dims: tuple[Any, ...], label: str) -> Package:
+    """Compiles to a file and loads it; deletes packages that are no longer used."""
+    print(f"passes: compiling {label}, once; kept in {path.parent}", file=sys.stderr)
+    _compile_to(path, module, args, dims)
+    prune(path.parent)
+    return Package(path, module, args, label)
 
 
 class Eager:
@@ -127,21 +148,7 @@ class Eager:
         return out
 
 
-def passes_folder() -> Path:
-    """Returns the folder of compiled passes."""
-    return user_cache_dir() / "passes"
-
-
-def _compile_to(path: Path, module: nn.Module, args: tuple[Any, ...], dims: tuple[Any, ...], label: str) -> Path:
-    """Compiles to a file; returns its path, in a temporary folder if the cache folder cannot be written."""
-    print(f"passes: compiling {label}, once; kept in {path.parent}", file=sys.stderr)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        warnings.warn(f"passes: {path.parent}: {error.strerror}; compiled passes are not kept", stacklevel=3)
-        path = Path(tempfile.mkdtemp(prefix="sage_passes_")) / path.name
+def _compile_to(path: Path, module: nn.Module, args: tuple[Any, ...], dims: tuple[Any, ...]) -> None:
     with atomic_path(path) as temporary, warnings.catch_warnings(action="ignore"), torch.inference_mode(False), torch.no_grad():
         program = torch.export.export(
             module, args, dynamic_shapes=dims, strict=False, prefer_deferred_runtime_asserts_over_guards=True
@@ -152,7 +159,6 @@ def _compile_to(path: Path, module: nn.Module, args: tuple[Any, ...], dims: tupl
             os.replace(built, temporary)
         finally:
             built.unlink(missing_ok=True)
-    return path
 
 
 def _digest(module: nn.Module, label: str, depends_on: Any, device: torch.device) -> str:

@@ -125,7 +125,8 @@ class FunctionSession(EagleSession):
     def expand(self, rows: Tensor, tokens: Tokens) -> Tensor:
         width = len(rows)
         first = self.cache.reserve(width)
-        mask = self._level_mask(rows, first)
+        visible = self._visible_to(rows, first)
+        mask = self._zeros.narrow(1, 0, first + 1) if visible is None else visible
         cos, sin = self._rope(self.offset + self.depth, 1)
         self.depth += 1
         tokens, written = self._staging.stage(tokens), self._steps.narrow(0, first, width)
@@ -134,16 +135,6 @@ class FunctionSession(EagleSession):
         args = [tokens, rows, self.hidden, cos, sin, written, mask, *self.cache.keys, *self.cache.values]
         self.hidden, logits = self.passes.level(width > 1)(args)
         return logits
-
-    def _level_mask(self, rows: Tensor, first: int) -> Tensor:
-        """Returns the additive mask [F, S] of the children of `rows` [F]."""
-        width = len(rows)
-        if self.visible is None:
-            if width == 1:
-                return self._zeros.narrow(1, 0, first + 1)
-            self.visible = self._zeros.narrow(1, 0, first).expand(len(self.hidden), -1)
-        self.visible = torch.cat((self.visible.index_select(0, rows), self._only_itself(width)), 1)
-        return self.visible
 
     @torch.no_grad()
     def commit(self, features: Features, tokens: Tokens) -> Tensor:

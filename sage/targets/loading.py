@@ -46,7 +46,9 @@ def load_target(
             not available; the device map leaves modules on the CPU or on disk.
     """
     vision_attention, pass_mode = check_attention(attention), check_pass_mode(passes)
-    if device_map is not None:
+    if device_map is None:
+        resolve_pass_mode(pass_mode, torch.device(device).type)  # refuses before anything is loaded
+    else:
         check_device_map(device_map)
     path = str(path_or_id)
     if _looks_local(path) and not Path(path).is_dir():

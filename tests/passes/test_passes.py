@@ -233,11 +233,11 @@ class TestModes:
     def test_resolution(self, name: str, device: str, num_answers: int, is_whole: bool, expected: str) -> None:
         assert resolve_pass_mode(name, device, num_answers, is_whole) is PassMode(expected)
 
-    def test_mistakes(self, target: Path) -> None:
+    def test_mistakes_are_refused_before_anything_is_loaded(self) -> None:
         with refused("passes: 'fast' is unknown"):
-            sage.load_target(target, passes="fast")
+            sage.load_target("no/such/folder", passes="fast")
         with refused("passes: captured needs a GPU"):
-            sage.load_target(target, passes="captured")
+            sage.load_target("no/such/folder", passes="captured")
 
 
 @pytest.mark.slow
@@ -265,6 +265,23 @@ class TestCompiled:
         target.functions.clear()
         assert answer(target, None, PassMode.compiled, "autoregressive")[0] == found[0]
         assert capsys.readouterr().err.count("compiling") == 1
+
+    def test_small_weights_are_not_part_of_the_code(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """Inductor writes up to 8 numbers into the code unless it is told not to; a package serves any weights."""
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        layer = nn.Linear(4, 4)
+
+        def example() -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+            return (torch.zeros(3, 4),), (None,)
+
+        run = package.compiled(layer, example, "a layer", "model")
+        assert not isinstance(run, Eager)
+        x = torch.randn(3, 4)
+        for _ in range(2):
+            with torch.no_grad():
+                torch.testing.assert_close(run([x])[0], layer(x))
+            layer.weight.data, layer.bias = torch.randn(4, 4), nn.Parameter(torch.randn(4))
+            run.refresh()
 
     def test_full_cache(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         """A tree up to the last row of the cache; a call that fails runs eagerly."""

@@ -1,0 +1,72 @@
+"""The folder of compiled passes: a lock per package, and deletion of packages that are no longer used."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from sage.files import user_cache_dir
+
+PACKAGE_SUFFIX = ".pt2"
+UNUSED_DAYS = 90
+MAX_BYTES = 500_000_000
+DAY_S = 86400.0
+
+
+def passes_folder() -> Path:
+    """Returns the folder of compiled passes."""
+    return user_cache_dir() / "passes"
+
+
+def writable_path(path: Path) -> Path:
+    """Returns `path`, or one in a temporary folder, with a warning, if its folder cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent):
+            return path
+    except OSError as error:
+        warnings.warn(f"passes: {path.parent}: {error.strerror}; compiled passes are not kept", stacklevel=4)
+        return Path(tempfile.mkdtemp(prefix="sage_passes_")) / path.name
+
+
+@contextmanager
+def only_process(path: Path, label: str) -> Iterator[None]:
+    """Keeps other processes from compiling to `path`; waits while one does. `label` names the pass in the message."""
+    lock = FileLock(path.with_name(f".{path.name}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        print(f"passes: waiting for another process that compiles {label}", file=sys.stderr)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        Path(lock.lock_file).unlink(missing_ok=True)  # one who waits for this file finds the package, and a third one too
+        lock.release()
+
+
+def mark_used(path: Path) -> None:
+    """Sets the time of the last use of a package to now, if the folder can be written."""
+    with suppress(OSError):
+        os.utime(path)
+
+
+def prune(folder: Path) -> None:
+    """Deletes packages unused for `UNUSED_DAYS`, and the least recently used ones beyond `MAX_BYTES`. A process that has loaded
+    one keeps it.
+    """
+    total = 0
+    with suppress(OSError):
+        found = [(path.stat(), path) for path in folder.glob(f"[!.]*{PACKAGE_SUFFIX}")]
+        for stat, path in sorted(found, key=lambda one: one[0].st_mtime, reverse=True):
+            total += stat.st_size
+            if total > MAX_BYTES or time.time() - stat.st_mtime > UNUSED_DAYS * DAY_S:
+                path.unlink(missing_ok=True)
