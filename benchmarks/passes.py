@@ -1,4 +1,4 @@
-"""`python -m benchmarks.passes`: time and calls of a target pass and a draft level, eager, compiled and captured, in turns."""
+"""`python -m benchmarks.passes`: time, calls and memory of target passes and draft levels, eager, compiled and captured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import sage
-from benchmarks.training.measuring import describe_machine
+from benchmarks.training.measuring import allocated, describe_machine, peak, reset_peak
 from sage.bench.options import counts
 from sage.bench.tables import text_table
 from sage.cli import add_device_option, add_dtype_option, add_model_options, find_models, new_parser, resolve_device, run
@@ -23,17 +23,21 @@ from sage.costs.measure import draft_level, empty_cache, verify_pass
 from sage.costs.timing import TimedCall, interleaved_s
 from sage.dtypes import torch_dtype
 from sage.pass_modes import PassMode
-from sage.passes.package import passes_folder
+from sage.passes.package_folder import PACKAGE_SUFFIX, passes_folder
 from sage.passes.select import new_session, new_tree_passes
 
 
 @dataclass
 class Timed:
-    """One pass in one mode: its call, and the seconds of its first call, which compiles or loads it."""
+    """One pass in one mode: its call, the seconds of its first call, which compiles or loads it, the bytes that are allocated
+    meanwhile at most, and those of them that are kept.
+    """
 
     mode: PassMode
     call: TimedCall
     first_s: float
+    peak: int
+    kept: int
 
 
 def modes_of(device: torch.device) -> list[PassMode]:
@@ -67,9 +71,10 @@ def timed(target: Any, mode: PassMode, make: Callable[[], TimedCall]) -> Timed:
     target.passes = mode
     call = make()
     call.reset()
-    start = time.perf_counter()
+    before, start = reset_peak(target.device), time.perf_counter()
     call.run()
-    return Timed(mode, call, time.perf_counter() - start)
+    first_s = time.perf_counter() - start
+    return Timed(mode, call, first_s, peak(target.device) - before, allocated(target.device) - before)
 
 
 def rows_of(name: str, passes: Sequence[Timed], repeats: int, device: torch.device) -> list[list[str]]:
@@ -80,8 +85,9 @@ def rows_of(name: str, passes: Sequence[Timed], repeats: int, device: torch.devi
         ratios = sorted(ours / eager for ours, eager in zip(own, times[0], strict=True))
         spread = f"{statistics.median(ratios):.2f} ({ratios[len(ratios) // 10]:.2f}-{ratios[-1 - len(ratios) // 10]:.2f})"
         operators, calls = num_calls(one.call)
+        memory = [f"{max(count, 0) / 1e6:.1f}" for count in (one.peak, one.kept)]
         seconds = f"{1e3 * statistics.median(own):.3f}"
-        rows.append([name, str(one.mode), seconds, spread, str(operators), str(calls), f"{one.first_s:.2f}"])
+        rows.append([name, str(one.mode), seconds, spread, str(operators), str(calls), f"{one.first_s:.2f}", *memory])
     return rows
 
 
@@ -104,15 +110,21 @@ def measure(target: Any, draft: Any, nodes: Sequence[int], widths: Sequence[int]
     for width in widths if draft is not None else ():
         passes = [timed(target, mode, partial(level, width)) for mode in modes_of(device)]
         rows += rows_of(f"draft level, {width} nodes", passes, repeats, device)
-    head = ("", "passes", "ms", "ratio to eager", "ATen calls", "all calls", "first call, s")
+    head = ("", "passes", "ms", "ratio to eager", "ATen calls", "all calls", "first call, s", "peak, MB", "kept, MB")
     weights = sum(weight.numel() * weight.element_size() for weight in target.text_model.parameters())
     lines = [
         f"{target.name}, {target.dtype}, {context} tokens in the cache; the text layers read {weights / 1e6:.1f} MB of weights",
-        text_table(head, rows, "<<>>>>>", ruled=False),
-        f"all calls: of Python and C functions; compiled passes are kept in {passes_folder()}; without it, starts are cold",
+        text_table(head, rows, "<<>>>>>>>", ruled=False),
+        "all calls: of Python and C functions; peak, kept: memory allocated by the first call, without compilers' processes",
+        f"compiled passes are kept in {passes_folder()}, {packages_mb():.1f} MB; without it, starts are cold",
         describe_machine(device),
     ]
     return "\n".join(lines)
+
+
+def packages_mb() -> float:
+    """Returns the size of all compiled passes on disk."""
+    return sum(path.stat().st_size for path in passes_folder().glob(f"*{PACKAGE_SUFFIX}")) / 1e6
 
 
 def main() -> int:

@@ -67,13 +67,18 @@ def reset_peak(device: torch.device) -> int:
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        return torch.cuda.memory_allocated(device)
+        return allocated(device)
     ctypes.CDLL(None).malloc_trim(0)  # freed blocks kept by the allocator would hide later allocations
     try:
         CLEAR.write_text(RESET_PEAK)
     except OSError as error:
         raise ValueError(f"{CLEAR}: cannot be written ({error}); peak memory on a CPU is measured on Linux only") from error
-    return _resident("VmRSS")
+    return allocated(device)
+
+
+def allocated(device: torch.device) -> int:
+    """Returns the number of bytes allocated now."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else _resident("VmRSS")
 
 
 def peak(device: torch.device) -> int:

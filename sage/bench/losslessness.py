@@ -24,18 +24,22 @@ def earliest_difference(reference: Sequence[int], others: Sequence[Sequence[int]
     return min(found, default=None)
 
 
-@torch.no_grad()
 def top2_gap(target: Any, inputs: Mapping[str, Tensor], prefix: Sequence[int]) -> float:
     """Returns the target's logit gap between its two best next tokens after the prompt and `prefix`.
 
-    Runs one pass without a cache over the complete sequence. At a gap near the rounding error of the dtype, two correct
-    computations may disagree; a large gap indicates a bug.
+    At a gap near the rounding error of the dtype, two correct computations may disagree; a large gap indicates a bug.
     """
+    best = torch.topk(next_logits(target, inputs, prefix), 2).values
+    return float(best[0] - best[1])
+
+
+@torch.no_grad()
+def next_logits(target: Any, inputs: Mapping[str, Tensor], prefix: Sequence[int]) -> Tensor:
+    """Returns the target's logits [V] after the prompt and `prefix`, in float32, from one pass without a cache."""
     prompt = target.embed(inputs)
     extended = _extend(target, prompt, prefix) if prefix else prompt
-    last_D = target.features(extended).last[0, -1]
-    best = torch.topk(target.lm_head(last_D).float(), 2).values
-    return float(best[0] - best[1])
+    logits: Tensor = target.lm_head(target.features(extended).last[0, -1]).float()
+    return logits
 
 
 def _extend(target: Any, prompt: Any, prefix: Sequence[int]) -> Any:
