@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import CompileConfig, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 import sage
 from sage.bench.report_table import TARGET_PREFILL_PHASES
@@ -31,9 +31,10 @@ from sage.trees.names import AUTOREGRESSIVE
 
 HF_GENERATE = "hf_generate"
 HF_STATIC = "hf_static_cache"
+HF_COMPILED = "hf_compiled"
 PROMPT_LOOKUP = "hf_prompt_lookup"
 HF_ASSISTED = "hf_assisted"
-BASELINES = (AUTOREGRESSIVE, HF_GENERATE, HF_STATIC, PROMPT_LOOKUP, HF_ASSISTED)
+BASELINES = (AUTOREGRESSIVE, HF_GENERATE, HF_STATIC, HF_COMPILED, PROMPT_LOOKUP, HF_ASSISTED)
 
 PROMPT_LOOKUP_TOKENS = 10
 
@@ -198,6 +199,7 @@ def baseline_runner(target: Any, name: str, assistant: Any = None) -> Runner:
         AUTOREGRESSIVE: lambda: PolicyRunner(target, None, AUTOREGRESSIVE),
         HF_GENERATE: lambda: HFRunner(target),
         HF_STATIC: lambda: HFRunner(target, HF_STATIC, cache_implementation="static"),
+        HF_COMPILED: lambda: HFRunner(target, HF_COMPILED, cache_implementation="static", compile_config=_compile_config()),
         PROMPT_LOOKUP: lambda: HFRunner(target, PROMPT_LOOKUP, False, **_prompt_lookup(target)),
         HF_ASSISTED: lambda: HFRunner(target, HF_ASSISTED, False, assistant),
     }
@@ -220,6 +222,13 @@ def find_assistant(target: Any, path: str | None, draft: Any) -> Any:
     model = sage.load_target(path, dtype=target.dtype, device=target.device)
     check_pair(model, target)
     return model.model
+
+
+def _compile_config() -> CompileConfig:
+    """Returns options with which `generate` compiles its passes on a CPU as well, once for all lengths of the cache."""
+    config = CompileConfig(mode="default", dynamic=True)
+    config._compile_all_devices = True
+    return config
 
 
 def _prompt_lookup(target: Any) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from sage.bench.report import build_report
 from sage.bench.runners import (
     AUTOREGRESSIVE,
     HF_ASSISTED,
+    HF_COMPILED,
     HF_GENERATE,
     HF_STATIC,
     PROMPT_LOOKUP,
@@ -333,6 +334,19 @@ def test_hugging_face_decoders_agree_with_the_autoregressive_policy(make):
         assert 0 < run.decode_s < run.wall_s and run.prefill_tokens >= 1
     assisted = baseline_runner(target, HF_ASSISTED, make(seed=1).model).run(inputs, SAMPLING)
     assert assisted.tokens == own.tokens
+
+
+@pytest.mark.parametrize("make", [make_qwen, make_llava])
+def test_hugging_face_compiles_passes_on_a_cpu(make, monkeypatch):
+    target, calls = make(), []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: calls.append(options) or function)
+    inputs = make_inputs(target)
+    own = PolicyRunner(target, None, AUTOREGRESSIVE).run(inputs, SAMPLING)
+    runner = baseline_runner(target, HF_COMPILED)
+    assert [runner.run(inputs, SAMPLING).tokens for _ in range(2)] == [own.tokens] * 2
+    (options,) = calls
+    assert options["dynamic"] and options["mode"] == "default" and runner.may_fail
+    assert baseline_runner(target, HF_STATIC).run(inputs, SAMPLING).tokens == own.tokens and len(calls) == 1
 
 
 @pytest.mark.parametrize("make", [make_qwen, make_llava])

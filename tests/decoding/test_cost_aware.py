@@ -166,7 +166,7 @@ class TestCurve:
         tiny_qwen.text_config.max_position_embeddings = limit = 4096
         seen: set[int] = set()
         tree_pass = tiny_qwen.tree_pass
-        monkeypatch.setattr(probe, "REPEATS", 2)
+        monkeypatch.setattr(probe, "REPEATS", 3)
         monkeypatch.setattr(tiny_qwen, "tree_pass", lambda *args: (seen.add(args[3].length), tree_pass(*args))[1])
         for context, longer, expected in ((10, 12, 10 + MIN_CONTEXT_SPAN), (10, 2000, 2000), (3900, 3901, limit - 64)):
             seen.clear()

@@ -24,7 +24,7 @@ from sage.passes.buckets import key_bucket
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[int, int]]:
     """An empty cache folder; returns the contexts that are measured from here on."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(measure, "REPEATS", 2)
+    monkeypatch.setattr(measure, "REPEATS", 3)
     calls: list[tuple[int, int]] = []
 
     def recorded(target: Any, draft: Any, context: int, longer: int) -> Costs:

@@ -32,7 +32,7 @@ WandbMode = StrEnum("WandbMode", ["online", "offline"])
 ValidateOn = StrEnum("ValidateOn", ["auto", "main", "all"])
 ScoreMetric = StrEnum("ScoreMetric", ["tokens_per_target_pass", "speedup"])
 PolicyName = StrEnum("PolicyName", {name: name for name in POLICIES})  # type: ignore[misc]
-Baseline = StrEnum("Baseline", ["hf_generate", "hf_static_cache", "hf_prompt_lookup", "hf_assisted"])
+Baseline = StrEnum("Baseline", ["hf_generate", "hf_static_cache", "hf_compiled", "hf_prompt_lookup", "hf_assisted"])
 
 
 @dataclass(kw_only=True)
