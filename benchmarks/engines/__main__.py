@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks.engines.comparison import report
 from benchmarks.engines.measure import ENGINE_PYTHON, Comparison, ServedBy, measure
-from benchmarks.engines.server import KEY_VARIABLE
+from data_prep.config import KEY_VARIABLE
 from sage.bench.options import counts, names, variants
 from sage.bench.report import display_name, machine
 from sage.bench.runners import BASELINES

@@ -20,11 +20,13 @@ from benchmarks.engines.comparison import Decoder, OurDecoder, VllmDecoder, figu
 from benchmarks.engines.prompts import pocket_prompts
 from benchmarks.engines.server import ServerClient, ServerDecoder, served_model
 from checkpoints.engines.prompts import write_prompts
-from checkpoints.engines.validation_prompts import validation_prompts
+from checkpoints.engines.validation_prompts import prompt_data, validation_prompts
 from checkpoints.engines.vllm_process import EngineSetting, VllmProcess
 from checkpoints.export import ExportOptions, Format, export
 from checkpoints.run_folder import run_of
-from data_prep.conversation import Conversation
+from data_prep.config import Images
+from data_prep.server.chat_request import MediaPolicy, request_messages
+from data_prep.splits import Split
 from sage.bench.measurement import BenchPrompt
 from sage.bench.options import Variant
 from sage.bench.runners import AUTOREGRESSIVE, PolicyRunner, baseline_runner
@@ -110,10 +112,13 @@ def _measure_vllm(comparison: Comparison, scratch: Path, processes: ExitStack) -
 def _measure_server(comparison: Comparison, server: ServedBy, scratch: Path, processes: ExitStack) -> dict[str, Any]:
     client = processes.enter_context(ServerClient(server.url, server.key))
     model = served_model(client, server.model)
-    conversations = served_prompts(comparison)
+    data = prompt_data(run_of(comparison.drafts[comparison.served_draft]), comparison.target)
+    conversations = validation_prompts(data, comparison.num_prompts)
     target = load_target(comparison)
     prompts, _ = write_prompts(target, conversations, scratch)
-    decoder = server_decoder(comparison, client, model, target, conversations)
+    media = MediaPolicy.of(data, Split.validation, Images.inline)
+    questions = [request_messages(conversation.messages, media) for conversation in conversations]
+    decoder = server_decoder(comparison, client, model, target, questions)
     before = client.counters()
     found = _take_turns(comparison, target, prompts, [decoder])
     counted = client.counters().since(before)
@@ -133,21 +138,15 @@ def _take_turns(
     }
 
 
-def served_prompts(comparison: Comparison) -> list[Conversation]:
-    """Returns held-out prompts of the run that trained the first draft."""
-    draft = comparison.drafts[comparison.served_draft]
-    return validation_prompts(run_of(draft), comparison.target, comparison.num_prompts)
-
-
 def server_decoder(
-    comparison: Comparison, client: ServerClient, model: str, target: Target, conversations: Sequence[Conversation]
+    comparison: Comparison, client: ServerClient, model: str, target: Target, questions: Sequence[Any]
 ) -> ServerDecoder:
     """Returns the server as a decoder; it has a draft if it counts rounds of one."""
     assert target.processor is not None
     tokenizer, eos = target.processor.tokenizer, target.eos_token_ids[0]
-    decoder = ServerDecoder(client, model, conversations, tokenizer, eos, comparison.max_new_tokens)
+    decoder = ServerDecoder(client, model, questions, tokenizer, eos, comparison.max_new_tokens)
     before = client.counters()
-    decoder.answer(conversations[0])
+    decoder.answer(questions[0])
     is_speculative = client.counters().since(before).rounds > 0
     return replace(decoder, draft=comparison.served_draft if is_speculative else "")
 

@@ -6,8 +6,6 @@ without any.
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import logging
 import re
@@ -20,10 +18,10 @@ from urllib.parse import urlsplit
 import httpx
 
 from benchmarks.engines.comparison import Answer
-from sage.inputs.media import open_image, source_of
+from data_prep.config import KEY_VARIABLE
+from data_prep.server.address import is_key, url_problem
 
 SERVER = "server"
-KEY_VARIABLE = "OPENAI_API_KEY"
 TIMEOUT_S = 600.0
 REMEDY = "give the URL of an OpenAI-compatible server"
 MAX_REASON = 200  # characters of the server's own message
@@ -72,9 +70,11 @@ class ServerClient:
     """
 
     def __init__(self, url: str, key: str) -> None:
-        self._root = _checked(url).rstrip("/").removesuffix("/v1")
-        if not key.isascii() or not key.isprintable() or " " in key:
+        if problem := url_problem(url, KEY_VARIABLE):
+            raise ValueError(f"--server: {problem}; give for example http://localhost:8000/v1")
+        if not is_key(key):
             raise ValueError(f"{KEY_VARIABLE}: has a line break, a blank or another character that no key has; export it again")
+        self._root = url.rstrip("/").removesuffix("/v1")
         for name in ("httpx", "httpcore"):
             logging.getLogger(name).setLevel(logging.WARNING)  # below, they log URLs
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -148,7 +148,7 @@ class ServerDecoder:
 
     Args:
         model: its name on the server.
-        conversations: of the prompts, with messages.
+        questions: messages of each prompt, as the API takes them.
         tokenizer: of the target, for the answers of servers that return no token ids.
         eos: appended to an answer that ended by itself, where there are no token ids.
         draft: label of the draft; empty if the server does not speculate.
@@ -156,7 +156,7 @@ class ServerDecoder:
 
     client: ServerClient
     model: str
-    conversations: Sequence[Any]
+    questions: Sequence[Any]
     tokenizer: Any
     eos: int
     max_new_tokens: int
@@ -166,13 +166,13 @@ class ServerDecoder:
 
     def turn(self) -> list[Answer]:
         """Decodes every prompt."""
-        return [self.answer(conversation) for conversation in self.conversations]
+        return [self.answer(question) for question in self.questions]
 
-    def answer(self, conversation: Any) -> Answer:
+    def answer(self, question: Any) -> Answer:
         """Decodes one prompt; ValueError for an empty answer."""
         body = {
             "model": self.model,
-            "messages": request_messages(conversation.messages),
+            "messages": question,
             "temperature": 0.0,
             "max_tokens": self.max_new_tokens,
             "return_token_ids": True,  # of vLLM; others ignore it
@@ -195,19 +195,6 @@ class ServerDecoder:
         return Answer(ids, last - first, last - start)
 
 
-def request_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Returns chat messages as the API takes them, images as PNG in data URLs."""
-    return [{"role": one["role"], "content": [_part(part) for part in one["content"]]} for one in messages]
-
-
-def _part(part: Mapping[str, Any]) -> dict[str, Any]:
-    if part["type"] == "text":
-        return {"type": "text", "text": part["text"]}
-    buffer = io.BytesIO()
-    open_image(source_of(dict(part), "image")).save(buffer, "PNG")
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"}}
-
-
 def served_model(client: ServerClient, name: str | None) -> str:
     """Returns the model to request; ValueError if the server does not serve it, or several and none is chosen."""
     models = client.models()
@@ -217,23 +204,6 @@ def served_model(client: ServerClient, name: str | None) -> str:
         given = "" if name is None else f" {name}: not served"
         raise ValueError(f"--server-model{given}: choose from {', '.join(models) or 'none, the server has no model'}")
     return name
-
-
-def _checked(url: str) -> str:
-    """Returns the URL; ValueError, which does not repeat it, for one that cannot be used."""
-    try:
-        parts = urlsplit(url)
-        _ = parts.port  # raises ValueError if it is none
-        is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and url.isascii() and url.isprintable()
-    except ValueError:
-        is_usable = False
-    if not is_usable:
-        raise ValueError("--server: not a URL of http or https; give for example http://localhost:8000/v1")
-    if parts.username or parts.password:
-        raise ValueError(f"--server: has a user or a password in it; export the key in {KEY_VARIABLE}")
-    if parts.query or parts.fragment:
-        raise ValueError("--server: has a query or a fragment; give for example http://localhost:8000/v1")
-    return url
 
 
 def _unreachable(error: httpx.HTTPError) -> str:

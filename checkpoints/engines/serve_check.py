@@ -20,7 +20,7 @@ import sage
 from checkpoints.engines.acceptance import Answers, decode_chain
 from checkpoints.engines.installed import check_engine
 from checkpoints.engines.prompts import PROMPTS_FILE, write_prompts
-from checkpoints.engines.validation_prompts import validation_prompts
+from checkpoints.engines.validation_prompts import prompt_data, validation_prompts
 from checkpoints.engines.verdict import Measured, is_short_of, verdict
 from checkpoints.engines.vllm_process import EngineFailed, EngineSetting, VllmProcess
 from checkpoints.export.compatibility import FED_INPUTS
@@ -109,7 +109,7 @@ def serve_check(options: ServeCheck) -> ServeResult:
         return ServeResult({}, [f"export bad: {error}" for error in checked.errors], {})
     check_served(checked, facts)
     version = check_engine(options.python)
-    conversations = validation_prompts(source.run, str(facts.name), options.num_prompts)
+    conversations = validation_prompts(prompt_data(source.run, str(facts.name)), options.num_prompts)
     try:
         exported = read_export(options.export, trained, facts)
     except ValueError as error:

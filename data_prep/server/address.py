@@ -21,7 +21,7 @@ def check_server(settings: RegenerateConfig, environment: Mapping[str, str]) -> 
     if not isinstance(settings.server, (str, list)) or not all(isinstance(url, str) for url in settings.server):
         raise ValueError(f"regenerate.server: {type(settings.server).__name__}; allowed: a URL or a list of URLs")
     for number, url in enumerate(settings.urls(), 1):
-        if problem := _problem(url):
+        if problem := url_problem(url, "the variable of regenerate.key_variable"):
             raise ValueError(f"regenerate.server: URL {number} {problem}; give for example http://host:8000/v1")
     for name, lowest in (("concurrency", 1), ("retries", 0)):
         if getattr(settings, name) < lowest:
@@ -46,13 +46,22 @@ def read_key(settings: RegenerateConfig, environment: Mapping[str, str]) -> str:
     if name != KEY_VARIABLE and name not in environment:
         raise ValueError("regenerate.key_variable: the environment has no variable of this name; export it")
     key = environment.get(name, "")
-    if not (key.isascii() and key.isprintable()) or " " in key:
+    if not is_key(key):
         raise ValueError(f"regenerate.key_variable: {name} has a line break, a blank or another character that no key has")
     return key
 
 
-def _problem(url: str) -> str:
-    """Returns what is wrong with a URL; empty if nothing is."""
+def is_key(key: str) -> bool:
+    """Returns whether a key can be sent; an empty one is none."""
+    return key.isascii() and key.isprintable() and " " not in key
+
+
+def url_problem(url: str, key_variable: str) -> str:
+    """Returns what is wrong with the URL of a server, without the URL; empty if nothing is.
+
+    Args:
+        key_variable: where a key belongs, for the message.
+    """
     try:
         parts = urlsplit(url)
         _ = parts.port  # raises ValueError if it is none
@@ -63,7 +72,7 @@ def _problem(url: str) -> str:
     if parts.scheme not in SCHEMES:
         return f"is not of the scheme {' or '.join(SCHEMES)}"
     if parts.username is not None or parts.password is not None:
-        return "has a user or a password in it; export the key in the variable of regenerate.key_variable"
+        return f"has a user or a password in it; export the key in {key_variable}"
     if not parts.hostname:
         return "has no host"
     if parts.query or parts.fragment:

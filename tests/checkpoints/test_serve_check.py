@@ -16,12 +16,14 @@ from support.messages import check_message, refused
 from support.train_helpers import make_target
 
 import sage
-from checkpoints.engines import serve_check, validation_prompts
+from checkpoints.engines import serve_check
 from checkpoints.engines.acceptance import Answers
+from checkpoints.engines.validation_prompts import prompt_data, validation_prompts
 from checkpoints.engines.verdict import MIN_FIRST, Measured, verdict
 from checkpoints.engines.vllm_process import EngineSetting, VllmProcess
 from checkpoints.export import ExportOptions, Flavour, export
 from checkpoints.export.__main__ import main
+from data_prep import pocket
 from data_prep.config import Cache, DataConfig, OnBad, data_config
 
 PYTHON = sys.executable
@@ -100,19 +102,19 @@ class TestPrompts:
 
     def test_videos_are_left_out(self, tmp_path: Path) -> None:
         (tmp_path / "config.yaml").write_text(yaml.safe_dump({"data": {"sources": {"p": {"kind": "pocket"}}}}))
-        found = validation_prompts.validation_prompts(tmp_path, "anywhere", 8)
+        found = validation_prompts(prompt_data(tmp_path, "anywhere"), 8)
         assert len(found) == 8 and len({one.id for one in found}) == 8
         assert all(part["type"] != "video" for one in found for message in one.messages for part in message["content"])
         data = {"sources": {"p": {"kind": "pocket", "families": ["clip"]}}}
         (tmp_path / "config.yaml").write_text(yaml.safe_dump({"data": data}))
         with refused("data.validation", "videos"):
-            validation_prompts.validation_prompts(tmp_path, "anywhere", 2)
+            validation_prompts(prompt_data(tmp_path, "anywhere"), 2)
 
     def test_without_a_run_only_a_pocket_target_has_prompts(self) -> None:
-        targets = Path(validation_prompts.pocket.__file__).parent / "targets"
-        assert len(validation_prompts.validation_prompts(None, str(targets / "pocket_qwen2_5_vl"), 2)) == 2
+        targets = Path(pocket.__file__).parent / "targets"
+        assert prompt_data(None, str(targets / "pocket_qwen2_5_vl")) == DataConfig()
         with refused("RUN", "data.validation"):
-            validation_prompts.validation_prompts(None, "Qwen/Qwen2.5-VL-7B-Instruct", 2)
+            prompt_data(None, "Qwen/Qwen2.5-VL-7B-Instruct")
 
 
 @pytest.fixture(scope="module")
