@@ -21,7 +21,10 @@ from typing import Any
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import AutoImageProcessor, AutoTokenizer, BatchFeature
+from transformers import AutoTokenizer, BatchFeature
+
+# `transformers.AutoImageProcessor` requires torchvision in transformers 5.17; the same class from here does not.
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from sage.inputs.format import InputFormat, Inputs
 from sage.inputs.media import DEFAULT_FPS, open_image, open_video_part, source_of

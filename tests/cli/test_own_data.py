@@ -6,16 +6,20 @@ The lines of the second layout, which is only read differently, are run with few
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import shutil
 import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from PIL import Image, ImageDraw
+from support.doc_blocks import make_tools
+from support.fork_server import ForkServer
 from support.messages import refused
 from support.train_helpers import ROOT, environment
 
@@ -33,7 +37,7 @@ MODULES = {
     "sage-data": "train.cli.data",
     "sage-train": "train.cli.train",
     "sage-validate": "train.cli.validate",
-    "sage-export": "checkpoints.export",
+    "sage-export": "checkpoints.export.__main__",
 }
 DECODING = ("decode.policies=[autoregressive,sage]", "decode.baselines=[]", "decode.repeats=1", "decode.max_new_tokens=16")
 SHORTER = {"sage-train": ("train.max_steps=4", *DECODING), "sage-validate": DECODING}
@@ -73,14 +77,24 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def execute(folder: Path, line: str, is_short: bool) -> str:
-    """Runs a line of the README in a folder, with an empty home; returns its output and its log."""
+@pytest.fixture(scope="module")
+def variables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment of a user with an empty home and our commands in PATH."""
+    home, tools = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("tools")
+    made = environment() | {"HOME": str(home), "XDG_CACHE_HOME": str(home / ".cache"), "PATH": f"{tools}:{os.environ['PATH']}"}
+    server = ForkServer(made)
+    make_tools(tools, {name: server.script(module) for name, module in MODULES.items()})
+    yield made
+    server.close()
+
+
+def execute(folder: Path, line: str, is_short: bool, variables: dict[str, str]) -> str:
+    """Runs a line of the README in a folder; returns its output and its log."""
     command, *words = shlex.split(line, comments=True)
     words += SHORTER.get(command, ()) if is_short else ()
-    variables = environment() | {"HOME": str(folder / "home"), "XDG_CACHE_HOME": str(folder / "home" / ".cache")}
-    done = subprocess.run(
-        [sys.executable, "-m", MODULES[command], *words], cwd=folder, env=variables, capture_output=True, text=True, check=False
-    )
+    tool = shutil.which(command, path=variables["PATH"])
+    assert tool is not None
+    done = subprocess.run([tool, *words], cwd=folder, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
     return done.stdout + done.stderr
 
@@ -88,9 +102,9 @@ def execute(folder: Path, line: str, is_short: bool) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # two minutes of a core; much longer on a busy machine
 @pytest.mark.parametrize(("block", "name", "steps"), [(MESSAGES, "chats", 50), (LLAVA, "llava", 4)], ids=["messages", "llava"])
-def test_the_lines_of_the_readme(block: str, name: str, steps: int, folder: Path) -> None:
+def test_the_lines_of_the_readme(block: str, name: str, steps: int, folder: Path, variables: dict[str, str]) -> None:
     is_short = block == LLAVA
-    data, train, validate, export = [execute(folder, line, is_short) for line in block.splitlines()]
+    data, train, validate, export = [execute(folder, line, is_short, variables) for line in block.splitlines()]
     assert "23 examples, 23 measured" in data and "0 invalid items skipped" in data
     assert "the longest of 23 examples" in data and "the longest of 23 examples" in train
     assert ("23 example(s) are repeated to 50 steps (34.8 epochs)" in train) != is_short

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from support.messages import refused
-from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 import data_prep.pocket
 from data_prep.chat import build_example

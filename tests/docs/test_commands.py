@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ SUBSTITUTIONS = {
         '"train.max_steps=100"': ", ".join(f'"{key}={value}"' for key, value in SHORTER["sage-train"].items()),
         "train.max_steps=30": "train.max_steps=3",
     },
+    "docs/decoder.md": {"--num-prompts 4": "--num-prompts 2"},
     "docs/exporting.md": {"RUN": "runs/pocket_qwen2_5_vl-eagle3-chats", "TARGET": POCKET, "DIR": "exports/again"},
     "docs/launching.md": {"RUN": DEMO, "train.max_steps=20": "train.max_steps=2", "train.max_steps=600": "train.max_steps=6"},
 }
@@ -98,11 +100,12 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workspace]:
     """A checkout after the first block of README.md, `make demo`."""
     made = Workspace(tmp_path_factory.mktemp("docs") / "checkout")
     made.output = made.run(to_execute("README.md")[0], {})
-    return made
+    yield made
+    made.commands.close()
 
 
 def to_execute(page: str) -> list[Block]:

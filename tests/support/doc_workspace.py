@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from support.doc_blocks import ROOT, Block, make_tools, tracked_files
+from support.fork_server import ForkServer
 
 from data_prep.pocket import world
 
@@ -39,7 +40,6 @@ SHORTER_TRAINING = {
 }
 SHORTER = {"sage-train": SHORTER_TRAINING | SHORTER_DECODING, "sage-validate": SHORTER_DECODING}
 SCRIPT = """\
-#!{python}
 import sys
 from {module} import main
 if __name__ == "__main__":
@@ -68,12 +68,13 @@ class Workspace:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
         (folder / "train" / "_conf").symlink_to(folder / "conf")  # as in an installed package
-        scripts = {
-            name: SCRIPT.format(python=sys.executable, module=module, settings=SHORTER.get(name, {}))
-            for name, module in ENTRY_POINTS.items()
-        }
-        self._tools = make_tools(folder / ".venv" / "bin", scripts)
-        make_tools(self._tools, {"python": f'#!/bin/sh\nexec {sys.executable} "$@"\n'})
+        self._tools, scripts = folder / ".venv" / "bin", folder / ".venv" / "scripts"
+        self.commands = ForkServer(self._environment())
+        for name, module in ENTRY_POINTS.items():
+            path = scripts / f"{name}.py"
+            make_tools(scripts, {path.name: SCRIPT.format(module=module, settings=SHORTER.get(name, {}))})
+            make_tools(self._tools, {name: self.commands.script(str(path))})
+        make_tools(self._tools, {"python": self.commands.script(None)})
         (folder / ".venv" / "installed").touch()
         _write_own_files(folder)
 
