@@ -20,7 +20,7 @@ import httpx
 from data_prep.config import RegenerateConfig
 
 CHAT, MODELS = "chat/completions", "models"
-CONNECT_S = 10.0
+CONNECT_S, CHECK_S = 10.0, 120.0  # for a connection, and for each request of the check at the start
 MAX_DELAY_S = 60.0  # between two attempts
 MAX_NAMED_DELAY_S = 600.0  # that a server may name itself (Retry-After)
 MAX_REASON = 200  # characters of a server's message
@@ -70,7 +70,7 @@ class Server:
         self.name, self.num_active, self.num_faults, self.ready_at = name, 0, 0, 0.0
         self._url, self._client, self._secrets = url, client, secrets
 
-    async def request(self, method: str, path: str, body: Any = None) -> Any:
+    async def request(self, method: str, path: str, body: Any = None, *, timeout_s: float) -> Any:
         """Sends one request; returns the JSON of the answer.
 
         Raises:
@@ -80,11 +80,12 @@ class Server:
         """
         self.num_active += 1
         try:
-            response = await self._client.request(method, f"{self._url}/{path}", json=body)
+            timeout = httpx.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s), pool=None)
+            response = await self._client.request(method, f"{self._url}/{path}", json=body, timeout=timeout)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise Fault("no connection", is_down=True) from error
         except httpx.TimeoutException as error:
-            raise Fault("no answer within regenerate.timeout_s") from error
+            raise Fault(f"no answer within {timeout_s:g} s") from error
         except httpx.RequestError as error:
             raise Fault("the connection was cut") from error
         finally:
@@ -143,9 +144,8 @@ class ServerPool:
 
     def __init__(self, settings: RegenerateConfig, key: str) -> None:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        timeout = httpx.Timeout(settings.timeout_s, connect=min(CONNECT_S, settings.timeout_s), pool=None)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        self._client = httpx.AsyncClient(headers=headers, timeout=timeout, limits=limits)
+        self._client = httpx.AsyncClient(headers=headers, limits=limits)
         self._settings = settings
         logging.getLogger("httpx").setLevel(logging.WARNING)  # below, httpx and httpcore log URLs
         logging.getLogger("httpcore").setLevel(logging.WARNING)
@@ -170,7 +170,7 @@ class ServerPool:
         while True:
             server = await self._free_server()
             try:
-                found = await server.request("POST", CHAT, body)
+                found = await server.request("POST", CHAT, body, timeout_s=self._settings.timeout_s)
             except Fault as fault:
                 server.rest(self._settings.retry_delay_s, fault.delay_s)
                 num_faults += not fault.is_busy
@@ -189,7 +189,7 @@ class ServerPool:
         """
         for attempt in range(self._settings.retries + 1):
             try:
-                return await server.request(method, path, body)
+                return await server.request(method, path, body, timeout_s=min(CHECK_S, self._settings.timeout_s))
             except Fault as fault:
                 server.rest(self._settings.retry_delay_s, fault.delay_s)
                 if not fault.is_busy or attempt == self._settings.retries:

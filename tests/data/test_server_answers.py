@@ -265,6 +265,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "no text": ({"fault": lambda number, body: refusal("never")}, {}, ("refuses a short text prompt", "never")),
     "no chat": ({"fault": lambda number, body: Reply(body=[])}, {}, ("no chat completion",)),
     "broken": ({"fault": lambda number, body: refusal("oops", 500)}, {}, ("500 Internal Server Error: oops",)),
+    "silent": ({"fault": lambda number, body: Reply(action="hang")}, {"timeout_s": 0.3}, ("no answer within",)),
     "busy": ({"fault": lambda number, body: refusal("busy", 429)}, {}, ("429 Too Many Requests: busy", "3 attempts")),
 }
 
