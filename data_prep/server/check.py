@@ -145,8 +145,8 @@ class ServerCheck:
         else:
             count = len(found or expected)
         if count != len(expected) or (found and found != expected):
-            ours = "as many" if count == len(expected) else str(len(expected))
+            differs = "as other tokens than" if count == len(expected) else f"as {count} tokens, {len(expected)} with"
             raise ServerError(
-                f"regenerate.server: {server.name}: {count} tokens in a prompt that has {ours}, but other ones, with the "
-                f"target {self._target.name}; its tokenizer, chat template or image size differs; serve the target itself"
+                f"regenerate.server: {server.name} reads a prompt {differs} the target {self._target.name}: another tokenizer, "
+                "chat template or image size; serve the target itself"
             )

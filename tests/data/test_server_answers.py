@@ -21,7 +21,7 @@ from data_prep.dialog import Answer, Outcome, one_by_one
 from data_prep.server import answers as answers_module
 from data_prep.server.answers import ServerAnswers
 from data_prep.server.chat_request import MediaPolicy, OutsideMedia
-from data_prep.server.check import ServedTarget
+from data_prep.server.check import TEXT_PROMPT, ServedTarget
 from data_prep.server.client import ServerError
 from data_prep.splits import Split
 from data_prep.tools.regenerate import part_path, regenerate, skipped_path
@@ -254,12 +254,19 @@ def test_empty_and_missing_texts_are_listed(tmp_path: Path) -> None:
 # -- the check at the start -------------------------------------------------------------------------------------------
 
 OTHER = [{"id": "models/other"}, {"id": "models/third", "root": "/disk/third"}]
+CHOICE = {"message": {"content": "a"}, "finish_reason": "stop"}
+REVERSED = PROCESSOR.prepare(TEXT_PROMPT)["input_ids"][0].tolist()[::-1]
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "another model": ({"models": OTHER}, {}, ("models/other, models/third", "here/toy", "regenerate.model=ID")),
     "unknown id": ({}, {"model": "x"}, ("regenerate.model=x", MODEL)),
     "no models": ({"models": None}, {}, ("lists no models", "/v1")),
     "another tokenizer": ({"processor": make_processor("llava_onevision")}, {}, ("tokens", "here/toy")),
     "the same by text": ({"processor": make_processor("llava_onevision"), "extensions": False}, {}, ("tokens", "here/toy")),
+    "other ids": (
+        {"fault": lambda number, body: Reply(body={"choices": [CHOICE], "prompt_token_ids": REVERSED})},
+        {},
+        ("as other tokens than the target here/toy",),
+    ),
     "short context": ({"models": [{"id": "toy", "max_model_len": 90}]}, {}, ("regenerate.max_new_tokens=100", "90")),
     "key": ({"fault": lambda number, body: refusal(f"key {KEY}", 401)}, {}, ("401 Unauthorized", "key_variable")),
     "no text": ({"fault": lambda number, body: refusal("never")}, {}, ("refuses a short text prompt", "never")),
