@@ -20,6 +20,7 @@ from sage.bench.runners import AUTOREGRESSIVE, HF_ASSISTED, PolicyRunner, Runner
 from sage.costs.measure import measure_costs
 from sage.costs.tables import Costs
 from sage.drafts.loading import Draft
+from sage.pass_modes import PassMode
 from sage.replay.recording import Recording, record
 from sage.targets import Target
 
@@ -41,9 +42,9 @@ class Lab:
         return self._cache[key]
 
     def target(self, name: str) -> Target:
-        """Returns the target with that short name, in fp32."""
-        path = self.settings.targets[name]
-        return self._cached(("target", name), lambda: sage.load_target(path, dtype=torch.float32))
+        """Returns the target with that short name, in fp32, its passes as the settings say."""
+        path, passes = self.settings.targets[name], self.settings.passes
+        return self._cached(("target", name), lambda: sage.load_target(path, dtype=torch.float32, passes=passes))
 
     def run(self, name: str) -> Path:
         """Returns the folder of a run; trains the run if it is missing."""
@@ -146,6 +147,9 @@ class Lab:
             "threads": settings.threads,
             "targets": {target: runs.weights_digest(path) for target, path in settings.targets.items()},
             "max_new_tokens": settings.max_new_tokens,
+            **(
+                {} if settings.passes == PassMode.eager else {"passes": settings.passes}
+            ),  # figures without it are of eager ones
         }
         return self.store.get_or_measure(name, inputs, measure_figures, f"make results-{study}")
 

@@ -149,6 +149,7 @@ class Settings:
     targets: dict[str, str] = MISSING  # model folder or id by short name
     families: list[str] = MISSING
     max_new_tokens: int = MISSING
+    passes: str = MISSING  # of our decoder, argument of `sage.load_target`
     training: TrainingSettings = field(default_factory=TrainingSettings)
     main_runs: dict[str, str] = MISSING  # by target, the run whose draft it is measured with
     assistant_runs: dict[str, str] = MISSING  # by target, the run of a smaller model of the same family

@@ -105,6 +105,21 @@ def test_committed_figures_are_current(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.set_num_threads(threads)
 
 
+def test_figures_of_other_passes_are_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Figures without a pass mode are of eager passes."""
+    monkeypatch.chdir(ROOT)
+    settings, threads = load_settings(), torch.get_num_threads()
+    inputs: dict[str, Any] = {}
+    store = FigureStore(tmp_path)
+    monkeypatch.setattr(store, "get_or_measure", lambda name, found, *_: inputs.setdefault(name, found))
+    try:
+        for settings.passes in ("eager", "compiled"):
+            Lab(settings, store).figures("policies", settings.passes, dict)
+    finally:
+        torch.set_num_threads(threads)
+    assert inputs["compiled"] == inputs["eager"] | {"passes": "compiled"}
+
+
 @pytest.mark.slow
 def test_headline_is_written_between_the_markers_of_the_readme(measured: Path) -> None:
     text = (measured / "README.md").read_text()

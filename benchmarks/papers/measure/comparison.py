@@ -42,7 +42,8 @@ def compare(
     labels = [*(variant.name for variant in variants), *also_as_policies]
     model, families = lab.target(target), dict.fromkeys(prompt.family for prompt in prompts)
     by_family = {family: summary(_of_family(measurement, family), model, labels) for family in families}
-    return {**summary(measurement, model, labels), "repeats": repeats, "by_family": by_family}
+    passes = lab.settings.passes
+    return {**summary(measurement, model, labels), "passes": passes, "repeats": repeats, "by_family": by_family}
 
 
 def summary(measurement: Measurement, target: Any, labels: Sequence[str]) -> Json:
