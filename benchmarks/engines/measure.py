@@ -18,7 +18,7 @@ import torch
 import sage
 from benchmarks.engines.comparison import Decoder, OurDecoder, VllmDecoder, figures, take_turns
 from benchmarks.engines.prompts import pocket_prompts
-from benchmarks.engines.server import ServerClient, ServerDecoder, served_model
+from benchmarks.engines.server import Refused, ServerClient, ServerDecoder, served_model
 from checkpoints.engines.prompts import write_prompts
 from checkpoints.engines.validation_prompts import prompt_data, validation_prompts
 from checkpoints.engines.vllm_process import EngineSetting, VllmProcess
@@ -146,7 +146,11 @@ def server_decoder(
     tokenizer, eos = target.processor.tokenizer, target.eos_token_ids[0]
     decoder = ServerDecoder(client, model, questions, tokenizer, eos, comparison.max_new_tokens)
     before = client.counters()
-    decoder.answer(questions[0])
+    try:
+        decoder.answer(questions[0])
+    except Refused:  # other servers may not know vLLM's extensions
+        decoder = replace(decoder, extensions={})
+        decoder.answer(questions[0])
     is_speculative = client.counters().since(before).rounds > 0
     return replace(decoder, draft=comparison.served_draft if is_speculative else "")
 

@@ -58,6 +58,10 @@ class Counters:
         return [count / self.rounds for count in self.accepted.values()] if self.rounds else []
 
 
+class Refused(ValueError):
+    """The server does not accept a request."""
+
+
 class ServerClient:
     """Requests to one server; a context manager.
 
@@ -106,13 +110,14 @@ class ServerClient:
         """Yields the chunks of a chat completion as they arrive.
 
         Raises:
-            ValueError: the server is down, refuses the request or answers something else; one line.
+            Refused: the server does not accept the request.
+            ValueError: it is down or answers something else.
         """
         try:
             with self._client.stream("POST", f"{self._root}/v1/chat/completions", json={**body, "stream": True}) as response:
                 if not response.is_success:
                     response.read()
-                    raise ValueError(self._refusal(response))
+                    raise Refused(self._refusal(response))
                 for line in response.iter_lines():
                     if line.startswith("data:") and (data := line.removeprefix("data:").strip()) != "[DONE]":
                         yield json.loads(data)
@@ -152,6 +157,7 @@ class ServerDecoder:
         tokenizer: of the target, for the answers of servers that return no token ids.
         eos: appended to an answer that ended by itself, where there are no token ids.
         draft: label of the draft; empty if the server does not speculate.
+        extensions: of vLLM, added to every request.
     """
 
     client: ServerClient
@@ -161,6 +167,7 @@ class ServerDecoder:
     eos: int
     max_new_tokens: int
     draft: str = ""
+    extensions: Mapping[str, Any] = field(default_factory=lambda: {"return_token_ids": True})
     label: str = SERVER
     side: str = SERVER
 
@@ -175,7 +182,7 @@ class ServerDecoder:
             "messages": question,
             "temperature": 0.0,
             "max_tokens": self.max_new_tokens,
-            "return_token_ids": True,  # of vLLM; others ignore it
+            **self.extensions,
         }
         ids, text, reason = list[int](), "", ""
         start = time.perf_counter()

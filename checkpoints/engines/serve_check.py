@@ -6,6 +6,7 @@ Owns: the order of steps and the refusals. Does not own: the rules (checkpoints.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import tempfile
@@ -117,6 +118,8 @@ def serve_check(options: ServeCheck) -> ServeResult:
     with tempfile.TemporaryDirectory() as scratch:
         logger.info("decoding %d prompts with our decoder", len(conversations))
         ours, setting = _decode_ours(options, facts, conversations, (trained.to(exported.dtype), exported), Path(scratch))
+        gc.collect()
+        torch.cuda.empty_cache()  # the engine needs the target's memory
         method = "eagle" if checked.format == Format.eagle else "eagle3"
         logger.info("decoding them with %s %s", ENGINE, version)
         engine = _Engine(options, Path(scratch), replace(setting, method=method))
@@ -127,7 +130,7 @@ def serve_check(options: ServeCheck) -> ServeResult:
 
 def check_served(checked: CheckResult, facts: TargetFacts) -> None:
     """Raises ValueError for a target or a format that vLLM does not serve."""
-    if not facts.served_by:
+    if ENGINE not in facts.served_by:
         raise ValueError(f"--target {facts.name}: {ENGINE} serves no drafts for {facts.model_type}; decode with sage-generate")
     served = ENGINE_FORMATS[ENGINE]
     if (checked.format, checked.flavour) not in served:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from support.train_helpers import make_target
 
 import sage
 from benchmarks.engines import __main__ as bench
+from benchmarks.engines.measure import server_decoder
 from benchmarks.engines.server import Counters, ServerClient, ServerDecoder, served_model
 from data_prep.config import KEY_VARIABLE
 
@@ -41,6 +43,7 @@ class Served:
         tokens: of every answer; sent one by one, as ids if `has_ids`, else as the text "a" each.
         status: of chat completions; not 200: `reason` is the message.
         rounds: counted at every answer; 0: no `/metrics`.
+        is_strict: refuses parameters that OpenAI does not know.
     """
 
     tokens: list[int] = field(default_factory=lambda: [5, 6, 7])
@@ -49,6 +52,7 @@ class Served:
     reason: str = ""
     models: Any = field(default_factory=lambda: {"data": [{"id": "m"}]})
     rounds: int = 0
+    is_strict: bool = False
     url: str = ""
     bodies: list[Any] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
@@ -78,8 +82,8 @@ def serving(**options: Any) -> Iterator[Served]:
         def do_POST(self) -> None:
             served.keys.append(self.headers.get("Authorization"))
             served.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            if served.status != 200:
-                self._send(served.status, json.dumps({"error": {"message": served.reason}}))
+            if served.status != 200 or (served.is_strict and "return_token_ids" in served.bodies[-1]):
+                self._send(served.status if served.status != 200 else 400, json.dumps({"error": {"message": served.reason}}))
                 return
             lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in served.chunks()]
             self._send(200, "".join([*lines, "data: [DONE]\n\n"]))
@@ -132,6 +136,15 @@ def test_request_and_answer() -> None:
 def test_without_token_ids_the_text_is_tokenized_and_ended() -> None:
     with serving(has_ids=False) as served:
         assert decode(served).tokens == [97, 97, 97, 2] and served.keys == [None]
+
+
+def test_a_server_without_extensions() -> None:
+    loaded: Any = SimpleNamespace(processor=SimpleNamespace(tokenizer=tokenizer), eos_token_ids=[2])
+    compared: Any = SimpleNamespace(max_new_tokens=9, served_draft="head")
+    with serving(is_strict=True, has_ids=False) as served, ServerClient(served.url, "") as client:
+        decoder = server_decoder(compared, client, "m", loaded, [QUESTION])
+        assert (decoder.turn()[0].tokens, decoder.draft) == ([97, 97, 97, 2], "")
+    assert ["return_token_ids" in body for body in served.bodies] == [True, False, False]
 
 
 def test_counters_are_differences_over_all_engines() -> None:
