@@ -105,6 +105,7 @@ class Family(InputFormat):
     Attributes:
         model_types: `model_type` of the configuration -> class of the model, which exports name.
         auto_class: class of transformers that loads the model.
+        vision_types: `model_type` of the vision towers that the family takes; empty: of one class, not checked.
         served_by: engines that serve drafts for the family, see `checkpoints.export.compatibility`.
         has_windows: whether the vision tower attends within windows of a packed sequence.
         masks_windows: whether `prefill_mask` and `tree_mask` implement sliding windows of text layers.
@@ -113,6 +114,7 @@ class Family(InputFormat):
 
     model_types: ClassVar[dict[str, str]] = {}
     auto_class: ClassVar[Any] = AutoModelForImageTextToText
+    vision_types: ClassVar[tuple[str, ...]] = ()
     served_by: ClassVar[tuple[str, ...]] = ()
     has_windows: ClassVar[bool] = False
     masks_windows: ClassVar[bool] = False

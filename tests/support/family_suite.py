@@ -61,6 +61,18 @@ QWEN_TOKENS = {"<|image_pad|>": IMAGE, "<|video_pad|>": VIDEO, "<|vision_start|>
 QWEN_TEMPLATE = chatml("<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>")
 QWEN_IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": 62, "vision_end_token_id": 63}
 
+CLIP = {"model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3}
+CLIP |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 4, "projection_dim": 16}
+VICUNA = (  # the chat template of llava-hf/llava-1.5-7b-hf, in which nothing ends an answer
+    "{% for message in messages %}{% if message['role'] != 'system' %}{{ message['role'].upper() + ': '}}{% endif %}"
+    "{# Render all images first #}{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}"
+    "{{ '<image>\n' }}{% endfor %}{# Render all text next #}{% if message['role'] != 'assistant' %}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}{{ content['text'] + ' '}}{% endfor %}"
+    "{% else %}{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}{% generation %}"
+    "{{ content['text'] + ' '}}{% endgeneration %}{% endfor %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+
 
 def qwen_images() -> Any:
     """Returns an image processor of patches of 4 x 4 pixels, 2 x 2 of which are merged."""

@@ -36,13 +36,23 @@ def family_of(config: Any, where: str = "target: ") -> Family:
 
     Raises:
         ValueError: prefixed by `where`, the family is unknown (names the known ones), or a text model that the decoder does not
-            support (names the reason).
+            support (names the reason), or a vision tower that the family does not take.
     """
     check_text_model(config, where)
     family = FAMILIES.get(config.model_type)
     if family is None:
         raise ValueError(f"{where}model_type {config.model_type!r} is not a known family; known: {known_types()}")
     check_text_type(config, TEXT_TYPES, where)
+    _check_vision_type(config, family.vision_types, where)
     if not family.masks_windows:
         check_windows(config, where)
     return family(config)
+
+
+def _check_vision_type(config: Any, vision_types: tuple[str, ...], where: str) -> None:
+    tower = getattr(getattr(config, "vision_config", None), "model_type", None)
+    if vision_types and tower not in vision_types:
+        raise ValueError(
+            f"{where}{config.model_type} with a vision tower of model_type {tower!r}, which is not supported; supported: "
+            f"{', '.join(vision_types)}"
+        )

@@ -7,26 +7,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.image_processing_utils import select_best_resolution
 
 from sage.inputs.format import Inputs
-from sage.targets.family import Family, Visual
+from sage.targets.families.llava_next import LlavaNext
+from sage.targets.family import Visual
 
 PADDED_FRAME = math.nan  # pads the shorter videos of a batch; no pixel value is NaN
 
 
-class LlavaOnevision(Family):
+class LlavaOnevision(LlavaNext):
     """Ref: LLaVA-OneVision, arXiv 2408.03326, section 3.2 (anyres tiles; one base tile per image if there are several)."""
 
     model_types = {"llava_onevision": "LlavaOnevisionForConditionalGeneration"}
     placeholders = {"image": "<image>", "video": "<video>"}
     pixel_keys = ("pixel_values", "image_sizes", "batch_num_images", "pixel_values_videos")
-
-    @property
-    def _side(self) -> int:
-        """Patches along one side of a tile."""
-        vision = self.config.vision_config
-        return vision.image_size // vision.patch_size
 
     def encode_images(self, image_processor: Any, images: list[Any]) -> tuple[Inputs, list[str]]:
         out = image_processor(images=[images], return_tensors="pt")
@@ -36,13 +30,7 @@ class LlavaOnevision(Family):
 
     def _num_tokens(self, height: int, width: int) -> int:
         """Visual tokens of a single image: base tile, unpadded tiles, one newline per row (arXiv 2408.03326, 3.2)."""
-        tile = self.config.vision_config.image_size
-        best_height, best_width = select_best_resolution([height, width], self.config.image_grid_pinpoints)
-        rows, columns = self._side * (best_height // tile), self._side * (best_width // tile)
-        if width / height > columns / rows:
-            rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
-        else:
-            columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
+        rows, columns = self._grid(height, width)
         most_tiles = int(self.config.vision_aspect_ratio.removeprefix("anyres_max_"))
         ratio = math.sqrt(rows * columns / (most_tiles * self._side**2))
         if ratio > 1.1:
@@ -63,13 +51,10 @@ class LlavaOnevision(Family):
         return {"pixel_values_videos": torch.stack(pixels)}, texts
 
     def stack(self, key: str, values: list[Tensor]) -> Tensor:
-        if key == "pixel_values":
-            most = max(value.shape[1] for value in values)
-            values = [nn.functional.pad(v, (0, 0) * 3 + (0, most - v.shape[1])) for v in values]
         if key == "pixel_values_videos":
             most = max(value.shape[1] for value in values)
             values = [nn.functional.pad(v, (0, 0) * 3 + (0, most - v.shape[1]), value=PADDED_FRAME) for v in values]
-        return torch.cat(values)
+        return super().stack(key, values)
 
     def visual_features(self, model: Any, inputs: Inputs) -> dict[int, Visual]:
         features = {}

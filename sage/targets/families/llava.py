@@ -1,0 +1,53 @@
+"""LLaVA-1.5: one tile per image, plain rope positions, and Vicuna's chat template with the token that ends an answer."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from sage.inputs.format import Inputs
+from sage.targets.family import Family, Visual
+
+CLASS_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}  # vision tower -> tokens in front of the patches
+VICUNA = (
+    "{% for message in messages %}{% if message.role != 'system' %}{{ message.role.upper() + ': ' }}{% endif %}"
+    "{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content if part.type == 'image' %}{{ '<image>\\n' }}{% endfor %}"
+    "{{ message.content | selectattr('type', 'equalto', 'text') | map(attribute='text') | join(' ') }}{% endif %}"
+    "{{ eos_token if message.role == 'assistant' else ' ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+
+
+class Llava(Family):
+    """Ref: Improved Baselines with Visual Instruction Tuning, arXiv 2310.03744, section 3."""
+
+    model_types = {"llava": "LlavaForConditionalGeneration"}
+    placeholders = {"image": "<image>"}
+    pixel_keys: ClassVar[tuple[str, ...]] = ("pixel_values",)
+    vision_types = tuple(CLASS_TOKENS)
+
+    def chat_template(self, stock: str | None) -> str | None:
+        """Returns `VICUNA` in place of the published template of Vicuna, in which nothing ends an answer."""
+        if stock is None or "ASSISTANT:" not in stock or "eos_token" in stock or "</s>" in stock:
+            return stock
+        return VICUNA
+
+    def encode_images(self, image_processor: Any, images: list[Any]) -> tuple[Inputs, list[str]]:
+        pixels = image_processor(images=images, return_tensors="pt")["pixel_values"]
+        count = self._tile_tokens(*pixels.shape[-2:])
+        return {"pixel_values": pixels}, [self.placeholders["image"] * count] * len(images)
+
+    def _tile_tokens(self, height: int, width: int) -> int:
+        """Visual tokens of a tile in pixels; the strategy "default" drops the first token of the vision tower."""
+        vision = self.config.vision_config
+        dropped = self.config.vision_feature_select_strategy == "default"
+        return (height // vision.patch_size) * (width // vision.patch_size) + CLASS_TOKENS[vision.model_type] - dropped
+
+    def visual_features(self, model: Any, inputs: Inputs) -> dict[int, Visual]:
+        pixels = [inputs.get(key) for key in self.pixel_keys]
+        if pixels[0] is None:
+            return {}
+        out = model.model.get_image_features(*pixels, return_dict=True)
+        return {self.slots["image"]: Visual(torch.cat(tuple(out.pooler_output)))}
