@@ -128,9 +128,13 @@ class FamilySuite:
 
     @pytest.fixture
     def target(self) -> sage.Target:
-        model = self.model().double()
-        family = family_of(model.config)
-        return sage.Target(model, Processor(self.tokenizer(), self.image_processor(), family, self.template, [END]))
+        return self.target_of(self.config())
+
+    def target_of(self, config: PreTrainedConfig, template: str | None = None) -> sage.Target:
+        """Returns a random target of this configuration in float64, with another stock template if given."""
+        model = self.model_of(config).double()
+        template = self.template if template is None else template
+        return sage.Target(model, Processor(self.tokenizer(), self.image_processor(), family_of(config), template, [END]))
 
     @property
     def has_images(self) -> bool:

@@ -56,8 +56,7 @@ class TestLlava(FamilySuite):
         ("vision", "strategy", "slots"), [(CLIP, "full", 5), (SIGLIP, "full", 4), (SIGLIP, "default", 3)], ids=str
     )
     def test_slots_of_other_towers(self, vision: dict[str, Any], strategy: str, slots: int) -> None:
-        model = self.model_of(self.config(vision_config=vision, vision_feature_select_strategy=strategy)).double()
-        target = sage.Target(model, Processor(self.tokenizer(), self.image_processor(), family_of(model.config), VICUNA))
+        target = self.target_of(self.config(vision_config=vision, vision_feature_select_strategy=strategy))
         prompt = target.embed(in_double(target.prepare(user(image_part(16, 8), "?"))))  # raises if the model has others
         assert int(prompt.visual_mask.sum()) == slots
 

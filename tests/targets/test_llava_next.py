@@ -12,8 +12,6 @@ from support.processors import image_part, user
 from transformers import LlavaNextConfig, LlavaNextImageProcessorPil
 
 import sage
-from sage.inputs.processing import Processor
-from sage.targets.families import family_of
 
 TILES = [[8, 8], [8, 16], [16, 8], [16, 16]]
 
@@ -43,11 +41,11 @@ class TestLlavaNext(FamilySuite):
     def hugging_face_settings(self, target: sage.Target) -> dict[str, Any]:
         return {"patch_size": 4, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("text_type", ["llama", "qwen2"])
     def test_other_text_models(self, text_type: str) -> None:
         """v1.6-vicuna, with the template of LLaVA-1.5, and Qwen2."""
-        model = self.model_of(self.config(text_type)).double()
-        target = sage.Target(model, Processor(self.tokenizer(), self.image_processor(), family_of(model.config), VICUNA))
+        target = self.target_of(self.config(text_type), VICUNA)
         assert target.processor.render(user(image_part(8, 8), "What?"), True) == "USER: <image>\nWhat? ASSISTANT:"
         inputs = self.prompts(target)["two images"]
         torch.testing.assert_close(tree(target, target.embed(inputs)), paths(target, inputs), atol=1e-11, rtol=0)
