@@ -140,6 +140,21 @@ class CostsSettings:
 
 
 @dataclass(kw_only=True)
+class EnginesSettings:
+    """`runs`: by target, the runs of the drafts by label, first the one that vLLM serves too; `depths`: num_speculative_tokens;
+    `policies`: ours, as for `python -m sage.bench --policy`; `passes`: ours; `python`: interpreter of vLLM's environment.
+    """
+
+    python: str = MISSING
+    runs: dict[str, dict[str, str]] = MISSING
+    policies: list[str] = MISSING
+    depths: list[int] = MISSING
+    passes: str = MISSING
+    prompts: int = MISSING
+    repeats: int = MISSING
+
+
+@dataclass(kw_only=True)
 class Settings:
     """All settings."""
 
@@ -166,6 +181,7 @@ class Settings:
     coupling: CouplingSettings = field(default_factory=CouplingSettings)
     projection: ProjectionSettings = field(default_factory=ProjectionSettings)
     costs: CostsSettings = field(default_factory=CostsSettings)
+    engines: EnginesSettings = field(default_factory=EnginesSettings)
 
 
 def load_settings(*names_or_paths: str | Path) -> Settings:

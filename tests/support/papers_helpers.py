@@ -35,6 +35,7 @@ def tiny_world(where: Path) -> Path:
         "compressor": {"runs": ["compressor_none", "compressor_pool"], "policies": ["chain"]},
         "length": {"lengths": [4, 8], "edges": [0, 4]},
         "pruning": {"families": ["caption"]},
+        "engines": {"python": str(where / "no_engines" / "python")},
         "projection": {"shapes": ["qwen2_5_vl_7b"], "contexts": [1024], "policies": ["chain", "cost_aware"]},
     }
     path = where / "tiny.yaml"

@@ -25,6 +25,13 @@ from benchmarks.engines import __main__ as bench
 from benchmarks.engines import measure
 from benchmarks.engines.comparison import Answer, figures, report, take_turns
 from benchmarks.engines.prompts import FAMILIES, pocket_prompts
+from benchmarks.papers.figures import FigureStore
+from benchmarks.papers.lab import Lab
+from benchmarks.papers.measure import engines as study
+from benchmarks.papers.page import engines as page
+from benchmarks.papers.page.markdown import fill
+from benchmarks.papers.page.render import with_headline
+from benchmarks.papers.settings import load_settings
 from checkpoints.engines import vllm_worker
 from checkpoints.engines.prompts import collapsed, write_prompts
 from checkpoints.engines.vllm_process import EngineFailed, EngineSetting, VllmProcess
@@ -197,3 +204,61 @@ def test_a_draft_that_is_missing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as caught:
         bench.main(["--draft", str(tmp_path / "none"), "--engine-python", str(PYTHON)])
     check_message(str(caught.value), "--draft", "no such folder")
+
+
+def decoder_figures(side: str, draft: str, speed: float) -> dict[str, Any]:
+    passes = {"tokens_per_target_pass": 2.5} if draft else {}
+    figures = {"tokens_per_s": speed, "range": [speed - 1, speed + 1], "end_to_end_tokens_per_s": speed / 2}
+    return {"side": side, "draft": draft, **figures, **passes, "match": 31, "total": 32}
+
+
+def study_figures() -> dict[str, Any]:
+    decoders = {
+        "autoregressive": decoder_figures("ours", "", 400.0),
+        "hf_generate": decoder_figures("ours", "", 200.0),
+        "chain, eagle3": decoder_figures("ours", "eagle3", 700.0),
+        "chain, eagle": decoder_figures("ours", "eagle", 600.0),
+        "vllm": decoder_figures("vLLM", "", 600.0),
+        "vllm 3 tokens": decoder_figures("vLLM", "eagle3", 500.0),
+    }
+    ratios = {
+        "autoregressive": {"ours": "autoregressive", "theirs": "vllm", "ratio": 0.67, "range": [0.6, 0.7]},
+        "same draft": {"ours": "chain, eagle3", "theirs": "vllm 3 tokens", "ratio": 1.4, "range": [1.3, 1.5]},
+        "any draft": {"ours": "chain, eagle3", "theirs": "vllm 3 tokens", "ratio": 1.4, "range": [1.3, 1.5]},
+    }
+    engine = {"vllm": "0.32.0", "torch": "2.13.0+cpu"}
+    settings = {"prompts": 32, "repeats": 7, "threads": 2, "passes": "compiled"}
+    return {"engines_qwen": {"engine": engine, **settings, "decoders": decoders, "ratios": ratios}}
+
+
+def test_section_of_the_page_shows_decoders_ratios_and_what_is_unmet() -> None:
+    text = fill("engines", number=12, source="made up", **page.values(study_figures()))
+    assert "vLLM 0.32.0 (torch 2.13.0+cpu" in text and "### pocket Qwen2.5-VL" in text and "Our passes are compiled" in text
+    assert "| vLLM | `vllm 3 tokens` | 2.50 | 500 | 499-501 | 250 | 31/32 |" in text
+    assert "| same draft | `chain, eagle3` | `vllm 3 tokens` | 1.40x (1.30-1.50) |" in text
+    assert [one.is_met for one in page.expectations(study_figures())] == [False, True, True]
+
+
+def test_readme_lists_what_a_user_can_choose_from_slowest_first() -> None:
+    before = "first\n<!-- engines: written by make results -->\nold\n<!-- engines end -->\nlast\n"
+    text = with_headline(before, study_figures())
+    rows = [line.split(" | ")[0].removeprefix("| ") for line in text.splitlines() if line.startswith("| ")][2:]
+    assert rows == [
+        "Hugging Face `generate`",
+        "**sage-draft** without a draft",
+        "vLLM 0.32.0 with our `eagle3`",
+        "vLLM 0.32.0",
+        "**sage-draft**: `chain` with `eagle3`",
+    ]
+    assert text.startswith("first") and text.endswith("last\n") and "old" not in text
+    assert with_headline(before, {}) == before
+
+
+def test_study_is_skipped_without_the_environment(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = load_settings()
+    settings.engines.python = str(tmp_path / "python")
+    settings.threads = torch.get_num_threads()  # which Lab sets
+    study.measure(Lab(settings, FigureStore(tmp_path)))
+    (message,) = caplog.messages[-1:]
+    check_message(message, "engines: SKIPPED", str(tmp_path / "python"), "make engines-env")
+    assert not list(tmp_path.iterdir())

@@ -9,7 +9,7 @@ from benchmarks.papers.lab import Lab
 
 NAMES = (
     *("policies", "calibration", "projection", "epochs", "ablations", "temperature", "coupling", "compressor"),
-    *("pruning", "length", "entropy"),
+    *("pruning", "length", "entropy", "engines"),
 )
 STUDIES: dict[str, Callable[[Lab], None]] = {name: import_module(f"{__package__}.{name}").measure for name in NAMES}
 

@@ -1,4 +1,4 @@
-"""The headline table: every decoder on both targets, shown on the page and in the README."""
+"""The headline tables: decoders that a user can choose from, in the README; every policy on both targets, also on the page."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.papers.figures import Json
 from benchmarks.papers.page.markdown import Figures, by_target, cells, title_of
+from sage.bench.runners import AUTOREGRESSIVE, HF_COMPILED, HF_GENERATE
 from sage.bench.tables import markdown_table
 
 CAPTIONS = "caption"
@@ -21,6 +22,35 @@ def headline_table(figures: Figures) -> str:
         return ""
     columns = [cell for target in tables for cell in (f"{title_of(target)}: captions", "all families", "tokens/pass")]
     return markdown_table(["decoder", *columns, "identical"], [_row(name, tables) for name in decoders(tables)])
+
+
+def engines_table(figures: Figures) -> str:
+    """Returns the decoders that a user can choose from, slowest first, by tokens per second; empty before they are measured."""
+    tables = by_target(figures, "engines")
+    if not tables:
+        return ""
+    target, part = next(iter(tables.items()))
+    ordered = sorted(choices(part), key=lambda choice: float(choice[1]["tokens_per_s"]))
+    rows = [[text, *(f"{one[key]:.0f}" for key in ("tokens_per_s", "end_to_end_tokens_per_s"))] for text, one in ordered]
+    return markdown_table([f"{title_of(target)}, one request at a time", "tokens/s", "end to end"], rows)
+
+
+def choices(part: Mapping[str, Any]) -> list[tuple[str, Json]]:
+    """Returns what a user can run, in words, and its figures: other libraries, and our fastest decoder with each draft."""
+    ratios, vllm = part["ratios"], f"vLLM {part['engine']['vllm']}"
+    speculative = ratios["same draft"]["theirs"]
+    words = {
+        HF_GENERATE: "Hugging Face `generate`",
+        HF_COMPILED: "Hugging Face `generate`, compiled",
+        ratios["autoregressive"]["theirs"]: vllm,
+        speculative: f"{vllm} with our `{part['decoders'][speculative]['draft']}`",
+        AUTOREGRESSIVE: "**sage-draft** without a draft",
+    }
+    for name in ("same draft", "any draft"):
+        label = ratios[name]["ours"]
+        policy, draft = label.split(", ")
+        words[label] = f"**sage-draft**: `{policy}` with `{draft}`"
+    return [(text, part["decoders"][label]) for label, text in words.items() if label in part["decoders"]]
 
 
 def tuned_policies(figures: Mapping[str, Any]) -> list[str]:

@@ -10,16 +10,17 @@ from typing import Any, Protocol, cast
 from matplotlib.figure import Figure
 
 from benchmarks.papers.figures import FIGURES_DIR, Json
-from benchmarks.papers.page.headline import headline_table
+from benchmarks.papers.page.headline import engines_table, headline_table
 from benchmarks.papers.page.markdown import Expectation, Figures, expectations_section, fill, join, listing
 from sage.files import write_text
 from train.report import style
 
 PAGE = "results.md"
 README_START, README_END = "<!-- headline: written by make results -->", "<!-- headline ends -->"
+ENGINES_START, ENGINES_END = "<!-- engines: written by make results -->", "<!-- engines end -->"
 STUDIES = (  # in the order of their sections; one module and one template each
     *("policies", "epochs", "compressor", "pruning", "length", "entropy", "calibration", "ablations", "temperature"),
-    *("coupling", "projection"),
+    *("coupling", "projection", "engines"),
 )
 REQUIRED = {"projection": ("overhead", "projection", "costs")}  # prefixes of figure names; default: the study
 
@@ -62,11 +63,17 @@ def write_page(files: Mapping[str, Json], docs: Path) -> Path:
 
 
 def with_headline(readme: str, figures: Figures) -> str:
-    """Returns the README with the headline table between its markers; unchanged if there are no figures yet."""
-    table = headline_table(figures)
-    before, _, rest = readme.partition(README_START)
-    _, _, after = rest.partition(README_END)
-    return f"{before}{README_START}\n\n{table}\n\n{README_END}{after}" if table else readme
+    """Returns the README with the headline tables between their markers; a table without figures is unchanged."""
+    readme = _between(readme, README_START, README_END, headline_table(figures))
+    return _between(readme, ENGINES_START, ENGINES_END, engines_table(figures))
+
+
+def _between(text: str, start: str, end: str, table: str) -> str:
+    if not table or start not in text:
+        return text
+    before, _, rest = text.partition(start)
+    _, _, after = rest.partition(end)
+    return f"{before}{start}\n\n{table}\n\n{end}{after}"
 
 
 def render(files: Mapping[str, Json]) -> str:
