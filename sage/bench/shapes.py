@@ -1,17 +1,25 @@
-"""Shapes of real targets' text models, and random models of these shapes for cost measurements."""
+"""Shapes of published targets' text models, and random models of these shapes for cost measurements.
+
+The sizes are those of `architecture` in conf/target. A mixture of experts has no shape: its cost depends on the tokens.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+import yaml
+from transformers import AutoConfig
 
 from sage.targets import Target
+from sage.targets.families import FAMILIES
 
-VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 1}
+TEXT_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+VISION: dict[str, Any] = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 1}
+VISION_OF = {"qwen2_5_vl": VISION, "qwen3_vl": VISION | {"deepstack_visual_indexes": []}}  # a tower of one small block
 USABLE_MEMORY = 0.7  # share of free memory; the rest is for activations, KV cache and other processes
 
 
@@ -26,12 +34,9 @@ class Shape:
     num_heads: int
     num_kv_heads: int
     vocab_size: int
+    head_dim: int
     is_tied: bool = False  # lm_head shares the embedding's weights
-
-    @property
-    def head_dim(self) -> int:
-        """Size of one attention head."""
-        return self.hidden_size // self.num_heads
+    model_type: str = "qwen2_5_vl"
 
     @property
     def layer_parameters(self) -> int:
@@ -45,15 +50,34 @@ class Shape:
         return (1 if self.is_tied else 2) * self.vocab_size * self.hidden_size
 
 
-SHAPES = {
-    shape.name: shape
-    for shape in (
-        Shape("qwen2_5_vl_3b", 2048, 11008, 36, 16, 2, 151936, is_tied=True),
-        Shape("qwen2_5_vl_7b", 3584, 18944, 28, 28, 4, 152064),
-        Shape("qwen2_5_vl_32b", 5120, 27648, 64, 40, 8, 152064),
-        Shape("qwen2_5_vl_72b", 8192, 29568, 80, 64, 8, 152064),
+def shape_of(name: str, architecture: dict[str, Any]) -> Shape:
+    """Returns the shape of a target from the fields of its config.json."""
+    text = architecture.get("text_config", architecture)
+    return Shape(
+        name=name,
+        hidden_size=text["hidden_size"],
+        intermediate_size=text["intermediate_size"],
+        num_layers=text["num_hidden_layers"],
+        num_heads=text["num_attention_heads"],
+        num_kv_heads=text["num_key_value_heads"],
+        vocab_size=text["vocab_size"],
+        head_dim=text.get("head_dim", text["hidden_size"] // text["num_attention_heads"]),
+        is_tied=architecture["tie_word_embeddings"],
+        model_type=architecture["model_type"],
     )
-}
+
+
+def _read_shapes() -> dict[str, Shape]:
+    """Returns name -> shape of the targets in conf/target: `train/_conf` of an installed package, `conf/` of a checkout."""
+    spec = importlib.util.find_spec("train._conf")
+    found = spec.submodule_search_locations if spec else None
+    folder = Path(list(found)[0]) if found else Path(__file__).resolve().parents[2] / "conf"
+    files = (yaml.safe_load(file.read_text(encoding="utf-8")) for file in sorted((folder / "target").glob("*.yaml")))
+    known = [one for one in files if one.get("architecture", {}).get("model_type") in {*TEXT_TYPES, *VISION_OF}]
+    return {one["name"]: shape_of(one["name"], one["architecture"]) for one in known}
+
+
+SHAPES = _read_shapes()
 
 
 def shape_named(name: str) -> Shape:
@@ -75,17 +99,20 @@ def layers_that_fit(shape: Shape, dtype: torch.dtype, device: torch.device) -> i
 
 
 def random_target(shape: Shape, num_layers: int, dtype: torch.dtype, device: torch.device, context: int) -> Target:
-    """Returns a target of this shape with `num_layers` text layers, random weights and a vision tower of one small block."""
-    config = Qwen2_5_VLConfig(
-        text_config=_text_config(shape, num_layers, context),
-        vision_config=VISION | {"out_hidden_size": shape.hidden_size},
-        tie_word_embeddings=shape.is_tied,
-    )
+    """Returns a target of this shape with `num_layers` text layers and random weights; a vision tower has one small block."""
+    text = _text_config(shape, num_layers, context)
+    if shape.model_type in VISION_OF:
+        vision = VISION_OF[shape.model_type] | {"out_hidden_size": shape.hidden_size}
+        config = AutoConfig.for_model(
+            shape.model_type, text_config=text, vision_config=vision, tie_word_embeddings=shape.is_tied
+        )
+    else:
+        config = AutoConfig.for_model(shape.model_type, **text)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            model = Qwen2_5_VLForConditionalGeneration(config)
+            model = FAMILIES[shape.model_type].auto_class.from_config(config)
     finally:
         torch.set_default_dtype(before)
     return Target(model)
@@ -93,16 +120,19 @@ def random_target(shape: Shape, num_layers: int, dtype: torch.dtype, device: tor
 
 def _text_config(shape: Shape, num_layers: int, context: int) -> dict[str, Any]:
     half = shape.head_dim // 2
-    height = half * 3 // 8  # the released models split 64 frequencies into 16, 24, 24
+    height = half * 3 // 8  # Qwen2.5-VL splits 64 frequencies into 16, 24, 24
+    section = {"mrope_section": [half - 2 * height, height, height]} if shape.model_type in VISION_OF else {}
     return {
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
         "num_hidden_layers": num_layers,
         "num_attention_heads": shape.num_heads,
         "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "sliding_window": None,
         "vocab_size": shape.vocab_size,
         "max_position_embeddings": context,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [half - 2 * height, height, height]},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, **section},
         "tie_word_embeddings": shape.is_tied,
         "bos_token_id": 0,
         "eos_token_id": 0,

@@ -1,6 +1,7 @@
 """Cost measurement on random weights: shapes, linear extrapolation, complete tables, projection."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from sage.bench.roofline import roofline_costs
 from sage.bench.shapes import SHAPES, Shape, layers_that_fit, random_target, shape_named
 
 CPU = torch.device("cpu")
-TINY = Shape(name="tiny", hidden_size=32, intermediate_size=48, num_layers=4, num_heads=4, num_kv_heads=2, vocab_size=64)
+TINY = Shape("tiny", hidden_size=32, intermediate_size=48, num_layers=4, num_heads=4, num_kv_heads=2, vocab_size=64, head_dim=8)
 
 
 def costs(num_layers, **options):
@@ -56,26 +57,37 @@ def test_layers_are_restored_after_an_error():
     assert len(target.text_model.layers) == 2
 
 
-def test_a_random_target_has_the_parameters_of_the_shape_in_the_given_dtype():
-    target = random_target(TINY, 3, torch.bfloat16, CPU, 64)
+@pytest.mark.parametrize("model_type", sorted({shape.model_type for shape in SHAPES.values()}))
+def test_a_random_target_has_the_parameters_of_the_shape_in_the_given_dtype(model_type):
+    """Also with heads whose width is not the target's by their number, as in Qwen3."""
+    shape = replace(TINY, model_type=model_type, head_dim=16 if "qwen3" in model_type else 8)
+    target = random_target(shape, 3, torch.bfloat16, CPU, 64)
     layer = target.text_model.layers[0]
     matrices = sum(p.numel() for p in layer.parameters() if p.dim() == 2)
-    assert matrices == TINY.layer_parameters and target.dtype == torch.bfloat16
-    assert target.embed_tokens.weight.numel() + target.lm_head.weight.numel() == TINY.vocabulary_parameters
+    assert matrices == shape.layer_parameters and target.dtype == torch.bfloat16
+    assert target.embed_tokens.weight.numel() + target.lm_head.weight.numel() == shape.vocabulary_parameters
     assert torch.get_default_dtype() == torch.float32
 
 
 def test_known_shapes_have_the_released_models_size():
-    """Text weights in billions, from the released checkpoints: 3.09 (tied), 7.62, 32.8, 72.7."""
+    """Text weights in billions, from the released checkpoints; `tied` ones count the embedding once."""
     sizes = {n: s.num_layers * s.layer_parameters + s.vocabulary_parameters for n, s in SHAPES.items()}
-    assert [round(size / 1e9, 1) for size in sizes.values()] == [3.1, 7.6, 32.8, 72.7]
+    released = {"qwen2_5_vl_3b": 3.1, "qwen2_5_vl_7b": 7.6, "qwen2_5_vl_32b": 32.8, "qwen2_5_vl_72b": 72.7}
+    released |= {
+        "llama3_1_8b": 8.0,
+        "llama3_2_1b": 1.2,
+        "mistral_7b": 7.2,
+        "qwen3_4b": 4.0,
+        "qwen3_8b": 8.2,
+        "qwen3_vl_8b": 8.2,
+    }
+    assert {name: round(sizes[name] / 1e9, 1) for name in released} == released
+    assert "qwen3_30b_a3b" not in SHAPES and SHAPES["qwen3_4b"].head_dim == 128
 
 
 def test_layers_that_fit_are_limited_by_shape_and_memory():
     assert layers_that_fit(TINY, torch.float32, CPU) == 4
-    huge = Shape(
-        name="huge", hidden_size=2**20, intermediate_size=2**22, num_layers=4, num_heads=1, num_kv_heads=1, vocab_size=2**20
-    )
+    huge = replace(TINY, name="huge", hidden_size=2**20, intermediate_size=2**22, num_heads=1, num_kv_heads=1, head_dim=2**20)
     with refused("--shape", "cpu"):
         layers_that_fit(huge, torch.float32, CPU)
 

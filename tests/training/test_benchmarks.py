@@ -16,7 +16,7 @@ from sage.bench.shapes import SHAPES, Shape
 from train.config.schema import ObjectiveConfig
 
 CPU = torch.device("cpu")
-TINY = Shape(name="tiny", hidden_size=32, intermediate_size=48, num_layers=8, num_heads=4, num_kv_heads=2, vocab_size=64)
+TINY = Shape("tiny", hidden_size=32, intermediate_size=48, num_layers=8, num_heads=4, num_kv_heads=2, vocab_size=64, head_dim=8)
 
 
 @pytest.fixture(autouse=True)
