@@ -58,7 +58,7 @@ def tree_attention(
     batch, heads, length, size = query.shape
     kv_heads = key.shape[1]
     if attention_recorder is not None:
-        attention_recorder.add(query, key, scaling or size**-0.5)
+        attention_recorder.add(query, key, scaling or size**-0.5, attention_mask)
     if attention_mask is None and length > 1:
         out = causal_attention(query, key, value, scaling)
     else:
@@ -176,8 +176,8 @@ class AttentionRecorder:
         self.total = torch.zeros(len(self.visual), device=visual_T.device)
         self.num_layers = 0
 
-    def add(self, query: Tensor, key: Tensor, scaling: float) -> None:
-        """Adds one layer. query: [1, H, T, d]; key: [1, KV, S, d], the last T of them the prompt's."""
+    def add(self, query: Tensor, key: Tensor, scaling: float, mask: Tensor | None = None) -> None:
+        """Adds one layer. query: [1, H, T, d]; key: [1, KV, S, d], the last T the prompt's; mask: of the pass."""
         if not len(self.visual) or not len(self.text):
             return
         heads, size = query.shape[1], query.shape[-1]
@@ -185,8 +185,11 @@ class AttentionRecorder:
         text, visual = self.text.to(key.device), self.visual.to(key.device)
         folded = query[0, :, text].view(key.shape[1], -1, size)
         scores = (folded @ key[0].transpose(1, 2)).view(heads, len(text), -1) * scaling
-        columns = torch.arange(key.shape[2], device=key.device)
-        scores = scores.masked_fill(columns > past + text[:, None], -torch.inf)
+        if mask is None:
+            columns = torch.arange(key.shape[2], device=key.device)
+            scores = scores.masked_fill(columns > past + text[:, None], -torch.inf)
+        else:
+            scores = scores + mask[0, 0, text]
         self.total += scores.float().softmax(-1)[..., past + visual].sum(1).mean(0).to(self.total.device)
         self.num_layers += 1
 

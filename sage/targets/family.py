@@ -8,9 +8,8 @@ Shapes: B batch, T tokens, D hidden, N tree nodes, S keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +17,9 @@ from transformers import AutoModelForImageTextToText
 
 from sage.inputs.format import InputFormat, Inputs
 from sage.targets.rope import RopeConfig
+from sage.targets.windows import Mask, Tile, layer_masks, window_of
 
 POSITIONS, NEXT_POSITION = "position_ids", "next_position"  # keys of inputs, see `Family.with_positions`
-Mask: TypeAlias = (
-    Tensor | dict[str, Tensor] | None
-)  # `attention_mask` of a text model; a dict has one for each of its `layer_types`
-Tile = Callable[[Tensor], Tensor]  # Bool [N, S] or [B, N, S], True = attend -> the additive mask of `sage.attention`
 
 
 @dataclass(frozen=True)
@@ -108,8 +104,6 @@ class Family(InputFormat):
         vision_types: `model_type` of the vision towers that the family takes; empty: of one class, not checked.
         served_by: engines that serve drafts for the family, see `checkpoints.export.compatibility`.
         has_windows: whether the vision tower attends within windows of a packed sequence.
-        masks_windows: whether `prefill_mask` and `tree_mask` implement sliding windows of text layers.
-        needs_masks: whether attention is not always causal: in sliding windows, or in both directions within an image.
     """
 
     model_types: ClassVar[dict[str, str]] = {}
@@ -117,8 +111,6 @@ class Family(InputFormat):
     vision_types: ClassVar[tuple[str, ...]] = ()
     served_by: ClassVar[tuple[str, ...]] = ()
     has_windows: ClassVar[bool] = False
-    masks_windows: ClassVar[bool] = False
-    needs_masks: ClassVar[bool] = False
 
     # -- the model -------------------------------------------------------------------------------------------------------------
 
@@ -132,7 +124,12 @@ class Family(InputFormat):
 
     def rope(self) -> RopeConfig:
         """Returns the rope of the text layers; ValueError for one that draft heads cannot follow."""
-        return RopeConfig.of(self.config.get_text_config())
+        return RopeConfig.of(self.config.get_text_config().rope_parameters)
+
+    @property
+    def window(self) -> int | None:
+        """Sliding window of text layers, in tokens; None without."""
+        return window_of(self.config.get_text_config())
 
     @property
     def leading_layers(self) -> int:
@@ -157,9 +154,20 @@ class Family(InputFormat):
         """Returns inputs of the text layers for a pass over a prompt, such as deepstack features; tree passes have none."""
         return {}
 
+    def visible(self, prompt: Prompt, past: int) -> Tensor:
+        """Returns the keys that the last T tokens of a prompt may attend to, after `past` cached ones, in layers with full
+        attention: Bool [T, past + T] or [B, T, past + T]. Only called for a text model with windows; others attend causally.
+        """
+        length = prompt.input_ids.shape[1]
+        return torch.ones(length, past + length, dtype=torch.bool, device=prompt.input_ids.device).tril(past)
+
     def prefill_mask(self, prompt: Prompt, past: int, tile: Tile) -> Mask:
         """Returns the mask of a prompt, or of its last T tokens, after `past` cached ones; None attends causally."""
-        return None
+        if self.window is None:
+            return None
+        visible = self.visible(prompt, past)
+        place = torch.arange(visible.shape[-1], device=visible.device)
+        return layer_masks(self.config.get_text_config(), visible, place > place[past:, None] - self.window, tile)
 
     def tree_mask(self, visible_NS: Tensor, tile: Tile) -> Mask:
         """Returns the mask of a tree pass.
@@ -169,7 +177,10 @@ class Family(InputFormat):
                 number of True up to a key is the key's place in the sequence that ends with the node. Operations have to be
                 exportable: no numbers of the host.
         """
-        return tile(visible_NS)
+        if self.window is None:
+            return tile(visible_NS)
+        place = visible_NS.long().cumsum(-1)
+        return layer_masks(self.config.get_text_config(), visible_NS, place > place[:, -1:] - self.window, tile)
 
     # -- plans -----------------------------------------------------------------------------------------------------------------
 

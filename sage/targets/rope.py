@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 SCALED_TYPES = ("linear", "llama3", "yarn")  # their frequencies do not depend on the sequence length
@@ -24,9 +25,8 @@ class RopeConfig(NamedTuple):
     interleaved: bool = False
 
     @staticmethod
-    def of(text_config: Any) -> RopeConfig:
-        """Reads the rope of a text model; ValueError for one that draft heads cannot follow."""
-        rope = dict(getattr(text_config, "rope_parameters", None) or {})
+    def of(rope: Mapping[str, Any]) -> RopeConfig:
+        """Reads the `rope_parameters` of a text model; ValueError for a rope that draft heads cannot follow."""
         if "rope_theta" not in rope:
             raise ValueError("target.rope_parameters: no single rope_theta; draft heads follow one rope for all layers")
         partial = rope.get("partial_rotary_factor", 1.0)

@@ -22,8 +22,9 @@ from sage.inputs.format import Inputs
 from sage.inputs.processing import Messages, Processor
 from sage.pass_modes import PassMode
 from sage.targets.families import family_of
-from sage.targets.family import Mask, Prompt
+from sage.targets.family import Prompt
 from sage.targets.placement import connect, is_spread, layer_devices
+from sage.targets.windows import Mask
 
 
 @dataclass
@@ -217,7 +218,7 @@ class Target:
         """
         embeds = self.embed_tokens(token_N)[None]
         mask: Mask = None
-        if visible_NX.shape[1] > 1 or self.family.needs_masks:
+        if visible_NX.shape[1] > 1 or self.family.window:
             past = visible_NX.new_ones(len(token_N), cache.length + len(token_N) - visible_NX.shape[1])
             mask = self.family.tree_mask(torch.cat((past, visible_NX), 1), self._tile)
         with use_tree_attention(self.text_model):

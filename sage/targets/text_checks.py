@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+from sage.targets.windows import FULL, SLIDING
+
 LINEAR = "linear attention layers keep one state for all tokens, which a tree mask cannot split"
 REASONS = {  # layer type -> why a tree pass cannot run it
     "linear_attention": LINEAR,
@@ -25,7 +26,7 @@ def check_text_model(config: Any, where: str) -> None:
     text = config.get_text_config()
     if unknown := set(getattr(text, "layer_types", None) or ()) - {FULL, SLIDING}:
         kind = min(unknown)
-        reason = REASONS.get(kind, f"tree passes support layers of type {FULL} only")
+        reason = REASONS.get(kind, f"tree passes support layers of type {FULL} and {SLIDING} only")
         raise ValueError(f"{where}{config.model_type} has layers of type {kind}: {reason}; choose another target")
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(text, key, None) is not None:
@@ -36,19 +37,6 @@ def check_text_model(config: Any, where: str) -> None:
     if text.model_type in SINKS:
         raise ValueError(
             f"{where}{config.model_type} has attention sinks, which tree attention does not implement; choose another target"
-        )
-
-
-def check_windows(config: Any, where: str) -> None:
-    """Raises ValueError, prefixed by `where`, for sliding-window attention in any layer."""
-    text = config.get_text_config()
-    layer_types = getattr(text, "layer_types", None)
-    slides = SLIDING in layer_types if layer_types else getattr(text, "sliding_window", None) is not None
-    if slides:
-        remedy = "use_sliding_window=false" if hasattr(text, "use_sliding_window") else "sliding_window=null"
-        raise ValueError(
-            f"{where}{config.model_type} uses sliding-window attention (sliding_window={text.sliding_window}), which "
-            f"tree passes do not support; set {remedy} in its config.json if all prompts are shorter"
         )
 
 

@@ -87,6 +87,7 @@ class FamilySuite:
         tokens: further special tokens and their ids, up to 63; `<|im_start|>` and `<|im_end|>` are 2 and 1.
         hf_processor: name of Hugging Face's processor class.
         has_video: whether the family takes videos.
+        answer_prefix: what the template writes between the prompt and an answer.
         atol: tolerance of comparisons.
     """
 
@@ -94,6 +95,7 @@ class FamilySuite:
     tokens: ClassVar[dict[str, int]] = {}
     hf_processor: ClassVar[str] = ""
     has_video: ClassVar[bool] = True
+    answer_prefix: ClassVar[str] = ""
 
     def config(self) -> PreTrainedConfig:
         """Returns the configuration of a tiny random model, with `text()` for the text layers."""
@@ -200,7 +202,7 @@ class FamilySuite:
         """Negative control: a dict of masks by layer type, which some text models drop, fails or changes nothing."""
         prompt = target.embed(self.longest(target))
         expected, layers = tree(target, prompt), type(target.family).tree_mask
-        if target.family.needs_masks:
+        if target.family.window:
             return
         monkeypatch.setattr(
             target.family, "tree_mask", lambda *args: {"full_attention": layers(target.family, *args)}, raising=False
@@ -234,8 +236,9 @@ class FamilySuite:
             return
         family, processor = target.family, target.processor
         for sizes in ([(16, 8)], [(8, 8), (30, 11)]):
-            pixels, texts = family.encode_images(processor.image_processor, [random_image(*size) for size in sizes])
-            theirs = self.hugging_face(target)
+            images = [random_image(*size) for size in sizes]
+            texts = family.encode_images(processor.image_processor, images)[1]
+            pixels, theirs = self.hugging_face_pixels(target, images), self.hugging_face(target)
             assert texts == [theirs.replace_image_token(pixels, i) for i in range(len(sizes))]
         if not self.has_video:
             with pytest.raises(ValueError, match=f"video: {family.model_type} takes no videos"):
@@ -268,13 +271,18 @@ class FamilySuite:
         """Returns further attributes of `hugging_face`."""
         return {}
 
+    def hugging_face_pixels(self, target: sage.Target, images: list[Any]) -> Any:
+        """Returns what Hugging Face's processor reads to compute the texts of images."""
+        return target.family.encode_images(target.processor.image_processor, images)[0]
+
     def test_two_turn_chats_split_into_the_tokens_of_the_whole(self, target: sage.Target) -> None:
         """Supervised are the answers and the tokens that end them; together the pieces are the rendered chat."""
         first: list[Any] = [image_part(8, 8), "What?"] if self.has_images else ["What?"]
         chat: list[Message] = [*user(*first), assistant("A dog."), *user("And then?"), assistant("It runs.")]
         found = segments(chat, target.processor)
         end = target.processor.tokenizer.convert_ids_to_tokens(END)
-        assert [piece for piece, is_supervised in found if is_supervised] == [f"A dog.{end}", f"It runs.{end}"]
+        answers = [f"{self.answer_prefix}{answer}{end}" for answer in ("A dog.", "It runs.")]
+        assert [piece for piece, is_supervised in found if is_supervised] == answers
         whole = "".join(piece for piece, _ in found)
         assert "".join(target.processor.render(chat, False).split()).startswith("".join(whole.split()))
         alone = "".join(piece for piece, _ in segments(chat[:2], target.processor))

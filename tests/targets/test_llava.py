@@ -27,7 +27,7 @@ def two_turns() -> list[Message]:
 
 class TestLlava(FamilySuite):
     template, tokens, has_video = VICUNA, {"<image>": IMAGE}, False
-    hf_processor = "LlavaProcessor"
+    hf_processor, answer_prefix = "LlavaProcessor", " "
 
     def config(self, **more: Any) -> LlavaConfig:
         settings: dict[str, Any] = {"text_config": {"model_type": "llama", **text()}, "vision_config": CLIP, **more}

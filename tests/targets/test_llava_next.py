@@ -25,7 +25,7 @@ class TestLlavaNext(FamilySuite):
         "selectattr('type', 'equalto', 'text') %}{{ content['text'] }}{% endfor %}{{ ' [/INST]' }}"
         "{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'][0]['text'] + '</s> ' }}{% endif %}{% endfor %}"
     )
-    has_video, hf_processor = False, "LlavaNextProcessor"
+    has_video, hf_processor, answer_prefix = False, "LlavaNextProcessor", " "
 
     def tokenizer(self) -> Any:
         return byte_tokenizer_of({"</s>": END, "<image>": IMAGE}, eos="</s>")

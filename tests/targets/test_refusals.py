@@ -17,22 +17,14 @@ from sage.attention import tree_attention
 from sage.targets.families import family_of
 from train.plan.meta import meta_target
 
-SLIDING = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 4}
-WINDOWS = [
-    ("mistral", MistralConfig(**text(), sliding_window=8), "sliding_window=null"),
-    ("some layers", Qwen2Config(**text(), **SLIDING), "use_sliding_window"),
-]
 
-
-@pytest.mark.parametrize(("config", "remedy"), [case[1:] for case in WINDOWS], ids=[case[0] for case in WINDOWS])
-def test_sliding_windows(config: Any, remedy: str) -> None:
-    with refused("target: ", "sliding_window=8", remedy):
-        family_of(config)
-
-
-def test_windows_that_are_switched_off_are_none() -> None:
+def test_windows() -> None:
+    """The windows that configurations switch off are none."""
+    used = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 4}
+    for config in (MistralConfig(**text(), sliding_window=8), Qwen2Config(**text(), **used)):
+        assert family_of(config).window == 8
     for config in (MistralConfig(**text(), sliding_window=None), Qwen2Config(**text(), sliding_window=8)):
-        assert family_of(config).model_type == config.model_type
+        assert family_of(config).window is None
 
 
 def test_linear_attention(tmp_path: Path) -> None:

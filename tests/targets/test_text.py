@@ -76,10 +76,12 @@ class TestLlama(FamilySuite):
 
 
 class TestMistral(FamilySuite):
-    template = MISTRAL
+    """With a sliding window in all layers, as in Mistral 7B v0.1: one mask."""
+
+    template, answer_prefix = MISTRAL, " "
 
     def config(self) -> Any:
-        return MistralConfig(**text(), sliding_window=None)
+        return MistralConfig(**text(), sliding_window=8)
 
     def tokenizer(self) -> Any:
         tokenizer = super().tokenizer()
@@ -88,10 +90,18 @@ class TestMistral(FamilySuite):
 
 
 class TestQwen2(FamilySuite):
+    """With a sliding window in the last four layers: a mask for each layer type."""
+
     template = QWEN2
 
     def config(self) -> Any:
-        return Qwen2Config(**text())
+        return Qwen2Config(**text(), use_sliding_window=True, sliding_window=8, max_window_layers=4)
+
+    def test_negative_control_without_a_window(self, target: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
+        inputs = self.prompts(target)["text"]
+        expected, prompt = paths(target, inputs), target.embed(inputs)
+        monkeypatch.setattr(type(target.family), "window", 1000)
+        assert float((tree(target, prompt) - expected).abs().max()) > 1e-3
 
 
 class TestQwen3(FamilySuite):

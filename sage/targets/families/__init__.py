@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from sage.targets.family import Family
-from sage.targets.text_checks import check_text_model, check_text_type, check_windows
+from sage.targets.text_checks import check_text_model, check_text_type
 
 
 def _discover() -> dict[str, type[Family]]:
@@ -44,8 +44,6 @@ def family_of(config: Any, where: str = "target: ") -> Family:
         raise ValueError(f"{where}model_type {config.model_type!r} is not a known family; known: {known_types()}")
     check_text_type(config, TEXT_TYPES, where)
     _check_vision_type(config, family.vision_types, where)
-    if not family.masks_windows:
-        check_windows(config, where)
     return family(config)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from typing import Any
 
 import torch
@@ -70,10 +69,8 @@ class InternVL(Family):
             rotary.rope_type = UNSCALED
 
     def rope(self) -> RopeConfig:
-        text = copy(self.config.get_text_config())
-        if text.rope_parameters.get("rope_type") == DYNAMIC:
-            text.rope_parameters = {**text.rope_parameters, "rope_type": UNSCALED}
-        return RopeConfig.of(text)
+        rope = self.config.get_text_config().rope_parameters
+        return RopeConfig.of({**rope, "rope_type": UNSCALED} if rope.get("rope_type") == DYNAMIC else rope)
 
     @property
     def vision_sizes(self) -> tuple[int, int, int]:
