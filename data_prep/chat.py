@@ -119,7 +119,8 @@ def segments(messages: list[Message], processor: Processor) -> list[Segment]:
     """Renders the conversation as (text, is supervised) segments, up to the end of the last answer.
 
     The header before a supervised answer is that of a generation prompt: LLaVA-OneVision's template renders a different blank
-    there in a complete turn.
+    there in a complete turn. Where a prompt ends without the blank of a complete turn ("Assistant:", SmolVLM), the blank is the
+    beginning of the answer, unless the tokenizer puts one there itself.
 
     Raises:
         TemplateFault: the template rewrites answers, or renders an answer and its prompt differently.
@@ -128,6 +129,7 @@ def segments(messages: list[Message], processor: Processor) -> list[Segment]:
     escaped = [_escape(message, processor, separator) for message in messages]
     frame, answers = _split_answers(escaped, processor, probe)
     rendered_tail, prompted_tail = _header_tails(escaped, processor, frame, answers)
+    blank = "" if prompted_tail or processor.prepends_blank else rendered_tail
     found: list[Segment] = []
     begin = 0
     for i, answer in enumerate(answers):
@@ -137,7 +139,7 @@ def segments(messages: list[Message], processor: Processor) -> list[Segment]:
             ends = " or ".join(map(repr, processor.end_texts))
             raise TemplateFault(f"target: its chat template does not end each answer with {ends} in the same way")
         found.append((opening[: len(opening) - len(rendered_tail)] + prompted_tail, False))
-        found.append((answer + close[:end], True))
+        found.append((blank + answer + close[:end], True))
         begin = end
     return _split_escapes(found, separator)
 

@@ -178,7 +178,7 @@ class Processor:
 
         A SentencePiece tokenizer puts a blank before a text. A generated answer begins with one, the other pieces do not.
         """
-        if not self._prepends_blank:
+        if not self.prepends_blank:
             return [self._ids(text) for text, _ in pieces]
         found = [self._ids(pieces[0][0])]
         for (before, was_supervised), (text, is_supervised) in pairwise(pieces):
@@ -187,7 +187,8 @@ class Processor:
         return found
 
     @cached_property
-    def _prepends_blank(self) -> bool:
+    def prepends_blank(self) -> bool:
+        """Whether the tokenizer puts a blank before every text, as SentencePiece does."""
         return bool(self.tokenizer.tokenize("a")[0].startswith(BLANK))
 
     def _ids(self, text: str) -> list[int]:
