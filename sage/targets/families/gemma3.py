@@ -1,0 +1,54 @@
+"""Gemma 3: sliding windows in five layers of six, attention in both directions within an image, a rope for each layer type."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from sage.inputs.format import Inputs
+from sage.targets.family import Family, Prompt, Visual
+from sage.targets.rope import RopeConfig
+from sage.targets.windows import FULL
+
+
+class Gemma3(Family):
+    """Ref: Gemma 3 technical report, arXiv 2503.19786, sections 2 and 2.1."""
+
+    model_types = {"gemma3": "Gemma3ForConditionalGeneration"}
+    placeholders = {"image": "<start_of_image>"}
+    pixel_keys = ("pixel_values",)
+
+    @property
+    def slot_texts(self) -> dict[str, str]:
+        return {"image": "<image_soft_token>"}
+
+    def encode_images(self, image_processor: Any, images: list[Any]) -> tuple[Inputs, list[str]]:
+        """With pan and scan, crops follow their image."""
+        out = image_processor(images=images, return_tensors="pt")
+        tokens = self.slot_texts["image"] * self.config.mm_tokens_per_image
+        image = f"\n\n{self.placeholders['image']}{tokens}<end_of_image>\n\n"
+        crops = f"Here is the original image {image} and here are some crops to help you see better "
+        texts = [crops + " ".join([image] * count) if count else image for count in out["num_crops"].tolist()]
+        return {"pixel_values": out["pixel_values"]}, texts
+
+    def token_inputs(self, input_ids: Tensor) -> Inputs:
+        return {"token_type_ids": (input_ids == self.slots["image"]).long()}
+
+    def visual_features(self, model: Any, inputs: Inputs) -> dict[int, Visual]:
+        if inputs.get("pixel_values") is None:
+            return {}
+        out = model.model.get_image_features(inputs["pixel_values"], return_dict=True)
+        return {self.slots["image"]: Visual(out.pooler_output.flatten(0, 1))}
+
+    def visible(self, prompt: Prompt, past: int) -> Tensor:
+        """The tokens of an image attend to one another: a run of slots, delimited by other tokens."""
+        is_slot = prompt.visual_mask
+        begins = is_slot & ~nn.functional.pad(is_slot, (1, -1))
+        image = begins.cumsum(-1)
+        same = (image[:, :, None] == image[:, None]) & is_slot[:, :, None] & is_slot[:, None]
+        return super().visible(prompt, past) | nn.functional.pad(same, (past, 0))
+
+    def rope(self) -> RopeConfig:
+        """The rope of the layers with full attention, which draft heads have too."""
+        return RopeConfig.of(self.config.get_text_config().rope_parameters[FULL])
