@@ -94,8 +94,8 @@ class Processor:
         """Renders the chat template (TemplateFault if there is none), with one placeholder per image or video."""
         if not self.chat_template:
             raise TemplateFault("target: its tokenizer has no chat template; add chat_template.jinja to the target folder")
-        if self.family.wants_text:
-            messages = [message | {"content": _text(message)} for message in messages]
+        content = _text if self.family.wants_text else _as_parts
+        messages = [message | {"content": content(message)} for message in messages]
         return self.tokenizer.apply_chat_template(
             messages,
             chat_template=self.chat_template,
@@ -252,6 +252,11 @@ def open_media(
 def _parts(message: dict[str, Any], *kinds: str) -> list[dict[str, Any]]:
     content = message.get("content", "")
     return [] if isinstance(content, str) else [part for part in content if part.get("type") in kinds]
+
+
+def _as_parts(message: dict[str, Any]) -> list[dict[str, Any]]:
+    content = message.get("content", "")
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _text(message: dict[str, Any]) -> str:

@@ -287,6 +287,7 @@ class FamilySuite:
         assert "".join(target.processor.render(chat, False).split()).startswith("".join(whole.split()))
         alone = "".join(piece for piece, _ in segments(chat[:2], target.processor))
         assert alone.startswith(target.processor.render(chat[:1], True))
+        assert target.processor.render([{"role": "user", "content": "hi"}], True) == target.processor.render(user("hi"), True)
         images = [random_image(8, 8)] if self.has_images else []
         pieces, joined = (target.processor.encode(cut, images)["input_ids"].tolist() for cut in (found, [(whole, False)]))
         assert pieces == joined
