@@ -48,7 +48,7 @@ def modes_of(device: torch.device) -> list[PassMode]:
 def num_calls(call: TimedCall) -> tuple[int, int]:
     """Returns the number of ATen operators, and of calls of Python and C functions, of one call."""
     call.reset()
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         call.run()
     operators = sum(event.count for event in profiler.key_averages() if event.key.startswith("aten::"))
     counted = 0

@@ -141,7 +141,7 @@ class AttentionOperators(TorchDispatchMode):
 
 def _attention_kernels(call: TimedCall) -> list[str]:
     call.reset()
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as trace:
         call.run()
     return [event.key[:KERNEL_WIDTH] for event in trace.key_averages() if KERNEL.search(event.key)]
 

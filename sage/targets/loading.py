@@ -92,7 +92,7 @@ def load_processor(path: str) -> Processor:
     require_hub(path, "target")
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError, StrictDataclassError) as error:
+    except (OSError, ValueError, TypeError, StrictDataclassError) as error:
         raise ValueError(_unreadable(path, in_one_line(error))) from error
     family = family_of(config, f"target: {path}: ")
     remedy = "copy the files that came with the model (tokenizer.json, tokenizer_config.json, preprocessor_config.json)"

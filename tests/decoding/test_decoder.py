@@ -260,14 +260,14 @@ def test_a_chain_is_drafted_without_a_mask(
     policy: str, has_masks: bool, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     masks: list[bool] = []
-    raw = EagleSession._mask
+    raw = EagleSession._visible_to
 
-    def spy(session: EagleSession, rows: torch.Tensor) -> torch.Tensor | None:
-        mask = raw(session, rows)
+    def spy(session: EagleSession, rows: torch.Tensor, first: int) -> torch.Tensor | None:
+        mask = raw(session, rows, first)
         masks.append(mask is not None)
         return mask
 
-    monkeypatch.setattr(EagleSession, "_mask", spy)
+    monkeypatch.setattr(EagleSession, "_visible_to", spy)
     sage.generate(tiny_qwen, random_draft(tiny_qwen, seed=0), make_inputs(tiny_qwen), policy=policy, max_new_tokens=8)
     assert masks
     assert any(masks) is has_masks

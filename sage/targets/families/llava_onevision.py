@@ -70,10 +70,13 @@ class LlavaOnevision(LlavaNext):
     def _video_features(self, model: Any, pixels: Tensor) -> Tensor:
         """Videos [C, F, 3, H, W], padded with `PADDED_FRAME` -> their embeddings, concatenated [tokens, D].
 
-        The vision tower reads all frames as one video; the last row of its output is the newline that ends every video.
+        The vision tower reads all frames as one video. A newline ends every video; that of transformers' output,
+        which 5.17 does not have, is not read.
         """
         is_frame = ~pixels[:, :, 0, 0, 0].isnan()
         out = model.model.get_video_features(pixels[is_frame][None], return_dict=True).pooler_output[0]
-        per_frame = (len(out) - 1) // int(is_frame.sum())
-        videos = out[:-1].split((is_frame.sum(1) * per_frame).tolist())
-        return torch.cat([part for video in videos for part in (video, out[-1:])])
+        newline = model.model.image_newline[None].to(out)
+        vision = self.config.vision_config
+        per_frame = math.ceil(vision.image_size // vision.patch_size / 2) ** 2
+        videos = out[: int(is_frame.sum()) * per_frame].split((is_frame.sum(1) * per_frame).tolist())
+        return torch.cat([part for video in videos for part in (video, newline)])
