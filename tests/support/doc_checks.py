@@ -215,6 +215,8 @@ def _python(words: list[str]) -> None:
         check_call([parsed.training_script, *parsed.training_script_args])
     elif module.startswith("sglang"):
         return
+    elif module.startswith("vllm"):
+        _vllm(arguments)
     elif arguments:
         _check_module(module, arguments)
     else:
