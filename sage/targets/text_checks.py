@@ -34,6 +34,8 @@ def check_text_model(config: Any, where: str) -> None:
                 f"{where}{key}={getattr(text, key)}: soft caps are not implemented, in tree attention and in drafts; "
                 f"choose another target"
             )
+    if getattr(text, "use_bidirectional_attention", None) is True:
+        raise ValueError(f"{where}use_bidirectional_attention=true: it embeds texts and generates none; choose another target")
     if text.model_type in SINKS:
         raise ValueError(
             f"{where}{config.model_type} has attention sinks, which tree attention does not implement; choose another target"

@@ -9,7 +9,7 @@ import torch
 from support.data_helpers import byte_tokenizer_of
 from support.family_suite import END, IMAGE, FamilySuite, paths, text, tree
 from support.processors import random_image
-from transformers import Gemma3Config, Gemma3ImageProcessorPil, Gemma3Processor
+from transformers import Gemma3Config, Gemma3ImageProcessorPil, Gemma3Processor, Gemma3TextConfig
 
 import sage
 
@@ -18,7 +18,7 @@ TOKENS |= {"<start_of_image>": 5, "<end_of_image>": 6, "<image_soft_token>": IMA
 LAYER_TYPES = (["sliding_attention"] * 3 + ["full_attention"]) * 2
 
 
-class TestGemma3(FamilySuite):
+class TestGemma3Text(FamilySuite):
     template = (
         "{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
         "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
@@ -27,15 +27,32 @@ class TestGemma3(FamilySuite):
         "{{ item.text | trim }}{% endif %}{% endfor %}{% endif %}<end_of_turn>\n{% endfor %}"
         "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
     )
+
+    def config(self) -> Any:
+        return Gemma3TextConfig(**self.sizes())
+
+    def sizes(self) -> dict[str, Any]:
+        layers = {"layer_types": LAYER_TYPES, "sliding_window": 8, "query_pre_attn_scalar": 8}
+        return text(head_dim=8, tied=True, **layers)
+
+    def prepare_float64(self, model: Any) -> None:
+        scale = model.get_input_embeddings().embed_scale  # computed in the precision that the model is made in
+        scale.copy_(scale.float())
+
+    def tokenizer(self) -> Any:
+        tokenizer = byte_tokenizer_of(TOKENS, eos="<eos>")
+        tokenizer.bos_token = "<bos>"
+        return tokenizer
+
+
+class TestGemma3(TestGemma3Text):
     has_video = False
 
-    def config(self) -> Gemma3Config:
+    def config(self) -> Any:
         vision = {"model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
         vision |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 4, "vision_use_head": False}
-        layers = {"layer_types": LAYER_TYPES, "sliding_window": 8, "query_pre_attn_scalar": 8}
-        sizes = text(head_dim=8, tied=True, **layers)
         tokens = {"image_token_index": IMAGE, "boi_token_index": 5, "eoi_token_index": 6}
-        return Gemma3Config(text_config=sizes, vision_config=vision, mm_tokens_per_image=4, **tokens)
+        return Gemma3Config(text_config=self.sizes(), vision_config=vision, mm_tokens_per_image=4, **tokens)
 
     def model(self) -> Any:
         model = super().model()
@@ -43,17 +60,8 @@ class TestGemma3(FamilySuite):
         torch.nn.init.normal_(projection, generator=torch.Generator().manual_seed(0))
         return model
 
-    def prepare_float64(self, model: Any) -> None:
-        scale = model.get_input_embeddings().embed_scale  # computed in the precision that the model is made in
-        scale.copy_(scale.float())
-
     def image_processor(self) -> Any:
         return Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
-
-    def tokenizer(self) -> Any:
-        tokenizer = byte_tokenizer_of(TOKENS, eos="<eos>")
-        tokenizer.bos_token = "<bos>"
-        return tokenizer
 
     def hugging_face(self, target: sage.Target) -> Any:
         tokenizer = target.processor.tokenizer

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.family_suite import text
 from support.messages import check_message, refused
-from transformers import LlamaConfig, LlavaOnevisionConfig, MistralConfig, Qwen2Config, Qwen3_5Config
+from transformers import Gemma3TextConfig, LlamaConfig, LlavaOnevisionConfig, MistralConfig, Qwen2Config, Qwen3_5Config
 
 import sage
 from sage.attention import tree_attention
@@ -41,6 +41,11 @@ def test_soft_caps_and_sinks(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss", "num_hidden_layers": 2}))
     with refused("target: ", "gpt_oss has attention sinks"):
         sage.load_target(tmp_path)
+
+
+def test_attention_in_both_directions() -> None:
+    with refused("target: ", "use_bidirectional_attention=true"):
+        family_of(Gemma3TextConfig(num_hidden_layers=2, use_bidirectional_attention=True))
 
 
 def test_remote_code(tmp_path: Path) -> None:

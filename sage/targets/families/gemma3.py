@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from sage.inputs.format import Inputs
 from sage.targets.family import Family, Prompt, Visual
@@ -12,10 +13,24 @@ from sage.targets.rope import RopeConfig
 from sage.targets.windows import FULL
 
 
-class Gemma3(Family):
-    """Ref: Gemma 3 technical report, arXiv 2503.19786, sections 2 and 2.1."""
+class Gemma3Text(Family):
+    """The sizes without images, 270M and 1B. Ref: Gemma 3 technical report, arXiv 2503.19786, section 2."""
+
+    model_types = {"gemma3_text": "Gemma3ForCausalLM"}
+    auto_class = AutoModelForCausalLM
+    wants_text = True
+
+    def rope(self) -> RopeConfig:
+        """The rope of the layers with full attention, which draft heads have too."""
+        return RopeConfig.of(self.config.get_text_config().rope_parameters[FULL])
+
+
+class Gemma3(Gemma3Text):
+    """Ref: Gemma 3 technical report, arXiv 2503.19786, section 2.1."""
 
     model_types = {"gemma3": "Gemma3ForConditionalGeneration"}
+    auto_class = AutoModelForImageTextToText
+    wants_text = False
     placeholders = {"image": "<start_of_image>"}
     pixel_keys = ("pixel_values",)
 
@@ -48,7 +63,3 @@ class Gemma3(Family):
         image = begins.cumsum(-1)
         same = (image[:, :, None] == image[:, None]) & is_slot[:, :, None] & is_slot[:, None]
         return super().visible(prompt, past) | nn.functional.pad(same, (past, 0))
-
-    def rope(self) -> RopeConfig:
-        """The rope of the layers with full attention, which draft heads have too."""
-        return RopeConfig.of(self.config.get_text_config().rope_parameters[FULL])
