@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import sage
 from data_prep.pocket import architecture, training
+from data_prep.pocket.families import FAMILIES
 from data_prep.pocket.folder import WEIGHTS, save, sha256
 from data_prep.pocket.score import score_table, score_target
 from sage import cli
@@ -30,11 +31,12 @@ def train(family: str, seed: int, recipe: training.Recipe) -> tuple[PreTrainedMo
     """Runs all stages of a recipe; returns the model and its tokenizer."""
     tokenizer = architecture.new_tokenizer(family, training.world_texts(recipe.num_texts))
     model = architecture.new_model(family, tokenizer, recipe.stages[0].layers, seed)
-    training.pretrain_vision(model, family, recipe, seed)
+    processor = architecture.new_processor(family, tokenizer)
+    training.pretrain_vision(model, processor, recipe, seed)
     for number, stage in enumerate(recipe.stages):
         if model.config.text_config.num_hidden_layers != stage.layers:
             model = architecture.deepen(model, family, tokenizer, stage.layers, seed)
-        training.run_stage(model, tokenizer, family, stage, recipe, 100 * seed + number + 1)
+        training.run_stage(model, processor, stage, recipe, 100 * seed + number + 1)
     return model, tokenizer
 
 
@@ -53,7 +55,7 @@ def report(folder: Path, family: str, seed: int, wall_s: float) -> dict[str, Any
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m data_prep.pocket.build", description=__doc__)
-    parser.add_argument("--family", required=True, choices=architecture.FAMILIES)
+    parser.add_argument("--family", required=True, choices=FAMILIES)
     parser.add_argument("--out", required=True, type=Path, help="the target's folder; an existing one is replaced")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

@@ -18,8 +18,11 @@ from torch.nn.functional import cross_entropy
 
 from data_prep.pocket.palette import COLOURS, MAX_HEIGHT, SHAPES, SIGNS, SIZES, background, draw_chart, draw_scene, draw_sign
 from data_prep.pocket.scenes import draw_objects
+from sage.inputs.processing import Processor
+from sage.targets.families import family_of
 
 BARS = 5
+NUM_TOKENS = 16  # of an image
 # question -> (number of queries, number of classes); class 0: nothing in this place
 QUESTIONS = {
     "colour": (9, 1 + len(COLOURS)),
@@ -60,9 +63,9 @@ def draw_labelled(rng: random.Random) -> tuple[Image.Image, dict[str, list[int]]
 class Probe(nn.Module):
     """Queries over visual tokens (plus a position embedding with `has_positions`), with a linear classifier per question."""
 
-    def __init__(self, width: int, tokens: int, has_positions: bool, inner: int = 128) -> None:
+    def __init__(self, width: int, has_positions: bool, inner: int = 128) -> None:
         super().__init__()
-        self.place = nn.Parameter(torch.randn(tokens, inner) * 0.1, requires_grad=has_positions)
+        self.place = nn.Parameter(torch.randn(NUM_TOKENS, inner) * 0.1, requires_grad=has_positions)
         self.has_positions = has_positions
         self.take = nn.Linear(width, inner)
         self.norm = nn.LayerNorm(width)
@@ -94,13 +97,11 @@ def probe_loss(logits: dict[str, torch.Tensor], labels: dict[str, torch.Tensor])
     return loss, right
 
 
-def visual_tokens(model: Any, family: str, images: torch.Tensor) -> torch.Tensor:
-    """Returns the visual tokens of images [B, 3, 112, 112], as passed to the language model: [B, 16, D]."""
-    from data_prep.pocket.batches import patches
-
-    if family == "qwen2_5_vl":
-        flat = torch.cat([torch.from_numpy(patches(p.expand(2, -1, -1, -1).numpy())) for p in images])
-        grid = torch.tensor([[1, 8, 8]] * len(images))
-        return torch.stack(list(model.model.get_image_features(flat, grid).pooler_output))
-    hidden = model.model.vision_tower(images, output_hidden_states=True).hidden_states[-1]
-    return model.model.multi_modal_projector(hidden)
+def visual_tokens(model: Any, processor: Processor, images: list[Image.Image]) -> torch.Tensor:
+    """Returns the visual tokens of images, with the deepstack features that are added to them later: [B, 16, D]."""
+    family = family_of(model.config)
+    inputs, _ = family.encode_images(processor.image_processor, images)
+    [visual] = family.visual_features(model, inputs).values()
+    tokens = visual.embeds + sum(layer for extra in visual.extras.values() for layer in extra.unbind(1))
+    # The tokens of several LLaVA-OneVision images are each followed by a newline.
+    return tokens.view(len(images), -1, tokens.shape[-1])[:, :NUM_TOKENS]

@@ -16,12 +16,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import cross_entropy
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from PIL import Image
+from torch.nn.functional import cross_entropy, pad
+from transformers import PreTrainedModel
 
-from data_prep.pocket import architecture, world
-from data_prep.pocket.batches import Encoder, Example, collate, pixels
+from data_prep.chat import Example, build_example
+from data_prep.pocket import world
+from data_prep.pocket.families import WIDTH
 from data_prep.pocket.probe import Probe, draw_labelled, probe_loss, visual_tokens
+from sage.inputs.processing import Processor
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +60,7 @@ class Recipe:
     batch_size: int = 32
     num_pooled: int = 4  # batches drawn at a time and sorted by length
     weight_decay: float = 0.01
+    is_autocast: bool = True  # bfloat16 matrix products
     log_every: int = 50
 
 
@@ -68,6 +72,18 @@ RECIPES = {
             Stage("naming", 4, 250, 2e-3, NAMING_MIXTURE, min_lr_ratio=0.6),
             Stage("language", 4, 2000, 2e-3, FULL_MIXTURE, min_lr_ratio=0.1),
             Stage("deep", 12, 550, 1e-3, FULL_MIXTURE, min_lr_ratio=0.02),
+        ),
+    ),
+    "qwen3_vl": Recipe(
+        probe_steps=900,
+        has_positions=True,
+        batch_size=16,
+        num_pooled=8,
+        is_autocast=False,
+        stages=(
+            Stage("naming", 4, 200, 2e-3, NAMING_MIXTURE, min_lr_ratio=0.6),
+            Stage("language", 4, 1500, 2e-3, FULL_MIXTURE, min_lr_ratio=0.1),
+            Stage("deep", 12, 250, 1e-3, FULL_MIXTURE, min_lr_ratio=0.02),
         ),
     ),
     # Its patches are four times as large: shapes and digits take more steps to learn, but a step is cheap.
@@ -91,12 +107,12 @@ def world_texts(count: int) -> list[str]:
     return [part["text"] for part in parts if part["type"] == "text"]
 
 
-def probe_batches(recipe: Recipe, seed: int) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+def probe_batches(recipe: Recipe, seed: int) -> Iterator[tuple[list[Image.Image], dict[str, torch.Tensor]]]:
     rng = random.Random(seed)
     while True:
         drawn = [draw_labelled(rng) for _ in range(recipe.probe_batch_size)]
         labels = {name: torch.tensor([label[name] for _, label in drawn]) for name in drawn[0][1]}
-        yield torch.from_numpy(pixels([image for image, _ in drawn])), labels
+        yield [image for image, _ in drawn], labels
 
 
 def cosine(step: int, steps: int, warmup_steps: int, min_lr_ratio: float) -> float:
@@ -114,18 +130,18 @@ def vision_parameters(model: PreTrainedModel) -> list[torch.nn.Parameter]:
     return [*inner.vision_tower.parameters(), *inner.multi_modal_projector.parameters()]
 
 
-def pretrain_vision(model: PreTrainedModel, family: str, recipe: Recipe, seed: int) -> None:
+def pretrain_vision(model: PreTrainedModel, processor: Processor, recipe: Recipe, seed: int) -> None:
     """Trains the vision tower on the probe's questions."""
     torch.manual_seed(seed)
-    probe = Probe(architecture.WIDTH, 16, recipe.has_positions)
+    probe = Probe(WIDTH, recipe.has_positions)
     parameters = [*vision_parameters(model), *probe.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=recipe.probe_lr, weight_decay=recipe.weight_decay)
     start = time.monotonic()
     for step, (images, labels) in zip(range(recipe.probe_steps), probe_batches(recipe, seed), strict=False):
         for group in optimizer.param_groups:
             group["lr"] = recipe.probe_lr * cosine(step, recipe.probe_steps, 50, 0.02)
-        with torch.autocast("cpu", torch.bfloat16):
-            logits = probe(visual_tokens(model, family, images))
+        with torch.autocast("cpu", torch.bfloat16, enabled=recipe.is_autocast):
+            logits = probe(visual_tokens(model, processor, images))
         loss, right = probe_loss(logits, labels)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -137,46 +153,52 @@ def pretrain_vision(model: PreTrainedModel, family: str, recipe: Recipe, seed: i
             logger.info("vision %d/%d %.0f s loss %.2f %s", step, recipe.probe_steps, spent, loss.item(), shares)
 
 
-def example_batches(encoder: Encoder, recipe: Recipe, stage: Stage, seed: int) -> Iterator[list[Example]]:
+def example_batches(processor: Processor, recipe: Recipe, stage: Stage, seed: int) -> Iterator[list[Example]]:
     """Yields batches of examples of similar length."""
     rng, index = random.Random(seed), 0
     names, weights = list(stage.mixture), list(stage.mixture.values())
     while True:
         pool = []
         for _ in range(recipe.batch_size * recipe.num_pooled):
-            pool.append(encoder(world.sample("train", seed * 10**8 + index, rng.choices(names, weights))))
+            conversation = world.sample("train", seed * 10**8 + index, rng.choices(names, weights))
+            pool.append(build_example(conversation, processor))
             index += 1
-        pool.sort(key=lambda example: len(example["ids"]))
+        pool.sort(key=lambda example: len(example["input_ids"]))
         batches = [pool[k : k + recipe.batch_size] for k in range(0, len(pool), recipe.batch_size)]
         rng.shuffle(batches)
         yield from batches
 
 
-def answer_loss(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def padded(batch: dict[str, Any]) -> dict[str, Any]:
+    """Pads token fields [B, T] to a multiple of 8: few different lengths, for each of which oneDNN prepares its kernels."""
+    short = -batch["input_ids"].shape[1] % 8
+    fields = ("input_ids", "attention_mask", "loss_mask", "mm_token_type_ids")
+    return {key: pad(value, (0, short)) if key in fields else value for key, value in batch.items() if key != "id"}
+
+
+def answer_loss(model: PreTrainedModel, batch: dict[str, torch.Tensor], recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the mean cross entropy over supervised tokens and the accuracy of greedy choices."""
     inputs = dict(batch)
     chosen = inputs.pop("loss_mask")[:, 1:]
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16, enabled=recipe.is_autocast):
         hidden = model.model(**inputs, use_cache=False).last_hidden_state
         logits = model.lm_head(hidden[:, :-1][chosen]).float()
     truth = batch["input_ids"][:, 1:][chosen]
     return cross_entropy(logits, truth), (logits.argmax(-1) == truth).float().mean()
 
 
-def run_stage(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, family: str, stage: Stage, recipe: Recipe, seed: int
-) -> None:
+def run_stage(model: PreTrainedModel, processor: Processor, stage: Stage, recipe: Recipe, seed: int) -> None:
     """Trains the model for the steps of one stage."""
     vision = {id(parameter) for parameter in vision_parameters(model)}
     rest = [parameter for parameter in model.parameters() if id(parameter) not in vision]
     groups = [{"params": rest, "scale": 1.0}, {"params": vision_parameters(model), "scale": stage.vision_scale}]
     optimizer = torch.optim.AdamW(groups, lr=stage.lr, weight_decay=recipe.weight_decay, betas=(0.9, 0.98))
-    batches = example_batches(Encoder(tokenizer, family), recipe, stage, seed)
+    batches = example_batches(processor, recipe, stage, seed)
     start, recent = time.monotonic(), []
     for step, examples in zip(range(stage.steps), batches, strict=False):
         for group in optimizer.param_groups:
             group["lr"] = stage.lr * group["scale"] * cosine(step, stage.steps, stage.warmup_steps, stage.min_lr_ratio)
-        loss, right = answer_loss(model, collate(examples, family, tokenizer))
+        loss, right = answer_loss(model, padded(processor.collate(examples)), recipe)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
