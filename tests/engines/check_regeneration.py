@@ -85,7 +85,7 @@ class Lab:
         """Returns the command that writes `NAME.jsonl`; without a concurrency, by our decoder."""
         words = [
             "action=regenerate",
-            f"target.path={TARGET}",
+            "target=pocket_qwen2_5_vl",
             f"data.num_examples={self.items}",
             "regenerate.max_new_tokens=128",
         ]
