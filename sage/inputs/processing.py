@@ -11,6 +11,7 @@ Shapes: B batch, T tokens.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from functools import cached_property
@@ -25,10 +26,12 @@ from transformers import AutoTokenizer, BatchFeature
 
 # `transformers.AutoImageProcessor` requires torchvision in transformers 5.17; the same class from here does not.
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
+from transformers.utils import cached_file
 
 from sage.inputs.format import InputFormat, Inputs
 from sage.inputs.media import DEFAULT_FPS, open_image, open_video_part, source_of
 
+TEMPLATE_FILE = "chat_template.json"
 BLANK = "\u2581"  # of SentencePiece
 Messages = list[dict[str, Any]]
 Segment = tuple[str, bool]
@@ -67,7 +70,8 @@ class Processor:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         has_images = bool(family.placeholders)
         images = AutoImageProcessor.from_pretrained(path, trust_remote_code=False) if has_images else None
-        return cls(tokenizer, images, family, end_token_ids=end_token_ids)
+        template = None if getattr(tokenizer, "chat_template", None) else _template_of_processor(path)
+        return cls(tokenizer, images, family, template, end_token_ids)
 
     @classmethod
     def wrap(cls, processor: Any, family: InputFormat, end_token_ids: Sequence[int] = ()) -> Processor:
@@ -247,6 +251,14 @@ def open_media(
     images = [open_image(source_of(part, "image"), allow_urls) for part in parts if part["type"] == "image"]
     videos = [open_video_part(part, num_frames) for part in parts if part["type"] == "video"]
     return images, [video.frames for video in videos], [video.fps for video in videos]
+
+
+def _template_of_processor(path: str) -> str | None:
+    """Returns the chat template of a Hugging Face processor, which older checkpoints keep beside the tokenizer's files."""
+    absent = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    file = cached_file(path, TEMPLATE_FILE, **absent)
+    found = None if file is None else json.loads(Path(file).read_text()).get("chat_template")
+    return found if isinstance(found, str) else None
 
 
 def _parts(message: dict[str, Any], *kinds: str) -> list[dict[str, Any]]:

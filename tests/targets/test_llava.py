@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,12 +47,20 @@ class TestLlava(FamilySuite):
         for chat in (two_turns()[:1], [system, *user("a", image_part(8, 8), "b")]):
             expected = theirs(chat, chat_template=VICUNA, tokenize=False, add_generation_prompt=True)
             assert target.processor.render(chat, True) == expected
-        plain = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What?"}]
+        plain: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What?"}]
         assert target.processor.render(plain, True) == "Be brief. USER: What? ASSISTANT:"
 
     def test_other_templates_are_kept(self) -> None:
         for stock in (None, "{{ messages }}", VICUNA.replace("+ ' '}}{% endgen", "+ '</s>'}}{% endgen")):
             assert family_of(self.config()).chat_template(stock) == stock
+
+    def test_a_template_in_a_file_of_the_processor(self, target: sage.Target, tmp_path: Path) -> None:
+        target.processor.save_pretrained(tmp_path)
+        (tmp_path / "chat_template.jinja").unlink()
+        assert Processor.from_pretrained(str(tmp_path), target.family).chat_template is None
+        (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": VICUNA}))
+        loaded = Processor.from_pretrained(str(tmp_path), target.family)
+        assert loaded.chat_template == target.processor.chat_template != VICUNA
 
     @pytest.mark.parametrize(
         ("vision", "strategy", "slots"), [(CLIP, "full", 5), (SIGLIP, "full", 4), (SIGLIP, "default", 3)], ids=str

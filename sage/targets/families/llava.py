@@ -12,9 +12,8 @@ from sage.targets.family import Family, Visual
 CLASS_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}  # vision tower -> tokens in front of the patches
 VICUNA = (
     "{% for message in messages %}{% if message.role != 'system' %}{{ message.role.upper() + ': ' }}{% endif %}"
-    "{% if message.content is string %}{{ message.content }}{% else %}"
     "{% for part in message.content if part.type == 'image' %}{{ '<image>\\n' }}{% endfor %}"
-    "{{ message.content | selectattr('type', 'equalto', 'text') | map(attribute='text') | join(' ') }}{% endif %}"
+    "{{ message.content | selectattr('type', 'equalto', 'text') | map(attribute='text') | join(' ') }}"
     "{{ eos_token if message.role == 'assistant' else ' ' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
 )
