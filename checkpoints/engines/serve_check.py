@@ -24,10 +24,9 @@ from checkpoints.engines.prompts import PROMPTS_FILE, write_prompts
 from checkpoints.engines.validation_prompts import prompt_data, validation_prompts
 from checkpoints.engines.verdict import Measured, is_short_of, verdict
 from checkpoints.engines.vllm_process import EngineFailed, EngineSetting, VllmProcess
-from checkpoints.export.compatibility import FED_INPUTS
+from checkpoints.export.compatibility import ENGINE_FORMATS, FED_INPUTS
 from checkpoints.export.formats.layout import Format
 from checkpoints.export.reload_check import read_export
-from checkpoints.export.serving import ENGINE_FORMATS
 from checkpoints.export.source import find_source, load_trained
 from checkpoints.export.target_facts import TargetFacts
 from checkpoints.export.validator.findings import CheckResult

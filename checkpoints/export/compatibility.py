@@ -16,6 +16,10 @@ from checkpoints.export.target_facts import TargetFacts
 from sage.drafts.registry import KINDS, head_kind
 
 ENGINES = "vLLM 0.33 and SGLang 0.5.23"  # the versions that `Family.served_by` speaks of
+ENGINE_FORMATS: dict[str, list[tuple[Format, Flavour | None]]] = {  # the formats that an engine loads, the preferred one first
+    "vLLM": [(Format.eagle3, None), (Format.speculators, None), (Format.eagle, Flavour.vllm)],
+    "SGLang": [(Format.eagle3, None), (Format.eagle, Flavour.sglang)],
+}
 FED_INPUTS = {"vLLM": "token", "SGLang": "embed"}  # engine -> the `draft.image_inputs` that it feeds
 COMPRESSOR = "compressor"  # config field and module name of the visual compressor
 EXPRESSED_FIELDS = (  # config fields that the formats contain or that this module checks
@@ -90,8 +94,13 @@ def check_compatible(
     if refused := [obstacle for obstacle in found if obstacle.is_inherent or not allowed[obstacle.key]]:
         raise IncompatibleDraft(refused)
     warnings = []
-    if not facts.served_by:
-        warnings.append(f"N{_family_problem(facts)[1:]}; only the included decoder does.")
+    if problem := _family_problem(facts, _loading(format_, flavour)):
+        others = (
+            f"{' and '.join(facts.served_by)} and the included decoder do"
+            if facts.served_by
+            else "only the included decoder does"
+        )
+        warnings.append(f"{problem[0].upper()}{problem[1:]}; {others}.")
     if chosen := getattr(config, COMPRESSOR, None):
         warnings.append(
             f"Trained with a visual compressor ({format_compressor(chosen)}), which engines do not support and which is not "
@@ -101,11 +110,27 @@ def check_compatible(
     return warnings + _position_warnings(config, facts, format_, flavour)
 
 
-def find_obstacles(config: Any, facts: TargetFacts, format_: Format, flavour: Flavour | None) -> list[Obstacle]:
-    """Returns everything that prevents an export in this format, in the order in which it is to be solved."""
+def engines_for(format_: Format, flavour: Flavour | None, facts: TargetFacts) -> list[str]:
+    """Returns the engines that load a format and serve drafts for the target's family."""
+    return [engine for engine in _loading(format_, flavour) if engine in facts.served_by]
+
+
+def _loading(format_: Format, flavour: Flavour | None) -> list[str]:
+    return [engine for engine, formats in ENGINE_FORMATS.items() if (format_, flavour) in formats]
+
+
+def find_obstacles(
+    config: Any, facts: TargetFacts, format_: Format, flavour: Flavour | None, engine: str | None = None
+) -> list[Obstacle]:
+    """Returns everything that prevents an export in this format, in the order in which it is to be solved.
+
+    Args:
+        engine: has to serve the export; None: one of those that load the format.
+    """
+    engines = _loading(format_, flavour) if engine is None else [engine]
     found = [
         *_format_obstacles(config, format_, flavour),
-        *_target_obstacles(config, facts),
+        *_target_obstacles(config, facts, engines),
         *_structure_obstacles(config, facts, format_),
         *_compressor_obstacles(config),
     ]
@@ -135,7 +160,7 @@ def _format_remedy(format_: Format, formats: Sequence[str]) -> str:
     return " or ".join([*(["choose one of them"] if formats else []), *([f"train draft={trained}"] if trained else [])])
 
 
-def _target_obstacles(config: Any, facts: TargetFacts) -> Iterator[Obstacle]:
+def _target_obstacles(config: Any, facts: TargetFacts, engines: Sequence[str]) -> Iterator[Obstacle]:
     if config.target != facts.fingerprint:
         problem = f"is {facts.fingerprint}, the draft was made for {config.target}"
         yield Obstacle(key=f"--target {facts.name}", problem=problem, remedy="give the target it was trained with")
@@ -148,14 +173,19 @@ def _target_obstacles(config: Any, facts: TargetFacts) -> Iterator[Obstacle]:
         name = f"{facts.scaled_rope['rope_type']} with mrope_section {facts.mrope_section}"
         problem = f"{name}: engines are not known to support both in a draft"
         yield Obstacle(key="draft.scaled_rope", problem=problem, remedy="decode with sage-generate")
-    if not facts.served_by:
-        remedy = "only sage-generate and sage.generate decode with it; --allow-unserved exports it anyway"
-        problem = _family_problem(facts)
+    if problem := _family_problem(facts, engines):
+        others = "only " if not facts.served_by else f"{' and '.join(facts.served_by)}, "
+        remedy = f"{others}sage-generate and sage.generate decode with it; --allow-unserved exports it anyway"
         yield Obstacle(key="target", value=facts.model_type, problem=problem, remedy=remedy, is_inherent=False)
 
 
-def _family_problem(facts: TargetFacts) -> str:
-    return f"no engine serves drafts for {facts.model_type} ({ENGINES} do not)"
+def _family_problem(facts: TargetFacts, engines: Sequence[str]) -> str:
+    """Returns why none of these engines serves the target's family; empty if one does, or if there is none to serve it."""
+    if not facts.served_by:
+        return f"no engine serves drafts for {facts.model_type} ({ENGINES} do not)"
+    if not engines or {*engines} & {*facts.served_by}:
+        return ""
+    return f"{' and '.join(engines)} is not known to serve drafts for {facts.model_type}"
 
 
 def _structure_obstacles(config: Any, facts: TargetFacts, format_: Format) -> Iterator[Obstacle]:
@@ -210,10 +240,9 @@ def _other_obstacles(config: Any, format_: Format) -> list[Obstacle]:
 
 def _position_warnings(config: Any, facts: TargetFacts, format_: Format, flavour: Flavour | None) -> list[str]:
     """Warns about engines whose draft inputs at image positions differ from training."""
-    if not facts.served_by:
+    if not facts.has_images:
         return []
-    of_flavour = ["vLLM" if flavour == Flavour.vllm else "SGLang"]
-    engines = {Format.eagle3: ["vLLM", "SGLang"], Format.speculators: ["vLLM"]}.get(format_, of_flavour)
+    engines = engines_for(format_, flavour, facts)
     names = {"token": "the placeholder token's embedding", "embed": "the visual embedding"}
     warnings = [
         f"At image positions {engine} feeds the draft {names[FED_INPUTS[engine]]}; "
@@ -222,7 +251,7 @@ def _position_warnings(config: Any, facts: TargetFacts, format_: Format, flavour
         for engine in engines
         if FED_INPUTS[engine] != config.image_inputs
     ]
-    if flavour == Flavour.sglang and facts.mrope_section:
+    if "SGLang" in engines and format_ == Format.eagle and facts.mrope_section:
         warnings.append(
             "SGLang's EAGLE-1/2 layer uses plain text positions, not M-RoPE: after an image they differ from training."
         )

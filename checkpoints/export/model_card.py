@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from checkpoints.export.compatibility import engines_for
 from checkpoints.export.formats.layout import Flavour, Format
 from checkpoints.export.formats.speculators import SPECULATIVE_TOKENS
 from checkpoints.export.reload_check import RoundingError
@@ -23,6 +24,7 @@ RECIPE_KEYS = ("seed", "data.num_examples", "data.max_length", "launch.gpus", "l
 RECIPE_GROUPS = ("draft", "objective", "optim", "train", "deepspeed")
 POLICY_COLUMNS = ("policy", "tokens per target pass", "mean accepted draft", "tokens/s", "speedup", "end to end", "identical")
 SGLANG_TOPK, SGLANG_NODES = 4, 16
+NOT_RUN = {"SGLang": " (as it documents; this project has not run it)"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,17 +59,12 @@ def render_card(card: ModelCard) -> str:
 
 def serve_commands(format_: Format, flavour: Flavour | None, facts: TargetFacts, draft: str) -> dict[str, str]:
     """Returns the command line for each engine with the export's folder or hub id; empty if no engine serves the family."""
-    if not facts.served_by:
-        return {}
     target = facts.name or "TARGET"
-    if format_ == Format.speculators:
-        return {"vLLM": f"vllm serve {draft}"}
     method = "eagle3" if format_ == Format.eagle3 else "eagle"
     commands = {"vLLM": _vllm_command(target, draft, method), "SGLang": _sglang_command(target, draft, method)}
-    if format_ == Format.eagle:
-        name = "vLLM" if flavour == Flavour.vllm else "SGLang"
-        return {name: commands[name]}
-    return commands
+    if format_ == Format.speculators:
+        commands["vLLM"] = f"vllm serve {draft}"
+    return {engine: commands[engine] for engine in engines_for(format_, flavour, facts)}
 
 
 def _vllm_command(target: str, draft: str, method: str) -> str:
@@ -93,7 +90,8 @@ def _front_matter(card: ModelCard) -> str:
         fields["license_link"] = card.license_link
     if _is_hub_id(card.facts.name):
         fields |= {"base_model": card.facts.name, "base_model_relation": "adapter"}
-    fields |= {"pipeline_tag": "image-text-to-text", "tags": ["speculative-decoding", str(card.format), "sage-draft"]}
+    task = "image-text-to-text" if card.facts.has_images else "text-generation"
+    fields |= {"pipeline_tag": task, "tags": ["speculative-decoding", str(card.format), "sage-draft"]}
     return "\n".join(["---", *(f"{key}: {json.dumps(value)}" for key, value in fields.items()), "---"])
 
 
@@ -145,7 +143,7 @@ def _policy_row(name: str, figures: dict[str, Any]) -> list[str]:
 
 def _serving(card: ModelCard) -> str:
     commands = serve_commands(card.format, card.flavour, card.facts, card.name)
-    parts = [f"{engine}:\n\n```\n{command}\n```" for engine, command in commands.items()]
+    parts = [f"{engine}{NOT_RUN.get(engine, '')}:\n\n```\n{command}\n```" for engine, command in commands.items()]
     if not commands:
         parts = [f"No engine serves drafts for {card.facts.model_type}."]
     if card.format != Format.eagle:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from checkpoints.export.compatibility import FED_INPUTS, find_obstacles
+from checkpoints.export.compatibility import ENGINE_FORMATS, FED_INPUTS, find_obstacles
 from checkpoints.export.formats.layout import Flavour, Format
 from checkpoints.export.target_facts import TargetFacts
 from sage.drafts.registry import head_kind
 
-ENGINE_FORMATS: dict[str, list[tuple[Format, Flavour | None]]] = {  # the formats that an engine loads, the preferred one first
-    "vLLM": [(Format.eagle3, None), (Format.speculators, None), (Format.eagle, Flavour.vllm)],
-    "SGLang": [(Format.eagle3, None), (Format.eagle, Flavour.sglang)],
-}
 OURS = "this decoder"
 
 
@@ -33,9 +29,9 @@ def serving_line(draft: Any, target: Any) -> str:
     blocked: dict[str, list[str]] = {}
     for engine, formats in ENGINE_FORMATS.items():
         options = [(format_, flavour) for format_, flavour in formats if format_ in kind.export_formats]
-        obstacles = {option: find_obstacles(config, facts, *option) for option in options}
+        obstacles = {option: find_obstacles(config, facts, *option, engine) for option in options}
         if usable := [option for option in options if not obstacles[option]]:
-            served.append(f"{engine} ({_command(*usable[0])}{_caveat(engine, config)})")
+            served.append(f"{engine} ({_command(*usable[0])}{_caveat(engine, config, facts)})")
         else:
             reasons = "; ".join(one.brief for one in obstacles[options[0]])
             blocked.setdefault(reasons, []).append(engine)
@@ -46,9 +42,9 @@ def _command(format_: Format, flavour: Flavour | None) -> str:
     return f"sage-export --format {format_}{f' --flavour {flavour}' if flavour else ''}"
 
 
-def _caveat(engine: str, config: Any) -> str:
+def _caveat(engine: str, config: Any, facts: TargetFacts) -> str:
     fed = FED_INPUTS[engine]
-    if fed == config.image_inputs:
+    if fed == config.image_inputs or not facts.has_images:
         return ""
     return f"; it feeds draft.image_inputs={fed}: lower acceptance at image positions"
 

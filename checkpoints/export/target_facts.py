@@ -52,6 +52,12 @@ class TargetFacts:
         return family.served_by if family else ()
 
     @property
+    def has_images(self) -> bool:
+        """Whether the target's family reads images."""
+        family = FAMILIES.get(self.model_type)
+        return family is not None and bool(family.placeholders)
+
+    @property
     def fingerprint(self) -> dict[str, Any]:
         """The same fields as `sage.Target.fingerprint`."""
         return {key: getattr(self, key) for key in ("model_type", "hidden_size", "vocab_size", "num_layers")}

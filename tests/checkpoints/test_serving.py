@@ -7,11 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.export_helpers import make_draft, save_draft, save_target
+from omegaconf import OmegaConf
+from support.export_helpers import export_draft, make_draft, save_draft, save_target
+from support.messages import refused
+from support.models import text_sizes
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig
 
 import sage
 from checkpoints.export.__main__ import main
+from checkpoints.export.formats.layout import Flavour, Format
+from checkpoints.export.model_card import serve_commands
 from checkpoints.export.serving import serving_line
+from checkpoints.export.target_facts import TargetFacts
+from train.config.store import config_dir
 
 POOL = {"kind": "pool", "ratio": 4}
 
@@ -61,6 +69,30 @@ def test_a_target_family_that_no_engine_serves(targets: dict[str, sage.Target]) 
     assert "only; not by vLLM and SGLang: target=llava_onevision" in line_of(targets["llava_onevision"])
 
 
+def facts_of(name: str) -> TargetFacts:
+    """Facts about a published target, from its YAML."""
+    target: Any = OmegaConf.load(config_dir() / "target" / f"{name}.yaml")
+    return TargetFacts.of_config(AutoConfig.for_model(**OmegaConf.to_container(target.architecture)), target.path)
+
+
+@pytest.mark.parametrize(
+    ("name", "engines"),
+    [
+        ("llama3_1_8b", ["vLLM", "SGLang"]),
+        ("qwen3_30b_a3b", ["vLLM", "SGLang"]),
+        ("mistral_7b", ["vLLM"]),
+        ("qwen3_vl_8b", ["vLLM"]),
+        ("qwen3_vl_30b_a3b", ["vLLM"]),
+        ("llava_onevision_7b", []),
+    ],
+)
+def test_only_engines_that_serve_a_family_are_offered(name: str, engines: list[str]) -> None:
+    facts = facts_of(name)
+    assert list(serve_commands(Format.eagle3, None, facts, "draft")) == engines
+    assert list(serve_commands(Format.eagle, Flavour.sglang, facts, "draft")) == [one for one in engines if one == "SGLang"]
+    assert not engines or facts.name in serve_commands(Format.eagle3, None, facts, "draft")["vLLM"]
+
+
 def test_a_smaller_model_has_no_export(targets: dict[str, sage.Target]) -> None:
     target = targets["qwen2_5_vl"]
     assert "draft=model" in serving_line(target.model, target.model.config)
@@ -77,3 +109,29 @@ def test_an_export_names_all_obstacles_at_once(
     assert stopped.value.code == 2 and not out.exists()
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert [line.split(":")[1].strip() for line in lines] == ["--flavour", "target", "draft.input_norm", "draft.compressor"]
+
+
+TEXT_TARGETS = [(MistralConfig, {"sliding_window": None}, ["vLLM"]), (LlamaConfig, {}, ["vLLM", "SGLang"])]
+
+
+@pytest.mark.parametrize(("config", "options", "engines"), TEXT_TARGETS, ids=["mistral", "llama"])
+def test_a_text_target_is_served_by_the_engines_of_its_family(
+    config: Any, options: dict[str, Any], engines: list[str], tmp_path: Path
+) -> None:
+    """It has no image positions that an engine could feed differently."""
+    target = sage.Target(AutoModelForCausalLM.from_config(config(**text_sizes(), **options)))
+    target.model.save_pretrained(tmp_path / "target")
+    target.name = str(tmp_path / "target")
+    line = line_of(target)
+    assert line.split(", this decoder")[0] == "can be served by " + ", ".join(
+        f"{engine} (sage-export --format eagle3)" for engine in engines
+    )
+    assert ("not by SGLang: target=mistral" in line) == (engines == ["vLLM"])
+    result = export_draft(save_draft(tmp_path / "draft", target), tmp_path / "out", allow_unserved=False)
+    card = (result.folder / "README.md").read_text()
+    assert "At image positions" not in card and "text-generation" in card
+    assert ("sglang.launch_server" in card) == ("SGLang" in engines) and f"vllm serve {target.name}" in card
+    draft = save_draft(tmp_path / "eagle", target, "eagle")
+    if engines == ["vLLM"]:
+        with refused("target: SGLang", "not known to serve", "mistral", "--allow-unserved"):
+            export_draft(draft, tmp_path / "refused", "eagle", flavour=Flavour.sglang, allow_unserved=False)

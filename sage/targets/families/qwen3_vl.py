@@ -20,7 +20,7 @@ class Qwen3_VL(Qwen2_5_VL):
 
     model_types = {"qwen3_vl": "Qwen3VLForConditionalGeneration", "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration"}
     pixel_keys = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
-    served_by = ()
+    served_by = ("vLLM",)
     has_windows = False
 
     def encode_videos(self, image_processor: Any, videos: list[list[Any]], fps: list[float]) -> tuple[Inputs, list[str]]:

@@ -1,6 +1,8 @@
-"""Text models without images: Llama, Mistral, Qwen2 and Qwen3."""
+"""Text models without images: Llama, Qwen2, Qwen3, and Mistral."""
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 from transformers import AutoModelForCausalLM
 
@@ -12,11 +14,18 @@ class Text(Family):
 
     model_types = {
         "llama": "LlamaForCausalLM",
-        "mistral": "MistralForCausalLM",
         "qwen2": "Qwen2ForCausalLM",
         "qwen3": "Qwen3ForCausalLM",
         "qwen3_moe": "Qwen3MoeForCausalLM",
     }
     auto_class = AutoModelForCausalLM
+    served_by: ClassVar[tuple[str, ...]] = ("vLLM", "SGLang")
     wants_text = True
     template_arguments = {"enable_thinking": False}  # of Qwen3, whose last answer has an empty block of thoughts otherwise
+
+
+class Mistral(Text):
+    """Mistral, without sliding windows."""
+
+    model_types = {"mistral": "MistralForCausalLM"}
+    served_by = ("vLLM",)

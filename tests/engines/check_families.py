@@ -1,0 +1,327 @@
+"""Serves drafts for targets of every family with vLLM and compares it with our decoder: `make engines-families` runs this.
+
+Each family has a small random target and an `eagle3` draft, trained on the target's own answers until some of its tokens are
+accepted. Its export is served by vLLM (float32, greedy, `DEPTH` drafted tokens per round) and compared with our policy `chain`
+of the same depth: the same token ids and rounds for every prompt, acceptance by position within `TOLERANCE`. Prompts of
+a family with images have one each, and vLLM's drafting after images is corrected (`checkpoints.engines.vllm_worker`).
+
+Evidence for `Family.served_by`: it names vLLM only where this check passes.
+
+    python tests/engines/check_families.py --engine-python .venv-engines/bin/python [--only NAME ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.utils import logging as transformers_logging
+
+import sage
+from checkpoints.engines.acceptance import Answers, decode_chain
+from checkpoints.engines.prompts import PROMPTS_FILE, write_prompts
+from checkpoints.engines.vllm_process import EngineFailed, EngineSetting, VllmProcess
+from checkpoints.export import ExportOptions, export
+from data_prep.conversation import Conversation
+from data_prep.pocket import world
+from sage.bench.measurement import BenchPrompt
+from sage.bench.tables import markdown_table
+from sage.targets.families import FAMILIES
+from train.config.schema import ObjectiveConfig
+from train.distill.objective import Objective
+from train.distill.student import HeadStudent
+from train.distill.teacher import Teacher
+
+POCKET = Path(__file__).resolve().parents[2] / "data_prep" / "pocket" / "targets" / "pocket_qwen2_5_vl"
+IMAGE_SIDE = 128  # pixels
+NUM_PROMPTS, MAX_NEW_TOKENS, DEPTH = 8, 48, 3
+TOLERANCE = 0.01  # of the rounds
+MIN_LOSS = 0.05  # of the tokens accepted per round
+TRAIN_PROMPTS, STEPS, BATCH, LR = 32, 80, 8, 3e-3
+EMBEDDING_STD = 0.5
+SPECIAL_IDS = range(1024, 1030)  # of the pocket tokenizer
+
+TEXT = {
+    "vocab_size": 1030,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 0,
+    "eos_token_id": 1025,
+    "pad_token_id": 0,
+    "initializer_range": 0.05,
+    "tie_word_embeddings": False,
+}
+SCALED = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALED |= {"original_max_position_embeddings": 64}
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [12, 10, 10], "mrope_interleaved": True}
+EXPERTS = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
+VISION = {"depth": 4, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "patch_size": 16, "out_hidden_size": 128}
+VISION |= {"num_position_embeddings": 64, "deepstack_visual_indexes": (0, 1, 2)}
+IDS = {"vision_start_token_id": 1026, "vision_end_token_id": 1027, "image_token_id": 1028, "video_token_id": 1029}
+
+
+def llama() -> Any:
+    """Llama 3 with scaled rope."""
+    return transformers.LlamaConfig(**TEXT, head_dim=64, rope_parameters=SCALED)
+
+
+def qwen3() -> Any:
+    return transformers.Qwen3Config(**TEXT, head_dim=64)
+
+
+def qwen2() -> Any:
+    return transformers.Qwen2Config(**TEXT)
+
+
+def qwen3_vl() -> Any:
+    """Three deepstack layers, between which the draft's first feature level lies."""
+    text = {**TEXT, "head_dim": 64, "rope_parameters": MROPE}
+    return transformers.Qwen3VLConfig(text_config=text, vision_config=VISION, tie_word_embeddings=False, **IDS)
+
+
+def mistral() -> Any:
+    return transformers.MistralConfig(**TEXT, head_dim=64, sliding_window=None)
+
+
+def qwen3_moe() -> Any:
+    return transformers.Qwen3MoeConfig(**TEXT, head_dim=64, **EXPERTS)
+
+
+def qwen3_vl_moe() -> Any:
+    text = {**TEXT, "head_dim": 64, "rope_parameters": MROPE, **EXPERTS}
+    return transformers.Qwen3VLMoeConfig(text_config=text, vision_config=VISION, tie_word_embeddings=False, **IDS)
+
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    one.__name__: one for one in (llama, qwen3, qwen2, qwen3_vl, mistral, qwen3_moe, qwen3_vl_moe)
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table. `theirs`: None if vLLM failed."""
+
+    name: str
+    ours: Answers
+    theirs: Answers | None
+    is_control: bool = False
+
+    def problems(self) -> list[str]:
+        """Returns what is wrong."""
+        if self.theirs is None:
+            return ["vLLM failed, see above"]
+        found = [] if self.theirs.tokens == self.ours.tokens else ["other texts"]
+        if self.is_control:
+            loss = 1 - sum(self.theirs.accepted) / sum(self.ours.accepted)
+            return [*found, *([] if loss >= MIN_LOSS else [f"vLLM accepts only {loss:.1%} less than our decoder"])]
+        found += [] if self.theirs.rounds == self.ours.rounds else ["other rounds"]
+        gap = max(abs(a - b) for a, b in zip(self.ours.accepted, self.theirs.accepted, strict=True))
+        found += [] if gap <= TOLERANCE else [f"acceptance by position differs by {gap:.3f}"]
+        return [*found, *([] if 0.05 < self.ours.accepted[0] < 0.98 else ["the draft's acceptance is too low or too high"])]
+
+    def cells(self) -> list[str]:
+        """Returns the cells of the line."""
+        theirs = self.theirs or Answers([[] for _ in self.ours.tokens], [], DEPTH)
+        same = sum(a == b for a, b in zip(self.ours.tokens, theirs.tokens, strict=True))
+        rounds = [str(one.num_rounds) for one in (self.ours, theirs)]
+        shares = [" ".join(f"{share:.3f}" for share in one.accepted) for one in (self.ours, theirs)]
+        return [self.name, f"{same}/{len(self.ours.tokens)}", *rounds, *shares]
+
+
+def main() -> int:
+    """Builds, trains, exports, serves and compares; returns 0 if all checks pass."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine-python", type=Path, required=True, help="interpreter of the environment with vLLM")
+    parser.add_argument("--only", nargs="*", choices=list(CONFIGS), help="only these families")
+    parser.add_argument("--scratch", type=Path, help="folder of targets, exports and logs, kept; default: a temporary one")
+    args = parser.parse_args()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as temporary:
+        scratch = args.scratch or Path(temporary)
+        rows = check(args.only or list(CONFIGS), scratch, args.engine_python)
+    head = ("target", "texts equal", "rounds: ours", "vLLM", "accepted: ours", "vLLM")
+    print(markdown_table(list(head), [row.cells() for row in rows], "<"))
+    failures = [f"FAILED {row.name}: {problem}" for row in rows for problem in row.problems()]
+    print("\n".join(failures) or "families: all checks pass")
+    print(f"{time.monotonic() - begin:.0f} s")
+    return 1 if failures else 0
+
+
+def check(names: Sequence[str], scratch: Path, python: Path) -> list[Row]:
+    """Prepares one family after the other on the first core; vLLM serves them on the last one meanwhile."""
+    first, last = (sorted(os.sched_getaffinity(0))[place] for place in (0, -1))
+    torch.set_num_threads(1)
+    served = []
+    with Engine(scratch, python, last) as engine, ThreadPoolExecutor(1) as threads:
+        os.sched_setaffinity(0, [first])
+        for name in names:
+            begin = time.monotonic()
+            prepared = prepare(name, scratch / name)
+            print(f"prepared {name}: {time.monotonic() - begin:.0f} s", flush=True)
+            served.append(threads.submit(serve, engine, prepared))
+        return [row for future in served for row in future.result()]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A target and the export of a draft in `folder`, and our decoder's answers."""
+
+    name: str
+    folder: Path
+    ours: Answers
+    has_images: bool
+    first_level: int
+
+
+def prepare(name: str, folder: Path) -> Prepared:
+    """Builds the target, trains its draft on its own answers, exports it, and decodes the prompts."""
+    target = build_target(name, folder / "target")
+    draft = train_draft(target, folder)
+    draft.save_pretrained(folder / "draft")
+    options = ExportOptions(target=str(folder / "target"), dtype=torch.float32, allow_unserved=True)
+    export(folder / "draft", folder / "export", "eagle3", options)
+    prompts, _ = write_prompts(target, questions(target, "test", NUM_PROMPTS), folder)
+    ours = decode_chain(target, draft.eval(), prompts, DEPTH, MAX_NEW_TOKENS)
+    return Prepared(name, folder, ours, bool(target.family.placeholders), draft.config.feature_levels[0])
+
+
+def build_target(name: str, folder: Path) -> sage.Target:
+    """Saves a random target with the pocket target's tokenizer and image processor, and loads it."""
+    config = CONFIGS[name]()
+    torch.manual_seed(0)
+    model = getattr(transformers, FAMILIES[config.model_type].model_types[config.model_type])(config)
+    model.get_input_embeddings().weight.data.normal_(std=EMBEDDING_STD)  # the next token depends mostly on the last one
+    model.lm_head.weight.data[list(SPECIAL_IDS)] = 0  # never generated, as in a trained model
+    model.save_pretrained(folder)
+    for file in ("chat_template.jinja", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(POCKET / file, folder)
+    if FAMILIES[config.model_type].placeholders:
+        save_processor(folder)
+    return sage.load_target(folder, dtype=torch.float32)
+
+
+def save_processor(folder: Path) -> None:
+    """Saves processors of Qwen3-VL: every image has 128 x 128 pixels, which are 16 visual tokens."""
+    pixels = IMAGE_SIDE**2
+    sizes = {"patch_size": 16, "size": {"shortest_edge": pixels, "longest_edge": pixels}, "processor_class": "Qwen3VLProcessor"}
+    for file, more in (
+        ("preprocessor_config.json", {"min_pixels": pixels, "max_pixels": pixels}),
+        ("video_preprocessor_config.json", {"video_processor_type": "Qwen3VLVideoProcessor"}),
+    ):
+        stored = json.loads((POCKET / file).read_text())
+        for key in ("min_pixels", "max_pixels"):
+            del stored[key]
+        (folder / file).write_text(json.dumps({**stored, **sizes, **more}))
+    (folder / "processor_config.json").write_text(json.dumps({"processor_class": "Qwen3VLProcessor"}))
+
+
+def questions(target: sage.Target, split: str, count: int) -> list[Conversation]:
+    """Returns first questions of the pocket world, with an image each if the family has images."""
+    kind = "question" if target.family.placeholders else "text"
+    talks = [world.sample(split, index, [kind]) for index in range(count)]
+    return [replace(talk, family=kind, messages=talk.messages[:1]) for talk in talks]
+
+
+def train_draft(target: sage.Target, folder: Path) -> Any:
+    """Trains an EAGLE-3 draft on the target's answers to training prompts."""
+    draft: Any = sage.new_draft(target, "eagle3", seed=0, image_inputs="token")
+    objective = ObjectiveConfig(ce_weight=1.0, feature_weight=0.0, steps=DEPTH)
+    student = HeadStudent(draft, Objective(objective)).train()
+    teacher = Teacher(target, "token", draft.levels, draft.token_map)
+    training = folder / "training"
+    training.mkdir()
+    prompts, _ = write_prompts(target, questions(target, "train", TRAIN_PROMPTS), training)
+    rows = [answered(target, prompt) for prompt in prompts]
+    optimizer = torch.optim.AdamW(student.parameters(), lr=LR, weight_decay=0.0)
+    for step in range(STEPS):
+        chosen = [rows[(step * BATCH + place) % len(rows)] for place in range(BATCH)]
+        pairs = teacher(target.processor.collate(chosen))
+        loss, *_ = student(pairs, teacher.lm_head)
+        optimizer.zero_grad()
+        (loss / pairs.mask.sum()).backward()
+        torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+        optimizer.step()
+    return draft
+
+
+def answered(target: sage.Target, prompt: BenchPrompt) -> dict[str, Any]:
+    """Returns a training example: a prompt with the target's greedy answer, which is supervised."""
+    inputs = prompt.inputs
+    answer = sage.generate(target, None, inputs, "autoregressive", max_new_tokens=MAX_NEW_TOKENS).tokens
+    question = inputs["input_ids"][0]
+    ids = torch.cat((question, answer))
+    row = {key: value for key, value in inputs.items() if key in target.family.pixel_keys}
+    tokens = {key: value[0] for key, value in target.family.token_inputs(ids[None]).items()}
+    return {"input_ids": ids, "loss_mask": torch.arange(len(ids)) >= len(question), **tokens, **row}
+
+
+class Engine:
+    """vLLM in one process on one core, for the prompts of one target after the other; a context manager."""
+
+    def __init__(self, scratch: Path, python: Path, core: int) -> None:
+        self.scratch, self.python, self.core = scratch, python, core
+        self.scratch.mkdir(parents=True, exist_ok=True)
+        self._process: VllmProcess | None = None
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._process is not None:
+            self._process.__exit__(None, None, None)
+
+    def trace(self, setting: EngineSetting, prompts: Path) -> Answers | None:
+        """Returns the answers of vLLM; None if it fails, which is printed."""
+        shutil.copy(prompts, self.scratch / PROMPTS_FILE)
+        if self._process is None:
+            log = self.scratch / f"vllm-{time.monotonic_ns()}.log"
+            self._process = VllmProcess(
+                self.python, self.scratch / PROMPTS_FILE, log, max_new_tokens=MAX_NEW_TOKENS, cores=[self.core]
+            )
+        try:
+            self._process.load(setting)
+            answers = self._process.trace()
+        except EngineFailed as error:
+            print(error, flush=True)
+            self.__exit__()
+            self._process = None
+            return None
+        return Answers([one["tokens"] for one in answers], [one["rounds"] for one in answers], DEPTH)
+
+
+def serve(engine: Engine, prepared: Prepared) -> list[Row]:
+    """Serves a family's export; for one with images, also as vLLM was released and with a wrong feature level."""
+    begin, folder = time.monotonic(), prepared.folder
+    setting = EngineSetting(
+        target=str(folder / "target"),
+        draft=folder / "export",
+        depth=DEPTH,
+        max_model_len=1024,
+        is_compiled=False,
+        corrects_slots=prepared.has_images,
+    )
+    rows = [Row(prepared.name, prepared.ours, engine.trace(setting, folder / PROMPTS_FILE))]
+    print(f"served {prepared.name}: {time.monotonic() - begin:.0f} s", flush=True)
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())
