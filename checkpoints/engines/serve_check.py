@@ -124,7 +124,8 @@ def serve_check(options: ServeCheck) -> ServeResult:
         engine = _Engine(options, Path(scratch), replace(setting, method=method))
         theirs, corrected = engine.decode(ours[1] if facts.mrope_section else None)
     found = Measured(*ours, theirs, corrected)
-    return ServeResult(found.rows(ENGINE), verdict(found, FED_INPUTS[ENGINE], trained.config.image_inputs), engine.versions)
+    fed = FED_INPUTS[ENGINE] if facts.has_images else trained.config.image_inputs
+    return ServeResult(found.rows(ENGINE), verdict(found, fed, trained.config.image_inputs), engine.versions)
 
 
 def check_served(checked: CheckResult, facts: TargetFacts) -> None:

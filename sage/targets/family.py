@@ -102,7 +102,7 @@ class Family(InputFormat):
         model_types: `model_type` of the configuration -> class of the model, which exports name.
         auto_class: class of transformers that loads the model.
         vision_types: `model_type` of the vision towers that the family takes; empty: of one class, not checked.
-        served_by: engines that serve drafts for the family, see `checkpoints.export.compatibility`.
+        served_by: engines that serve drafts for the family: vLLM if a check in tests/engines passes, SGLang as it documents.
         has_windows: whether the vision tower attends within windows of a packed sequence.
     """
 

@@ -82,7 +82,7 @@ def facts_of(name: str) -> TargetFacts:
         ("qwen3_30b_a3b", ["vLLM", "SGLang"]),
         ("mistral_7b", ["vLLM"]),
         ("qwen3_vl_8b", ["vLLM"]),
-        ("qwen3_vl_30b_a3b", ["vLLM"]),
+        ("qwen3_vl_30b_a3b", []),
         ("llava_onevision_7b", []),
     ],
 )

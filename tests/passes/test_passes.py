@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from support.messages import refused
-from support.models import in_float64, make_inputs, make_qwen, random_draft
+from support.models import in_float64, make_inputs, make_qwen, random_draft, text_sizes
 from support.near_draft import near_draft
 from torch import nn
+from transformers import LlamaConfig, Qwen3VLConfig
 
 import sage
 from sage.chat import Chat
@@ -21,6 +22,7 @@ from sage.passes import package, select, sessions, target_passes
 from sage.passes.buckets import key_bucket, node_bucket
 from sage.passes.capture import CachePool, CapturedLevels, CapturedTreePasses, call_again
 from sage.passes.package import Eager
+from sage.targets.families import family_of
 
 FORMS = ("functions", "captured")
 POLICIES = ("autoregressive", "chain", "static", "eagle2", "spec_llava", "ddd", "talon", "sage")
@@ -28,6 +30,17 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "eagle": {},
     "eagle3": {"feature_levels": [1, 2, 3], "draft_vocab_size": 40, "vocabulary": torch.arange(0, 60, 1)[:40]},
 }
+
+LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3_ROPE |= {"original_max_position_embeddings": 16}
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+VISION = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32}
+VISION |= {"num_position_embeddings": 16, "deepstack_visual_indexes": (0, 1)}
+IDS = {"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63}
+FAMILY_CONFIGS = (
+    LlamaConfig(**text_sizes(rope_parameters=LLAMA3_ROPE)),
+    Qwen3VLConfig(text_config=text_sizes(head_dim=16, rope_parameters=MROPE), vision_config=VISION, **IDS),
+)
 
 
 def head(target: sage.Target, *args: Any, **options: Any) -> Any:
@@ -265,6 +278,20 @@ class TestCompiled:
         target.functions.clear()
         assert answer(target, None, PassMode.compiled, "autoregressive")[0] == found[0]
         assert capsys.readouterr().err.count("compiling") == 1
+
+    @pytest.mark.parametrize("config", FAMILY_CONFIGS, ids=[config.model_type for config in FAMILY_CONFIGS])
+    def test_other_families(self, config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """Scaled rope; queries and keys with norms, interleaved M-RoPE, deepstack in the prefill."""
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        torch.manual_seed(0)
+        target = sage.Target(family_of(config).auto_class.from_config(config))
+        target.model.lm_head.weight.data[60:64] = 0  # no slot is ever generated, as in a trained model
+        draft = head(target)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            found = answer(target, draft, PassMode.compiled, "static")
+        assert found == answer(target, draft, PassMode.eager, "static")
+        assert list((tmp_path / "sage-draft" / "passes").glob("*.pt2"))
 
     def test_small_weights_are_not_part_of_the_code(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         """Inductor writes up to 8 numbers into the code unless it is told not to; a package serves any weights."""

@@ -99,19 +99,21 @@ def _target(model: Any) -> sage.Target:
 
 
 def make_inputs(target: sage.Target, seed: int = 0, length: int = 12) -> dict[str, torch.Tensor]:
-    """One prompt with an image in the middle, as tensors."""
+    """One prompt as tensors, with an image in the middle if the family has images."""
     generator = torch.Generator().manual_seed(seed)
 
     def text_ids(count: int) -> torch.Tensor:
         return torch.randint(2, 60, (count,), generator=generator)
 
-    if target.family.model_type == "qwen2_5_vl":
+    pixels: dict[str, torch.Tensor] = {}
+    visual = 0
+    if "image_grid_thw" in target.family.pixel_keys:
         pixels = {
             "pixel_values": torch.randn(16, 3 * 2 * 4 * 4, generator=generator),
             "image_grid_thw": torch.tensor([[1, 4, 4]]),
         }
         visual = 4
-    else:
+    elif target.family.pixel_keys:
         pixels = {
             "pixel_values": torch.randn(1, 2, 3, 8, 8, generator=generator),
             "image_sizes": torch.tensor([[8, 8]]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,9 +18,9 @@ DEEPSTACK = "deepstack"  # name of the extras: [tokens, layers, D], added to the
 class Qwen3_VL(Qwen2_5_VL):
     """Ref: Qwen3-VL technical report, arXiv 2511.21631, section 2."""
 
-    model_types = {"qwen3_vl": "Qwen3VLForConditionalGeneration", "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration"}
+    model_types = {"qwen3_vl": "Qwen3VLForConditionalGeneration"}
     pixel_keys = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
-    served_by = ("vLLM",)
+    served_by: ClassVar[tuple[str, ...]] = ("vLLM",)
     has_windows = False
 
     def encode_videos(self, image_processor: Any, videos: list[list[Any]], fps: list[float]) -> tuple[Inputs, list[str]]:
@@ -52,3 +52,10 @@ class Qwen3_VL(Qwen2_5_VL):
     @property
     def leading_layers(self) -> int:
         return len(self.config.vision_config.deepstack_visual_indexes)
+
+
+class Qwen3_VL_Moe(Qwen3_VL):
+    """Its mixture of experts."""
+
+    model_types = {"qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration"}
+    served_by = ()
