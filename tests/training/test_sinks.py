@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import re
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -221,7 +222,7 @@ def test_provenance_keeps_the_first_start_and_adds_later_ones(tmp_path: Path) ->
     found = json.loads((tmp_path / "provenance.json").read_text())
     assert found["from_step"] == 0 and [entry["from_step"] for entry in found["resumed"]] == [7]
     assert found["data_fingerprint"] == "abc" and found["target"] == {"name": "tiny", "hidden_size": 32}
-    assert found["versions"]["torch"] == torch.__version__ and found["command"]
+    assert found["versions"]["torch"] == version("torch") and found["command"]
 
 
 def test_git_revision_is_a_commit_or_nothing() -> None:
