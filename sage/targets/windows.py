@@ -11,9 +11,8 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-Mask: TypeAlias = (
-    Tensor | dict[str, Tensor] | None
-)  # `attention_mask` of a text model; a dict has one for each of its `layer_types`
+# `attention_mask` of a text model; a dict has one for each of its `layer_types`.
+Mask: TypeAlias = Tensor | dict[str, Tensor] | None
 Tile = Callable[[Tensor], Tensor]  # Bool [N, S] or [B, N, S], True = attend -> the additive mask of `sage.attention`
 
 
