@@ -217,7 +217,8 @@ def test_every_run_in_the_settings_composes() -> None:
     for name in settings.training.runs:
         check(compose("config", [*runs.overrides(settings, name), "run.dir=somewhere"], Config))
     named = [*settings.main_runs.values(), *settings.assistant_runs.values(), *settings.epochs.runs, *settings.compressor.runs]
-    assert {*named, *settings.coupling.runs.values()} == set(settings.training.runs)
+    drafts = [name for runs in settings.engines.runs.values() for name in runs.values()]
+    assert {*named, *settings.coupling.runs.values(), *drafts} == set(settings.training.runs)
 
 
 # -- computations ----------------------------------------------------------------------------------------------------------
