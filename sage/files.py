@@ -5,6 +5,8 @@ The content is written to `.NAME.PID.part` beside its place, flushed to disk and
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import json
 import os
 import shutil
@@ -17,6 +19,19 @@ from typing import Any
 def user_cache_dir() -> Path:
     """Returns `sage-draft` in $XDG_CACHE_HOME (~/.cache)."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sage-draft"
+
+
+def config_dir() -> Path:
+    """Returns the folder of the YAML files: `train/_conf` of an installed package, `conf/` of a checkout."""
+    spec = importlib.util.find_spec("train._conf")
+    if spec is not None and spec.submodule_search_locations:
+        return Path(list(spec.submodule_search_locations)[0])
+    return Path(__file__).resolve().parents[1] / "conf"
+
+
+def json_digest(value: Any) -> str:
+    """Returns a digest of the content of a value, 32 hexadecimal digits; what JSON does not know counts as its text."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 @contextmanager

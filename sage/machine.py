@@ -45,14 +45,14 @@ def processor_name(device: torch.device) -> str:
     """Returns the name of the GPU or the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return _cpuinfo("model name") or platform.processor() or platform.machine()
+    return _cpuinfo("model name") or platform.processor() or "unknown"
 
 
 @lru_cache
 def _cpuinfo(*names: str) -> str:
-    """Returns the first line of /proc/cpuinfo with one of these names; empty without one."""
+    """Returns the first value in /proc/cpuinfo under one of these names; empty without one."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return ""
-    return next((line for line in lines if line.startswith(names)), "")
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(names)), "")

@@ -206,6 +206,6 @@ def _server_lines(server: Mapping[str, Any] | None) -> list[str]:
     if server is None:
         return []
     if not server["rounds"]:
-        return ["server: tells no acceptance"]
+        return ["server: reports no acceptance"]
     shares = " ".join(f"{share:.3f}" for share in server["accepted"])
     return [f"server: accepted {shares} at position 1, 2, .. of {server['rounds']} rounds"]

@@ -7,7 +7,6 @@ without any.
 from __future__ import annotations
 
 import json
-import logging
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,11 +19,11 @@ import httpx
 from benchmarks.engines.comparison import Answer
 from data_prep.config import KEY_VARIABLE
 from data_prep.server.address import is_key, url_problem
+from data_prep.server.client import keep_urls_out_of_logs, server_message
 
 SERVER = "server"
 TIMEOUT_S = 600.0
 REMEDY = "give the URL of an OpenAI-compatible server"
-MAX_REASON = 200  # characters of the server's own message
 COUNTER = re.compile(r"^vllm:spec_decode_num_(drafts|accepted_tokens_per_pos)_total\{(.*)\} (\S+)$", re.MULTILINE)
 POSITION = re.compile(r'position="(\d+)"')
 
@@ -79,8 +78,7 @@ class ServerClient:
         if not is_key(key):
             raise ValueError(f"{KEY_VARIABLE}: has a line break, a blank or another character that no key has; export it again")
         self._root = url.rstrip("/").removesuffix("/v1")
-        for name in ("httpx", "httpcore"):
-            logging.getLogger(name).setLevel(logging.WARNING)  # below, they log URLs
+        keep_urls_out_of_logs()
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._secrets = [text for text in (key, self._root, urlsplit(self._root).netloc) if text]
         self._client = httpx.Client(headers=headers, timeout=TIMEOUT_S)
@@ -99,7 +97,7 @@ class ServerClient:
             raise ValueError(f"--server: its /v1/models is no list of models; {REMEDY}") from error
 
     def counters(self) -> Counters:
-        """Returns the counters of speculative decoding; zeros where the server tells none."""
+        """Returns the counters of speculative decoding; zeros where the server reports none."""
         try:
             response = self._client.get(f"{self._root}/metrics")
         except httpx.HTTPError:
@@ -136,15 +134,8 @@ class ServerClient:
         return response
 
     def _refusal(self, response: httpx.Response) -> str:
-        try:
-            content = response.json()
-            text = str(content["error"]["message"] if "error" in content else content.get("detail", ""))
-        except (ValueError, LookupError, TypeError, AttributeError):
-            text = ""
-        for secret in self._secrets:
-            text = text.replace(secret, "...")
         remedy = f"; export its key in {KEY_VARIABLE}" if response.status_code in (401, 403) else ""
-        return f"--server: answers {response.status_code}: {' '.join(text.split())[:MAX_REASON] or 'no reason'}{remedy}"
+        return f"--server: answers {response.status_code}: {server_message(response, self._secrets) or 'no reason'}{remedy}"
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import time
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sage.bench.report import PACKAGES, machine, versions
-from sage.files import write_json
+from sage.files import json_digest, write_json
 
 logger = logging.getLogger(__name__)
 SCHEMA = 1
@@ -22,7 +21,7 @@ Json = dict[str, Any]
 
 def digest(value: Any) -> str:
     """Returns a short hash of a JSON value; equal values give equal hashes."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return json_digest(value)[:16]
 
 
 def round_floats(value: Any) -> Any:

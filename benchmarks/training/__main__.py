@@ -9,7 +9,7 @@ from dataclasses import fields
 import torch
 
 from benchmarks.training import objective, step
-from sage.bench.shapes import SHAPES, layers_that_fit, shape_named
+from sage.bench.shapes import layers_that_fit, shape_named, shapes
 from sage.cli import run
 from sage.dtypes import torch_dtype
 from train.config.checks import MAX_STAGE, check
@@ -85,7 +85,7 @@ def _add_objective(parser: argparse.ArgumentParser) -> None:
 def _add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--measured", type=int, default=20, help="steps to time")
     parser.add_argument("--warmup", type=int, default=3, help="steps before the timed ones")
-    parser.add_argument("--shape", choices=list(SHAPES), help="use a random target of these sizes")
+    parser.add_argument("--shape", choices=list(shapes()), help="use a random target of these sizes")
     parser.add_argument("--layers", type=int, help="text layers of --shape; default: as many as fit")
     parser.add_argument("--length", type=int, default=2048, help="tokens per sequence of --shape")
 

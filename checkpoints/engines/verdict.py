@@ -42,7 +42,7 @@ def differs_from(answers: Answers, reference: Answers) -> bool:
 
 
 def verdict(found: Measured, fed: str, trained_with: str) -> list[str]:
-    """Returns one line for each part at fault, the first to mend first; empty if all are good.
+    """Returns one line for each part at fault, the first to correct first; empty if all are good.
 
     Args:
         fed: the draft's inputs at image positions in the engine, as `draft.image_inputs`.

@@ -6,7 +6,6 @@ Owns: the cache keys, the pass over the sources, the lock. A prepared folder is 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import time
@@ -32,6 +31,7 @@ from data_prep.files import OTHER_CACHE, default_cache_dir, locked, prune_folder
 from data_prep.sources.base import Source
 from data_prep.splits import Shares, Split, shares_of
 from data_prep.workers import num_processes, start_worker, worker_context
+from sage.files import json_digest
 from sage.inputs.processing import Processor
 from sage.progress import progress_bar
 
@@ -104,7 +104,7 @@ def prepare_examples(config: DataConfig, sources: list[Source], index: Index, pr
 
 def content_hash(*parts: Any) -> str:
     """Returns 32 hexadecimal digits of the hash of the parts' JSON."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    return json_digest(parts)
 
 
 def processor_fingerprint(processor: Processor) -> str:

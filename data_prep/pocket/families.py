@@ -5,6 +5,7 @@ Does not own: the inputs and the vision towers, which are those of the same fami
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 import torch
@@ -32,11 +33,13 @@ QWEN_VISION = {
 }  # fmt: skip
 
 
-class PocketFamily:
-    """Attributes:
-    media_tokens: special tokens of the family's images and videos.
-    media_text: "image" and "video" -> its text in the chat template, as a Jinja string.
-    processors: class of the image processor, of the video processor, and of the Hugging Face processor.
+class PocketFamily(ABC):
+    """What differs between the pocket targets of several families.
+
+    Attributes:
+        media_tokens: special tokens of the family's images and videos.
+        media_text: "image" and "video" -> its text in the chat template, as a Jinja string.
+        processors: class of the image processor, of the video processor, and of the Hugging Face processor.
     """
 
     name: ClassVar[str]
@@ -44,21 +47,21 @@ class PocketFamily:
     media_text: ClassVar[dict[str, str]]
     processors: ClassVar[tuple[str, str, str]]
 
+    @abstractmethod
     def image_settings(self) -> dict[str, Any]:
         """Returns entries of `preprocessor_config.json`; an image is resized to at most 112 x 112 pixels."""
-        raise NotImplementedError
 
     def processor_settings(self) -> dict[str, Any]:
         """Returns entries of `processor_config.json`."""
         return {}
 
+    @abstractmethod
     def config(self, tokenizer: PreTrainedTokenizerBase, layers: int) -> PreTrainedConfig:
         """Returns the configuration of the target with `layers` text layers."""
-        raise NotImplementedError
 
+    @abstractmethod
     def model(self, tokenizer: PreTrainedTokenizerBase, layers: int) -> PreTrainedModel:
         """Returns a model with random weights."""
-        raise NotImplementedError
 
     def text_config(self, tokenizer: PreTrainedTokenizerBase, layers: int, **rope: Any) -> dict[str, Any]:
         """Returns the configuration of the text layers."""

@@ -119,7 +119,7 @@ class ServerAnswers:
             return await self._failed(fault)
 
     async def _failed(self, fault: Fault) -> Answer:
-        """Tells a request that makes the server fail from a server that fails: it then answers no short text either.
+        """Distinguishes a request at which the server fails from a server that fails, which answers no short text either.
 
         Raises:
             ServerError: the latter.

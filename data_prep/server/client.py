@@ -120,17 +120,8 @@ class Server:
         """Returns status and message of an answer, without what is secret."""
         known = {int(status): status.phrase for status in HTTPStatus}
         title = f"{response.status_code} {known.get(response.status_code, '')}".strip()
-        try:
-            content = response.json()
-            error = content.get("error", content)
-            text = error["message"] if isinstance(error, dict) and "message" in error else content.get("detail", error)
-            text = text if isinstance(text, str) else json.dumps(text)
-        except (ValueError, AttributeError, KeyError):
-            text = ""
-        for secret in self._secrets:
-            text = text.replace(secret, "...")
-        text = " ".join(text.split())
-        return f"{title}: {text[:MAX_REASON]}" if text else title
+        text = server_message(response, self._secrets)
+        return f"{title}: {text}" if text else title
 
 
 class ServerPool:
@@ -147,8 +138,7 @@ class ServerPool:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         self._client = httpx.AsyncClient(headers=headers, limits=limits)
         self._settings = settings
-        logging.getLogger("httpx").setLevel(logging.WARNING)  # below, httpx and httpcore log URLs
-        logging.getLogger("httpcore").setLevel(logging.WARNING)
+        keep_urls_out_of_logs()
         urls = settings.urls()
         hosts = [httpx.URL(url).netloc.decode() for url in urls]
         secrets = [text for text in (key, *urls, *hosts) if text]
@@ -210,6 +200,26 @@ class ServerPool:
             if server.ready_at <= now:
                 return server
             await asyncio.sleep(server.ready_at - now)
+
+
+def server_message(response: httpx.Response, secrets: Sequence[str]) -> str:
+    """Returns the message of an answer that is an error, without `secrets`, on one line; empty if it has none."""
+    try:
+        content = response.json()
+        error = content.get("error", content)
+        text = error["message"] if isinstance(error, dict) and "message" in error else content.get("detail", error)
+        text = text if isinstance(text, str) else json.dumps(text)
+    except (ValueError, AttributeError, KeyError):
+        text = ""
+    for secret in secrets:
+        text = text.replace(secret, "...")
+    return " ".join(text.split())[:MAX_REASON]
+
+
+def keep_urls_out_of_logs() -> None:
+    """Raises the level of httpx and httpcore, which log URLs below it."""
+    for name in ("httpx", "httpcore"):
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def _retry_after(response: httpx.Response) -> float | None:

@@ -11,7 +11,7 @@ from typing import Any
 import sage
 from sage.bench import costs as cost
 from sage.bench.runners import BASELINES, HF_GENERATE, PROMPT_LOOKUP
-from sage.bench.shapes import SHAPES
+from sage.bench.shapes import shapes
 from sage.cli import (
     add_couple_option,
     add_device_map_option,
@@ -177,7 +177,7 @@ def costs_parser() -> argparse.ArgumentParser:
     """Returns the parser of `costs`."""
     text = "Measures verification c_t(nodes, context) and draft levels c_d(width, context) on random weights."
     parser = new_parser("python -m sage.bench costs", description=text)
-    parser.add_argument("--shape", required=True, metavar="NAME", help=f"one of {', '.join(SHAPES)}")
+    parser.add_argument("--shape", required=True, metavar="NAME", help=f"one of {', '.join(shapes())}")
     parser.add_argument("--layers", type=int, metavar="N", help="layers to build; default: all that fit, at most 2 on a CPU")
     parser.add_argument("--nodes", default=",".join(map(str, cost.NODES)), metavar="N,N")
     parser.add_argument("--widths", default=",".join(map(str, cost.WIDTHS)), metavar="N,N")

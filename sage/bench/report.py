@@ -14,6 +14,7 @@ import torch
 from sage.bench.measurement import Measurement
 from sage.bench.summary import summarize
 from sage.dtypes import dtype_name
+from sage.machine import processor_name
 
 SCHEMA = 1
 SAMPLING_KEYS = ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "seed")
@@ -56,7 +57,7 @@ def machine(device: torch.device | str) -> dict[str, Any]:
     """Returns the hardware and load of this machine."""
     facts: dict[str, Any] = {
         "system": f"{platform.system()} {platform.machine()}",
-        "cpu": _cpu_name(),
+        "cpu": processor_name(torch.device("cpu")),
         "cores": os.cpu_count() or 1,
         "torch_threads": torch.get_num_threads(),
         "load_average": os.getloadavg()[0],
@@ -75,12 +76,3 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or "unknown"

@@ -5,8 +5,8 @@ The sizes are those of `architecture` in conf/target. A mixture of experts has n
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 import yaml
 from transformers import AutoConfig
 
+from sage.files import config_dir
 from sage.targets import Target
 from sage.targets.families import FAMILIES
 
@@ -67,24 +68,19 @@ def shape_of(name: str, architecture: dict[str, Any]) -> Shape:
     )
 
 
-def _read_shapes() -> dict[str, Shape]:
-    """Returns name -> shape of the targets in conf/target: `train/_conf` of an installed package, `conf/` of a checkout."""
-    spec = importlib.util.find_spec("train._conf")
-    found = spec.submodule_search_locations if spec else None
-    folder = Path(list(found)[0]) if found else Path(__file__).resolve().parents[2] / "conf"
-    files = (yaml.safe_load(file.read_text(encoding="utf-8")) for file in sorted((folder / "target").glob("*.yaml")))
+@cache
+def shapes() -> dict[str, Shape]:
+    """Returns name -> shape of the targets in conf/target, read at the first call."""
+    files = (yaml.safe_load(file.read_text(encoding="utf-8")) for file in sorted((config_dir() / "target").glob("*.yaml")))
     known = [one for one in files if one.get("architecture", {}).get("model_type") in {*TEXT_TYPES, *VISION_OF}]
     return {one["name"]: shape_of(one["name"], one["architecture"]) for one in known}
 
 
-SHAPES = _read_shapes()
-
-
 def shape_named(name: str) -> Shape:
     """Returns the shape of that name; ValueError for an unknown name lists the known ones."""
-    if name not in SHAPES:
-        raise ValueError(f"--shape {name!r} is unknown; choose one of {', '.join(SHAPES)}")
-    return SHAPES[name]
+    if name not in shapes():
+        raise ValueError(f"--shape {name!r} is unknown; choose one of {', '.join(shapes())}")
+    return shapes()[name]
 
 
 def layers_that_fit(shape: Shape, dtype: torch.dtype, device: torch.device) -> int:

@@ -9,7 +9,6 @@ Shapes: S context tokens.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import warnings
 from pathlib import Path
@@ -19,7 +18,7 @@ from sage.costs.measure import MIN_CONTEXT_SPAN, VERIFY_NODES, measure_costs
 from sage.costs.tables import Costs
 from sage.drafts.head import DraftHead
 from sage.drafts.loading import Draft
-from sage.files import read_json, user_cache_dir, write_json
+from sage.files import json_digest, read_json, user_cache_dir, write_json
 from sage.machine import environment, processor_name
 from sage.passes.buckets import key_bucket
 from sage.passes.target_passes import describe_target, without_paths
@@ -44,8 +43,7 @@ def known_costs(target: Target, draft: Draft, context: int, longer: int, is_fres
     """
     contexts = rounded_contexts(context, longer, int(target.text_config.max_position_embeddings) - ROOM)
     facts = json.loads(json.dumps(_facts(target, draft, contexts), default=str))
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-    path = costs_folder() / f"{digest}.json"
+    path = costs_folder() / f"{json_digest(facts)}.json"
     if not is_fresh and (known := _read(path)):
         return known
     costs = measure_costs(target, draft, *contexts)

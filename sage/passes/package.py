@@ -10,8 +10,6 @@ dtype, processor and number of threads.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import sys
 import warnings
@@ -23,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from sage.files import atomic_path
+from sage.files import atomic_path, json_digest
 from sage.machine import environment
 from sage.model_files import in_one_line
 from sage.passes.package_folder import PACKAGE_SUFFIX, mark_used, only_process, passes_folder, prune, writable_path
@@ -163,4 +161,4 @@ def _compile_to(path: Path, module: nn.Module, args: tuple[Any, ...], dims: tupl
 
 def _digest(module: nn.Module, label: str, depends_on: Any, device: torch.device) -> str:
     facts = [environment(device), type(module).__name__, label, depends_on, str(next(module.parameters()).dtype)]
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    return json_digest(facts)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from support.export_helpers import edit_json, save_draft, save_target
+from support.export_helpers import edit_json, sage_export, save_draft, save_target
 from support.fake_vllm import install_fake_vllm
 from support.messages import check_message, refused
 from support.train_helpers import make_target
@@ -22,7 +22,6 @@ from checkpoints.engines.validation_prompts import prompt_data, validation_promp
 from checkpoints.engines.verdict import MIN_FIRST, Measured, verdict
 from checkpoints.engines.vllm_process import EngineSetting, VllmProcess
 from checkpoints.export import ExportOptions, Flavour, export
-from checkpoints.export.__main__ import main
 from data_prep import pocket
 from data_prep.config import Cache, DataConfig, OnBad, data_config
 
@@ -136,16 +135,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
     """Runs `sage-export`; returns exit code, stdout and stderr."""
-
-    def run(*arguments: Any) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["sage-export", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, err
-
-    return run
+    return sage_export(monkeypatch, capsys)
 
 
 class FakeEngine:

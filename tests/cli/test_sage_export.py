@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from safetensors import SafetensorError
-from support.export_helpers import REDUCED, edit_json, export_draft, save_draft, save_run, save_target
+from support.export_helpers import REDUCED, edit_json, export_draft, sage_export, save_draft, save_run, save_target
 from support.messages import check_message, refused
 
 from checkpoints.export import Flavour, Format
@@ -40,16 +40,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
     """Runs the console entry point; returns exit code, stdout and stderr."""
-
-    def run(*arguments: Any) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["sage-export", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, err
-
-    return run
+    return sage_export(monkeypatch, capsys)
 
 
 class TestCommand:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.data_helpers import assistant, make_image, make_processor, make_target, user
+from support.data_helpers import TwoTurnConversations, assistant, make_image, make_processor, make_target
 from support.messages import check_message, refused
 
 import sage
@@ -29,18 +29,6 @@ from data_prep.tools.regenerate import part_path, regenerate, skipped_path, with
 PROVENANCE = {"target": "t", "draft": None, "data": "d"}
 
 
-class Conversations:
-    """Conversations with an image and two turns; number 3 is invalid."""
-
-    def __len__(self) -> int:
-        return 6
-
-    def conversation(self, number: int) -> Conversation:
-        question = user(make_image(8, ("red", "blue")[number % 2]), f"q{number}?")
-        messages = [question, assistant("old"), user("more"), assistant("older")]
-        return Conversation(f"c{number}", messages[: 3 if number == 3 else 4], "chats", meta={"index": number})
-
-
 def echo(messages: list[Message], seed: int) -> Answer:
     """Answers with the texts of all messages; the first answer of c4 and the second of c5 never end."""
     texts = [text_of(message) for message in messages]
@@ -49,7 +37,7 @@ def echo(messages: list[Message], seed: int) -> Answer:
 
 
 def run(out: Path, answer: Any = echo, **options: Any) -> Any:
-    return regenerate(Conversations(), one_by_one(answer), out, options.pop("provenance", PROVENANCE), **options)
+    return regenerate(TwoTurnConversations(6), one_by_one(answer), out, options.pop("provenance", PROVENANCE), **options)
 
 
 def content(out: Path) -> dict[str, bytes]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from PIL import Image
 from support.chat_server import MODEL, ChatServer, Reply, image_bytes, refusal, serving
-from support.data_helpers import assistant, make_image, make_noise, make_processor, user
+from support.data_helpers import TwoTurnConversations, assistant, make_image, make_noise, make_processor, user
 from support.messages import check_message, refused
 
 from data_prep.config import DataConfig, Images, RegenerateConfig, SourceConfig
@@ -31,18 +31,6 @@ PROCESSOR = make_processor("qwen2_5_vl")
 TARGET = ServedTarget("here/toy", {}, PROCESSOR)
 KEY = "secret-key-123"
 NUM = 12
-
-
-class Conversations:
-    """Conversations of two turns with an image; number 3 is invalid."""
-
-    def __len__(self) -> int:
-        return NUM
-
-    def conversation(self, number: int) -> Conversation:
-        question = user(make_image(8, ("red", "blue")[number % 2]), f"q{number}?")
-        messages = [question, assistant("old"), user("more"), assistant("older")]
-        return Conversation(f"c{number}", messages[: 3 if number == 3 else 4], "chats", meta={"index": number})
 
 
 def echo(messages: list[Message], seed: int) -> Answer:
@@ -70,7 +58,7 @@ def opened(*urls: str, policy: MediaPolicy | None = None, **settings: Any) -> It
 def run(out: Path, *urls: str, dataset: Any = None, policy: MediaPolicy | None = None, **settings: Any) -> Any:
     with opened(*urls, policy=policy, **settings) as answers:
         provenance = {"served_model": answers.check()}
-        return regenerate(dataset or Conversations(), answers.drive, out, provenance)
+        return regenerate(dataset or TwoTurnConversations(NUM), answers.drive, out, provenance)
 
 
 def content(out: Path) -> dict[str, bytes]:
@@ -85,7 +73,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """The files that a decoder in this process gives."""
     out = tmp_path_factory.mktemp("decoder") / "out.jsonl"
-    regenerate(Conversations(), one_by_one(echo), out, {"served_model": MODEL})
+    regenerate(TwoTurnConversations(NUM), one_by_one(echo), out, {"served_model": MODEL})
     return content(out)
 
 
@@ -201,9 +189,9 @@ def test_server_that_goes_down_ends_the_run(server: ChatServer, tmp_path: Path) 
         one = alone.__enter__()
         both.check()
         one.check()
-    assert regenerate(Conversations(), both.drive, tmp_path / "both.jsonl", {}).outcomes["answered"] == NUM - 2
+    assert regenerate(TwoTurnConversations(NUM), both.drive, tmp_path / "both.jsonl", {}).outcomes["answered"] == NUM - 2
     with refused("regenerate.server", "no connection", error=ServerError):
-        regenerate(Conversations(), one.drive, tmp_path / "one.jsonl", {})
+        regenerate(TwoTurnConversations(NUM), one.drive, tmp_path / "one.jsonl", {})
     answers.__exit__(None, None, None)
     alone.__exit__(None, None, None)
 

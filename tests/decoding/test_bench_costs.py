@@ -11,7 +11,7 @@ from sage.bench.__main__ import main
 from sage.bench.costs import extrapolated, format_costs, measure_shape_costs, without_layers
 from sage.bench.projection import format_projection, project
 from sage.bench.roofline import roofline_costs
-from sage.bench.shapes import SHAPES, Shape, layers_that_fit, random_target, shape_named
+from sage.bench.shapes import Shape, layers_that_fit, random_target, shape_named, shapes
 
 CPU = torch.device("cpu")
 TINY = Shape("tiny", hidden_size=32, intermediate_size=48, num_layers=4, num_heads=4, num_kv_heads=2, vocab_size=64, head_dim=8)
@@ -57,7 +57,7 @@ def test_layers_are_restored_after_an_error():
     assert len(target.text_model.layers) == 2
 
 
-@pytest.mark.parametrize("model_type", sorted({shape.model_type for shape in SHAPES.values()}))
+@pytest.mark.parametrize("model_type", sorted({shape.model_type for shape in shapes().values()}))
 def test_a_random_target_has_the_parameters_of_the_shape_in_the_given_dtype(model_type):
     """Also with heads whose width is not the target's by their number, as in Qwen3."""
     shape = replace(TINY, model_type=model_type, head_dim=16 if "qwen3" in model_type else 8)
@@ -71,7 +71,7 @@ def test_a_random_target_has_the_parameters_of_the_shape_in_the_given_dtype(mode
 
 def test_known_shapes_have_the_released_models_size():
     """Text weights in billions, from the released checkpoints; `tied` ones count the embedding once."""
-    sizes = {n: s.num_layers * s.layer_parameters + s.vocabulary_parameters for n, s in SHAPES.items()}
+    sizes = {n: s.num_layers * s.layer_parameters + s.vocabulary_parameters for n, s in shapes().items()}
     released = {"qwen2_5_vl_3b": 3.1, "qwen2_5_vl_7b": 7.6, "qwen2_5_vl_32b": 32.8, "qwen2_5_vl_72b": 72.7}
     released |= {
         "llama3_1_8b": 8.0,
@@ -82,7 +82,7 @@ def test_known_shapes_have_the_released_models_size():
         "qwen3_vl_8b": 8.2,
     }
     assert {name: round(sizes[name] / 1e9, 1) for name in released} == released
-    assert "qwen3_30b_a3b" not in SHAPES and SHAPES["qwen3_4b"].head_dim == 128
+    assert "qwen3_30b_a3b" not in shapes() and shapes()["qwen3_4b"].head_dim == 128
 
 
 def test_layers_that_fit_are_limited_by_shape_and_memory():
@@ -98,7 +98,7 @@ def test_an_unknown_shape_lists_the_known_ones():
 
 
 def test_the_command_writes_json_and_prints_both_tables(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(SHAPES, "tiny", TINY)
+    monkeypatch.setitem(shapes(), "tiny", TINY)
     out = tmp_path / "costs.json"
     grid = ["--nodes", "1,2", "--widths", "1", "--contexts", "8", "--repeats", "1", "--dtype", "fp32", "--device", "cpu"]
     main(["costs", "--shape", "tiny", *grid, "--out", str(out)])
@@ -116,7 +116,7 @@ def test_times_by_bandwidth_by_hand(monkeypatch, capsys):
     assert found["verify"] == [{"nodes": 3, "context": 8, "seconds": pytest.approx(2e-9 * (layers + head))}]
     draft = TINY.layer_parameters + 10 * row + 2 * TINY.hidden_size**2 + head
     assert found["draft"] == [{"width": 2, "context": 8, "seconds": pytest.approx(2e-9 * draft)}]
-    monkeypatch.setitem(SHAPES, "tiny", TINY)
+    monkeypatch.setitem(shapes(), "tiny", TINY)
     main(["costs", "--shape", "tiny", "--bandwidth", "2000", "--contexts", "8"])
     assert "2000 GB/s; not measured" in capsys.readouterr().out
     with refused("--bandwidth 0.0"):
@@ -147,7 +147,7 @@ def test_projection_by_hand():
 
 
 def test_the_command_projects_a_report(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(SHAPES, "tiny", TINY)
+    monkeypatch.setitem(shapes(), "tiny", TINY)
     file = tmp_path / "report.json"
     file.write_text(json.dumps(report_of(host_s=0.1)))
     grid = ["--nodes", "1,2", "--widths", "1,2", "--contexts", "8", "--repeats", "1", "--dtype", "fp32", "--device", "cpu"]

@@ -130,6 +130,26 @@ def _part(part: Any) -> Any:
         return {"type": "image", "image": image.convert("RGB")}
 
 
+class QuietServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that has gone is no error."""
+
+
+@contextmanager
+def listening(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Serves with a handler on a free port; yields the address."""
+    with QuietServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
 @contextmanager
 def serving(processor: Processor, answer: Callable[[list[Message], int], Answer], **options: Any) -> Iterator[ChatServer]:
     """Runs a server on a free port."""
@@ -164,19 +184,9 @@ def serving(processor: Processor, answer: Callable[[list[Message], int], Answer]
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
-    class Quiet(ThreadingHTTPServer):
-        daemon_threads = True
-
-        def handle_error(self, request: Any, client_address: Any) -> None:
-            """A client that has gone is no error."""
-
-    with Quiet(("127.0.0.1", 0), Handler) as server:
-        chat.url = f"http://127.0.0.1:{server.server_port}/v1"
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+    with listening(Handler) as address:
+        chat.url = f"{address}/v1"
         try:
             yield chat
         finally:
             closing.set()
-            server.shutdown()
-            thread.join()

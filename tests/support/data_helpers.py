@@ -21,6 +21,7 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import sage
+from data_prep.conversation import Conversation
 from sage.inputs.processing import Processor
 from sage.targets.families.llava_onevision import LlavaOnevision
 from sage.targets.families.qwen2_5_vl import Qwen2_5_VL
@@ -220,3 +221,18 @@ def png(colour: str = "red") -> bytes:
 def share_turns(*values: str) -> list[dict[str, str]]:
     """Returns alternating turns in the ShareGPT layout."""
     return [{"from": "human" if i % 2 == 0 else "gpt", "value": value} for i, value in enumerate(values)]
+
+
+class TwoTurnConversations:
+    """Conversations with an image and two turns; number 3 is invalid."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def conversation(self, number: int) -> Conversation:
+        question = user(make_image(8, ("red", "blue")[number % 2]), f"q{number}?")
+        messages = [question, assistant("old"), user("more"), assistant("older")]
+        return Conversation(f"c{number}", messages[: 3 if number == 3 else 4], "chats", meta={"index": number})

@@ -26,12 +26,13 @@ from support.doc_blocks import ROOT
 
 import sage
 from checkpoints.export.formats.layout import Format
+from sage.files import config_dir
 from sage.trees.options import defaults
 from train.cli.data import DataCommand
 from train.config.checks import check
 from train.config.hydra_app import compose, register_resolvers
 from train.config.schema import Config, ValidateConfig
-from train.config.store import config_dir, register
+from train.config.store import register
 
 PLACEHOLDERS = ("DIR", "FILE", "RUN", "TARGET")
 ELLIPSIS = "..."

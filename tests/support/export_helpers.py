@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from support.models import make_llava, make_qwen
 
 import sage
 from checkpoints.export import ExportOptions, ExportResult, export
+from checkpoints.export.__main__ import main
 from checkpoints.export.formats.layout import Flavour
 from checkpoints.store import StateStore
 from sage.drafts.head import DraftHead
@@ -116,3 +120,17 @@ train: {max_steps: 300, epochs: null}
 objective: {ce_weight: 0.1}
 data: {sources: {llava: {path: /home/me/data}}, max_length: 2048, cache_dir: /home/me/cache}
 """
+
+
+def sage_export(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Returns a function that runs `sage-export`; it returns exit code, stdout and stderr."""
+
+    def run(*arguments: Any) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["sage-export", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        return int(ended.value.code or 0), out, err
+
+    return run

@@ -114,7 +114,7 @@ def reap() -> None:
 
 
 def run_and_report(connection: socket.socket) -> None:
-    """In a fork: runs the command of a request in another fork, and tells its exit code."""
+    """In a fork: runs the command of a request in another fork, and reports its exit code."""
     size, streams, _, _ = socket.recv_fds(connection, 4, 3)
     with connection.makefile("rb") as request:
         target, arguments, folder, environment = json.loads(request.read(int.from_bytes(size, "big")))

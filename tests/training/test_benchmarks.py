@@ -12,7 +12,7 @@ from support.train_helpers import command
 from benchmarks.training import __main__ as bench
 from benchmarks.training.measuring import interleaved, peak, reset_peak
 from benchmarks.training.objective import Sizes, chunked, make_inputs, naive
-from sage.bench.shapes import SHAPES, Shape
+from sage.bench.shapes import Shape, shapes
 from train.config.schema import ObjectiveConfig
 
 CPU = torch.device("cpu")
@@ -73,7 +73,7 @@ def test_step_prints_the_parts_of_a_target_and_of_a_shape(
     text = printed([*few, *command(target, tmp_path / "run")], monkeypatch, capsys)
     assert "draft=eagle, 2 steps of 4 = 2 x 2" in text and "step / parts:" in text and "data wait" in text
     assert not (tmp_path / "run").exists()
-    monkeypatch.setitem(SHAPES, "tiny", TINY)
+    monkeypatch.setitem(shapes(), "tiny", TINY)
     shape = ["--shape", "tiny", "--layers", "7", "--length", "12", "draft=eagle3", "target.dtype=fp32"]
     text = printed([*few, *shape, "train.global_batch_size=2", "train.micro_batch_size=2"], monkeypatch, capsys)
     assert "draft=eagle3, 2 steps of 2 = 2 x 1, 24 tokens" in text

@@ -18,6 +18,7 @@ from support.train_helpers import environment
 from data_prep.config import validate as validate_data
 from sage.bench.runners import AUTOREGRESSIVE, BASELINES
 from sage.drafts.registry import KINDS as DRAFT_KINDS
+from sage.files import config_dir
 from sage.trees import POLICIES, policy_class
 from sage.trees.options import defaults
 from train.cli.train import main, train
@@ -33,7 +34,6 @@ from train.config.schema import (
     Schedule,
     ValidateConfig,
 )
-from train.config.store import config_dir
 from train.distill.chunked_loss import weighted_terms
 from train.engine.engine import deepspeed_config, make_optimizer
 from train.engine.lr_schedule import learning_rate

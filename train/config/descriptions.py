@@ -18,8 +18,9 @@ from omegaconf import OmegaConf
 import sage.trees.names
 from checkpoints.run_folder import dotted_keys
 from sage.drafts.registry import KINDS
+from sage.files import config_dir
 from sage.trees.names import POLICIES
-from train.config.store import POLICY_GROUP, config_dir
+from train.config.store import POLICY_GROUP
 
 SECTION = re.compile(r"(Attributes|Args):")
 ENTRY = re.compile(r"    (\w+(?:, \w+)*): (.+)")

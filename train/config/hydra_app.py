@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from checkpoints.run_folder import is_run
 from sage.cli import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_USER, pop_debug_flag, version_text
+from sage.files import config_dir
 from train.config import sweep
 from train.config.errors import explain, is_config_mistake, refuse_unknown
 from train.config.help import help_text
@@ -30,7 +31,7 @@ from train.config.overrides import task_overrides, with_resume
 from train.config.resuming import with_own_choices, with_own_config
 from train.config.run_name import run_name
 from train.config.schema import ConfigError
-from train.config.store import config_dir, register
+from train.config.store import register
 from train.config.sweep import SweepScore
 from train.config.target_path import lr_for_width, target_dtype, target_name, with_choice
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from sage.drafts.registry import KINDS, DraftKind
+from sage.files import config_dir
 from sage.trees.names import POLICIES
 from train.config.draft import CompressorConfig, ConcatConfig, RatioConfig, ResamplerConfig, SelectConfig, draft_schema
 from train.config.schema import Config, TrackingConfig, ValidateConfig, WandbConfig
@@ -62,11 +60,3 @@ def register() -> None:
     for name in POLICIES:  # with the defaults of its class; options are added without `+`
         options = OmegaConf.create({}, flags={"struct": False})
         store.store(group=POLICY_GROUP, name=name, package="decode.options", node={name: options})
-
-
-def config_dir() -> Path:
-    """Returns the folder of the YAML files: `train/_conf` of an installed package, `conf/` of a checkout."""
-    spec = importlib.util.find_spec("train._conf")
-    if spec is not None and spec.submodule_search_locations:
-        return Path(list(spec.submodule_search_locations)[0])
-    return Path(__file__).resolve().parents[2] / "conf"

@@ -94,9 +94,8 @@ class ModelStudent(Student):
 
     def predict(self, pairs: Pairs, target_lm_head: Tensor) -> DraftOutput:
         model: Any = self.decoding_draft.model
-        hidden = model.read(
-            model.family.embed(self.draft, pairs.inputs)
-        ).last  # padding is on the right, no token attends to it
+        prompt = model.family.embed(self.draft, pairs.inputs)
+        hidden = model.read(prompt).last  # padding is on the right, no token attends to it
         hidden_KSD, is_valid_KS = gather_supervised([hidden[:, 1:-1]], pairs.mask)
         return DraftOutput(hidden_KSD, self.draft.get_output_embeddings().weight[: len(target_lm_head)], is_valid_KS)
 

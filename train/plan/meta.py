@@ -21,12 +21,12 @@ from sage.drafts.loading import Draft
 from sage.drafts.location import find_draft
 from sage.drafts.model import ModelDraft
 from sage.drafts.registry import head_kind
+from sage.files import config_dir
 from sage.hub import require_hub
 from sage.model_files import read_config
 from sage.targets import is_target_folder
 from sage.targets.families import family_of
 from train.config.schema import Config, ConfigError, TargetConfig
-from train.config.store import config_dir
 from train.distill.build import check_kind, fresh_draft, new_student
 
 

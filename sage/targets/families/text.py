@@ -25,7 +25,7 @@ class Text(Family):
 
 
 class Mistral(Text):
-    """Mistral, without sliding windows."""
+    """Mistral, whose first version has sliding windows (see `sage.targets.windows`)."""
 
     model_types = {"mistral": "MistralForCausalLM"}
     served_by = ("vLLM",)
