@@ -28,7 +28,7 @@ SUBSTITUTIONS = {
     "docs/launching.md": {"RUN": DEMO, "train.max_steps=20": "train.max_steps=2", "train.max_steps=600": "train.max_steps=6"},
 }
 EXAMPLE = re.compile(r"NAME|messages\.json|(llava|llava_7b)\.(py|yaml)$|^conf/data/mine")  # files that a reader may add
-WITH_VALUE = ("--draft", "--inspect")  # options that the text names without their value
+WITH_VALUE = ("--draft", "--inspect", "--serve-check")  # options that the text names without their value
 SETTING = re.compile(r"\+?[a-z_]+([./@][a-z_0-9]+)*=\S*")
 
 
