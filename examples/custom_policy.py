@@ -6,7 +6,6 @@ python examples/custom_policy.py DRAFT_FOLDER
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -27,7 +26,6 @@ class Confident(Policy):
     """
 
     name = "confident"
-    is_on_host = True
     num_candidates = 1
 
     depth: Annotated[int, Range(ge=1)] = 8
@@ -37,7 +35,7 @@ class Confident(Policy):
         super().__post_init__()
         self.tree_capacity = self.depth + 1
 
-    def next_level(self, frontier: Frontier) -> NextLevel[Sequence[int]]:
+    def next_level(self, frontier: Frontier) -> NextLevel:
         is_last = frontier.level == self.depth or frontier.rows[0][0] < self.threshold
         return NextLevel([0], [] if is_last else [0])
 

@@ -23,7 +23,7 @@ from sage.stats import Stats
 from sage.stopping_rules import StopCriterion
 from sage.targets import Features, Prompt, Target
 from sage.trees.base import Policy
-from sage.trees.level import new_builder
+from sage.trees.level import TreeBuilder
 from sage.trees.tree import RoundOutcome, Tree
 from sage.verify import Verdict, Verifier, refuse_nan
 
@@ -139,14 +139,13 @@ def draft_tree(request: Request) -> Tree:
     last_level = request.stop.num_remaining - 1
     if logits is None or session is None or last_level == 0:
         return Tree.of_root(request.root, request.prompt.embeds.device)
-    builder = new_builder(policy, request.root, logits.device, request.stop.eos)
+    builder = TreeBuilder(request.root, logits.device, request.stop.eos)
     for level in range(1, last_level + 1):
         scores = request.verifier.sampler.coupled(logits, level, session.token_map)
         probs, tokens = session.propose(scores, policy.num_candidates)
         clock.lap("draft_steps", len(probs))
         frontier = builder.open_level(probs, tokens)
-        if policy.is_on_host:
-            refuse_nan([row[0] for row in frontier.rows], level, request.stats.new_tokens)
+        refuse_nan(frontier.rows, level, request.stats.new_tokens)
         next_level = policy.next_level(frontier)
         if next_level is None:
             break
@@ -157,7 +156,7 @@ def draft_tree(request: Request) -> Tree:
         clock.lap("policy")
         logits = session.expand(rows, tokens)
         request.stats.draft_steps += 1
-    tree = builder.tree(policy.select(builder))
+    tree = builder.tree(policy.select())
     clock.lap("policy")
     return tree
 

@@ -151,7 +151,7 @@ class TargetSampler:
         if self.is_greedy:
             return scores.argmax(-1).masked_fill_(is_nan, NAN_TOKEN)
         self._scores = self._warped(scores)
-        noise = self._noise_of(tree.num_levels + 1, logits.shape[-1], logits.device)
+        noise = self._noise_of(tree.depth + 1, logits.shape[-1], logits.device)
         return (self._scores + noise.index_select(0, tree.depths)).argmax(-1).masked_fill_(is_nan, NAN_TOKEN)
 
     def coupled(self, logits: Tensor, level: int, token_map: Tensor | None = None) -> Tensor:

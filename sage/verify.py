@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sage.host_tensors import CPU, Tokens, cached_index, read_together
 from sage.sampling import TargetSampler
-from sage.trees.tree import Columns, Tree
+from sage.trees.tree import Tree
 
 Labels = Callable[[int], list[list[float]]]
 
@@ -60,19 +60,15 @@ class Verifier:
 
         Args:
             logits: [N, V], of the target; ValueError if NaN.
-            tree: N nodes; its root is the last token of the sampler's history. ValueError if the draft gave NaN.
+            tree: N nodes; its root is the last token of the sampler's history.
             needs_labels: whether to return labels.
             greedy_N: `greedy_tokens(logits)`, if computed already.
         """
         token_N = self.sampler(logits, tree, greedy_N)
         has_matches = self.sampler.is_greedy or self.sampler.is_coupled
         probs_EK = self.sampler.candidate_probs(tree) if needs_labels and not has_matches else None
-        next_tokens, columns, last_probs, probs = read_together(token_N, tree.unread, tree.last_probs, probs_EK)
+        next_tokens, probs = read_together(token_N, probs_EK)
         next_tokens = next_tokens.tolist()
-        if columns is not None:
-            tree.columns = Columns(*columns.tolist())
-        if last_probs is not None:
-            refuse_nan(last_probs.tolist(), tree.num_levels, self.sampler.num_new)
         self.sampler.refuse_nan(next_tokens)
         path, tokens = accept(tree, next_tokens)
         verdict = Verdict(path, tokens, tokens)
@@ -83,13 +79,14 @@ class Verifier:
         return verdict
 
 
-def refuse_nan(probs: Sequence[float], level: int, num_new: int) -> None:
-    """Raises ValueError if one of the draft's largest probabilities of a level is NaN: one NaN logit makes the entire softmax
-    NaN. `num_new`: tokens emitted before.
+def refuse_nan(rows: Sequence[Sequence[float]], level: int, num_new: int) -> None:
+    """Raises ValueError if one of the draft's probabilities [F, K] of a level is NaN: one NaN logit makes the entire softmax of
+    its row NaN. `num_new`: tokens emitted before.
     """
-    if any(prob != prob for prob in probs):
-        where = f"level {level} after {num_new} new tokens"
-        raise ValueError(f"draft: its pass over {where} gave NaN; check its weights and dtype")
+    for row in rows:
+        if row[0] != row[0]:
+            where = f"level {level} after {num_new} new tokens"
+            raise ValueError(f"draft: its pass over {where} gave NaN; check its weights and dtype")
 
 
 def accept(tree: Tree, next_tokens: Sequence[int]) -> tuple[list[int], list[int]]:

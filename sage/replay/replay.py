@@ -22,7 +22,7 @@ from sage.costs.timing import RoundTimes
 from sage.host_tensors import CPU
 from sage.replay.recording import Candidates, RecordedRound, Recording, TokenPath
 from sage.trees.base import Policy
-from sage.trees.level import new_builder
+from sage.trees.level import TreeBuilder
 from sage.trees.tree import RoundOutcome, Tree
 from sage.verify import Verdict
 
@@ -160,7 +160,7 @@ class _RoundReplayer:
 
     def _draft(self) -> Tree:
         """`sage.decoder.draft_tree` with recorded candidates."""
-        builder = new_builder(self.policy, self.root, CPU, self.eos)
+        builder = TreeBuilder(self.root, CPU, self.eos)
         frontier: list[TokenPath] = [()]
         for level in range(1, self.num_remaining):
             next_level = self.policy.next_level(builder.open_level(*self._propose(frontier)))
@@ -172,7 +172,7 @@ class _RoundReplayer:
             rows, tokens = builder.advance(next_level)
             frontier = [(*frontier[row], token) for row, token in zip(rows.tolist(), map(int, tokens), strict=True)]
             self.widths.append(len(frontier))
-        return builder.tree(self.policy.select(builder))
+        return builder.tree(self.policy.select())
 
     def _propose(self, paths: Sequence[TokenPath]) -> Candidates:
         """Candidates [F, K] below the frontier: recorded ones, or uniform probabilities of tokens that never match."""

@@ -10,7 +10,6 @@ class Autoregressive(Policy):
     """No draft, one token per target pass; the baseline of every comparison."""
 
     name = "autoregressive"
-    is_on_host = True
     num_candidates = 0
     tree_capacity = 1
 

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
-
-from torch import Tensor
+from typing import ClassVar
 
 from sage.costs.tables import Costs
 from sage.trees.options import check_values
-from sage.trees.tree import DraftedTree, Frontier, NextLevel, RoundOutcome
+from sage.trees.tree import Frontier, NextLevel, RoundOutcome
 
 
 class Policy(ABC):
@@ -28,9 +26,6 @@ class Policy(ABC):
         num_candidates: K, candidates per node that the policy needs; 0 = it never drafts.
         tree_capacity: upper bound of the nodes verified or expanded in one round, root included; sizes the caches.
         needs_costs: whether it plans with measured costs and learns from its rounds.
-        is_on_host: whether it plans with Python numbers (`NextLevel[Sequence[int]]`), which takes one device synchronization
-            per level; otherwise with tensors (`NextLevel[Tensor]`), without synchronization unless a decision, such as the
-            number of levels, depends on values.
         is_coupled: whether the candidates of the current request are scored with the noise of the target's draws: their
             numbers are then scores, not acceptance probabilities (`sage.sampling`). Set before `reset`.
         costs: cost tables of this machine; read from disk or measured when the first request starts if `needs_costs`.
@@ -41,7 +36,6 @@ class Policy(ABC):
     num_candidates: int
     tree_capacity: int
     needs_costs: ClassVar[bool] = False
-    is_on_host: ClassVar[bool] = False
     is_coupled: bool = False
     costs: Costs | None = None
     fresh_costs: bool = False
@@ -60,14 +54,14 @@ class Policy(ABC):
         return self.num_candidates > 0
 
     @abstractmethod
-    def next_level(self, frontier: Frontier) -> NextLevel[Any] | None:
+    def next_level(self, frontier: Frontier) -> NextLevel | None:
         """Chooses the nodes of the next level; None ends the drafting without a level."""
 
-    def select(self, drafted: DraftedTree) -> Tensor | Sequence[int] | None:
-        """Returns the indices of the drafted nodes to verify, ancestors included; None = all.
+    def select(self) -> Sequence[int] | None:
+        """Returns the indices of the drafted nodes to verify; None = all.
 
-        Indices increase. A policy on the host may return them in any order that begins with the root and has parents before
-        children; keeping an accepted path in the cache is cheaper the earlier its nodes are.
+        Nodes are numbered as they were picked, the root is 0. Any order is allowed that begins with the root and has parents
+        before children; keeping an accepted path in the cache is cheaper the earlier its nodes are.
         """
         return None
 

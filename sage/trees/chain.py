@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -10,8 +9,8 @@ from sage.trees.base import Policy
 from sage.trees.options import Range
 from sage.trees.tree import Frontier, NextLevel
 
-_INNER: NextLevel[Sequence[int]] = NextLevel([0], [0])
-_LAST: NextLevel[Sequence[int]] = NextLevel([0], [])
+_INNER: NextLevel = NextLevel([0], [0])
+_LAST: NextLevel = NextLevel([0], [])
 
 
 @dataclass(eq=False, kw_only=True)
@@ -23,7 +22,6 @@ class Chain(Policy):
     """
 
     name = "chain"
-    is_on_host = True
     num_candidates = 1
 
     depth: Annotated[int, Range(ge=1, remedy="the policy autoregressive drafts nothing")] = 5
@@ -32,5 +30,5 @@ class Chain(Policy):
         super().__post_init__()
         self.tree_capacity = self.depth + 1
 
-    def next_level(self, frontier: Frontier) -> NextLevel[Sequence[int]]:
+    def next_level(self, frontier: Frontier) -> NextLevel:
         return _INNER if frontier.level < self.depth else _LAST

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from torch import Tensor
-
 from sage.trees.eagle2 import Eagle2
 from sage.trees.options import OptionError, Range
 
@@ -16,7 +14,7 @@ class Ddd(Eagle2):
     """`eagle2` whose depth ends when the summed path probability of the beam falls below a threshold (arXiv 2409.00142).
 
     The paper's heuristic is H = log sum_i exp(logprobsum_i) over the beam, compared with a threshold after selected draft steps
-    only, because each comparison synchronizes with the device. For a calibrated draft, exp(H) is the probability that the
+    only. For a calibrated draft, exp(H) is the probability that the
     target's text is still in the beam, and thus an upper bound of the tokens that the next level can add.
 
     Ref: DDD, arXiv 2409.00142 (EAGLE-2 with 11 draft steps, beam 10). Differs by: the threshold is given as the probability
@@ -45,7 +43,5 @@ class Ddd(Eagle2):
                 f"or use the policy eagle2",
             )
 
-    def _is_last(self, level: int, beam: Tensor) -> bool:
-        if level >= self.depth:
-            return True
-        return level % self.check_every == 0 and bool(beam.sum() < self.threshold)
+    def _is_last(self, level: int) -> bool:
+        return level >= self.depth or (level % self.check_every == 0 and sum(self._beam) < self.threshold)

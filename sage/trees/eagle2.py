@@ -1,6 +1,6 @@
 """EAGLE-2's dynamic trees. Ref: EAGLE-2, arXiv 2406.16858, section 4: expansion (4.1) and reranking (4.2).
 
-Shapes: N tree nodes, F frontier nodes, K children per node.
+Shapes: F frontier nodes, K children per node.
 """
 
 from __future__ import annotations
@@ -8,12 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from torch import Tensor
-
 from sage.trees.base import Policy
 from sage.trees.options import Range
-from sage.trees.ranking import best_children, best_nodes
-from sage.trees.tree import DraftedTree, Frontier, NextLevel
+from sage.trees.ranking import best, best_children
+from sage.trees.tree import Frontier, NextLevel
 
 
 @dataclass(eq=False, kw_only=True)
@@ -26,7 +24,7 @@ class Eagle2(Policy):
 
     Ref: EAGLE-2, arXiv 2406.16858, sections 4.1 and 4.2. Differs by: `depth` counts levels of the tree, while the authors' code
     counts draft passes after the first level; of a level's F * K children only the best `total - 1` become nodes, which
-    changes no tree (no more can survive the reranking). Needs no device synchronization.
+    changes no tree (no more can survive the reranking).
 
     Args:
         total: verified nodes per round, the root included.
@@ -46,15 +44,22 @@ class Eagle2(Policy):
         num_expanded = (self.depth - 1) * min(self.top_k, self.total - 1)
         self.tree_capacity = max(self.total, num_expanded + 1)
 
-    def next_level(self, frontier: Frontier) -> NextLevel[Tensor]:
-        picks, order, paths = best_children(frontier, self.top_k, self.total - 1)
-        if self._is_last(frontier.level, paths[: self.top_k]):
-            return NextLevel(picks, picks[:0])
-        return NextLevel(picks, picks.take(order[: self.top_k]).sort().values)
+    def begin(self) -> None:
+        self._paths = [1.0]  # path probabilities of all nodes, the root first
+        self._beam = [1.0]  # those of the frontier
 
-    def _is_last(self, level: int, beam: Tensor) -> bool:
-        """Returns whether drafting ends at `level`; `beam` [<= top_k] are the best path probabilities, descending."""
+    def next_level(self, frontier: Frontier) -> NextLevel:
+        picks, paths = best_children(frontier.rows, self._beam, self.top_k, self.total - 1)
+        self._paths += paths
+        beam = best(paths, self.top_k)
+        self._beam = [paths[i] for i in beam]
+        if self._is_last(frontier.level):
+            return NextLevel(picks, [])
+        return NextLevel(picks, [picks[i] for i in beam])
+
+    def _is_last(self, level: int) -> bool:
+        """Returns whether drafting ends at `level`."""
         return level >= self.depth
 
-    def select(self, drafted: DraftedTree) -> Tensor | None:
-        return best_nodes(drafted, self.total) if len(drafted) > self.total else None
+    def select(self) -> list[int] | None:
+        return best(self._paths, self.total) if len(self._paths) > self.total else None

@@ -2,36 +2,45 @@
 
 The order is the probability of the path, descending; ties go to the node that comes first in the tree. A parent always ranks
 before its children: it comes first, and its probability is at least theirs (a factor never exceeds 1, and rounding is monotone,
-so fl(x * p) <= x). Every prefix of the order is therefore a tree, with or without ties. No function synchronizes with the
-device.
+so fl(x * p) <= x). Every prefix of the order is therefore a tree, with or without ties.
 
-Shapes: N tree nodes, F frontier nodes, K children per node, M selected.
+Shapes: F frontier nodes, K candidates per node, M selected.
 """
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from sage.trees.tree import DraftedTree, Frontier
+from collections.abc import Sequence
 
 
-def best_children(frontier: Frontier, branching: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+def best(probs: Sequence[float], count: int) -> list[int]:
+    """Returns the indices of the `count` largest numbers, increasing."""
+    indices = range(len(probs))
+    if count >= len(probs):
+        return list(indices)
+    return sorted(sorted(indices, key=probs.__getitem__, reverse=True)[:count])  # stable: ties keep their order
+
+
+def best_children(
+    rows: Sequence[Sequence[float]], paths: Sequence[float], branching: int, count: int
+) -> tuple[list[int], list[float]]:
     """Returns the `count` most probable paths among the `branching` best children of every frontier node.
 
+    Args:
+        rows: [F, K], as in `Frontier`.
+        paths: [F], path probabilities of the frontier nodes.
+
     Returns:
-        `NextLevel.picks`, LongTensor [M], increasing; `order`, LongTensor [M], indices into them, most probable first; the
-        path probabilities [M] in that order. M = min(count, F * K).
+        `NextLevel.picks` [M], increasing, and their path probabilities [M]; M = min(count, F * min(branching, K)).
     """
-    path_FK = frontier.path_probs[:, None] * frontier.probs[:, :branching]
-    best = path_FK.flatten().sort(descending=True, stable=True)
-    picks, place = best.indices[:count].sort()
-    num_candidates, width = frontier.probs.shape[1], path_FK.shape[1]
-    if width < num_candidates:
-        picks = picks // width * num_candidates + picks % width
-    return picks, place.argsort(), best.values[:count]
-
-
-def best_nodes(drafted: DraftedTree, count: int) -> Tensor:
-    """Returns the indices [M], increasing, of the `count` most probable nodes, the root included."""
-    order = drafted.path_probs.sort(descending=True, stable=True).indices
-    return order[:count].sort().values
+    picks: list[int] = []
+    found: list[float] = []
+    first = 0
+    for path, probs in zip(paths, rows, strict=True):
+        children = [path * prob for prob in probs[:branching]]
+        picks += range(first, first + len(children))
+        found += children
+        first += len(probs)
+    if len(found) > count:
+        kept = best(found, count)
+        picks, found = [picks[i] for i in kept], [found[i] for i in kept]
+    return picks, found

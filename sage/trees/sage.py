@@ -117,7 +117,6 @@ class Sage(Policy):
     """
 
     name = "sage"
-    is_on_host = True
 
     max_depth: Annotated[int, Range(ge=1)] = 8
     min_depth: Annotated[int, Range(ge=1)] = 3
@@ -154,7 +153,7 @@ class Sage(Policy):
         alpha = self.alpha
         self.plan = SagePlan(alpha, depth(alpha, self.min_depth, self.ceiling), width(alpha, self.min_width, self.max_width))
 
-    def next_level(self, frontier: Frontier) -> NextLevel[Sequence[int]] | None:
+    def next_level(self, frontier: Frontier) -> NextLevel | None:
         if self.alpha_from is AlphaSource.CURRENT:
             if frontier.level == 1:
                 self.alpha = confidence_of(frontier.rows[0][: self.top_k])
@@ -163,7 +162,7 @@ class Sage(Policy):
             return self._static.next_level(frontier)
         return self._grow_level(frontier)
 
-    def _grow_level(self, frontier: Frontier) -> NextLevel[Sequence[int]] | None:
+    def _grow_level(self, frontier: Frontier) -> NextLevel | None:
         """Returns one level of Algorithm 1: W_l candidates per node, of which those above theta_l are expanded."""
         plan, level = self.plan, frontier.level
         num_candidates = len(frontier.rows[0])

@@ -31,7 +31,6 @@ class Static(Policy):
     """
 
     name = "static"
-    is_on_host = True
 
     paths: Sequence[Sequence[Annotated[int, Range(ge=0)]]] = STATIC_TREE
 
@@ -47,17 +46,17 @@ class Static(Policy):
         self.num_candidates = 1 + max(rank for path in nodes for rank in path)
         self.tree_capacity = len(nodes) + 1
         self._nodes = nodes
-        self._cached: dict[int, list[NextLevel[Sequence[int]]]] = {}  # all levels by number of candidates
+        self._cached: dict[int, list[NextLevel]] = {}  # all levels by number of candidates
 
-    def next_level(self, frontier: Frontier) -> NextLevel[Sequence[int]]:
-        num_candidates = frontier.probs.shape[1]
+    def next_level(self, frontier: Frontier) -> NextLevel:
+        num_candidates = len(frontier.rows[0])
         if num_candidates not in self._cached:
             depths = range(1, len(self._nodes[-1]) + 1)
             self._cached[num_candidates] = [_next_level(self._nodes, depth, num_candidates) for depth in depths]
         return self._cached[num_candidates][frontier.level - 1]
 
 
-def _next_level(nodes: list[Ranks], depth: int, num_candidates: int) -> NextLevel[Sequence[int]]:
+def _next_level(nodes: list[Ranks], depth: int, num_candidates: int) -> NextLevel:
     """Returns one level; its rows are the parents of its nodes, in order."""
     children = [path for path in nodes if len(path) == depth]
     parents = sorted({path[:-1] for path in children})

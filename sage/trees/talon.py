@@ -1,14 +1,9 @@
-"""TALON's trees: the width of a level follows the draft's confidence, within a node budget. Ref: TALON, arXiv 2601.07353.
-
-Shapes: F frontier nodes, K children per node, M selected.
-"""
+"""TALON's trees: the width of a level follows the draft's confidence, within a node budget. Ref: TALON, arXiv 2601.07353."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Annotated
-
-from torch import Tensor
 
 from sage.trees.base import Policy
 from sage.trees.options import Range
@@ -25,8 +20,7 @@ class Talon(Policy):
     tree grows up to `total` nodes; a level that does not fit keeps its most probable nodes.
 
     Ref: TALON, arXiv 2601.07353, hybrid expansion. Differs by: `total` includes the root, as for `eagle2`; `max_depth` can end
-    the drafting earlier (the paper ends at the budget only, up to `total - 1` draft passes for a chain). The number of nodes
-    that pass the gate takes one device synchronization per level.
+    the drafting earlier (the paper ends at the budget only, up to `total - 1` draft passes for a chain).
 
     Args:
         total: nodes per round, the root included.
@@ -49,12 +43,15 @@ class Talon(Policy):
 
     def begin(self) -> None:
         self._num_left = self.total - 1  # nodes that may still be added in this round
+        self._paths = [1.0]  # path probabilities of the frontier
 
-    def next_level(self, frontier: Frontier) -> NextLevel[Tensor]:
-        picks, order, paths = best_children(frontier, self.top_k, self._num_left)
+    def next_level(self, frontier: Frontier) -> NextLevel:
+        picks, paths = best_children(frontier.rows, self._paths, self.top_k, self._num_left)
         if frontier.level > 1:
-            num_passed = int((paths >= self.ratio * paths[0]).sum())
-            picks = picks.take(order[:num_passed].sort().values)
+            gate = self.ratio * max(paths)
+            passed = [i for i, path in enumerate(paths) if path >= gate]
+            picks, paths = [picks[i] for i in passed], [paths[i] for i in passed]
+        self._paths = paths
         self._num_left -= len(picks)
         is_last = self._num_left == 0 or frontier.level == self.max_depth
-        return NextLevel(picks, picks[:0] if is_last else picks)
+        return NextLevel(picks, [] if is_last else picks)

@@ -30,7 +30,6 @@ class Pair(Policy):
     """The two most probable tokens at level 1."""
 
     name = "pair"
-    is_on_host = True
     num_candidates = 2
 
     depth: Annotated[int, Range(ge=1, le=1)] = 1

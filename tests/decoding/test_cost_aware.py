@@ -9,7 +9,6 @@ import pytest
 import torch
 from support.messages import refused
 from support.models import make_qwen
-from support.slow_trees import SlowTree, add_next_level, numbers
 from support.toy_helpers import PROMPT, make_policy, toy_request, toy_tree
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -221,34 +220,34 @@ class TestTree:
         """
         policy = self.policy(flat_costs(node=0.1, level=0.4))
         policy.begin()
-        chosen = policy.next_level(Frontier(1, torch.tensor([[0.9, 0.06, 0.04]]), torch.ones(1)))
+        chosen = policy.next_level(Frontier(1, [[0.9, 0.06, 0.04]]))
         assert chosen is not None
-        assert numbers(chosen)[0] == [0], "0.06 < 0.15"
+        assert chosen.picks == [0], "0.06 < 0.15"
         # A made-up s of 0.75 before anything is known, and now the 0.9 kept below the root: the next level pays 0.9 * 0.75.
-        assert numbers(chosen)[1] == [], "0.675 < 0.6 + 0.15"
+        assert chosen.expand == [], "0.675 < 0.6 + 0.15"
         cheaper = self.policy(flat_costs(node=0.1, level=0.3))
         cheaper.begin()
-        chosen = cheaper.next_level(Frontier(1, torch.tensor([[0.9, 0.06, 0.04]]), torch.ones(1)))
-        assert chosen is not None and numbers(chosen)[1] == [0], "0.675 > 0.45 + 0.15"
-        chosen = cheaper.next_level(Frontier(2, torch.tensor([[0.5, 0.3, 0.1]]), torch.tensor([0.9])))
+        chosen = cheaper.next_level(Frontier(1, [[0.9, 0.06, 0.04]]))
+        assert chosen is not None and chosen.expand == [0], "0.675 > 0.45 + 0.15"
+        chosen = cheaper.next_level(Frontier(2, [[0.5, 0.3, 0.1]]))
         assert chosen is not None
-        assert numbers(chosen)[0] == [0, 1], "0.9 * 0.1 < 0.15 < 0.9 * 0.3"
-        assert numbers(chosen)[1] == [], "neither 0.45 * 0.75 nor 0.27 * 0.75 more pays for a level"
+        assert chosen.picks == [0, 1], "0.9 * 0.1 < 0.15 < 0.9 * 0.3"
+        assert chosen.expand == [], "neither 0.45 * 0.75 nor 0.27 * 0.75 more pays for a level"
 
     def test_nothing_is_drafted_below_a_token_that_ends_the_answer(self) -> None:
         """The more probable of two candidates ends the answer: both are verified, only the other is expanded."""
         for sees_ends, expected in ((True, [1]), (False, [0, 1])):
             policy = self.policy(flat_costs(node=0.01, level=0.01), sees_ends=sees_ends)
             policy.begin()
-            chosen = policy.next_level(Frontier(1, torch.tensor([[0.6, 0.4]]), torch.ones(1), ends=[0]))
-            assert chosen is not None and numbers(chosen) == ([0, 1], expected)
+            chosen = policy.next_level(Frontier(1, [[0.6, 0.4]], ends=[0]))
+            assert chosen is not None and chosen == ([0, 1], expected)
 
     def test_paths_of_probability_zero_do_not_divide_by_zero(self) -> None:
         """With free nodes and stop=false, candidates of probability 0 are expanded."""
         policy = self.policy(flat_costs(node=0.0), stop=False)
         policy.begin()
         for level in (1, 2):
-            chosen = policy.next_level(Frontier(level, torch.tensor([[1.0, 0.0]]).repeat(level, 1), torch.ones(level)))
+            chosen = policy.next_level(Frontier(level, [[1.0, 0.0]] * level))
             assert chosen is not None and len(chosen.expand) == 2 * level
 
     def test_the_number_of_verified_nodes_follows_the_cost_curve(self) -> None:
@@ -256,13 +255,10 @@ class TestTree:
         steep = Costs(verify=Curve([1, 2, 3, 4, 5], [1, 1.01, 1.02, 1.03, 9.0]), draft=Curve([1, 2], [0.01, 0.01]), context=0)
         policy = self.policy(steep, max_depth=1)
         policy.begin()
-        probs, tokens = torch.tensor([[0.4, 0.2, 0.2, 0.2]]), torch.arange(4)[None]
         policy.plan.prices = policy.prices._replace(node=0.0)
-        chosen = policy.next_level(Frontier(1, probs, torch.ones(1)))
+        chosen = policy.next_level(Frontier(1, [[0.4, 0.2, 0.2, 0.2]]))
         assert chosen is not None and len(chosen.picks) == 4
-        tree = SlowTree.of_token(7)
-        add_next_level(tree, torch.tensor([0]), chosen, probs, tokens)
-        keep = policy.select(tree)
+        keep = policy.select()
         assert keep is not None and len(keep) == 4 and keep[0] == 0
 
     def test_drafting_that_does_not_pay_is_skipped_and_retried(self) -> None:

@@ -11,15 +11,14 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.messages import refused
-from support.slow_trees import SlowTree, add_next_level, as_keep
+from support.slow_trees import SlowTree, add_next_level
 
 import sage
 from sage.trees import policy_class
 from sage.trees.base import Policy
 from sage.trees.options import OptionError, defaults
-from sage.trees.ranking import best_children, best_nodes
+from sage.trees.ranking import best, best_children
 from sage.trees.sage import Threshold
-from sage.trees.spec_llava import level_widths
 from sage.trees.tree import Frontier, Tree
 
 NAMES = ("eagle2", "spec_llava", "talon", "ddd")
@@ -35,7 +34,7 @@ def draft_tree(policy: Policy, draft: Draft, levels: int = 99) -> tuple[SlowTree
     tree, paths, frontier, expanded, level = SlowTree.of_token(-1), [()], torch.tensor([0]), 0, 0
     for level in range(1, levels + 1):
         candidates = torch.tensor([draft(paths[node])[: policy.num_candidates] for node in frontier.tolist()])
-        chosen = policy.next_level(Frontier(level, candidates, tree.path_probs[frontier]))
+        chosen = policy.next_level(Frontier(level, candidates.tolist()))
         assert chosen is not None
         frontier = add_next_level(tree, frontier, chosen, candidates, torch.arange(candidates.shape[1]).expand_as(candidates))
         for node in range(len(paths), len(tree)):
@@ -43,8 +42,8 @@ def draft_tree(policy: Policy, draft: Draft, levels: int = 99) -> tuple[SlowTree
         expanded += len(frontier)
         if len(frontier) == 0:
             break
-    keep = policy.select(tree)
-    return (tree if keep is None else tree.subtree(as_keep(keep))), expanded, level
+    keep = policy.select()
+    return (tree if keep is None else tree.subtree(torch.tensor(keep))), expanded, level
 
 
 def paths_of(tree: Tree) -> list[Ranks]:
@@ -90,25 +89,20 @@ class TestByHand:
         tree, _, _ = draft_tree(sage.policy("eagle2", total=4, depth=6, top_k=2), lambda path: [1.0, 0.0])
         assert paths_of(tree) == [(), (0,), (0, 0), (0, 0, 0)]
 
-    @pytest.mark.parametrize("follow_kept", [False, True])
-    def test_spec_llava(self, follow_kept: bool) -> None:
+    def test_spec_llava(self) -> None:
         """B = 4, b = 2. Root: .4 .3 .2 .1. Step 1, all four get two children: .32 .04 | .15 .06 | .18 .01 | .06 .03; the four
         best of twelve: .4 .32 .3 .2, so (3) is out. Step 2, (0,0) alone is unexpanded: .288 .016; the best: .4 .32 .3 .288,
         so (2) is out too."""
-        policy = sage.policy("spec_llava", budget=4, branch=2, steps=2, follow_kept=follow_kept)
-        tree, expanded, _ = draft_tree(policy, SPEC_LLAVA)
+        tree, expanded, _ = draft_tree(sage.policy("spec_llava", budget=4, branch=2, steps=2), SPEC_LLAVA)
         assert paths_of(tree) == [(), (0,), (1,), (0, 0), (0, 0, 0)]
-        # Kept only: the four, then (0,0). Else: as many of level 2 as four nodes can hold, two (with their parent).
-        assert policy.widths == [4, 2, 2]
-        assert expanded == (4 + 1 if follow_kept else 4 + 2)
+        assert expanded == 4 + 1
 
-    @pytest.mark.parametrize(("follow_kept", "expanded"), [(False, 6), (True, 3)])
-    def test_spec_llava_prunes_by_confidence(self, follow_kept: bool, expanded: int) -> None:
+    def test_spec_llava_prunes_by_confidence(self) -> None:
         """The same tree; .288 < .29 <= .3, so (0,0,0) goes, and of level 1 only (0) and (1) are expanded."""
-        options = {"budget": 4, "branch": 2, "steps": 2, "min_confidence": 0.29, "follow_kept": follow_kept}
-        tree, found, _ = draft_tree(sage.policy("spec_llava", **options), SPEC_LLAVA)
+        policy = sage.policy("spec_llava", budget=4, branch=2, steps=2, min_confidence=0.29)
+        tree, expanded, _ = draft_tree(policy, SPEC_LLAVA)
         assert paths_of(tree) == [(), (0,), (1,), (0, 0)]
-        assert found == expanded
+        assert expanded == 2 + 1
 
     def test_talon(self) -> None:
         """K = 3, ratio .5, eight nodes. Level 1: all of .5 .3 .1, without a gate. Level 2: .40 .05 .025 | .21 .06 .03
@@ -169,7 +163,7 @@ def dyadic_draft(seed: int, sharpness: float) -> Draft:
     return candidates
 
 
-def best(probs: dict[Ranks, float], count: int) -> list[Ranks]:
+def ranked(probs: dict[Ranks, float], count: int) -> list[Ranks]:
     """Returns the most probable paths; ties go to the shallower, then to the one further left."""
     return sorted(probs, key=lambda path: (-probs[path], len(path), path))[:count]
 
@@ -185,21 +179,21 @@ def eagle2_reference(
     for level in range(1, depth + 1):
         new = children(probs, beam, draft, top_k)
         probs |= new
-        beam = best(new, top_k)
+        beam = ranked(new, top_k)
         if stop and level < depth and stop(level, sum(new[path] for path in beam[: total - 1])):
             break
-    return set(best(probs, total))
+    return set(ranked(probs, total))
 
 
 def spec_llava_reference(draft: Draft, budget: int, branch: int, steps: int, min_confidence: float) -> set[Ranks]:
     probs = children({(): 1.0}, [()], draft, budget)
-    kept, expanded = best(probs, budget), set[Ranks]()
+    kept, expanded = ranked(probs, budget), set[Ranks]()
     for _ in range(steps):
         unexpanded = [path for path in kept if path not in expanded]
         expanded |= set(unexpanded)
         pool = {path: probs[path] for path in kept} | children(probs, unexpanded, draft, branch)
         probs |= pool
-        kept = best(pool, budget)
+        kept = ranked(pool, budget)
     return {()} | {path for path in kept if probs[path] >= min_confidence}
 
 
@@ -208,7 +202,7 @@ def talon_reference(draft: Draft, total: int, top_k: int, ratio: float, max_dept
     for level in range(1, max_depth + 1):
         new = children(probs, layer, draft, top_k)
         gate = 0.0 if level == 1 else ratio * max(new.values())
-        layer = best({path: p for path, p in new.items() if p >= gate}, total - len(probs))
+        layer = ranked({path: p for path, p in new.items() if p >= gate}, total - len(probs))
         probs |= {path: new[path] for path in layer}
         if len(probs) == total:
             break
@@ -261,15 +255,12 @@ class TestReferences:
     )
     @example(1, 5.0, WIDTH, WIDTH, 4, 0.0)
     def test_spec_llava(self, seed: int, sharpness: float, budget: int, branch: int, steps: int, min_confidence: float) -> None:
-        draft, expanded = dyadic_draft(seed, sharpness), []
+        draft = dyadic_draft(seed, sharpness)
         options = {"budget": budget, "branch": branch, "steps": steps, "min_confidence": min_confidence}
-        for follow_kept in (False, True):
-            policy = sage.policy("spec_llava", follow_kept=follow_kept, **options)
-            tree, num_expanded, _ = draft_tree(policy, draft)
-            assert set(paths_of(tree)) == spec_llava_reference(draft, **options)
-            check_bounds(policy, tree, num_expanded)
-            expanded.append(num_expanded)
-        assert expanded[1] <= expanded[0]
+        policy = sage.policy("spec_llava", **options)
+        tree, expanded, _ = draft_tree(policy, draft)
+        assert set(paths_of(tree)) == spec_llava_reference(draft, **options)
+        check_bounds(policy, tree, expanded)
 
     @few
     @given(
@@ -304,7 +295,7 @@ def test_the_best_nodes_are_a_tree_for_any_draft(seed: int, scale: float, count:
         return logits.softmax(0).sort(descending=True).values.tolist()
 
     tree, _, _ = draft_tree(sage.policy("eagle2", total=10**6, depth=4, top_k=4), draft)
-    keep = best_nodes(tree, count)
+    keep = torch.tensor(best(tree.path_probs.tolist(), count))
     assert keep[0] == 0 and bool((keep.diff() > 0).all()) and len(keep) == min(count, len(tree))
     assert len(tree.subtree(keep)) == len(keep)
     assert float(tree.path_probs[keep].sum()) == pytest.approx(float(tree.path_probs.topk(len(keep)).values.sum()), rel=1e-5)
@@ -313,64 +304,23 @@ def test_the_best_nodes_are_a_tree_for_any_draft(seed: int, scale: float, count:
 def test_negative_control_reversed_ties_are_not_a_tree() -> None:
     """The stable order keeps ancestors: taking the last of equal nodes drops a parent."""
     tree, _, _ = draft_tree(sage.policy("eagle2", total=99, depth=4, top_k=1), lambda path: [1.0])
-    assert best_nodes(tree, 3).tolist() == [0, 1, 2]
+    assert best(tree.path_probs.tolist(), 3) == [0, 1, 2]
     last_of_equals = tree.path_probs[1:].flip(0).sort(descending=True, stable=True).indices[:2]
     with pytest.raises(AssertionError, match="parent was dropped"):
         tree.subtree(torch.cat((torch.zeros(1, dtype=torch.long), (4 - last_of_equals).sort().values)))
 
 
-def test_best_children_are_in_tree_order_and_ranked() -> None:
-    """.5*(.6 .4) = .30 .20, .3*(.9 .1) = .27 .03: the three best are .30 .20 .27 in tree order, most probable first 0, 2, 1."""
-    frontier = Frontier(2, torch.tensor([[0.6, 0.4, 0.0], [0.9, 0.1, 0.0]]), torch.tensor([0.5, 0.3]))
-    picks, order, paths = best_children(frontier, branching=2, count=3)
-    assert (picks.tolist(), order.tolist()) == ([0, 1, 3], [0, 2, 1])  # row * 3 + rank
-    torch.testing.assert_close(paths, torch.tensor([0.30, 0.27, 0.20]))
-
-
-@pytest.mark.parametrize(("budget", "branch"), [(1, 1), (5, 1), (6, 2), (7, 3)])
-def test_level_widths_are_the_tightest_bound(budget: int, branch: int) -> None:
-    """Every tree of at most `budget` nodes with at most `branch` children per node, enumerated by its nodes per level."""
-    shapes, widest = [(width,) for width in range(1, budget + 1)], dict[int, int]()
-    while shapes:
-        shape = shapes.pop()
-        widest[len(shape)] = max(widest.get(len(shape), 0), shape[-1])
-        shapes += [(*shape, n) for n in range(1, min(shape[-1] * branch, budget - sum(shape)) + 1)]
-    assert level_widths(budget, branch, budget + 3) == [widest[level] for level in sorted(widest)]
-
-
-def grow_on_meta(policy: Policy, levels: int = 3) -> None:
-    """Runs a policy on tensors that have a shape and no values; reading a value raises."""
-    policy.reset()
-    policy.begin()
-    width = 1
-    for level in range(1, levels + 1):
-        probs, path_probs = torch.empty(width, policy.num_candidates, device="meta"), torch.empty(width, device="meta")
-        chosen = policy.next_level(Frontier(level, probs, path_probs))
-        assert chosen is not None
-        width = len(chosen.expand)
-
-
-@pytest.mark.parametrize("name", ["eagle2", "spec_llava"])
-def test_drafting_needs_no_device_synchronization(name: str) -> None:
-    grow_on_meta(sage.policy(name))
-
-
-@pytest.mark.parametrize("policy", [sage.policy("talon"), sage.policy("ddd"), sage.policy("spec_llava", follow_kept=True)])
-def test_negative_control_reading_a_value_is_detected(policy: Policy) -> None:
-    with pytest.raises((RuntimeError, NotImplementedError)):
-        grow_on_meta(policy)
-
-
-def test_ddd_synchronizes_on_checked_levels_only() -> None:
-    grow_on_meta(sage.policy("ddd", check_every=4))
-    with pytest.raises((RuntimeError, NotImplementedError)):
-        grow_on_meta(sage.policy("ddd", check_every=4), levels=4)
+def test_best_children_are_in_tree_order() -> None:
+    """.5*(.6 .4) = .30 .20, .3*(.9 .1) = .27 .03: the three best are .30 .20 .27 in tree order."""
+    picks, paths = best_children([[0.6, 0.4, 0.0], [0.9, 0.1, 0.0]], [0.5, 0.3], branching=2, count=3)
+    assert picks == [0, 1, 3]  # row * 3 + rank
+    assert paths == pytest.approx([0.30, 0.20, 0.27])
 
 
 def test_rounds_are_independent() -> None:
     draft = dyadic_draft(5, 2.0)
     for name in NAMES:
-        options = {"budget": WIDTH, "branch": 2, "follow_kept": True} if name == "spec_llava" else {"top_k": 3}
+        options = {"budget": WIDTH, "branch": 2} if name == "spec_llava" else {"top_k": 3}
         policy = sage.policy(name, **options)
         first, again = (paths_of(draft_tree(policy, draft, levels=4)[0]) for _ in range(2))
         assert first == again

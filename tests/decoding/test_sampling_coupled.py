@@ -41,7 +41,7 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("chain", {"depth": 3}),
     ("static", {}),
     ("eagle2", {"total": 6, "depth": 3, "top_k": 2}),
-    ("spec_llava", {"budget": 4, "branch": 2, "steps": 2, "min_confidence": 0.15, "follow_kept": True}),
+    ("spec_llava", {"budget": 4, "branch": 2, "steps": 2, "min_confidence": 0.15}),
     ("talon", {"total": 6, "top_k": 3, "ratio": 0.4}),
     ("ddd", {"total": 6, "depth": 3, "top_k": 2, "threshold": 0.7, "check_every": 1}),
     ("sage", {"top_k": 4}),
@@ -267,7 +267,7 @@ def test_draws_and_processors_on_a_device_neither_transfer_nor_wait(traffic: Tra
     expected, ours = TargetSampler(sampling, prompt), TargetSampler(sampling, on_device(prompt))
     for sampler in (expected, ours):
         sampler.extend([5, int(tree.tokens[0])])
-    there = Tree(*on_device((tree.tokens, tree.parents, tree.depths)), num_levels=tree.num_levels)
+    there = Tree(*on_device((tree.tokens, tree.parents, tree.depths)))
     there.columns, there.ancestors = tree.columns, on_device(tree.ancestors)
     there_logits = on_device(logits)
     traffic.reset()

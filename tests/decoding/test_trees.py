@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from support.messages import refused
-from support.slow_trees import grow_fully, numbers
+from support.slow_trees import grow_fully
 
 import sage
 from sage.trees.sage import round_half_up
@@ -78,28 +78,25 @@ class TestSagePolicy:
         policy.alpha = 1.0
         policy.begin()
         assert (policy.plan.depth, policy.plan.width) == (8.0, 2.0)
-        probs = torch.tensor([[0.9, 0.1]])
-        first = policy.next_level(Frontier(1, probs, torch.ones(1)))
-        assert numbers(first) == ([0, 1], [0, 1])  # row * 2 + rank
-        second = policy.next_level(Frontier(2, probs.expand(2, 2), torch.tensor([0.9, 0.1])))
-        assert numbers(second) == ([0, 2], [0, 2])  # .81 and .09 are both above .1 * 2 / 8 = .025
-        third = policy.next_level(Frontier(3, torch.tensor([[0.9, 0.1], [0.2, 0.1]]), torch.tensor([0.81, 0.09])))
-        assert numbers(third)[1] == [0]  # .09 * .2 = .018 is below .0375
+        assert policy.next_level(Frontier(1, [[0.9, 0.1]])) == ([0, 1], [0, 1])  # row * 2 + rank
+        second = policy.next_level(Frontier(2, [[0.9, 0.1]] * 2))
+        assert second == ([0, 2], [0, 2])  # .81 and .09 are both above .1 * 2 / 8 = .025
+        third = policy.next_level(Frontier(3, [[0.9, 0.1], [0.2, 0.1]]))
+        assert third.expand == [0]  # .09 * .2 = .018 is below .0375
 
     def test_node_threshold_ignores_the_path(self) -> None:
         policy = sage.policy("sage", top_k=2, history=False, threshold="node")
         policy._is_first = False
         policy.begin()
         policy.plan.paths = [0.01]
-        chosen = policy.next_level(Frontier(3, torch.tensor([[0.2, 0.1]])))
-        assert numbers(chosen)[1] == [0]
+        assert policy.next_level(Frontier(3, [[0.2, 0.1]])).expand == [0]
 
     def test_nothing_is_drafted_below_a_token_that_ends_the_answer(self) -> None:
         policy = sage.policy("sage", top_k=2, history=False)
         policy._is_first = False
         for ends, expected in (([], [0, 1]), ([0], [1])):
             policy.begin()
-            assert numbers(policy.next_level(Frontier(1, torch.tensor([[0.6, 0.4]]), ends=ends)))[1] == expected
+            assert policy.next_level(Frontier(1, [[0.6, 0.4]], ends)).expand == expected
 
     def test_depth_ends_the_drafting_and_the_budget_limits_the_nodes(self) -> None:
         for budget in (2, 5, 17):
@@ -161,7 +158,7 @@ class TestOtherPolicies:
 
     def test_autoregressive_never_drafts(self) -> None:
         policy = sage.policy("autoregressive")
-        assert policy.next_level(Frontier(1, torch.ones(1, 1), torch.ones(1))) is None
+        assert policy.next_level(Frontier(1, [[1.0]])) is None
 
     def test_unknown_names_and_options_are_named(self) -> None:
         with refused("policy", "'sgae'", "autoregressive"):
@@ -196,9 +193,3 @@ class TestTree:
                 walk.add(at)
                 at = int(tree.parents[at])
             assert set(tree.ancestors[node].nonzero()[:, 0].tolist()) == walk
-
-
-def test_levels_are_lists_on_the_host_and_tensors_on_the_device() -> None:
-    frontier = Frontier(1, torch.full((1, 10), 0.1), torch.ones(1))
-    assert isinstance(sage.policy("chain").next_level(frontier).picks, list)
-    assert isinstance(sage.policy("eagle2").next_level(frontier).picks, torch.Tensor)

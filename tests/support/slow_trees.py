@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ class SlowTree(Tree):
     def copy_of(cls, tree: Tree) -> SlowTree:
         """Returns a copy of a built tree without the draft's candidates."""
         unknown = [None] * len(tree)
-        return cls(tree.tokens, tree.parents, tree.depths, tree.num_levels, unknown, path_probs=torch.ones(len(tree)))
+        return cls(tree.tokens, tree.parents, tree.depths, unknown, path_probs=torch.ones(len(tree)))
 
     def note_candidates(self, nodes: Tensor, probs: Tensor, tokens: Tensor) -> None:
         """Stores the draft's candidates below `nodes` [F]: probabilities and tokens [F, K]."""
@@ -39,7 +38,6 @@ class SlowTree(Tree):
     def add_level(self, parents: Tensor, tokens: Tensor, probs: Tensor) -> Tensor:
         """Appends nodes [M] below existing ones; returns their indices [M]."""
         old, new = len(self.tokens), len(tokens)
-        self.num_levels += 1
         self.tokens = torch.cat((self.tokens, tokens))
         self.depths = torch.cat((self.depths, self.depths[parents] + 1))
         self.path_probs = torch.cat((self.path_probs, self.path_probs[parents] * probs))
@@ -57,25 +55,14 @@ class SlowTree(Tree):
             tokens=self.tokens[keep],
             parents=torch.tensor([kept.index(parent) if parent >= 0 else -1 for parent in parents]),
             depths=self.depths[keep],
-            num_levels=self.num_levels,
             draft_topk=[self.draft_topk[node] for node in kept],
             path_probs=self.path_probs[keep],
         )
 
 
-def numbers(next_level: NextLevel[Any]) -> tuple[list[int], list[int]]:
-    """Returns picks and expanded candidates as lists."""
-    return torch.as_tensor(next_level.picks).tolist(), torch.as_tensor(next_level.expand).tolist()
-
-
-def as_keep(selected: Tensor | list[int]) -> Tensor:
-    """Returns the result of `Policy.select` as a tensor."""
-    return torch.as_tensor(selected)
-
-
-def add_next_level(tree: SlowTree, frontier: Tensor, next_level: NextLevel[Any], probs: Tensor, tokens: Tensor) -> Tensor:
+def add_next_level(tree: SlowTree, frontier: Tensor, next_level: NextLevel, probs: Tensor, tokens: Tensor) -> Tensor:
     """Adds a level below `frontier` [F] with candidates `probs` and `tokens` [F, K]; returns the next frontier [X]."""
-    picks, expand = numbers(next_level)
+    picks, expand = next_level
     rows, ranks = torch.tensor([divmod(pick, probs.shape[1]) for pick in picks], dtype=torch.long).view(-1, 2).unbind(1)
     nodes = tree.add_level(frontier[rows], tokens[rows, ranks], probs[rows, ranks])
     return torch.tensor([int(nodes[picks.index(pick)]) for pick in expand], dtype=torch.long)
@@ -90,14 +77,14 @@ def grow_fully(policy: Policy, probs: Tensor, most_levels: int = 20) -> SlowTree
         candidates = probs[: policy.num_candidates].expand(len(frontier), -1)
         tokens = torch.arange(candidates.shape[1]).expand_as(candidates)
         tree.note_candidates(frontier, candidates, tokens)
-        next_level = policy.next_level(Frontier(level, candidates, tree.path_probs[frontier]))
+        next_level = policy.next_level(Frontier(level, candidates.tolist()))
         if next_level is None:
             break
         frontier = add_next_level(tree, frontier, next_level, candidates, tokens)
         if len(frontier) == 0:
             break
-    keep = policy.select(tree)
-    return tree if keep is None else tree.subtree(as_keep(keep))
+    keep = policy.select()
+    return tree if keep is None else tree.subtree(torch.tensor(keep))
 
 
 def tree_of(paths: list[tuple[int, ...]]) -> Tree:

@@ -11,7 +11,7 @@ Shapes: F frontier nodes, K candidates, N drafted nodes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -75,7 +75,7 @@ class Planner:
     def __init__(self, options: CostAware, acceptance: Acceptance) -> None:
         self.options, self.acceptance = options, acceptance
 
-    def next_level(self, plan: CostPlan, frontier: Frontier) -> NextLevel[Sequence[int]] | None:
+    def next_level(self, plan: CostPlan, frontier: Frontier) -> NextLevel | None:
         """Adds the nodes that may be worth verifying, P(v) >= lambda * dc_t, and expands those that pay for a level."""
         level = plan.expanded = frontier.level
         plan.drafting_s += plan.prices.level_s[len(frontier.rows) - 1]

@@ -10,7 +10,6 @@ every verified node, the long-run price and the level-by-level stop together are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -20,7 +19,7 @@ from sage.trees.cost_aware.learner import Learner, PendingRound
 from sage.trees.cost_aware.planner import CostPlan, Planner
 from sage.trees.cost_aware.pricing import Prices
 from sage.trees.options import Range
-from sage.trees.tree import DraftedTree, Frontier, NextLevel, RoundOutcome
+from sage.trees.tree import Frontier, NextLevel, RoundOutcome
 
 
 @dataclass(eq=False, kw_only=True)
@@ -41,7 +40,7 @@ class CostAware(Policy):
     """
 
     name = "cost_aware"
-    is_on_host = needs_costs = True
+    needs_costs = True
 
     max_depth: Annotated[int, Range(ge=1)] = 12
     max_nodes: Annotated[int, Range(ge=1)] = 64
@@ -120,10 +119,10 @@ class CostAware(Policy):
     def begin(self) -> None:
         self.plan = CostPlan(self.prices, self.learner.needs_round(self._num_skipped))
 
-    def next_level(self, frontier: Frontier) -> NextLevel[Sequence[int]] | None:
+    def next_level(self, frontier: Frontier) -> NextLevel | None:
         return self._planner.next_level(self.plan, frontier)
 
-    def select(self, drafted: DraftedTree) -> list[int] | None:
+    def select(self) -> list[int] | None:
         return self._planner.select(self.plan)
 
     def needs_feedback(self) -> bool:
