@@ -31,6 +31,7 @@ ONE_PROCESS = (
     "tests/docs/test_examples.py",
     "tests/docs/test_packaging.py",
     "tests/docs/test_papers.py",
+    "tests/passes/test_compiled.py",
     "tests/training/test_ranks.py",
 )
 
@@ -60,6 +61,19 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()  # no collection visits the imported modules again
     gc.enable()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """After each file, exempts what lives on from later collections, of which DeepSpeed demands several per engine."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Runs slow tests first where several processes share the tests, so that no process waits for a slow test at the end."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 def pytest_unconfigure() -> None:

@@ -21,11 +21,11 @@ SUBSTITUTIONS = {
         '"Qwen/Qwen2.5-VL-7B-Instruct", dtype=torch.bfloat16, device="cuda"': f'"{POCKET}"',
         '"runs/x"': f'"{DEMO}"',
         '"train.max_steps=100"': ", ".join(f'"{key}={value}"' for key, value in SHORTER["sage-train"].items()),
-        "train.max_steps=30": "train.max_steps=3",
+        "train.max_steps=30": "train.max_steps=2",
     },
-    "docs/decoder.md": {"--num-prompts 4": "--num-prompts 2"},
+    "docs/decoder.md": {"--num-prompts 4": "--num-prompts 2 --max-new-tokens 16 --repeats 1", "num_examples=100": "num_examples=24"},
     "docs/exporting.md": {"RUN": "runs/pocket_qwen2_5_vl-eagle3-chats", "TARGET": POCKET, "DIR": "exports/again"},
-    "docs/launching.md": {"RUN": DEMO, "train.max_steps=20": "train.max_steps=2", "train.max_steps=600": "train.max_steps=6"},
+    "docs/launching.md": {"RUN": DEMO, "train.max_steps=20": "train.max_steps=2", "train.max_steps=600": "train.max_steps=4"},
 }
 EXAMPLE = re.compile(r"NAME|messages\.json|(llava|llava_7b)\.(py|yaml)$|^conf/data/mine")  # files that a reader may add
 WITH_VALUE = ("--draft", "--inspect", "--serve-check")  # options that the text names without their value

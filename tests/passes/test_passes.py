@@ -1,8 +1,7 @@
-"""Passes as functions of tensors, plain, with static buffers and compiled: the same trees and texts as eager passes."""
+"""Passes as functions of tensors, plain and with static buffers: the same trees and texts as eager passes."""
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from support.messages import refused
-from support.models import in_float64, make_inputs, make_qwen, random_draft, text_sizes
+from support.models import in_float64, make_qwen
 from support.near_draft import near_draft
+from support.pass_helpers import answer, head, run_chain
 from torch import nn
-from transformers import LlamaConfig, Qwen3VLConfig
 
 import sage
 from sage.chat import Chat
@@ -22,7 +21,6 @@ from sage.passes import package, select, sessions, target_passes
 from sage.passes.buckets import key_bucket, node_bucket
 from sage.passes.capture import CachePool, CapturedLevels, CapturedTreePasses, call_again
 from sage.passes.package import Eager
-from sage.targets.families import family_of
 
 FORMS = ("functions", "captured")
 POLICIES = ("autoregressive", "chain", "static", "eagle2", "spec_llava", "ddd", "talon", "sage")
@@ -30,22 +28,6 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "eagle": {},
     "eagle3": {"feature_levels": [1, 2, 3], "draft_vocab_size": 40, "vocabulary": torch.arange(0, 60, 1)[:40]},
 }
-
-LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-LLAMA3_ROPE |= {"original_max_position_embeddings": 16}
-MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
-VISION = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32}
-VISION |= {"num_position_embeddings": 16, "deepstack_visual_indexes": (0, 1)}
-IDS = {"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63}
-FAMILY_CONFIGS = (
-    (LlamaConfig(**text_sizes(rope_parameters=LLAMA3_ROPE)), "autoregressive"),
-    (Qwen3VLConfig(text_config=text_sizes(head_dim=16, rope_parameters=MROPE), vision_config=VISION, **IDS), "static"),
-)
-
-
-def head(target: sage.Target, *args: Any, **options: Any) -> Any:
-    """A draft head for decoding; one in training runs eagerly."""
-    return random_draft(target, *args, **options).eval()
 
 
 def run_eagerly(module: nn.Module, example: package.Example, label: str, depends_on: Any) -> Eager:
@@ -61,15 +43,6 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pas
     monkeypatch.setattr(select, "CapturedTreePasses", partial(CapturedTreePasses, capture=call_again))
     monkeypatch.setattr(select, "CapturedLevels", partial(CapturedLevels, capture=call_again))
     return PassMode.compiled if request.param == "functions" else PassMode.captured
-
-
-def answer(target: sage.Target, draft: Any, passes: PassMode, policy: str, **options: Any) -> tuple[list[int], list[Any]]:
-    """Returns tokens, and the shape and outcome of every tree."""
-    target.passes = passes
-    inputs = make_inputs(target)
-    inputs = {key: value.to(target.dtype) if value.is_floating_point() else value for key, value in inputs.items()}
-    out = sage.generate(target, None if policy == "autoregressive" else draft, inputs, policy, max_new_tokens=40, **options)
-    return out.tokens.tolist(), [(row["nodes"], row["depth"], row["accepted"]) for row in out.stats.rounds_log]
 
 
 class TestFormsAgree:
@@ -146,15 +119,6 @@ class TestBuckets:
                 run_chain(passes, cache, nodes)
             assert len(captures) == 4
             del cache
-
-
-def run_chain(passes: Any, cache: Any, nodes: int) -> Any:
-    from sage.trees.tree import Columns, Tree
-
-    depths = list(range(nodes))
-    tree = Tree.of(Columns([2 + depth for depth in depths], [depth - 1 for depth in depths], depths))
-    with torch.inference_mode():
-        return passes(tree, torch.tensor([cache.length]), cache)
 
 
 class TestCaches:
@@ -251,87 +215,3 @@ class TestModes:
             sage.load_target("no/such/folder", passes="fast")
         with refused("passes: captured needs a GPU"):
             sage.load_target("no/such/folder", passes="captured")
-
-
-@pytest.mark.slow
-class TestCompiled:
-    def test_once_per_pass_and_from_disk(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
-        """One compilation for one node and one for several, whatever the shapes; none for other weights."""
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        target = make_qwen()
-        draft = head(target)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)
-            found = answer(target, draft, PassMode.compiled, "static")
-            assert found == answer(target, draft, PassMode.eager, "static")
-            folder = tmp_path / "sage-draft" / "passes"
-            count = len(list(folder.glob("*.pt2")))
-            assert 1 < count == capsys.readouterr().err.count("compiling")
-            for _ in range(2):
-                other = make_qwen(seed=1)
-                drafts = head(other, seed=1)
-                assert answer(other, drafts, PassMode.compiled, "static") == answer(other, drafts, PassMode.eager, "static")
-                compiled = capsys.readouterr().err.count("compiling")
-            assert len(list(folder.glob("*.pt2"))) <= 6 and compiled == 0
-        for path in folder.glob("*.pt2"):
-            path.write_bytes(b"damaged")
-        target.functions.clear()
-        assert answer(target, None, PassMode.compiled, "autoregressive")[0] == found[0]
-        assert capsys.readouterr().err.count("compiling") == 1
-
-    @pytest.mark.parametrize(("config", "policy"), FAMILY_CONFIGS, ids=[config.model_type for config, _ in FAMILY_CONFIGS])
-    def test_other_families(self, config: Any, policy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        """Scaled rope; queries and keys with norms, interleaved M-RoPE, deepstack in the prefill."""
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        torch.manual_seed(0)
-        target = sage.Target(family_of(config).auto_class.from_config(config))
-        target.model.lm_head.weight.data[60:64] = 0  # no slot is ever generated, as in a trained model
-        draft = random_draft(target)  # in training mode: its levels run eagerly and cost no compilation
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)
-            found = answer(target, draft, PassMode.compiled, policy)
-        assert found == answer(target, draft, PassMode.eager, policy)
-        assert list((tmp_path / "sage-draft" / "passes").glob("*.pt2"))
-
-    def test_small_weights_are_not_part_of_the_code(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        """Inductor writes up to 8 numbers into the code unless it is told not to; a package serves any weights."""
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        layer = nn.Linear(4, 4)
-
-        def example() -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-            return (torch.zeros(3, 4),), (None,)
-
-        run = package.compiled(layer, example, "a layer", "model")
-        assert not isinstance(run, Eager)
-        x = torch.randn(3, 4)
-        for _ in range(2):
-            with torch.no_grad():
-                torch.testing.assert_close(run([x])[0], layer(x))
-            layer.weight.data, layer.bias = torch.randn(4, 4), nn.Parameter(torch.randn(4))
-            run.refresh()
-
-    def test_full_cache(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        """A tree up to the last row of the cache; a call that fails runs eagerly."""
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        target = make_qwen()
-        target.passes = PassMode.compiled
-        passes: Any = select.new_tree_passes(target, ())
-        eager = target_passes.EagerTreePasses(target, ())
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)
-            found = run_chain(passes, passes.new_cache(5), 5)
-        torch.testing.assert_close(found.logits, run_chain(eager, eager.new_cache(5), 5).logits)
-        with pytest.warns(UserWarning, match="several nodes cannot run compiled"):
-            found = run_chain(passes, eager.new_cache(5), 5)
-        torch.testing.assert_close(found.logits, run_chain(eager, eager.new_cache(5), 5).logits)
-
-    def test_no_compiler(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/nowhere/g++",))
-        target = make_qwen()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            found = answer(target, None, PassMode.compiled, "autoregressive")
-        messages = [str(one.message) for one in caught if str(one.message).startswith("passes:")]
-        assert len(messages) == 1 and "compiler" in messages[0].lower()
-        assert found == answer(target, None, PassMode.eager, "autoregressive")

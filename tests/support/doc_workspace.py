@@ -24,17 +24,18 @@ ENTRY_POINTS = {
 }
 # Appended to a command for every key that its line leaves open: the same steps on less data.
 SHORTER_DECODING = {
-    "decode.num_prompts": "2",
-    "decode.max_new_tokens": "24",
+    "decode.num_prompts": "1",
+    "decode.max_new_tokens": "16",
     "decode.repeats": "1",
     "decode.baselines": "[]",
 }
 SHORTER_TRAINING = {
-    "train.max_steps": "4",
+    "train.max_steps": "2",
     "train.epochs": "null",
     "train.global_batch_size": "8",
     "train.micro_batch_size": "4",
-    "data.num_examples": "48",
+    "data.num_examples": "16",
+    "data.num_workers": "0",  # processes that import torch
     "decode.policies": "[autoregressive,sage]",
     "launch.ranks": "1",
 }

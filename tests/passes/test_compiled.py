@@ -1,0 +1,143 @@
+"""Compiled passes: the trees and texts of eager passes, once per pass, from disk.
+
+A compilation takes ten seconds of a core, so the passes of one target and its draft are compiled once for this file.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import make_qwen, random_draft, text_sizes
+from support.pass_helpers import answer, head, run_chain
+from torch import nn
+from transformers import LlamaConfig, Qwen3VLConfig
+
+import sage
+from sage.pass_modes import PassMode
+from sage.passes import package, select, target_passes
+from sage.passes.package import Eager
+from sage.targets.families import family_of
+
+pytestmark = pytest.mark.slow
+
+LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3_ROPE |= {"original_max_position_embeddings": 16}
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+VISION = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32}
+VISION |= {"num_position_embeddings": 16, "deepstack_visual_indexes": (0, 1)}
+IDS = {"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63}
+FAMILY_CONFIGS = (
+    (LlamaConfig(**text_sizes(rope_parameters=LLAMA3_ROPE)), "autoregressive"),
+    (Qwen3VLConfig(text_config=text_sizes(head_dim=16, rope_parameters=MROPE), vision_config=VISION, **IDS), "static"),
+)
+
+
+@pytest.fixture(scope="module")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("shared_cache")
+
+
+@pytest.fixture
+def shared(shared_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the passes that the tests of this file share."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(shared_folder))
+    return shared_folder / "sage-draft" / "passes"
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of passes for one test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "sage-draft" / "passes"
+
+
+def test_once_per_pass_and_from_disk(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One compilation for one node and one for several, whatever the shapes; none for other weights."""
+    target = make_qwen()
+    draft = head(target)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        found = answer(target, draft, PassMode.compiled, "static")
+        assert found == answer(target, draft, PassMode.eager, "static")
+        count = len(list(shared.glob("*.pt2")))
+        assert 1 < count == capsys.readouterr().err.count("compiling")
+        for _ in range(2):
+            other = make_qwen(seed=1)
+            drafts = head(other, seed=1)
+            assert answer(other, drafts, PassMode.compiled, "static") == answer(other, drafts, PassMode.eager, "static")
+            compiled = capsys.readouterr().err.count("compiling")
+        assert len(list(shared.glob("*.pt2"))) <= 6 and compiled == 0
+
+
+def test_full_cache(shared: Path) -> None:
+    """A tree up to the last row of the cache; a call that fails runs eagerly."""
+    target = make_qwen()
+    target.passes = PassMode.compiled
+    passes: Any = select.new_tree_passes(target, ())
+    eager = target_passes.EagerTreePasses(target, ())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        found = run_chain(passes, passes.new_cache(5), 5)
+    torch.testing.assert_close(found.logits, run_chain(eager, eager.new_cache(5), 5).logits)
+    with pytest.warns(UserWarning, match="several nodes cannot run compiled"):
+        found = run_chain(passes, eager.new_cache(5), 5)
+    torch.testing.assert_close(found.logits, run_chain(eager, eager.new_cache(5), 5).logits)
+
+
+@pytest.mark.parametrize(("config", "policy"), FAMILY_CONFIGS, ids=[config.model_type for config, _ in FAMILY_CONFIGS])
+def test_other_families(config: Any, policy: str, own: Path) -> None:
+    """Scaled rope; queries and keys with norms, interleaved M-RoPE, deepstack in the prefill."""
+    torch.manual_seed(0)
+    target = sage.Target(family_of(config).auto_class.from_config(config))
+    target.model.lm_head.weight.data[60:64] = 0  # no slot is ever generated, as in a trained model
+    draft = random_draft(target)  # in training mode: its levels run eagerly and cost no compilation
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        found = answer(target, draft, PassMode.compiled, policy)
+    assert found == answer(target, draft, PassMode.eager, policy)
+    assert list(own.glob("*.pt2"))
+
+
+def test_small_weights_are_not_part_of_the_code(
+    own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Inductor writes up to 8 numbers into the code unless it is told not to; a package serves any weights. A damaged file is
+    compiled again.
+    """
+    layer = nn.Linear(4, 4)
+
+    def example() -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        return (torch.zeros(3, 4),), (None,)
+
+    def damaged(*_: Any, package_path: str, **__: Any) -> None:
+        Path(package_path).write_bytes(b"damaged")
+
+    with monkeypatch.context() as patch, pytest.warns(UserWarning, match="a layer cannot run compiled"):
+        patch.setattr(torch._inductor, "aoti_compile_and_package", damaged)
+        assert isinstance(package.compiled(layer, example, "a layer", "model"), Eager)
+    assert [path.read_bytes() for path in own.glob("*.pt2")] == [b"damaged"]
+    run = package.compiled(layer, example, "a layer", "model")
+    assert not isinstance(run, Eager)
+    assert not isinstance(package.compiled(layer, example, "a layer", "model"), Eager)  # from disk
+    assert capsys.readouterr().err.count("compiling a layer") == 2
+    x = torch.randn(3, 4)
+    for _ in range(2):
+        with torch.no_grad():
+            torch.testing.assert_close(run([x])[0], layer(x))
+        layer.weight.data, layer.bias = torch.randn(4, 4), nn.Parameter(torch.randn(4))
+        run.refresh()
+
+
+def test_no_compiler(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/nowhere/g++",))
+    target = make_qwen()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = answer(target, None, PassMode.compiled, "autoregressive")
+    messages = [str(one.message) for one in caught if str(one.message).startswith("passes:")]
+    assert len(messages) == 1 and "compiler" in messages[0].lower()
+    assert found == answer(target, None, PassMode.eager, "autoregressive")

@@ -1,0 +1,33 @@
+"""What the tests of passes decode with: draft heads, whole answers, single passes over a chain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from support.models import make_inputs, random_draft
+
+import sage
+from sage.pass_modes import PassMode
+from sage.trees.tree import Columns, Tree
+
+
+def head(target: sage.Target, *args: Any, **options: Any) -> Any:
+    """A draft head for decoding; one in training runs eagerly."""
+    return random_draft(target, *args, **options).eval()
+
+
+def answer(target: sage.Target, draft: Any, passes: PassMode, policy: str, **options: Any) -> tuple[list[int], list[Any]]:
+    """Returns tokens, and the shape and outcome of every tree."""
+    target.passes = passes
+    inputs = make_inputs(target)
+    inputs = {key: value.to(target.dtype) if value.is_floating_point() else value for key, value in inputs.items()}
+    out = sage.generate(target, None if policy == "autoregressive" else draft, inputs, policy, max_new_tokens=40, **options)
+    return out.tokens.tolist(), [(row["nodes"], row["depth"], row["accepted"]) for row in out.stats.rounds_log]
+
+
+def run_chain(passes: Any, cache: Any, nodes: int) -> Any:
+    depths = list(range(nodes))
+    tree = Tree.of(Columns([2 + depth for depth in depths], [depth - 1 for depth in depths], depths))
+    with torch.inference_mode():
+        return passes(tree, torch.tensor([cache.length]), cache)
