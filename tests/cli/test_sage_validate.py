@@ -237,11 +237,14 @@ def command(*overrides):
 
 
 @pytest.mark.slow
-def test_the_command_answers_a_mistake_with_one_line_and_code_2(run, tmp_path):
+def test_the_command_answers_a_mistake_with_one_line_and_code_2(run, tmp_path, monkeypatch, capsys):
     for overrides in (["checkpoint=/no/such"], ["checkpont=x"], [f"checkpoint={run}", f"target.path={tmp_path}"]):
-        done = command(*overrides)
-        assert done.returncode == 2 and done.stdout == ""
-        assert done.stderr.startswith("error: ") and len(done.stderr.strip().splitlines()) == 1
+        monkeypatch.setattr("sys.argv", ["sage-validate", *overrides])
+        with pytest.raises(SystemExit) as ended:
+            validate_cli.main()
+        shown = capsys.readouterr()
+        assert ended.value.code == 2 and shown.out == ""
+        assert shown.err.startswith("error: ") and len(shown.err.strip().splitlines()) == 1
 
 
 @pytest.mark.slow

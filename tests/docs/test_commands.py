@@ -23,7 +23,10 @@ SUBSTITUTIONS = {
         '"train.max_steps=100"': ", ".join(f'"{key}={value}"' for key, value in SHORTER["sage-train"].items()),
         "train.max_steps=30": "train.max_steps=2",
     },
-    "docs/decoder.md": {"--num-prompts 4": "--num-prompts 2 --max-new-tokens 16 --repeats 1", "num_examples=100": "num_examples=24"},
+    "docs/decoder.md": {
+        "--num-prompts 4": "--num-prompts 2 --max-new-tokens 16 --repeats 1",
+        "num_examples=100": "num_examples=24",
+    },
     "docs/exporting.md": {"RUN": "runs/pocket_qwen2_5_vl-eagle3-chats", "TARGET": POCKET, "DIR": "exports/again"},
     "docs/launching.md": {"RUN": DEMO, "train.max_steps=20": "train.max_steps=2", "train.max_steps=600": "train.max_steps=4"},
 }

@@ -90,7 +90,9 @@ class Workspace:
             text = text.replace(placeholder, value)
         if block.language == "bash":
             return self.shell(text, block.place)
-        return self._call([sys.executable, "-c", text], block.place)
+        script = self.folder / "block.py"
+        script.write_text(text, encoding="utf-8")
+        return self._call([sys.executable, "-SE", "-c", self.commands.script(str(script))], block.place)
 
     def shell(self, script: str, name: str = "") -> str:
         """Executes a script with bash, up to its first error; returns its output."""

@@ -113,14 +113,13 @@ def test_validate_config_composes() -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.slow
-def test_a_policy_composes_with_its_defaults_and_any_option(name: str) -> None:
+def test_a_policy_composes_with_its_defaults_and_every_option(name: str) -> None:
     assert compose("config", [f"decode/policy=[{name}]"], Config).decode.options == {name: {}}
-    for option, value in defaults(policy_class(name)).items():
-        if option != "paths":
-            overrides = [f"decode/policy=[{name}]", f"decode.options.{name}.{option}={'null' if value is None else value}"]
-            decode = compose("config", overrides, Config).decode
-            assert decode.options == {name: {option: value}} and decode.policies == [name]
-            build_policies(decode)
+    options = {option: value for option, value in defaults(policy_class(name)).items() if option != "paths"}
+    given = [f"decode.options.{name}.{option}={'null' if value is None else value}" for option, value in options.items()]
+    decode = compose("config", [f"decode/policy=[{name}]", *given], Config).decode
+    assert decode.options == {name: options} and decode.policies == [name]
+    build_policies(decode)
 
 
 def test_the_schema_knows_every_policy_and_baseline() -> None:
