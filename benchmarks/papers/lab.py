@@ -20,7 +20,6 @@ from sage.bench.runners import AUTOREGRESSIVE, HF_ASSISTED, PolicyRunner, Runner
 from sage.costs.measure import measure_costs
 from sage.costs.tables import Costs
 from sage.drafts.loading import Draft
-from sage.pass_modes import PassMode
 from sage.replay.recording import Recording, record
 from sage.targets import Target
 
@@ -147,9 +146,7 @@ class Lab:
             "threads": settings.threads,
             "targets": {target: runs.weights_digest(path) for target, path in settings.targets.items()},
             "max_new_tokens": settings.max_new_tokens,
-            **(
-                {} if settings.passes == PassMode.eager else {"passes": settings.passes}
-            ),  # figures without it are of eager ones
+            "passes": settings.passes,
         }
         return self.store.get_or_measure(name, inputs, measure_figures, f"make results-{study}")
 

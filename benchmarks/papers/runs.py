@@ -36,8 +36,7 @@ def overrides(settings: Settings, name: str) -> list[str]:
     known = settings.training.runs
     if name not in known:
         raise ValueError(f"training.runs: {name!r} is not one of {', '.join(known)}")
-    common = [] if known[name].is_alone else settings.training.common
-    return [*common, *known[name].overrides, *known[name].extra, *settings.training.last]
+    return [*settings.training.common, *known[name].overrides, *known[name].extra, *settings.training.last]
 
 
 def run_digest(settings: Settings, name: str) -> str:

@@ -15,13 +15,9 @@ FULL, QUICK = "full", "quick"
 
 @dataclass(kw_only=True)
 class RunSettings:
-    """One training run: the short name of its target, and its arguments of sage-train; `extra` follows `overrides`.
-
-    `is_alone`: the arguments are complete; those common to the other runs are left out.
-    """
+    """One training run: the short name of its target, and its arguments of sage-train; `extra` follows `overrides`."""
 
     target: str = MISSING
-    is_alone: bool = False
     overrides: list[str] = field(default_factory=list)
     extra: list[str] = field(default_factory=list)
 
@@ -110,9 +106,8 @@ class TemperatureSettings(TimedSettings):
 
 @dataclass(kw_only=True)
 class CouplingSettings(TimedSettings):
-    """`runs`: the run of each target's draft; `points`: temperature and top_p; `seeds`: number of seeds of each prompt."""
+    """`points`: temperature and top_p; `seeds`: number of seeds of each prompt."""
 
-    runs: dict[str, str] = MISSING
     points: list[list[float]] = MISSING
     seeds: int = MISSING
 

@@ -82,8 +82,8 @@ RECIPES = {
         is_autocast=False,
         stages=(
             Stage("naming", 4, 200, 2e-3, NAMING_MIXTURE, min_lr_ratio=0.6),
-            Stage("language", 4, 1500, 2e-3, FULL_MIXTURE, min_lr_ratio=0.1),
-            Stage("deep", 12, 650, 1.5e-3, FULL_MIXTURE, min_lr_ratio=0.02),
+            Stage("language", 4, 3000, 2e-3, FULL_MIXTURE, min_lr_ratio=0.1),
+            Stage("deep", 12, 550, 1.5e-3, FULL_MIXTURE, min_lr_ratio=0.02),
         ),
     ),
     # Its patches are four times as large: shapes and digits take more steps to learn, but a step is cheap.

@@ -21,7 +21,7 @@ from sage.targets import load_target
 
 SHIPPED = Path(data_prep.pocket.__file__).parent / "targets"
 families = pytest.mark.parametrize("family", FAMILIES)
-shipped_families = pytest.mark.parametrize("family", [family for family in FAMILIES if family != "qwen3_vl"])
+LEARNED = {"qwen3_vl": ("colour", "shape", "size")}  # of KINDS; the pocket README gives the others
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_unknown_family_is_refused(tokenizers):
         architecture.new_model("phi", tokenizers["qwen2_5_vl"], 2, 0)
 
 
-@shipped_families
+@families
 def test_shipped_score_belongs_to_the_shipped_weights(family):
     weights = shipped(family) / folder.WEIGHTS
     score = json.loads((shipped(family) / "score.json").read_text())
@@ -112,15 +112,15 @@ def test_shipped_score_belongs_to_the_shipped_weights(family):
     assert weights.stat().st_size == score["bytes"] <= folder.MAX_WEIGHT_BYTES
 
 
-@shipped_families
+@families
 def test_shipped_targets_describe_images(family):
     score = json.loads((shipped(family) / "score.json").read_text())
     assert score["finished"] == 1.0
-    assert {kind: score["right"][kind] for kind in KINDS if score["right"][kind] < 0.95} == {}
+    assert {kind: score["right"][kind] for kind in LEARNED.get(family, KINDS) if score["right"][kind] < 0.95} == {}
     assert all(score["words"][kind] > 50 for kind in KINDS)
 
 
-@shipped_families
+@families
 def test_shipped_folders_load_with_the_auto_classes(family):
     path = shipped(family)
     config, tokenizer = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
@@ -133,7 +133,7 @@ def test_shipped_folders_load_with_the_auto_classes(family):
     assert tokenizer.decode(tokenizer("日本 42 é")["input_ids"]) == "日本 42 é"
 
 
-@shipped_families
+@families
 @pytest.mark.parametrize("task", world.FAMILIES)
 def test_training_uses_the_inputs_of_the_saved_folder(family, task):
     processor = load_target(shipped(family), dtype=torch.float32).processor
@@ -213,7 +213,7 @@ def test_small_recipe_builds_a_loadable_folder(family, tmp_path):
 
 
 @pytest.mark.slow
-@shipped_families
+@families
 def test_shipped_targets_describe_a_held_out_image(family):
     from data_prep.pocket.grammar import score_answer
     from data_prep.pocket.score import answers

@@ -111,7 +111,6 @@ def test_committed_figures_are_current(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_figures_of_other_passes_are_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Figures without a pass mode are of eager passes."""
     monkeypatch.chdir(ROOT)
     settings, threads = load_settings(), torch.get_num_threads()
     inputs: dict[str, Any] = {}
@@ -218,7 +217,7 @@ def test_every_run_in_the_settings_composes() -> None:
         check(compose("config", [*runs.overrides(settings, name), "run.dir=somewhere"], Config))
     named = [*settings.main_runs.values(), *settings.assistant_runs.values(), *settings.epochs.runs, *settings.compressor.runs]
     drafts = [name for runs in settings.engines.runs.values() for name in runs.values()]
-    assert {*named, *settings.coupling.runs.values(), *drafts} == set(settings.training.runs)
+    assert {*named, *drafts} == set(settings.training.runs)
 
 
 # -- computations ----------------------------------------------------------------------------------------------------------

@@ -49,7 +49,13 @@ def main() -> int:
     """Runs every check; returns 0 if all pass."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = [POCKET / "pocket_qwen2_5_vl", POCKET / "pocket_llava_onevision"]
-    parser.add_argument("--targets", nargs="*", type=Path, default=default, help="target folders; default: both pocket targets")
+    parser.add_argument(
+        "--targets",
+        nargs="*",
+        type=Path,
+        default=default,
+        help="target folders; default: Qwen2.5-VL's and LLaVA-OneVision's pocket targets",
+    )
     parser.add_argument(
         "--shape-7b", action="store_true", help="also a draft of the exact shape of Qwen2.5-VL-7B (15 GB of memory)"
     )

@@ -19,7 +19,8 @@ def measure(lab: Lab) -> None:
     """Measures `coupling_TARGET` for every target."""
     study = lab.settings.coupling
     for target in lab.settings.targets:
-        lab.figures("coupling", f"coupling_{target}", partial(_measure, lab, target), [study.runs[target]], study=study)
+        run, compute = lab.settings.main_runs[target], partial(_measure, lab, target)
+        lab.figures("coupling", f"coupling_{target}", compute, [run], study=study)
 
 
 def _measure(lab: Lab, target: str) -> Json:
@@ -28,7 +29,7 @@ def _measure(lab: Lab, target: str) -> Json:
 
 def _row(lab: Lab, target: str, temperature: float, top_p: float) -> Json:
     """Compares all policies, with their default options, coupled and not; no two prompts share a seed."""
-    study, model, draft = lab.settings.coupling, lab.target(target), lab.draft(lab.settings.coupling.runs[target])
+    study, model, draft = lab.settings.coupling, lab.target(target), lab.main_draft(target)
     labels = {name.format(policy): (policy, name == "{}") for policy in POLICIES for name in ("{}", UNCOUPLED)}
     runners = [
         PolicyRunner(model, draft, label, sage.policy(policy), couple=couple) for label, (policy, couple) in labels.items()

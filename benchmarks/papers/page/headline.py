@@ -1,4 +1,4 @@
-"""The headline tables: decoders that a user can choose from, in the README; every policy on both targets, also on the page."""
+"""The headline tables: decoders that a user can choose from, in the README; every policy on every target, also on the page."""
 
 from __future__ import annotations
 

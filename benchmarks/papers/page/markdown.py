@@ -13,7 +13,7 @@ from benchmarks.papers.figures import Json
 from sage.bench.tables import markdown_table
 
 Figures = Mapping[str, Json]  # figures by name, without provenance
-TARGET_TITLES = {"qwen": "pocket Qwen2.5-VL", "llava": "pocket LLaVA-OneVision"}
+TARGET_TITLES = {"qwen": "pocket Qwen2.5-VL", "qwen3": "pocket Qwen3-VL", "llava": "pocket LLaVA-OneVision"}
 CELLS = {  # format of the cells of a column, by its title
     "tokens/pass": "{tokens_per_target_pass:.2f}",
     "accepted": "{mean_accepted_draft:.2f}",

@@ -28,7 +28,6 @@ from benchmarks.papers.page.plots import bar_labels, legend_below, policy_line, 
 from sage.bench.runners import AUTOREGRESSIVE
 from sage.bench.tables import markdown_table
 from sage.costs.timing import PHASES
-from sage.pass_modes import PassMode
 from train.report import style
 
 CAPTION_SPEEDUP = 2.0  # promised by the README
@@ -43,7 +42,7 @@ def values(figures: Figures) -> dict[str, Any]:
     tables = by_target(figures, "policies")
     first = next(iter(tables.values()))
     blocks = [_target(target, part, figures.get(f"tuning_{target}", {})) for target, part in tables.items()]
-    counts = {"prompts": first["prompts"], "repeats": first["repeats"], "passes": first.get("passes", PassMode.eager)}
+    counts = {"prompts": first["prompts"], "repeats": first["repeats"], "passes": first["passes"]}
     return {**counts, "most_tokens": MOST_TOKENS, "targets": join(*blocks)}
 
 
