@@ -42,7 +42,6 @@ def main(jobs: Path, observations: Path) -> None:
                 train_until_signal(config, ranks, job["stop"])
         else:
             assert run_rank(config, None if job["is_validated"] else quick_validation) == 0
-    seen["has_inductor"] = "torch._inductor.compile_fx" in sys.modules
     observations.write_text(json.dumps(seen))
 
 

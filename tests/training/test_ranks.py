@@ -165,12 +165,6 @@ def test_a_rank_holds_its_part_of_a_sharded_target(home: Path, rank: int) -> Non
         assert seen["is_tied"]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_no_rank_imports_a_compiler(home: Path, rank: int) -> None:
-    """DeepSpeed's Muon would: a second of every rank."""
-    assert json.loads((home / f"notes_{rank}.json").read_text())["has_inductor"] is False
-
-
 def test_rank_0_decodes_with_a_sharded_target(home: Path) -> None:
     report = json.loads((home / "sharded_3" / "validation" / "step_00000002" / "report.json").read_text())
     assert report["policies"]["sage"]["match"] == report["policies"]["sage"]["total"] == 1

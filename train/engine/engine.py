@@ -220,22 +220,7 @@ def import_deepspeed(device_type: str) -> Any:
         from deepspeed import ops  # the table of compatible operators is built at its first use, by running compilers
 
         ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    _import_muon_uncompiled()
     if not logging.getLogger("train").isEnabledFor(logging.DEBUG):
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=DEPRECATED, category=FutureWarning)
     return deepspeed
-
-
-def _import_muon_uncompiled() -> None:
-    """Imports DeepSpeed's Muon, of which its engines ask whether ours is one.
-
-    Decorating its functions with `torch.compile` would import Inductor, which takes seconds and is used by no run.
-    """
-    from deepspeed.runtime import compiler
-
-    compile_of_deepspeed, compiler.compile = compiler.compile, lambda: compiler.dummy_decorator
-    try:
-        from deepspeed.runtime.zero.muon import original_muon  # noqa: F401
-    finally:
-        compiler.compile = compile_of_deepspeed
