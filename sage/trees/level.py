@@ -61,8 +61,9 @@ class TreeBuilder:
 
     def advance(self, level: NextLevel) -> tuple[Tensor, Tokens]:
         """Makes the nodes in `level.expand` the frontier; returns their parents' rows in the last one and their tokens, [X]."""
-        width, first = len(self._candidates[0]), len(self._tokens) - len(level.picks)
-        self._frontier = [first + level.picks.index(pick) for pick in level.expand]
+        width = len(self._candidates[0])
+        nodes = dict(zip(level.picks, range(len(self._tokens) - len(level.picks), len(self._tokens)), strict=True))
+        self._frontier = [nodes[pick] for pick in level.expand]
         if self.device == CPU:
             rows = cached_index(tuple([pick // width for pick in level.expand]), self.device)
             return rows, [self._tokens[node] for node in self._frontier]
