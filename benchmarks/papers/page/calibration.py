@@ -90,7 +90,7 @@ def _lower_error(title: str, rows: Sequence[Json]) -> Expectation:
 def draw_reliability(figures: Figures) -> Figure:
     """Draws predicted and observed acceptance of the draft's most likely token; a panel per target."""
     tables = by_target(figures, "calibration")
-    subtitle = "of the draft's most likely token, on the path of the answer"
+    subtitle = "probability that the draft's most likely token is accepted, on the path of the answer"
     figure = style.figure(4.1, "Predicted and observed acceptance", subtitle)
     panels, first = target_panels(figure, tables)
     for target, axes in panels.items():
@@ -99,10 +99,10 @@ def draw_reliability(figures: Figures) -> Figure:
             curve = tables[target]["predictors"]["by_name"][name]["curve"]
             points = [(predicted, observed) for predicted, observed, count in curve if count >= MIN_NODES]
             line(axes, [x for x, _ in points], [y for _, y in points], color, name)
-        axes.set(xlim=(0, 1), ylim=(0, 1.02), xlabel="predicted acceptance probability")
+        axes.set(xlim=(0, 1), ylim=(0, 1.02), xticks=(0, 0.5, 1), xlabel="predicted")
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(PercentFormatter(1.0))
-    first.set_ylabel("observed acceptance")
+    first.set_ylabel("observed")
     legend_below(figure, first, 3)
     return figure
 

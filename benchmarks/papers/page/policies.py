@@ -235,6 +235,7 @@ def draw_families(figures: Figures) -> Figure:
             speedups = [family["policies"][name]["speedup"] for family in families.values()]
             policy_line(axes, list(families), speedups, name, linewidth=2.2 if name in (OURS, "sage") else 1.0)
         axes.axhline(1.0, **BASELINE_LINE)
+        axes.set_xticks(range(len(families)), list(families), rotation=35, ha="right", rotation_mode="anchor")
     first.set_ylabel("speedup")
     legend_below(figure, first, 5)
     return figure
