@@ -21,24 +21,28 @@ def best(probs: Sequence[float], count: int) -> list[int]:
 
 
 def best_children(
-    rows: Sequence[Sequence[float]], paths: Sequence[float], branching: int, count: int
+    rows: Sequence[Sequence[float]], paths: Sequence[float], branching: int, count: int, above: float = -1.0
 ) -> tuple[list[int], list[float]]:
     """Returns the `count` most probable paths among the `branching` best children of every frontier node.
 
     Args:
         rows: [F, K], as in `Frontier`.
         paths: [F], path probabilities of the frontier nodes.
+        above: paths that are not more probable are left out.
 
     Returns:
-        `NextLevel.picks` [M], increasing, and their path probabilities [M]; M = min(count, F * min(branching, K)).
+        `NextLevel.picks` [M], increasing, and their path probabilities [M]; M <= min(count, F * min(branching, K)).
     """
     picks: list[int] = []
     found: list[float] = []
     first = 0
     for path, probs in zip(paths, rows, strict=True):
-        children = [path * prob for prob in probs[:branching]]
-        picks += range(first, first + len(children))
-        found += children
+        for pick, prob in enumerate(probs[:branching], first):
+            child = path * prob
+            if child <= above:  # as are all further ones
+                break
+            picks.append(pick)
+            found.append(child)
         first += len(probs)
     if len(found) > count:
         kept = best(found, count)

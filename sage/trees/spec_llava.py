@@ -52,7 +52,8 @@ class SpecLlava(Policy):
 
     def next_level(self, frontier: Frontier) -> NextLevel:
         branching = self.budget if frontier.level == 1 else self.branch
-        picks, paths = best_children(frontier.rows, self._frontier, branching, self.budget)
+        least = min(self._kept) if len(self._kept) == self.budget else -1.0  # ties go to the kept node
+        picks, paths = best_children(frontier.rows, self._frontier, branching, self.budget, above=least)
         known, pool = len(self._kept), self._kept + paths
         ranked = best(pool, self.budget)
         self._kept = [pool[i] for i in ranked]

@@ -9,10 +9,10 @@ from benchmarks.papers.figures import Json
 from benchmarks.papers.lab import Lab
 from benchmarks.papers.measure.comparison import compare
 from benchmarks.papers.measure.tuning import most_tokens, tuned_options
-from sage.bench.runners import AUTOREGRESSIVE, HF_ASSISTED, HF_COMPILED, HF_GENERATE, PROMPT_LOOKUP
+from sage.bench.runners import AUTOREGRESSIVE, HF_ASSISTED, HF_GENERATE, HF_STATIC, PROMPT_LOOKUP
 
 DRAFTING = tuple(name for name in sage.POLICIES if name != AUTOREGRESSIVE)
-BASELINES = (HF_GENERATE, HF_COMPILED, PROMPT_LOOKUP, HF_ASSISTED)
+BASELINES = (HF_GENERATE, HF_STATIC, PROMPT_LOOKUP, HF_ASSISTED)
 PUBLISHED = "{} (published)"  # label of a policy with the settings of its paper
 MOST_TOKENS = "sage (most tokens)"
 

@@ -30,7 +30,7 @@ from sage.bench.tables import markdown_table
 from sage.costs.timing import PHASES
 from train.report import style
 
-CAPTION_SPEEDUP = 2.0  # promised by the README
+CAPTION_SPEEDUP = 2.0  # our goal
 SAGE_LEAD = 1.2  # over static, in tokens per pass
 DRAFTED, TREE = ("tokens/pass", "accepted"), ("nodes", "levels")
 DECODED = ("tokens/s", "speedup", "95%")
