@@ -132,9 +132,10 @@ class Lab:
     ) -> Json:
         """Returns the figures `name` of a study; measures them if they are missing or outdated.
 
-        They depend on the command lines of the runs `names` and on `others` (settings, options).
+        They depend on the runs `names`, their command lines and targets, and on `others` (settings, options).
         """
         settings = self.settings
+        targets = {settings.training.runs[run].target for run in names}
         commands = {"runs": {run: runs.overrides(settings, run) for run in names}} if names else {}
         plain = {
             key: asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
@@ -144,7 +145,7 @@ class Lab:
             **commands,
             **plain,
             "threads": settings.threads,
-            "targets": {target: runs.weights_digest(path) for target, path in settings.targets.items()},
+            "targets": {target: runs.weights_digest(settings.targets[target]) for target in sorted(targets)},
             "max_new_tokens": settings.max_new_tokens,
             "passes": settings.passes,
         }

@@ -36,7 +36,8 @@ def overrides(settings: Settings, name: str) -> list[str]:
     known = settings.training.runs
     if name not in known:
         raise ValueError(f"training.runs: {name!r} is not one of {', '.join(known)}")
-    return [*settings.training.common, *known[name].overrides, *known[name].extra, *settings.training.last]
+    common = [] if known[name].is_alone else settings.training.common
+    return [*common, *known[name].overrides, *known[name].extra, *settings.training.last]
 
 
 def run_digest(settings: Settings, name: str) -> str:

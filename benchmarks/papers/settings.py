@@ -15,9 +15,13 @@ FULL, QUICK = "full", "quick"
 
 @dataclass(kw_only=True)
 class RunSettings:
-    """One training run: the short name of its target, and its arguments of sage-train; `extra` follows `overrides`."""
+    """One training run: the short name of its target, and its arguments of sage-train; `extra` follows `overrides`.
+
+    `is_alone`: the arguments are complete; those common to the other runs are left out.
+    """
 
     target: str = MISSING
+    is_alone: bool = False
     overrides: list[str] = field(default_factory=list)
     extra: list[str] = field(default_factory=list)
 

@@ -29,6 +29,7 @@ from sage.passes.package_folder import PACKAGE_SUFFIX, mark_used, only_process, 
 OPTIONS = {
     "aot_inductor.package_constants_in_so": False,
     "always_keep_tensor_constants": True,  # otherwise weights of up to 8 elements become part of the code
+    "realize_reads_threshold": 1,  # otherwise every layer computes cos and sin again, for every head, if they read little
 }
 Example = Callable[[], tuple[tuple[Any, ...], tuple[Any, ...]]]
 

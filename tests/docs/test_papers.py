@@ -110,7 +110,7 @@ def test_committed_figures_are_current(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.set_num_threads(threads)
 
 
-def test_figures_of_other_passes_are_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_figures_depend_on_their_runs_targets_and_passes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(ROOT)
     settings, threads = load_settings(), torch.get_num_threads()
     inputs: dict[str, Any] = {}
@@ -118,10 +118,11 @@ def test_figures_of_other_passes_are_measured_again(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(store, "get_or_measure", lambda name, found, *_: inputs.setdefault(name, found))
     try:
         for settings.passes in ("eager", "compiled"):
-            Lab(settings, store).figures("policies", settings.passes, dict)
+            Lab(settings, store).figures("policies", settings.passes, dict, ["eagle_qwen"])
     finally:
         torch.set_num_threads(threads)
     assert inputs["compiled"] == inputs["eager"] | {"passes": "compiled"}
+    assert inputs["eager"]["targets"] == {"qwen": runs.weights_digest(settings.targets["qwen"])}
 
 
 @pytest.mark.slow
