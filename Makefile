@@ -44,7 +44,7 @@ docs: $(VENV)/installed
 	$(BIN)/python tests/support/quoted_messages.py
 	$(BIN)/python tests/support/quoted_plans.py
 
-# docs/results.md: about an hour on two cores; finished runs and figures are reused. RESULTS_ARGS=--quick is a smoke test.
+# docs/results.md: about an hour and a half on two cores; finished runs and figures are reused. RESULTS_ARGS=--quick is a smoke test.
 results: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.papers $(RESULTS_ARGS)
 
