@@ -41,7 +41,8 @@ def _measure(lab: Lab, target: str) -> Json:
 
 
 def _root_alphas(recording: Recording, candidates: int) -> list[float]:
-    return [confidence_of(recorded.candidates[()][0][:candidates].tolist()) for recorded in recording.rounds]
+    drafted = [recorded for recorded in recording.rounds if () in recorded.candidates]  # not with room for one token only
+    return [confidence_of(recorded.candidates[()][0][:candidates].tolist()) for recorded in drafted]
 
 
 def correlation(first: Series, second: Series, lag: int) -> float | None:
