@@ -51,7 +51,7 @@ SMALL: list[tuple[str, dict[str, Any]]] = [
     ("eagle2", {"total": 6, "depth": 3, "top_k": 2}),
     ("eagle2", {"total": 3, "depth": 2, "top_k": 4}),
     ("spec_llava", {"budget": 4, "branch": 3, "steps": 2}),
-    ("spec_llava", {"budget": 4, "branch": 2, "steps": 2, "min_confidence": 0.15}),
+    ("spec_llava", {"budget": 4, "branch": 2, "steps": 2, "min_confidence": 0.25}),
     ("talon", {"total": 6, "top_k": 3, "ratio": 0.4}),
     ("ddd", {"total": 6, "depth": 3, "top_k": 2, "threshold": 0.7, "check_every": 1}),
     ("sage", {"top_k": 4, "max_nodes": 5, "alpha_from": "current"}),
@@ -139,6 +139,14 @@ def test_the_enumerated_trees_are_pruned(name: str, options: dict[str, Any], mon
     monkeypatch.setattr(policy, "select", lambda: (drafted.append(len(policy._paths)), select())[1])
     tree, _ = toy_tree(policy)
     assert len(tree) < drafted[0]
+
+
+def test_improbable_nodes_are_missing_in_the_enumerated_trees() -> None:
+    """As above, for the pruning by `min_confidence` before a node is drafted."""
+    [options] = [options for _, options in SMALL if "min_confidence" in options]
+    tree, _ = toy_tree(make_policy("spec_llava", options))
+    complete, _ = toy_tree(make_policy("spec_llava", options | {"min_confidence": 0.0}))
+    assert len(tree) < len(complete)
 
 
 def test_negative_control_policy_that_sees_the_draws() -> None:

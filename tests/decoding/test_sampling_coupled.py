@@ -41,7 +41,7 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("chain", {"depth": 3}),
     ("static", {}),
     ("eagle2", {"total": 6, "depth": 3, "top_k": 2}),
-    ("spec_llava", {"budget": 4, "branch": 2, "steps": 2, "min_confidence": 0.15}),
+    ("spec_llava", {"budget": 4, "branch": 2, "steps": 2, "min_confidence": 0.25}),
     ("talon", {"total": 6, "top_k": 3, "ratio": 0.4}),
     ("ddd", {"total": 6, "depth": 3, "top_k": 2, "threshold": 0.7, "check_every": 1}),
     ("sage", {"top_k": 4}),

@@ -105,7 +105,7 @@ def test_other_families(config: Any, policy: str, own: Path) -> None:
 def test_small_weights_are_not_part_of_the_code(
     own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Inductor writes up to 8 numbers into the code unless it is told not to; a package serves any weights. A damaged file is
+    """Inductor writes up to 8 numbers into the code by default; a package serves any weights. A damaged file is
     compiled again.
     """
     layer = nn.Linear(4, 4)

@@ -8,7 +8,7 @@ from benchmarks.papers.figures import Json
 from benchmarks.papers.lab import Lab
 from benchmarks.papers.measure.answers import depth_on_path
 from benchmarks.papers.measure.calibration import nodes_on_path
-from sage.replay.recording import Recording
+from sage.replay.recording import RecordedRound, Recording
 from sage.trees.sage import confidence_of
 
 Series = list[list[float]]  # one list per answer
@@ -27,8 +27,11 @@ def _measure(lab: Lab, target: str) -> Json:
     study = lab.settings.entropy
     recordings = lab.recordings(target, lab.test_prompts(target, study))
     tokens = [[confidence_of(one.probs) for one in nodes_on_path(recording, "", study.candidates)] for recording in recordings]
-    rounds = [_root_alphas(recording, study.candidates) for recording in recordings]
-    lengths = [[float(depth_on_path(recording, one)) for one in recording.rounds] for recording in recordings]
+    drafted = [_drafted(recording) for recording in recordings]
+    rounds = [[confidence_of(one.candidates[()][0][: study.candidates].tolist()) for one in own] for own in drafted]
+    lengths = [
+        [float(depth_on_path(recording, one)) for one in own] for recording, own in zip(recordings, drafted, strict=True)
+    ]
     return {
         "prompts": len(recordings),
         "tokens": sum(map(len, tokens)),
@@ -40,9 +43,9 @@ def _measure(lab: Lab, target: str) -> Json:
     }
 
 
-def _root_alphas(recording: Recording, candidates: int) -> list[float]:
-    drafted = [recorded for recorded in recording.rounds if () in recorded.candidates]  # not with room for one token only
-    return [confidence_of(recorded.candidates[()][0][:candidates].tolist()) for recorded in drafted]
+def _drafted(recording: Recording) -> list[RecordedRound]:
+    """Returns the rounds in which the draft ran; the last one of an answer may have room for one token only."""
+    return [one for one in recording.rounds if () in one.candidates]
 
 
 def correlation(first: Series, second: Series, lag: int) -> float | None:
