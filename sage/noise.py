@@ -36,10 +36,15 @@ MIN_ROWS, MAX_ROWS, BLOCK = 8, 64, 2**16  # of a block of positions, and its num
 def gumbel(seed: int, positions: Tensor, num_tokens: int) -> Tensor:
     """Returns Gumbel(0, 1) noise, float32 [P, V], of integer `positions` [P] and tokens 0 to `num_tokens - 1`."""
     keys = _hash(_hash(positions.to(torch.int32)) ^ _signed(seed_key(seed)))
-    tokens = _token_bits(num_tokens, positions.device)
+    tokens = _token_bits(num_tokens, keys.device)
     rows = max(1, CHUNK // num_tokens) if keys.device.type == "cpu" else len(keys)
-    parts = [_gumbel_of(tokens ^ part[:, None]) for part in keys.split(rows)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    out = torch.empty(len(keys), num_tokens, device=keys.device)
+    scratch = torch.empty(2, min(rows, len(keys)), num_tokens, dtype=torch.int32, device=keys.device)
+    for part, noise in zip(keys.split(rows), out.split(rows), strict=True):
+        bits, spare = scratch[:, : len(part)]
+        _mix(torch.bitwise_xor(tokens, part[:, None], out=bits), spare)
+        _to_gumbel(noise.copy_(bits))
+    return out
 
 
 def seed_key(seed: int) -> int:
@@ -79,10 +84,11 @@ def _token_bits(num_tokens: int, device: torch.device) -> Tensor:
     return _hash(torch.arange(num_tokens, dtype=torch.int32, device=device))
 
 
-def _gumbel_of(bits: Tensor) -> Tensor:
-    """Modifies `bits`, int32, in place."""
-    minus_v = torch.rsub(_mix(bits).float(), -(2.0**-32), alpha=UNIT)
-    return minus_v.log1p_().neg_().log_().neg_()
+def _to_gumbel(numbers: Tensor) -> None:
+    """Turns numbers in [0, 2^31) into Gumbel noise, float32, in place."""
+    offset = torch.full((), -(2.0**-32), device=numbers.device)
+    torch.sub(offset, numbers, alpha=UNIT, out=numbers)  # -v; `rsub` has no `out`
+    numbers.log1p_().neg_().log_().neg_()
 
 
 def _hash(x: Tensor) -> Tensor:
@@ -95,17 +101,24 @@ def _hash(x: Tensor) -> Tensor:
     return x
 
 
-def _mix(x: Tensor) -> Tensor:
-    """Turns int32 of hashed bits into numbers in [0, 2^31), in place: every pass over the vocabulary counts."""
+def _mix(x: Tensor, spare: Tensor) -> None:
+    """Turns int32 of hashed bits into numbers in [0, 2^31), in place; `spare` is memory of the same shape.
+
+    Every pass over the vocabulary counts, and new memory for a result costs more than the pass.
+    """
     x *= _signed(MULTIPLIERS[0])
-    _shift_in(x, SHIFTS[1])
+    x ^= torch.bitwise_right_shift(x, SHIFTS[1], out=spare).bitwise_and_(_low_bits(SHIFTS[1]))
     x *= _signed(MULTIPLIERS[1])
-    x ^= x >> SHIFTS[2]  # clears the sign: two numbers for every result
-    return x
+    x ^= torch.bitwise_right_shift(x, SHIFTS[2], out=spare)  # clears the sign: two numbers for every result
 
 
 def _shift_in(x: Tensor, shift: int) -> None:
-    x ^= (x >> shift).bitwise_and_((1 << 32 - shift) - 1)
+    x ^= (x >> shift).bitwise_and_(_low_bits(shift))
+
+
+def _low_bits(shift: int) -> int:
+    """Returns the mask of the bits that a shift to the right fills from the number, not from its sign."""
+    return (1 << 32 - shift) - 1
 
 
 def _hash_number(x: int) -> int:
