@@ -18,10 +18,10 @@ from sage.costs.timing import Clock
 from sage.drafts.pruning import KEEP_ALL, Pruning
 from sage.drafts.session import DraftSession
 from sage.host_tensors import Tokens, cached_index, join_tokens
-from sage.passes.target_passes import TreePasses
 from sage.stats import Stats
 from sage.stopping_rules import StopCriterion
 from sage.targets import Features, Prompt, Target
+from sage.targets.tree_passes import TreePasses
 from sage.trees.base import Policy
 from sage.trees.level import TreeBuilder
 from sage.trees.tree import RoundOutcome, Tree
@@ -164,7 +164,7 @@ def draft_tree(request: Request) -> Tree:
 def verify(request: Request, tree: Tree) -> tuple[Verdict, Features]:
     """Runs the target over the tree; returns the accepted path and the features of all nodes [1, N, D]."""
     position = request.prompt.next_position + (request.stats.new_tokens - 1)
-    output = request.passes(tree, position, request.cache)
+    output = request.passes(tree.tokens, position + tree.depths, tree.ancestors, request.cache)
     request.clock.lap("verify", len(tree))
     needs_labels = request.policy.needs_feedback()
     return request.verifier.verify(output.logits, tree, needs_labels, output.greedy), output.features

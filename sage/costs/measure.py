@@ -20,10 +20,10 @@ from sage.costs.tables import Costs, Curve
 from sage.costs.timing import TimedCall, interleaved_s
 from sage.drafts.loading import Draft
 from sage.drafts.session import DraftSession
-from sage.passes.capture import CapturedSession, CapturedTreePasses
+from sage.pass_modes import PassMode
 from sage.passes.select import new_session, new_tree_passes
-from sage.passes.target_passes import TreePasses
 from sage.targets import Target
+from sage.targets.tree_passes import TreePasses
 from sage.trees.tree import Columns, Tree
 
 VERIFY_NODES = (1, 2, 4, 8, 16, 32, 64)
@@ -53,10 +53,11 @@ def measure_costs(target: Target, draft: Draft, context: int, longer: int) -> Co
     calls = [verify_pass(passes, target, cache, nodes, context) for nodes in VERIFY_NODES]
     calls.append(verify_pass(passes, target, cache, LONGER_NODES, longer))
     *at_context, at_longer = _lower_quartiles(calls, target.device)
+    is_stepped = target.passes is PassMode.captured
     growth_s = max(at_longer - at_context[VERIFY_NODES.index(LONGER_NODES)], 0.0)
     return Costs(
-        verify=Curve(list(VERIFY_NODES), at_context, is_stepped=isinstance(passes, CapturedTreePasses)),
-        draft=Curve(list(DRAFT_WIDTHS), levels, is_stepped=isinstance(session, CapturedSession)),
+        verify=Curve(list(VERIFY_NODES), at_context, is_stepped=is_stepped),
+        draft=Curve(list(DRAFT_WIDTHS), levels, is_stepped=is_stepped),
         context=context,
         verify_per_token=growth_s / max(longer - context, 1),
     )
@@ -76,10 +77,11 @@ def verify_pass(passes: TreePasses, target: Target, cache: TreeCache, num_nodes:
     """
     depths = list(range(num_nodes))
     chain = Columns([depth % target.vocab_size for depth in depths], [depth - 1 for depth in depths], depths)
-    tree, position = Tree.of(chain, target.device), torch.tensor([context], device=target.device)
+    tree = Tree.of(chain, target.device)
+    positions = tree.depths + context
 
     def run() -> Tensor:
-        return passes(tree, position, cache).logits
+        return passes(tree.tokens, positions, tree.ancestors, cache).logits
 
     return TimedCall(run, reset=partial(cache.crop_to, context))
 

@@ -18,6 +18,7 @@ from sage.drafts.registry import DraftKind
 from sage.drafts.session import DraftSession
 from sage.host_tensors import Tokens, TokenStagingBuffer
 from sage.targets import Features, Prompt, Target, load_target
+from sage.targets.tree_passes import EagerTreePasses, TreePasses
 
 
 class ModelDraft:
@@ -85,11 +86,17 @@ def shallow_model(target: Target, num_layers: int) -> ModelDraft:
 
 
 class ModelSession(DraftSession):
-    """Session of a smaller target; its logits have the vocabulary size of the target. Arguments as of `EagleSession`."""
+    """Session of a smaller target; its logits have the vocabulary size of the target.
 
-    def __init__(self, draft: ModelDraft, target: Target, capacity: int) -> None:
+    Args:
+        capacity: capacity of the cache for prompt, answer and one drafted tree, in tokens.
+        passes: tree passes of the smaller target; None for eager ones.
+    """
+
+    def __init__(self, draft: ModelDraft, target: Target, capacity: int, passes: TreePasses | None = None) -> None:
         self.model, self.vocab_size = draft.model, target.vocab_size
-        self.cache = self.model.new_cache(capacity)
+        self.passes = EagerTreePasses(draft.model, ()) if passes is None else passes
+        self.cache = self.passes.new_cache(capacity)
         self.committed = 0
         self._staging = TokenStagingBuffer(self.model.device)
         self.position = self._root_position = torch.zeros(1, dtype=torch.long, device=self.model.device)
@@ -112,11 +119,10 @@ class ModelSession(DraftSession):
     def expand(self, rows: Tensor, tokens: Tokens) -> Tensor:
         own = torch.eye(len(rows), dtype=torch.bool, device=rows.device)
         self.ancestors = torch.cat((self.ancestors[rows], own), 1)
-        hidden = self.model.tree_pass(
-            self._staging.stage(tokens), self.position.expand(len(rows)), self.ancestors, self.cache
-        ).last[0]
+        positions = self.position.repeat(len(rows))  # compiled passes do not look at strides
+        output = self.passes(self._staging.stage(tokens), positions, self.ancestors, self.cache)
         self.position = self.position + 1
-        return self._logits(hidden)
+        return self._fitted(output.logits)
 
     @torch.no_grad()
     def commit(self, features: Features, tokens: Tokens) -> Tensor:
@@ -134,16 +140,15 @@ class ModelSession(DraftSession):
         """Appends accepted tokens [M], the next root last; returns the logits below it and starts a tree there."""
         steps = torch.arange(len(tokens), device=tokens.device)
         causal = torch.ones(len(tokens), len(tokens), dtype=torch.bool, device=tokens.device).tril()
-        hidden = self.model.tree_pass(tokens, self.position + steps, causal, self.cache).last[0, -1:]
+        output = self.passes(tokens, self.position + steps, causal, self.cache)
         self._root_position = self.position + len(tokens) - 1
         self.position = self._root_position + 1
         self.committed = self.cache.length
         self.ancestors = torch.zeros(1, 0, dtype=torch.bool, device=tokens.device)
-        return self._logits(hidden)
+        return self._fitted(output.logits[-1:])
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """Returns logits [.., V]; entries that only pad one of the two vocabularies are dropped or have probability 0."""
-        logits = self.model.lm_head(hidden)
+    def _fitted(self, logits: Tensor) -> Tensor:
+        """Returns logits [F, V]; entries that only pad one of the two vocabularies are dropped or have probability 0."""
         missing = self.vocab_size - logits.shape[-1]
         if missing > 0:
             return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)

@@ -4,7 +4,7 @@ A replayed graph costs the host one launch. It reads and writes fixed addresses,
 to a bucket, and the caches of finished requests are used again. A padding node writes a row after all others, which no node of
 the tree sees. If a capture fails, passes run eagerly, with one warning.
 
-Shapes: N tree nodes, F frontier nodes, S keys, C cache capacity, D hidden.
+Shapes: N tree nodes, X visible rows, F frontier nodes, M committed tokens, S keys, C cache capacity, D hidden.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sage.cache import TreeCache
 from sage.drafts.eagle import EagleDraft
@@ -25,10 +25,9 @@ from sage.drafts.session import EagleSession, new_draft_cache
 from sage.host_tensors import Tokens
 from sage.model_files import in_one_line
 from sage.passes.buckets import key_bucket, node_bucket
-from sage.passes.functions import LevelPass, TreePass
-from sage.passes.target_passes import EagerTreePasses, TreeOutput
+from sage.passes.functions import CommitPass, LevelPass, TreePass
 from sage.targets import Features, Target
-from sage.trees.tree import Tree
+from sage.targets.tree_passes import EagerTreePasses, TreeOutput
 
 Outputs = Sequence[Tensor]
 Replay = Callable[[], object]
@@ -108,31 +107,36 @@ class StaticCall:
 
 
 class Graphs:
-    """The graphs of one function, by bucket and by the addresses of cache and weights.
+    """The graphs of a model's functions, by bucket and by the addresses of cache and weights.
 
     Args:
         label: names the model in the warning about a capture that fails; after it, there are no further captures.
     """
 
-    def __init__(self, function: Callable[..., Outputs], label: str, capture: Capture) -> None:
-        self._function, self._label, self._capture = function, label, capture
-        self._calls: dict[tuple[int, ...], StaticCall] = {}
+    def __init__(self, label: str, capture: Capture) -> None:
+        self._label, self._capture = label, capture
+        self._calls: dict[tuple[Any, ...], StaticCall] = {}
         self._is_failed = False
 
     def __call__(
-        self, nodes: int, keys: int, cache: TreeCache, weight: Tensor, new_inputs: Callable[[int, int], tuple[Tensor, ...]]
+        self,
+        function: Callable[..., Outputs],
+        sizes: tuple[int, ...],
+        cache: TreeCache,
+        weight: Tensor,
+        new_inputs: Callable[..., tuple[Any, ...]],
     ) -> StaticCall | None:
         """Returns the graph of a bucket, captured if it is needed for the first time; None if that fails.
 
         Args:
-            weight: of the function's model; its address changes when the weights move.
-            new_inputs: returns static inputs for (nodes, keys), without the cache.
+            weight: of the model; its address changes when the weights move.
+            new_inputs: returns static inputs for `sizes`, without the cache.
         """
-        key = (nodes, keys, cache.buffers[0].data_ptr(), weight.data_ptr())
+        key = (function, *sizes, cache.buffers[0].data_ptr(), weight.data_ptr())
         if key not in self._calls and not self._is_failed:
             try:
-                inputs = (*new_inputs(nodes, keys), cache.keys, cache.values)
-                self._calls[key] = StaticCall(self._function, inputs, self._capture)
+                inputs = (*new_inputs(*sizes), cache.keys, cache.values)
+                self._calls[key] = StaticCall(function, inputs, self._capture)
             except RuntimeError as error:
                 self._is_failed = True
                 reason = in_one_line(error)[:300]
@@ -155,7 +159,8 @@ class CapturedTreePasses(EagerTreePasses):
 
     def __init__(self, target: Target, levels: Sequence[int], capture: Capture = cuda_graph) -> None:
         super().__init__(target, levels)
-        self._caches, self._graphs = CachePool(target.new_cache), Graphs(TreePass(target, levels), "target", capture)
+        self._function, self._graphs = TreePass(target, levels), Graphs("target", capture)
+        self._caches = CachePool(target.new_cache)
 
     def capacity(self, num_tokens: int) -> int:
         return key_bucket(num_tokens + 1)
@@ -167,60 +172,84 @@ class CapturedTreePasses(EagerTreePasses):
         """Drops graphs that read weights from other addresses than now."""
         self._graphs.drop_moved(self.target.lm_head.weight)
 
-    def __call__(self, tree: Tree, position: Tensor, cache: TreeCache) -> TreeOutput:
-        nodes, first = len(tree), cache.length
-        buckets = node_bucket(nodes), key_bucket(first + nodes + 1)
-        call = self._graphs(*buckets, cache, self.target.lm_head.weight, self._new_inputs)
+    def __call__(self, tokens: Tensor, positions: Tensor, visible: Tensor, cache: TreeCache) -> TreeOutput:
+        nodes, seen = visible.shape
+        end = cache.length + nodes
+        sizes = node_bucket(nodes), node_bucket(seen), key_bucket(end + 1)
+        call = self._graphs(self._function, sizes, cache, self.target.lm_head.weight, self._new_inputs)
         if call is None:
-            return super().__call__(tree, position, cache)
+            return super().__call__(tokens, positions, visible, cache)
         cache.reserve(nodes)
-        tokens, positions, rows, ancestors, columns, *_ = call.inputs
-        tokens[:nodes].copy_(tree.tokens)
-        torch.add(position, tree.depths, out=positions[:nodes])
-        rows.fill_(len(columns) - 1)
-        torch.arange(first, first + nodes, out=rows[:nodes])
-        ancestors[:nodes] = False
-        ancestors[:nodes, :nodes].copy_(tree.ancestors)
+        static_tokens, static_positions, rows, static_visible, visible_rows, columns, *_ = call.inputs
+        static_tokens[:nodes].copy_(tokens)
+        static_positions[:nodes].copy_(positions)
+        _number(rows, end - nodes, end, len(columns) - 1)
+        _number(visible_rows, end - seen, end, len(columns) - 1)
+        static_visible.fill_(False)
+        static_visible[:nodes, :seen].copy_(visible)
         greedy, logits, last, *levels = call()
         kept = Features(last[:, :nodes].clone(), tuple(level[:, :nodes].clone() for level in levels))
         return TreeOutput(kept, logits[:nodes], greedy[:nodes])
 
-    def _new_inputs(self, nodes: int, keys: int) -> tuple[Tensor, ...]:
-        numbers = torch.arange(nodes, device=self.target.device)
-        ancestors = torch.zeros(nodes, nodes, dtype=torch.bool, device=self.target.device)
-        return numbers * 0, numbers, keys - 1 + numbers * 0, ancestors, torch.arange(keys, device=self.target.device)
+    def _new_inputs(self, nodes: int, seen: int, keys: int) -> tuple[Tensor, ...]:
+        numbers, columns = torch.arange(nodes, device=self.target.device), torch.arange(keys, device=self.target.device)
+        visible = torch.zeros(nodes, seen, dtype=torch.bool, device=self.target.device)
+        return numbers * 0, numbers, keys - 1 + numbers * 0, visible, keys - 1 + columns[:seen] * 0, columns
 
 
-class CapturedLevels:
-    """Levels of a draft head as graphs, by width, keys and cache."""
+class CapturedHead:
+    """Levels and commits of a draft head as graphs."""
 
     def __init__(self, draft: EagleDraft | Eagle3Draft, target: Target, capture: Capture = cuda_graph) -> None:
-        self.draft, self.caches = draft, CachePool(partial(new_draft_cache, draft))
-        self._graphs = Graphs(LevelPass(draft, target), "draft", capture)
+        self.draft, self.target, self.caches = draft, target, CachePool(partial(new_draft_cache, draft))
+        self._level, self._commit = LevelPass(draft, target), CommitPass(draft, target)
+        self._graphs = Graphs("draft", capture)
 
-    def __call__(self, width: int, keys: int, cache: TreeCache) -> StaticCall | None:
-        """Returns the graph of a bucket; None if it cannot be captured."""
-        return self._graphs(width, keys, cache, next(self.draft.parameters()), self._new_inputs)
+    def level(self, width: int, cache: TreeCache) -> StaticCall | None:
+        """Returns the graph of a level of at least `width` nodes; None if it cannot be captured."""
+        return self._graph(self._level, self._level_inputs, width, cache)
 
-    def _new_inputs(self, width: int, keys: int) -> tuple[Tensor, ...]:
-        config, numbers = self.draft.config, torch.arange(width, device=self.draft.device)
+    def commit(self, length: int, cache: TreeCache) -> StaticCall | None:
+        """Returns the graph of a commit of at least `length` tokens; None if it cannot be captured."""
+        return self._graph(self._commit, self._commit_inputs, length, cache)
+
+    def _graph(
+        self, function: nn.Module, new_inputs: Callable[..., tuple[Any, ...]], count: int, cache: TreeCache
+    ) -> StaticCall | None:
+        sizes = node_bucket(count), key_bucket(cache.length + count + 1)
+        return self._graphs(function, sizes, cache, next(self.draft.parameters()), new_inputs)
+
+    def _level_inputs(self, width: int, keys: int) -> tuple[Any, ...]:
+        numbers, mask, cos, sin = self._inputs(width, keys, 1)
+        hidden = mask.new_zeros(width, self.draft.config.hidden_size)
+        return numbers * 0, numbers, hidden, cos, sin, keys - 1 + numbers * 0, mask
+
+    def _commit_inputs(self, length: int, keys: int) -> tuple[Any, ...]:
+        numbers, mask, cos, sin = self._inputs(length, keys, length)
+        features = [
+            torch.zeros(1, length, self.target.hidden_size, dtype=self.target.dtype, device=self.target.device)
+            for _ in range(1 + len(self.draft.levels))
+        ]
+        return numbers * 0, features[0], features[1:], cos, sin, keys - 1 + numbers * 0, mask
+
+    def _inputs(self, count: int, keys: int, positions: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns numbers [count], a mask [count, keys], and rope for a number of positions."""
         weight = next(self.draft.parameters())
-        rope, mask = weight.new_zeros(1, 1, 1, config.head_dim), weight.new_zeros(width, keys)
-        hidden = weight.new_zeros(width, config.hidden_size)
-        return numbers * 0, numbers, hidden, rope, rope.clone(), keys - 1 + numbers * 0, mask
+        rope = weight.new_zeros(1, 1, positions, self.draft.config.head_dim)
+        return torch.arange(count, device=weight.device), weight.new_zeros(count, keys), rope, rope.clone()
 
 
 class CapturedSession(EagleSession):
-    """Session of a draft head whose levels are graphs; prefill and commits, whose lengths vary, are eager."""
+    """Session of a draft head whose levels and commits are graphs; prefill, whose length varies, is eager."""
 
-    def __init__(self, draft: EagleDraft | Eagle3Draft, target: Target, capacity: int, calls: CapturedLevels) -> None:
+    def __init__(self, draft: EagleDraft | Eagle3Draft, target: Target, capacity: int, calls: CapturedHead) -> None:
         super().__init__(draft, target, capacity, calls.caches(capacity))
         self.calls = calls
 
     @torch.no_grad()
     def expand(self, rows: Tensor, tokens: Tokens) -> Tensor:
         width, first = len(rows), self.cache.length
-        call = self.calls(node_bucket(width), key_bucket(first + width + 1), self.cache)
+        call = self.calls.level(width, self.cache)
         if call is None:
             return super().expand(rows, tokens)
         visible = self._visible_to(rows, first)
@@ -231,11 +260,38 @@ class CapturedSession(EagleSession):
         hidden[:width].copy_(parents)
         for static, own in zip((cos, sin), self._rope(self.offset + self.depth, 1), strict=True):
             static.copy_(own)
-        written.fill_(static_mask.shape[1] - 1)
-        torch.arange(first, first + width, out=written[:width])
+        _number(written, first, first + width, static_mask.shape[1] - 1)
         static_mask[:width].fill_(torch.finfo(self.dtype).min)
         static_mask[:width, : first + width] = 0 if visible is None else visible
         self.depth += 1
         out, logits = call()
         self.hidden = out[:width].clone()
         return logits[:width].clone()
+
+    @torch.no_grad()
+    def commit(self, features: Features, tokens: Tokens) -> Tensor:
+        self.cache.crop_to(self.committed)
+        length, first = len(tokens), self.committed
+        call = self.calls.commit(length, self.cache)
+        if call is None:
+            return super().commit(features, tokens)
+        self.cache.reserve(length)
+        static_tokens, last, levels, cos, sin, written, static_mask, *_ = call.inputs
+        for static, own in zip((last, *levels), (features.last, *features.levels), strict=True):
+            static[:, -length:].copy_(own)  # padding comes first, because the last output is wanted
+        for static, own in zip((cos, sin), self._rope(self.offset, length), strict=True):
+            static[:, :, -length:].copy_(own)
+        static_tokens[-length:].copy_(self._staging.stage(tokens))
+        written.fill_(static_mask.shape[1] - 1)
+        torch.arange(first, first + length, out=written[-length:])
+        static_mask.fill_(torch.finfo(self.dtype).min).triu_(first + length - len(static_mask) + 1)
+        out, logits = call()
+        self.offset += length
+        self.committed, self.depth, self.hidden, self.visible = self.cache.length, 0, out.clone(), None
+        return logits.clone()
+
+
+def _number(rows: Tensor, first: int, end: int, padding: int) -> None:
+    """Writes `first` to `end - 1`, and `padding` after them."""
+    rows[end - first :] = padding
+    torch.arange(first, end, out=rows[: end - first])

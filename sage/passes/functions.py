@@ -3,8 +3,8 @@
 A function reads and writes cache rows through tensors: `keys` and `values` are the buffers of every layer, [1, H, C, d], whose
 first S rows it attends to, and `rows` the rows that it writes. Nothing in it depends on a number of the host.
 
-Shapes: N tree nodes, F frontier nodes, P parents, M committed tokens, S keys, C cache capacity, D hidden, V vocabulary, U draft
-vocabulary, H KV heads, d head size.
+Shapes: N tree nodes, X visible rows, F frontier nodes, P parents, M committed tokens, S keys, C cache capacity, D hidden, V
+vocabulary, U draft vocabulary, H KV heads, d head size.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class TreePass(nn.Module):
         tokens: Tensor,
         positions: Tensor,
         rows: Tensor,
-        ancestors: Tensor,
+        visible: Tensor,
+        visible_rows: Tensor,
         columns: Tensor,
         keys: Sequence[Tensor],
         values: Sequence[Tensor],
@@ -42,8 +43,9 @@ class TreePass(nn.Module):
         """Runs the pass.
 
         Args:
-            tokens, positions, rows: LongTensor [N], rope positions, and the cache rows of the nodes, the root's first.
-            ancestors: BoolTensor [N, N].
+            tokens, positions, rows: LongTensor [N], rope positions, and the cache rows of the nodes.
+            visible: BoolTensor [N, X], attention of each node to X cache rows, those of the nodes among them.
+            visible_rows: LongTensor [X], these rows; all before the first of them are visible to all nodes.
             columns: LongTensor [S], 0 to S - 1.
 
         Returns:
@@ -51,8 +53,8 @@ class TreePass(nn.Module):
             features [1, N, D] and those of the levels.
         """
         target = self._target  # sizes come from `shape`: `len` would be a number of the trace
-        visible = (columns < rows[:1]).expand(tokens.shape[0], -1).clone().index_copy_(1, rows, ancestors)
-        mask = target.family.tree_mask(visible, self._tile)
+        seen = (columns < visible_rows[:1]).expand(tokens.shape[0], -1).clone().index_copy_(1, visible_rows, visible)
+        mask = target.family.tree_mask(seen, self._tile)
         cache = RowCache(keys, values, rows, columns.shape[0])
         with use_tree_attention(self.text_model):
             embeds = self.embed_tokens(tokens)[None]
@@ -128,22 +130,22 @@ class CommitPass(_HeadPass):
     def forward(
         self,
         tokens: Tensor,
+        last: Tensor,
+        levels: Sequence[Tensor],
         cos: Tensor,
         sin: Tensor,
         rows: Tensor,
         mask: Tensor,
         keys: Sequence[Tensor],
         values: Sequence[Tensor],
-        last: Tensor,
-        levels: Sequence[Tensor],
     ) -> tuple[Tensor, Tensor]:
         """Runs the head over M pairs.
 
         Args:
             tokens, rows: LongTensor [M].
+            last, levels: `Features` of the tokens, each [1, M, D].
             cos, sin: [1, 1, M, d].
             mask: [M, S], additive.
-            last, levels: `Features` of the tokens, each [1, M, D].
 
         Returns:
             the output of the last pair [1, D], and its logits [1, U].

@@ -92,19 +92,19 @@ class HeadPasses:
         rope = self._zeros(1, 1, count, self.draft.config.head_dim)
         last = torch.zeros(1, count, width, dtype=self.target.dtype, device=self.target.device)
         levels = [last.clone() for _ in self.draft.levels]
-        args = (numbers.clone(), rope, rope.clone(), numbers.clone(), mask, *buffers, last, levels)
+        args = (numbers.clone(), last, levels, rope, rope.clone(), numbers.clone(), mask, *buffers)
         of_rope = {2: of_count[0]} if of_count else None
         of_features = {1: of_count[0]} if of_count else None
         return args, (
             of_count,
+            of_features,
+            [of_features] * len(levels),
             of_rope,
             of_rope,
             of_count,
             of_mask,
             of_buffer,
             of_buffer,
-            of_features,
-            [of_features] * len(levels),
         )
 
 
@@ -146,8 +146,8 @@ class FunctionSession(EagleSession):
         first = self.cache.reserve(length)
         cos, sin = self._rope(self.offset, length)
         mask = self._commit_mask(first, length)
-        states = (*self.cache.keys, *self.cache.values, features.last, *features.levels)
-        args = [tokens, cos, sin, self._steps.narrow(0, first, length), mask, *states]
+        rows = self._steps.narrow(0, first, length)
+        args = [tokens, features.last, *features.levels, cos, sin, rows, mask, *self.cache.keys, *self.cache.values]
         hidden, logits = self.passes.commit(length > 1)(args)
         self.offset += length
         self.committed, self.depth, self.hidden, self.visible = self.cache.length, 0, hidden, None

@@ -1,14 +1,13 @@
 """Tree passes of a target in its pass mode.
 
-Shapes: N tree nodes, S keys, C cache capacity, D hidden, V vocabulary.
+Shapes: N tree nodes, X visible rows, S keys.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,50 +18,11 @@ from sage.cache import TreeCache
 from sage.passes.functions import TreePass
 from sage.passes.package import Run, compiled
 from sage.targets import Features, Target
-from sage.trees.tree import Tree
+from sage.targets.tree_passes import EagerTreePasses, TreeOutput
 
 MAX_NODES, MAX_KEYS = 4096, 1 << 20
 SPARE_ROWS = 1  # a compiled pass assumes more rows than keys
-EXAMPLE_NODES, EXAMPLE_KEYS, EXAMPLE_CAPACITY = 5, 24, 48
-
-
-@dataclass
-class TreeOutput:
-    """Result of a tree pass: features of all nodes [1, N, D], logits [N, V], and greedy tokens [N] if computed with them."""
-
-    features: Features
-    logits: Tensor
-    greedy: Tensor | None = None
-
-
-class TreePasses(Protocol):
-    """Runs tree passes of a target."""
-
-    def __call__(self, tree: Tree, position: Tensor, cache: TreeCache) -> TreeOutput:
-        """Runs one pass over a tree whose root is at rope position `position` [1]; appends N rows to the cache."""
-
-    def capacity(self, num_tokens: int) -> int:
-        """Returns the capacity of a cache for `num_tokens` tokens."""
-
-    def new_cache(self, num_tokens: int) -> TreeCache:
-        """Returns an empty cache for `num_tokens` tokens."""
-
-
-class EagerTreePasses:
-    """Tree passes kernel by kernel; `levels` are indices k of `hidden_states` to return as well."""
-
-    def __init__(self, target: Target, levels: Sequence[int]) -> None:
-        self.target, self.levels = target, tuple(levels)
-
-    def capacity(self, num_tokens: int) -> int:
-        return num_tokens
-
-    def new_cache(self, num_tokens: int) -> TreeCache:
-        return self.target.new_cache(num_tokens)
-
-    def __call__(self, tree: Tree, position: Tensor, cache: TreeCache) -> TreeOutput:
-        features = self.target.tree_pass(tree.tokens, position + tree.depths, tree.ancestors, cache, self.levels)
-        return TreeOutput(features, self.target.lm_head(features.last[0]))
+EXAMPLE_NODES, EXAMPLE_VISIBLE, EXAMPLE_KEYS, EXAMPLE_CAPACITY = 5, 7, 24, 48
 
 
 class FunctionTreePasses(EagerTreePasses):
@@ -85,16 +45,17 @@ class FunctionTreePasses(EagerTreePasses):
         for run in self._runs.values():
             run.refresh()
 
-    def __call__(self, tree: Tree, position: Tensor, cache: TreeCache) -> TreeOutput:
-        nodes = len(tree)
+    def __call__(self, tokens: Tensor, positions: Tensor, visible: Tensor, cache: TreeCache) -> TreeOutput:
+        nodes, rows = visible.shape
         first = cache.reserve(nodes)
-        steps = self._arange(cache.capacity)
+        steps, end = self._arange(cache.capacity), first + nodes
         args = [
-            tree.tokens,
-            position + tree.depths,
+            tokens,
+            positions,
             steps.narrow(0, first, nodes),
-            tree.ancestors,
-            steps.narrow(0, 0, first + nodes),
+            visible,
+            steps.narrow(0, end - rows, rows),
+            steps.narrow(0, 0, end),
             *cache.keys,
             *cache.values,
         ]
@@ -123,13 +84,15 @@ class FunctionTreePasses(EagerTreePasses):
             [torch.zeros(states, dtype=target.dtype, device=target.device) for _ in range(target.num_layers)] for _ in "kv"
         ]
         first = EXAMPLE_KEYS - nodes
-        ancestors = torch.ones(nodes, nodes, dtype=torch.bool, device=target.device).tril()
         columns = torch.arange(EXAMPLE_KEYS, device=target.device)
-        args = (row.clone(), first + row, first + row, ancestors, columns, *buffers)
+        seen = columns[-EXAMPLE_VISIBLE:]
+        visible = torch.ones(nodes, EXAMPLE_VISIBLE, dtype=torch.bool, device=target.device)
+        args = (row.clone(), first + row, first + row, visible, seen.clone(), columns, *buffers)
         of_nodes = {0: Dim("nodes", min=2, max=MAX_NODES)} if is_tree else None
-        of_ancestors = {0: of_nodes[0], 1: of_nodes[0]} if of_nodes else None
+        of_rows = Dim("rows", min=1, max=MAX_NODES)
         of_buffer = [{2: Dim("capacity", min=2, max=MAX_KEYS)}] * target.num_layers
-        dims = (of_nodes, of_nodes, of_nodes, of_ancestors, {0: Dim("keys", min=2, max=MAX_KEYS)}, of_buffer, of_buffer)
+        of_visible, of_keys = {**(of_nodes or {}), 1: of_rows}, {0: Dim("keys", min=2, max=MAX_KEYS)}
+        dims = (of_nodes, of_nodes, of_nodes, of_visible, {0: of_rows}, of_keys, of_buffer, of_buffer)
         return args, dims
 
 

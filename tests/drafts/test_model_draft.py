@@ -155,7 +155,7 @@ def test_padding_of_the_vocabulary_may_differ(tiny_qwen: sage.Target) -> None:
         small.model.resize_token_embeddings(rows, mean_resizing=False)
         session = ModelSession.__new__(ModelSession)
         session.model, session.vocab_size = sage.Target(small.model), tiny_qwen.vocab_size
-        logits = session._logits(torch.randn(2, 32))
+        logits = session._fitted(session.model.lm_head(torch.randn(2, 32)))
         assert logits.shape == (2, 330)
         assert bool(logits[:, 320:].isneginf().all()) == (rows == 320)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from sage.chat import Chat
 from sage.pass_modes import MANY_ANSWERS, PassMode, resolve_pass_mode
 from sage.passes import package, select, sessions, target_passes
 from sage.passes.buckets import key_bucket, node_bucket
-from sage.passes.capture import CachePool, CapturedLevels, CapturedTreePasses, call_again
+from sage.passes.capture import CachePool, CapturedHead, CapturedTreePasses, call_again
 from sage.passes.package import Eager
+from sage.targets.tree_passes import EagerTreePasses
 
 FORMS = ("functions", "captured")
 POLICIES = ("autoregressive", "chain", "static", "eagle2", "spec_llava", "ddd", "talon", "sage")
@@ -30,9 +32,17 @@ DRAFTS: dict[str, dict[str, Any]] = {
 }
 
 
+class Contiguous(Eager):
+    """A function called as it is, with arguments whose strides a compiled one does not look at."""
+
+    def __call__(self, args: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        assert all(arg.is_contiguous() for arg in args)
+        return super().__call__(args)
+
+
 def run_eagerly(module: nn.Module, example: package.Example, label: str, depends_on: Any) -> Eager:
     """In place of `package.compiled`: the same function, not compiled."""
-    return Eager(module, example()[0])
+    return Contiguous(module, example()[0])
 
 
 @pytest.fixture(params=FORMS)
@@ -41,7 +51,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pas
     for module in (target_passes, sessions):
         monkeypatch.setattr(module, "compiled", run_eagerly)
     monkeypatch.setattr(select, "CapturedTreePasses", partial(CapturedTreePasses, capture=call_again))
-    monkeypatch.setattr(select, "CapturedLevels", partial(CapturedLevels, capture=call_again))
+    monkeypatch.setattr(select, "CapturedHead", partial(CapturedHead, capture=call_again))
     return PassMode.compiled if request.param == "functions" else PassMode.captured
 
 
@@ -91,8 +101,13 @@ class TestFormsAgree:
 
 
 class TestTheModelDraft:
-    def test_a_copy_of_the_target_in_every_form(self, tiny_qwen: sage.Target, form: PassMode) -> None:
-        assert answer(tiny_qwen, near_draft(tiny_qwen, 0.0), form, "chain")[1][0][2] > 0
+    @pytest.mark.parametrize("policy", ["chain", "static", "eagle2", "sage"])
+    def test_trees_and_texts(self, tiny_target: sage.Target, form: PassMode, policy: str) -> None:
+        in_float64(tiny_target, {})
+        draft = near_draft(tiny_target, 0.02)
+        expected = answer(tiny_target, draft, PassMode.eager, policy)
+        assert answer(tiny_target, draft, form, policy) == expected
+        assert draft.model.functions and max(accepted for *_, accepted in expected[1]) > 0
 
 
 class TestBuckets:
@@ -120,6 +135,14 @@ class TestBuckets:
             assert len(captures) == 4
             del cache
 
+    @pytest.mark.parametrize("form", ["captured"], indirect=True)
+    def test_levels_and_commits_are_graphs(self, tiny_qwen: sage.Target, form: PassMode) -> None:
+        """Within a bucket each: commits of several lengths and levels of several widths are captured a few times."""
+        answer(tiny_qwen, head(tiny_qwen), form, "static")
+        (captured,) = (kept for kept in tiny_qwen.functions.values() if isinstance(kept, CapturedHead))
+        sizes = [(type(function).__name__, count) for function, count, *_ in captured._graphs._calls]
+        assert len(set(sizes)) == len(sizes) and {name for name, _ in sizes} == {"LevelPass", "CommitPass"}
+
 
 class TestCaches:
     def test_buffers_are_used_again(self, tiny_qwen: sage.Target) -> None:
@@ -139,7 +162,7 @@ class TestCaches:
         eager = tiny_qwen.new_cache(1500)
         eager.zero_to(1400)
         found = run_chain(passes, cache, 3)
-        expected = run_chain(target_passes.EagerTreePasses(tiny_qwen, ()), eager, 3)
+        expected = run_chain(EagerTreePasses(tiny_qwen, ()), eager, 3)
         torch.testing.assert_close(found.logits, expected.logits)
         assert cache.length == eager.length
 
@@ -161,7 +184,7 @@ class TestFailures:
             raise RuntimeError("operation not permitted when stream is capturing")
 
         monkeypatch.setattr(select, "CapturedTreePasses", partial(CapturedTreePasses, capture=failing))
-        monkeypatch.setattr(select, "CapturedLevels", partial(CapturedLevels, capture=failing))
+        monkeypatch.setattr(select, "CapturedHead", partial(CapturedHead, capture=failing))
         draft = head(tiny_qwen)
         with pytest.warns(UserWarning, match="passes: the (target|draft)'s pass cannot be captured") as caught:
             found = answer(tiny_qwen, draft, PassMode.captured, "static")

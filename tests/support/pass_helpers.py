@@ -30,4 +30,4 @@ def run_chain(passes: Any, cache: Any, nodes: int) -> Any:
     depths = list(range(nodes))
     tree = Tree.of(Columns([2 + depth for depth in depths], [depth - 1 for depth in depths], depths))
     with torch.inference_mode():
-        return passes(tree, torch.tensor([cache.length]), cache)
+        return passes(tree.tokens, cache.length + tree.depths, tree.ancestors, cache)

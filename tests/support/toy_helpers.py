@@ -22,10 +22,10 @@ from sage.costs.timing import RoundTimes
 from sage.decoder import Request, draft_tree
 from sage.drafts.session import DraftSession
 from sage.host_tensors import Tokens
-from sage.passes.target_passes import EagerTreePasses
 from sage.sampling import Sampling, TargetSampler
 from sage.stopping_rules import StopCriterion
 from sage.targets import Features, Prompt
+from sage.targets.tree_passes import EagerTreePasses
 from sage.trees.base import Policy
 from sage.trees.tree import Tree
 from sage.verify import Verifier
