@@ -11,6 +11,8 @@ Commands with another PYTHONPATH need a server of their own.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import os
 import random
@@ -19,12 +21,17 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 PRELOADED = (
     *("train.cli.train", "train.cli.validate", "train.cli.data", "sage.__main__", "checkpoints.export.__main__"),
     *("torch", "transformers", "deepspeed", "datasets", "matplotlib.pyplot", "sage.bench.measurement", "train.job.loop"),
+    *("train.job.build", "data_prep.pocket.world", "checkpoints.export.exporter", "checkpoints.export.reload_check"),
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # by every engine, whatever its optimizer
     *("transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", "transformers.models.llava_onevision.modeling_llava_onevision"),
 )
 READY = b"ready\n"
@@ -85,6 +92,8 @@ def serve(address: str) -> None:
 
     for module in PRELOADED:
         importlib.import_module(module)
+    fork_ranks()
+    gc.freeze()  # no collection of a fork visits the imported modules, which would copy them
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen()
@@ -100,6 +109,13 @@ def serve(address: str) -> None:
             run_and_report(connection)
         connection.close()
         reap()
+
+
+def fork_ranks() -> None:
+    """Makes the ranks of a command forks of it; tests/training/test_launch.py starts them as users do."""
+    from torch.distributed.launcher import api
+
+    api.LaunchConfig = partial(api.LaunchConfig, start_method="fork")
 
 
 def reap() -> None:
@@ -128,7 +144,7 @@ def run_and_report(connection: socket.socket) -> None:
     os._exit(0)
 
 
-def become(target: str, arguments: list[str], folder: str, environment: dict[str, str], streams: list[int]) -> None:
+def become(target: str, arguments: list[str], folder: str, environment: dict[str, str], streams: list[int]) -> NoReturn:
     """Turns this process into a command; ends it."""
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
@@ -140,11 +156,29 @@ def become(target: str, arguments: list[str], folder: str, environment: dict[str
     sys.argv = [target, *arguments]
     if target.endswith(".py"):
         sys.path[0] = str(Path(target).parent)
-        runpy.run_path(target, run_name="__main__")
-    else:
-        sys.path[0] = folder
-        runpy.run_module(target, run_name="__main__", alter_sys=True)
-    sys.exit(0)
+        end(partial(runpy.run_path, target, run_name="__main__"))
+    sys.path[0] = folder
+    end(partial(runpy.run_module, target, run_name="__main__", alter_sys=True))
+
+
+def end(run: Callable[[], object]) -> NoReturn:
+    """Runs a function and exits as Python does, except that nothing is deleted, which would copy the imported modules."""
+    code: object = None
+    try:
+        run()
+    except SystemExit as stop:
+        code = stop.code
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    if not isinstance(code, int | None):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0)
 
 
 if __name__ == "__main__":
