@@ -1,0 +1,51 @@
+"""Captured passes on the pretend accelerator, where a replay calls the function again: texts, devices, synchronizations."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+from support.accelerator import IS_SUPPORTED, Traffic, on_device
+from support.models import make_inputs, make_llava, make_qwen
+from support.near_draft import near_draft
+from support.pass_helpers import head
+from support.synchronizations import count_rounds, new_policy
+
+import sage
+from sage.pass_modes import PassMode
+from sage.passes import select
+from sage.passes.capture import CapturedHead, CapturedTreePasses, call_again
+
+pytestmark = pytest.mark.skipif(not IS_SUPPORTED, reason="this torch cannot register a device type written in Python")
+MAX_UPLOADS = 2
+
+
+@pytest.fixture(autouse=True)
+def without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "CapturedTreePasses", partial(CapturedTreePasses, capture=call_again))
+    monkeypatch.setattr(select, "CapturedHead", partial(CapturedHead, capture=call_again))
+
+
+@pytest.mark.parametrize(("make", "kind"), [(make_qwen, "eagle"), (make_llava, "eagle3"), (make_llava, "near")])
+@pytest.mark.parametrize(("policy", "temperature"), [(name, 0.0) for name in sage.POLICIES] + [("chain", 1.0), ("sage", 1.0)])
+def test_equal_tokens_and_bounds_per_round(traffic: Traffic, make: Any, kind: str, policy: str, temperature: float) -> None:
+    """The eager tokens of the CPU; synchronizations at most levels + 1."""
+    target = make()
+    draft: Any = (
+        near_draft(target)
+        if kind == "near"
+        else head(target, kind, **({"feature_levels": [1, 2, 3]} if kind == "eagle3" else {}))
+    )
+    options = {"max_new_tokens": 7, "temperature": temperature, "seed": 3}
+    inputs = make_inputs(target)
+    expected = sage.generate(target, draft, inputs, new_policy(policy), **options).tokens.tolist()
+    target.passes = PassMode.captured
+    on_device(draft.model if kind == "near" else draft)
+    on_device(target)
+    for _ in range(2):  # the first request captures
+        counts = count_rounds(traffic, target, draft, inputs, new_policy(policy), **options)
+        assert counts.tokens == expected
+    for one in counts.rounds:
+        assert one.synchronizations <= one.levels + 1, counts.lines
+        assert one.uploads <= MAX_UPLOADS and one.blocking_uploads == 0, counts.lines
