@@ -18,6 +18,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 if TYPE_CHECKING:
     from support.accelerator import Traffic
+    from support.fork_server import ForkServer
 
     import sage
 
@@ -128,6 +129,17 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def target(targets: dict[str, Path]) -> Path:
     """Folder of an untrained pocket Qwen2.5-VL."""
     return targets["qwen2_5_vl"]
+
+
+@pytest.fixture(scope="session")
+def commands() -> Iterator[ForkServer]:
+    """Runs commands and files of tests/ as forks of a process that has imported what they need."""
+    from support.fork_server import ForkServer
+    from support.train_helpers import ROOT, environment
+
+    server = ForkServer(environment() | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"})
+    yield server
+    server.close()
 
 
 @pytest.fixture(params=["qwen2_5_vl", "llava_onevision"])

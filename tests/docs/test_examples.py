@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,7 +30,7 @@ def variables() -> dict[str, str]:
 
 def execute(server: ForkServer, folder: Path, script: Path, *arguments: str) -> str:
     """Runs a script in a folder, as `python SCRIPT ARGUMENTS` does; returns its output."""
-    command = [sys.executable, "-SE", "-c", server.script(str(script)), *arguments]
+    command = [*server.command(str(script)), *arguments]
     done = subprocess.run(command, cwd=folder, env=variables(), capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return done.stdout

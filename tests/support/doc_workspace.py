@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -92,7 +91,7 @@ class Workspace:
             return self.shell(text, block.place)
         script = self.folder / "block.py"
         script.write_text(text, encoding="utf-8")
-        return self._call([sys.executable, "-SE", "-c", self.commands.script(str(script))], block.place)
+        return self._call(self.commands.command(str(script)), block.place)
 
     def shell(self, script: str, name: str = "") -> str:
         """Executes a script with bash, up to its first error; returns its output."""

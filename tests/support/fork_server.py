@@ -1,7 +1,7 @@
 """Runs commands as forks of one process that has imported what they need.
 
 Every command of this project first imports torch, transformers, DeepSpeed and datasets: about three seconds of a core. A fork
-has them already, and is otherwise a process of its own: arguments, working directory, environment, streams, exit code.
+has them already, and is otherwise a process of its own: arguments, working directory, environment, streams, signals, exit code.
 Commands with another PYTHONPATH need a server of their own.
 
     server = ForkServer(environment)
@@ -12,11 +12,14 @@ Commands with another PYTHONPATH need a server of their own.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import json
 import os
 import random
 import runpy
+import select
+import signal
 import socket
 import subprocess
 import sys
@@ -35,10 +38,11 @@ PRELOADED = (
     *("transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", "transformers.models.llava_onevision.modeling_llava_onevision"),
 )
 READY = b"ready\n"
-# Isolated and without site-packages: 0.02 s. `python` passes on what it does not run as a module.
+# Isolated and without site-packages: 0.02 s. Stands for the command: passes on its signals, and ends as it does. `python`
+# passes on what it does not run as a module.
 CLIENT = """\
 #!{python} -SE
-import json, os, socket, sys
+import json, os, signal, socket, sys
 target, arguments = {target!r}, sys.argv[1:]
 if target is None:
     if arguments[:1] != ["-m"]:
@@ -49,7 +53,16 @@ connection = socket.socket(socket.AF_UNIX)
 connection.connect({address!r})
 socket.send_fds(connection, [len(request).to_bytes(4, "big")], [0, 1, 2])
 connection.sendall(request)
-sys.exit(int(connection.makefile().read() or 70))
+answers = connection.makefile()
+pid = int(answers.readline())
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda number, _: os.kill(pid, number))
+code = int(answers.readline() or 70)
+if code < 0:
+    if code != -signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+sys.exit(code)
 """
 
 
@@ -75,6 +88,10 @@ class ForkServer:
         """Returns an executable's text: runs a module (`a.b`) or a file (`/a/b.py`) in a fork; None = `python [-m MODULE]`."""
         return CLIENT.format(python=sys.executable, target=target, address=self._address)
 
+    def command(self, target: str) -> list[str]:
+        """Returns a command line that runs a module or a file in a fork; arguments follow."""
+        return [sys.executable, "-SE", "-c", self.script(target)]
+
     def close(self) -> None:
         """Ends the server; commands that still run go on."""
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -87,8 +104,6 @@ class ForkServer:
 def serve(address: str) -> None:
     """Answers requests until stdin ends. Returns in a fork, which then runs its command."""
     import importlib
-    import select
-    import signal
 
     for module in PRELOADED:
         importlib.import_module(module)
@@ -129,18 +144,29 @@ def reap() -> None:
             return
 
 
-def run_and_report(connection: socket.socket) -> None:
-    """In a fork: runs the command of a request in another fork, and reports its exit code."""
+def run_and_report(connection: socket.socket) -> NoReturn:
+    """In a fork: runs the command of a request in another fork, and reports its process id and its exit code.
+
+    Kills the command and its children if the caller is killed.
+    """
     size, streams, _, _ = socket.recv_fds(connection, 4, 3)
     with connection.makefile("rb") as request:
         target, arguments, folder, environment = json.loads(request.read(int.from_bytes(size, "big")))
     child = os.fork()
     if child == 0:
         connection.close()
+        os.setsid()
         become(target, arguments, folder, environment, streams)
+    for stream in streams:
+        os.close(stream)
+    connection.sendall(f"{child}\n".encode())
+    ended = os.pidfd_open(child)
+    readable, _, _ = select.select([connection, ended], [], [])
+    if ended not in readable:
+        os.killpg(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
-    code = os.waitstatus_to_exitcode(status)
-    connection.sendall(str(code if code >= 0 else 128 - code).encode())
+    with contextlib.suppress(BrokenPipeError):
+        connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
     os._exit(0)
 
 
@@ -158,6 +184,9 @@ def become(target: str, arguments: list[str], folder: str, environment: dict[str
         sys.path[0] = str(Path(target).parent)
         end(partial(runpy.run_path, target, run_name="__main__"))
     sys.path[0] = folder
+    if not hasattr(sys.modules.get(target), "__path__"):
+        sys.modules.pop(target, None)  # it is run again, under another name
+    sys.modules.pop(f"{target}.__main__", None)
     end(partial(runpy.run_module, target, run_name="__main__", alter_sys=True))
 
 

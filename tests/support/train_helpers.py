@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,8 @@ from data_prep.pocket import architecture, folder, training
 from train.state.resume import rng_state, set_rng_state
 
 if TYPE_CHECKING:
+    from support.fork_server import ForkServer
+
     from train.config.schema import Config
     from train.launch.ranks import Ranks
     from train.validation.validate import Validate
@@ -105,12 +106,10 @@ def train_until_signal(config: Config, ranks: Ranks, step: int, validate: Valida
         assert fit(run) is False
 
 
-def sage_train(
-    *arguments: str, cwd: Path, prefix: tuple[str, ...] = (), timeout_s: float = 120
-) -> subprocess.CompletedProcess[str]:
+def sage_train(commands: ForkServer, *arguments: str, cwd: Path, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
     """`sage-train` in a process of its own, warnings shown."""
     return subprocess.run(
-        [*(prefix or (sys.executable, "-m", "train.cli.train")), *arguments],
+        [*commands.command("train.cli.train"), *arguments],
         cwd=cwd,
         env=environment(),
         capture_output=True,

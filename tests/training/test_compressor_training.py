@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from support.compressor_helpers import COMPRESSORS
 from support.data_helpers import make_noise
+from support.fork_server import ForkServer
 from support.messages import check_message, refused
 from support.train_helpers import command, sage_train, single_process, train_quickly
 
@@ -110,7 +111,7 @@ def test_the_saved_draft_decodes_and_resuming_is_exact(folder: Path, tmp_path: P
 
 
 @pytest.mark.slow
-def test_two_ranks_under_zero_3_of_which_one_has_no_image(folder: Path, tmp_path: Path) -> None:
+def test_two_ranks_under_zero_3_of_which_one_has_no_image(folder: Path, tmp_path: Path, commands: ForkServer) -> None:
     """Both gather and reduce the compressor's weights in every step, so neither waits for the other."""
     make_noise(deviation=50).save(tmp_path / "noise.png")
     image = {"type": "image", "image": "noise.png"}
@@ -124,7 +125,7 @@ def test_two_ranks_under_zero_3_of_which_one_has_no_image(folder: Path, tmp_path
     batch = ["train.micro_batch_size=1", "train.global_batch_size=2", "train.max_steps=3", "objective.feature_weight=0"]
     where = ["launch.ranks=2", "launch.device=cpu", "deepspeed=zero3", f"data.cache_dir={tmp_path}/cache"]
     done = sage_train(
-        *arguments, *data, "data/validation=pocket", "data.num_workers=1", *batch, *where, *options("select"),
+        commands, *arguments, *data, "data/validation=pocket", "data.num_workers=1", *batch, *where, *options("select"),
         cwd=tmp_path, timeout_s=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.fork_server import ForkServer
 from support.train_helpers import ROOT, command, environment, quick_validation, train_quickly, train_until_signal
 
 from train.config.hydra_app import compose
@@ -40,7 +41,7 @@ WHERE = ["launch.device=cpu", "data.cache=examples"]
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory, target: Path) -> Path:
+def home(tmp_path_factory: pytest.TempPathFactory, target: Path, commands: ForkServer) -> Path:
     """A folder of runs: `one_*` by this process, the others by two ranks."""
     home = tmp_path_factory.mktemp("ranks")
     generators = rng_state(torch.device("cpu"))
@@ -52,7 +53,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, target: Path) -> Path:
         assert train_quickly(config(target, home / "one_4", *LENGTH)) == 0
         with process_group("cpu", 60) as ranks:
             train_until_signal(config(target, home / "to_two", *LENGTH), ranks, 2)
-        run_two_ranks(home, target)
+        run_two_ranks(commands, home, target)
         assert train_quickly(config(target, home / "from_two", *LENGTH, "run.resume=true", "deepspeed=zero1")) == 0
     set_rng_state(generators, torch.device("cpu"))
     return home
@@ -63,7 +64,7 @@ def config(target: Path, run: Path, *overrides: str) -> Config:
     return found
 
 
-def run_two_ranks(home: Path, target: Path) -> None:
+def run_two_ranks(commands: ForkServer, home: Path, target: Path) -> None:
     jobs = [
         job(home, target, f"{kind}_{stage}", f"deepspeed=zero{stage}", f"deepspeed.shard_target={kind == 'sharded'}")
         for stage in STAGES
@@ -75,7 +76,7 @@ def run_two_ranks(home: Path, target: Path) -> None:
     jobs.append(job(home, target, "to_two", "deepspeed=zero2", "run.resume=true", "deepspeed.shard_target=true", *LENGTH))
     (home / "jobs.json").write_text(json.dumps(jobs))
     errors = [home / f"errors_{rank}.txt" for rank in range(2)]
-    processes = [start_rank(home, rank, errors[rank]) for rank in range(2)]
+    processes = [start_rank(commands, home, rank, errors[rank]) for rank in range(2)]
     while any(process.poll() is None for process in processes) and not any(process.poll() for process in processes):
         time.sleep(0.1)  # each has a time limit of its own
     for process in processes:
@@ -83,11 +84,11 @@ def run_two_ranks(home: Path, target: Path) -> None:
     assert [process.wait() for process in processes] == [0, 0], "\n\n".join(file.read_text() for file in errors)
 
 
-def start_rank(home: Path, rank: int, errors: Path) -> subprocess.Popen[bytes]:
+def start_rank(commands: ForkServer, home: Path, rank: int, errors: Path) -> subprocess.Popen[bytes]:
     with errors.open("w") as stderr:
         return subprocess.Popen(
-            [sys.executable, ROOT / "tests/support/two_ranks.py", home / "jobs.json", home / f"notes_{rank}.json"],
-            env={**environment(), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", **slurm(rank)},
+            [*commands.command(str(ROOT / "tests/support/two_ranks.py")), home / "jobs.json", home / f"notes_{rank}.json"],
+            env=environment() | slurm(rank),
             stderr=stderr,
         )
 

@@ -6,7 +6,6 @@ import json
 import resource
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
+from support.fork_server import ForkServer
 from support.messages import refused
 from support.train_helpers import command, environment, single_process, train_quickly
 from torch import nn
@@ -69,10 +69,11 @@ def steps(run: Path) -> list[int]:
     return StateStore(run / "state").steps()
 
 
-def test_a_run_killed_during_a_save_resumes_bit_for_bit(target: Path, tmp_path: Path) -> None:
+def test_a_run_killed_during_a_save_resumes_bit_for_bit(target: Path, tmp_path: Path, commands: ForkServer) -> None:
     straight, killed = tmp_path / "straight", tmp_path / "killed"
+    (tmp_path / "killed.py").write_text(KILLED)
     done = subprocess.run(
-        [sys.executable, "-c", KILLED, *command(target, killed), *SETTINGS, "train.max_steps=5"],
+        [*commands.command(f"{tmp_path}/killed.py"), *command(target, killed), *SETTINGS, "train.max_steps=5"],
         env=environment(),
         capture_output=True,
         text=True,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from support.fork_server import ForkServer
 from support.train_helpers import command, sage_train, single_process, train_quickly
 
 import sage
@@ -23,12 +24,14 @@ COUNTS = ("tokens_per_target_pass", "mean_accepted_draft", "match", "total", "ac
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_sweep_of_two_ranks_each_ends_in_one_comparison(
-    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, target: Path, commands: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = ["launch.ranks=2", "launch.device=cpu", "train.micro_batch_size=1"]
     arguments = command(target, tmp_path / "sweep", "train.max_steps=2", *ranks)
     own = ["decode.policies=[autoregressive,static]", "decode.num_prompts=3", "train.validate_on=all", "launch.device=cpu"]
-    done = sage_train("-m", *arguments, *own, "optim.lr=1e-3,4e-3", "data.cache_dir=cache", cwd=tmp_path, timeout_s=580)
+    done = sage_train(
+        commands, "-m", *arguments, *own, "optim.lr=1e-3,4e-3", "data.cache_dir=cache", cwd=tmp_path, timeout_s=580
+    )
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr, done.stderr
     runs = sorted(path.parent for path in (tmp_path / "sweep").glob("*/draft_best"))
