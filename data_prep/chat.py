@@ -9,12 +9,18 @@ therefore rendered twice, the second time with a probe in place of each answer:
     <|im_start|>assistant\n PROBE <|im_end|>\n      the text around the probe belongs to the template
     <|im_start|>assistant\n A dog.<|im_end|>\n      the text between them is the answer
                             ^^^^^^^^^^^^^^^^^       supervised: the answer and the token that ends it
+
+The template of a thinking model opens a block of thoughts in the prompt, and drops the thoughts of earlier answers. There, the
+last answer alone is supervised, after the prompt for it:
+
+    <|im_start|>assistant\n<think>\n PROMPT, then: It barks.\n</think>\n\nA dog.<|im_end|>
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Collection
 from dataclasses import replace
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -27,6 +33,8 @@ from sage.inputs.processing import Processor, Segment, TemplateFault, open_media
 
 Example = dict[str, Any]
 PRIVATE_USE = range(0xF0000, 0xF0100)  # characters of a Unicode private use area
+OPEN_THOUGHTS, CLOSE_THOUGHTS = "<think>", "</think>"
+NO_THOUGHTS = f"\n{CLOSE_THOUGHTS}\n\n"  # after a prompt that opens them
 
 
 class Fit(StrEnum):
@@ -120,15 +128,19 @@ def segments(messages: list[Message], processor: Processor) -> list[Segment]:
 
     The header before a supervised answer is that of a generation prompt: LLaVA-OneVision's template renders a different blank
     there in a complete turn. Where a prompt ends without the blank of a complete turn ("Assistant:", SmolVLM), the blank is the
-    beginning of the answer, unless the tokenizer puts one there itself.
+    beginning of the answer, unless the tokenizer puts one there itself. After a prompt that opens thoughts, an answer without
+    any begins by closing them.
 
     Raises:
         TemplateFault: the template rewrites answers, or renders an answer and its prompt differently.
     """
     separator, probe = _unused_characters(messages)
     escaped = [_escape(message, processor, separator) for message in messages]
+    prompted = processor.render(escaped[:-1], True)
+    if prompted.rstrip().endswith(OPEN_THOUGHTS):
+        return _split_escapes(_thoughtful_segments(messages, processor, separator), separator)
     frame, answers = _split_answers(escaped, processor, probe)
-    rendered_tail, prompted_tail = _header_tails(escaped, processor, frame, answers)
+    rendered_tail, prompted_tail = _header_tails(prompted, frame, answers)
     blank = "" if prompted_tail or processor.prepends_blank else rendered_tail
     found: list[Segment] = []
     begin = 0
@@ -142,6 +154,17 @@ def segments(messages: list[Message], processor: Processor) -> list[Segment]:
         found.append((blank + answer + close[:end], True))
         begin = end
     return _split_escapes(found, separator)
+
+
+def _thoughtful_segments(messages: list[Message], processor: Processor, separator: str) -> list[Segment]:
+    """Returns the prompt for the last answer, which opens thoughts, and the answer, with its thoughts if it has any."""
+    markers = {OPEN_THOUGHTS, CLOSE_THOUGHTS}  # the template looks for them
+    *context, last = [_escape(message, processor, separator, markers) for message in messages]
+    answer = text_of(last)
+    if CLOSE_THOUGHTS not in answer:
+        answer = NO_THOUGHTS + answer
+    answer = answer.removeprefix(f"{OPEN_THOUGHTS}\n")
+    return [(processor.render(context, True), False), (answer + processor.end_texts[0], True)]
 
 
 def _end_of_turn(close: str, end_texts: list[str]) -> int:
@@ -163,10 +186,9 @@ def _split_answers(messages: list[Message], processor: Processor, probe: str) ->
     raise TemplateFault("target: its chat template rewrites or drops answers, so they cannot be located in the rendered text")
 
 
-def _header_tails(messages: list[Message], processor: Processor, frame: list[str], answers: list[str]) -> tuple[str, str]:
+def _header_tails(prompted: str, frame: list[str], answers: list[str]) -> tuple[str, str]:
     """Returns the end of the header before the last answer, rendered and as a prompt; they may differ in blanks only."""
     rendered = _interleave(frame[:-1], answers[:-1])
-    prompted = processor.render(messages[:-1], True)
     common = len(os.path.commonprefix([rendered, prompted]))
     if rendered[common:].strip() or prompted[common:].strip():
         raise TemplateFault("target: its chat template renders the prompt for an answer differently from the answer's header")
@@ -184,12 +206,13 @@ def _unused_characters(messages: list[Message]) -> tuple[str, str]:
     return unused[0], unused[1]
 
 
-def _escape(message: Message, processor: Processor, separator: str) -> Message:
-    """Splits special tokens quoted in the text, so that they are tokenized as plain text.
+def _escape(message: Message, processor: Processor, separator: str, kept: Collection[str] = ()) -> Message:
+    """Splits special tokens quoted in the text, except those `kept`, so that they are tokenized as plain text.
 
     Example: "<|im_end|>" becomes "<" + separator + "|im_end|>", later two segments, neither of which is a special token.
     """
-    pattern = re.compile("|".join(sorted(map(re.escape, _special_texts(processor)), key=len, reverse=True)))
+    texts = _special_texts(processor) - set(kept)
+    pattern = re.compile("|".join(sorted(map(re.escape, texts), key=len, reverse=True)))
 
     def split(match: re.Match[str]) -> str:
         return match.group()[0] + separator + match.group()[1:]

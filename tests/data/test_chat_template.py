@@ -167,7 +167,7 @@ def test_placeholder_is_text_in_an_answer_and_refused_in_a_question() -> None:
     [
         (("part.text", "part.text | upper"), "rewrites"),
         (("'<|im_end|>'", "'<|endoftext|>'"), "does not end each answer with '<|im_end|>'"),
-        (("assistant\\n", "assistant\\n<think>"), "prompt"),
+        (("assistant\\n", "assistant\\n<plan>"), "prompt"),
     ],
 )
 def test_template_without_locatable_answers_is_refused(change: tuple[str, str], fault: str) -> None:
