@@ -1,6 +1,7 @@
 """Compiled passes: the trees and texts of eager passes, once per pass, from disk.
 
-A compilation takes ten seconds of a core, so the passes of one target and its draft are compiled once for this file.
+A compilation takes seconds of a core: this file compiles the passes of one target and its draft once, the models have two
+layers, and the code around the kernels is not optimized.
 """
 
 from __future__ import annotations
@@ -30,10 +31,17 @@ MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], 
 VISION = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32}
 VISION |= {"num_position_embeddings": 16, "deepstack_visual_indexes": (0, 1)}
 IDS = {"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63}
+LAYERS = {"num_hidden_layers": 2}
+QWEN3 = text_sizes(**LAYERS, head_dim=16, rope_parameters=MROPE)
 FAMILY_CONFIGS = (
-    (LlamaConfig(**text_sizes(rope_parameters=LLAMA3_ROPE)), "autoregressive"),
-    (Qwen3VLConfig(text_config=text_sizes(head_dim=16, rope_parameters=MROPE), vision_config=VISION, **IDS), "static"),
+    (LlamaConfig(**text_sizes(**LAYERS, rope_parameters=LLAMA3_ROPE)), "autoregressive"),
+    (Qwen3VLConfig(text_config=QWEN3, vision_config=VISION, **IDS), "static"),
 )
+
+
+@pytest.fixture(autouse=True)
+def quick_wrappers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(package.OPTIONS, "aot_inductor.compile_wrapper_opt_level", "O0")
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +65,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_once_per_pass_and_from_disk(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One compilation for one node and one for several, whatever the shapes; none for other weights."""
-    target = make_qwen()
+    target = make_qwen(**LAYERS)
     draft = head(target)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -66,7 +74,7 @@ def test_once_per_pass_and_from_disk(shared: Path, capsys: pytest.CaptureFixture
         count = len(list(shared.glob("*.pt2")))
         assert 1 < count == capsys.readouterr().err.count("compiling")
         for _ in range(2):
-            other = make_qwen(seed=1)
+            other = make_qwen(seed=1, **LAYERS)
             drafts = head(other, seed=1)
             assert answer(other, drafts, PassMode.compiled, "static") == answer(other, drafts, PassMode.eager, "static")
             compiled = capsys.readouterr().err.count("compiling")
@@ -75,7 +83,7 @@ def test_once_per_pass_and_from_disk(shared: Path, capsys: pytest.CaptureFixture
 
 def test_full_cache(shared: Path) -> None:
     """A tree up to the last row of the cache; a call that fails runs eagerly."""
-    target = make_qwen()
+    target = make_qwen(**LAYERS)
     target.passes = PassMode.compiled
     passes: Any = select.new_tree_passes(target, ())
     eager = target_passes.EagerTreePasses(target, ())
@@ -134,7 +142,7 @@ def test_small_weights_are_not_part_of_the_code(
 
 def test_no_compiler(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/nowhere/g++",))
-    target = make_qwen()
+    target = make_qwen(**LAYERS)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = answer(target, None, PassMode.compiled, "autoregressive")

@@ -39,11 +39,11 @@ def text_sizes(kv_heads: int = 2, tied: bool = False, **extra: Any) -> dict[str,
     }
 
 
-def make_qwen(kv_heads: int = 2, tied: bool = False, seed: int = 0) -> sage.Target:
-    """A random Qwen2.5-VL of three layers, width 32."""
+def make_qwen(kv_heads: int = 2, tied: bool = False, seed: int = 0, **text: Any) -> sage.Target:
+    """A random Qwen2.5-VL of three layers, width 32; `text` changes its text model."""
     config = Qwen2_5_VLConfig(
         text_config=text_sizes(
-            kv_heads, tied, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+            kv_heads, tied, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}, **text
         ),
         vision_config={
             "depth": 1,
