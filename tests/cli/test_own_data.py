@@ -11,7 +11,6 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -78,14 +77,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def variables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def variables(tmp_path_factory: pytest.TempPathFactory, commands: ForkServer) -> dict[str, str]:
     """The environment of a user with an empty home and our commands in PATH."""
     home, tools = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("tools")
     made = environment() | {"HOME": str(home), "XDG_CACHE_HOME": str(home / ".cache"), "PATH": f"{tools}:{os.environ['PATH']}"}
-    server = ForkServer(made)
-    make_tools(tools, {name: server.script(module) for name, module in MODULES.items()})
-    yield made
-    server.close()
+    make_tools(tools, {name: commands.script(module) for name, module in MODULES.items()})
+    return made
 
 
 def execute(folder: Path, line: str, is_short: bool, variables: dict[str, str]) -> str:
