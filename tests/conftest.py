@@ -137,7 +137,7 @@ def commands() -> Iterator[ForkServer]:
     from support.fork_server import ForkServer
     from support.train_helpers import ROOT, environment
 
-    server = ForkServer(environment() | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"})
+    server = ForkServer(environment() | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "MPLBACKEND": "agg"})
     yield server
     server.close()
 

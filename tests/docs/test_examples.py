@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,31 +15,19 @@ SHORTER_NOTEBOOK = {"train.max_steps=40": "train.max_steps=8", "data.num_example
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    """Runs the examples in forks of a process that has imported what they need."""
-    server = ForkServer(variables())
-    yield server
-    server.close()
-
-
-def variables() -> dict[str, str]:
-    return environment() | {"PYTHONPATH": f"{ROOT}:{EXAMPLES}", "MPLBACKEND": "agg"}
-
-
-def execute(server: ForkServer, folder: Path, script: Path, *arguments: str) -> str:
+def execute(commands: ForkServer, folder: Path, script: Path, *arguments: str) -> str:
     """Runs a script in a folder, as `python SCRIPT ARGUMENTS` does; returns its output."""
-    command = [*server.command(str(script)), *arguments]
-    done = subprocess.run(command, cwd=folder, env=variables(), capture_output=True, text=True, timeout=250)
+    command = [*commands.command(str(script)), *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return done.stdout
 
 
 @pytest.fixture(scope="module")
-def run(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def run(commands: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The run folder and the output of train_from_python.py."""
     folder = tmp_path_factory.mktemp("examples") / "run"
-    return folder, execute(server, ROOT, EXAMPLES / "train_from_python.py", str(folder), "12")
+    return folder, execute(commands, ROOT, EXAMPLES / "train_from_python.py", str(folder), "12")
 
 
 def test_train_from_python(run: tuple[Path, str]) -> None:
@@ -49,16 +36,16 @@ def test_train_from_python(run: tuple[Path, str]) -> None:
     assert (folder / "draft" / "model.safetensors").is_file()
 
 
-def test_custom_policy(server: ForkServer, run: tuple[Path, str]) -> None:
-    output = execute(server, ROOT, EXAMPLES / "custom_policy.py", str(run[0] / "draft"))
+def test_custom_policy(commands: ForkServer, run: tuple[Path, str]) -> None:
+    output = execute(commands, ROOT, EXAMPLES / "custom_policy.py", str(run[0] / "draft"))
     assert output.count("confident: ") == 2
 
 
-def test_custom_source(server: ForkServer, tmp_path: Path) -> None:
-    assert "texts identical" in execute(server, ROOT, EXAMPLES / "custom_source.py", str(tmp_path / "run"))
+def test_custom_source(commands: ForkServer, tmp_path: Path) -> None:
+    assert "texts identical" in execute(commands, ROOT, EXAMPLES / "custom_source.py", str(tmp_path / "run"))
 
 
-def test_notebook(server: ForkServer, tmp_path: Path) -> None:
+def test_notebook(commands: ForkServer, tmp_path: Path) -> None:
     cells = json.loads((EXAMPLES / "pocket_pipeline.ipynb").read_text(encoding="utf-8"))["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     text = "\n\n".join(code)
@@ -66,7 +53,7 @@ def test_notebook(server: ForkServer, tmp_path: Path) -> None:
         assert given in text
         text = text.replace(given, shorter)
     (tmp_path / "notebook.py").write_text(text, encoding="utf-8")
-    output = execute(server, tmp_path, tmp_path / "notebook.py")
+    output = execute(commands, tmp_path, tmp_path / "notebook.py")
     assert "tokens per target pass" in output and (tmp_path / "runs/notebook/draft").is_dir()
 
 
