@@ -35,6 +35,7 @@ from train.launch.signals import StopFlag
 from train.launch.supervisor import Supervisor
 
 START_S = 200
+SAGE_TRAIN = [sys.executable, "-m", "train.cli.train"]  # as users start it: torch has yet to read its log level
 
 
 def launch(config: Config) -> int:
@@ -72,7 +73,7 @@ def test_the_error_of_the_failed_rank_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_of_an_external_launcher_prints_its_own_error(target: Path, tmp_path: Path, commands: ForkServer) -> None:
+def test_a_rank_of_an_external_launcher_prints_its_own_error(target: Path, tmp_path: Path) -> None:
     """Two processes with srun's variables. An image file is truncated; only the rank that opens it prints an error."""
     make_noise(deviation=50).save(tmp_path / "complete.png")
     content = (tmp_path / "complete.png").read_bytes()
@@ -86,7 +87,7 @@ def test_a_rank_of_an_external_launcher_prints_its_own_error(target: Path, tmp_p
     prompts = ["data/validation=pocket", "data.num_workers=1"]
     arguments = [*command(target, tmp_path / "run"), "train.micro_batch_size=1", "launch.device=cpu", *data, *prompts]
     arguments = [argument for argument in arguments if not argument.startswith("data.num_examples")]
-    processes = [as_by_srun(commands, arguments, rank, stdout=subprocess.DEVNULL) for rank in range(2)]
+    processes = [as_by_srun(SAGE_TRAIN, arguments, rank, stdout=subprocess.DEVNULL) for rank in range(2)]
     begin = time.monotonic()
     errors = [process.communicate(timeout=START_S)[1] for process in processes]
     lines = [line for text in errors for line in text.splitlines() if "error: " in line]
@@ -96,12 +97,13 @@ def test_a_rank_of_an_external_launcher_prints_its_own_error(target: Path, tmp_p
     assert time.monotonic() - begin < START_S
 
 
-def as_by_srun(commands: ForkServer, arguments: list[str], rank: int, **options: Any) -> subprocess.Popen[str]:
+def as_by_srun(sage_train: Sequence[str], arguments: list[str], rank: int, **options: Any) -> subprocess.Popen[str]:
     """One of two ranks, started with srun's variables."""
     facts = {"STEP_ID": 0, "STEP_NUM_TASKS": 2, "JOB_ID": os.getpid(), "STEP_NODELIST": "localhost", "PROCID": rank}
     variables = {f"SLURM_{key}": str(value) for key, value in (facts | {"LOCALID": rank}).items()}
-    command_line = [*commands.command("train.cli.train"), *arguments]
-    return subprocess.Popen(command_line, env=environment() | variables, stderr=subprocess.PIPE, text=True, **options)
+    return subprocess.Popen(
+        [*sage_train, *arguments], env=environment() | variables, stderr=subprocess.PIPE, text=True, **options
+    )
 
 
 @pytest.mark.slow
@@ -111,7 +113,7 @@ def test_ranks_terminated_by_srun_after_the_first_exit_with_3_as_well(
     """`srun --kill-on-bad-exit` terminates all ranks once one has exited with 3; its exit code is the largest of theirs."""
     run = tmp_path / "run"
     arguments = command(target, run, *TINY_REPORT, "train.micro_batch_size=1", "train.max_steps=100000", "launch.device=cpu")
-    started += [as_by_srun(commands, arguments, rank, start_new_session=True) for rank in range(2)]
+    started += [as_by_srun(commands.command("train.cli.train"), arguments, rank, start_new_session=True) for rank in range(2)]
     wait_for_a_step(started[0], run)
     for process in started:
         process.send_signal(signal.SIGUSR1)
@@ -195,8 +197,7 @@ def test_sigterm_saves_and_exits_with_3_and_torchrun_resumes(
 
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_run_within_seconds(target: Path, tmp_path: Path, started: list[subprocess.Popen[str]]) -> None:
-    sage_train = [sys.executable, "-m", "train.cli.train"]  # without forks, as users do
-    process = start(started, sage_train, target, tmp_path / "run", "train.save_every=1")
+    process = start(started, SAGE_TRAIN, target, tmp_path / "run", "train.save_every=1")
     victim, *others = ranks_of(process)
     begin = time.monotonic()
     os.kill(victim, signal.SIGKILL)
