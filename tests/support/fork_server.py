@@ -55,14 +55,21 @@ socket.send_fds(connection, [len(request).to_bytes(4, "big")], [0, 1, 2])
 connection.sendall(request)
 answers = connection.makefile()
 pid = int(answers.readline())
+def pass_on(number, _):
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-    signal.signal(number, lambda number, _: os.kill(pid, number))
+    signal.signal(number, pass_on)
 code = int(answers.readline() or 70)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, signal.SIG_IGN)
 if code < 0:
     if code != -signal.SIGKILL:
         signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
-sys.exit(code)
+os._exit(code)
 """
 
 

@@ -130,3 +130,19 @@ def test_if_all_ranks_decode_one_that_aborts_interrupts_all(monkeypatch: pytest.
     others[0] = True
     with pytest.raises(Interrupted):
         shard.merge(None)
+
+
+@pytest.mark.parametrize(("ends_process", "received"), [(True, True), (True, False), (False, True)])
+def test_sigterm_after_a_stop(ends_process: bool, received: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is about to exit ignores it, without a gap between the flag's handler and ignoring it."""
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(StopFlag, "ends_process", ends_process)
+    try:
+        with StopFlag() as stop:
+            stop.is_polled = True
+            if received:
+                signal.raise_signal(signal.SIGUSR1)
+        expected = signal.SIG_IGN if ends_process and received else before
+        assert signal.getsignal(signal.SIGTERM) == expected
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -25,7 +25,7 @@ from train.config.hydra_app import configure_logging
 from train.config.schema import Config, ConfigError, Device, LaunchConfig
 from train.launch import cluster_env
 from train.launch.failures import Failure, describe, interrupted
-from train.launch.signals import ignore_sigterm
+from train.launch.signals import StopFlag, ignore_sigterm
 from train.launch.supervisor import POLL_S, silence_loggers, supervise
 
 logger = logging.getLogger(__name__)
@@ -136,6 +136,7 @@ def _run_external_rank(config: Config, work: RankWork) -> int:
     """Runs a rank of an external launcher; prints its error if it is the first one to fail."""
     from train.launch.ranks import has_peers, is_first_failure
 
+    StopFlag.ends_process = True
     try:
         code = work(config)
     except BaseException as error:
@@ -145,6 +146,8 @@ def _run_external_rank(config: Config, work: RankWork) -> int:
         if is_first_failure():
             print(f"{failure.details}error: {failure.message}", file=sys.stderr)
         _exit_at_once(failure.exit_code)
+    finally:
+        StopFlag.ends_process = False
     if code == EXIT_STOPPED:
         ignore_sigterm()  # srun terminates the other ranks once one has exited with 3, and all should exit with 3
     return code

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SLURM sends SIGUSR1 ahead of a time limit
 
@@ -14,10 +14,14 @@ class StopFlag:
     """A flag set by SIGTERM, SIGINT and SIGUSR1 while the context is open.
 
     Attributes:
+        ends_process: whether the process exits after a stop. SIGTERM, which would change its exit code, is then ignored from
+            the end of the context on.
         is_set: whether a signal has been received.
         is_polled: whether a loop polls the flag. Until then a signal raises KeyboardInterrupt, as a second Ctrl-C always
             does.
     """
+
+    ends_process: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.is_set = self.is_polled = False
@@ -30,7 +34,8 @@ class StopFlag:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            is_late = number == signal.SIGTERM and self.is_set and self.ends_process
+            signal.signal(number, signal.SIG_IGN if is_late else handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self.is_polled or (self.is_set and number == signal.SIGINT):
