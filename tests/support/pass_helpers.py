@@ -22,7 +22,7 @@ def answer(target: sage.Target, draft: Any, passes: PassMode, policy: str, **opt
     target.passes = passes
     inputs = make_inputs(target)
     inputs = {key: value.to(target.dtype) if value.is_floating_point() else value for key, value in inputs.items()}
-    out = sage.generate(target, None if policy == "autoregressive" else draft, inputs, policy, max_new_tokens=40, **options)
+    out = sage.generate(target, None if policy == "autoregressive" else draft, inputs, policy, max_new_tokens=20, **options)
     return out.tokens.tolist(), [(row["nodes"], row["depth"], row["accepted"]) for row in out.stats.rounds_log]
 
 
