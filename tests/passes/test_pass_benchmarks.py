@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.messages import refused
 from support.models import in_float64, make_inputs, random_draft
+from support.near_draft import near_draft
 
 import sage
 from benchmarks import passes, texts
@@ -41,6 +42,11 @@ def test_times_calls_and_memory_of_both_modes(tiny_qwen: sage.Target, monkeypatc
     assert modes == ["eager", "compiled"] * 3
     assert all(float(row[-1]) >= 0 and float(row[-2]) >= 0 and int(row[-4]) > 0 for row in rows)
     assert "peak, MB  kept, MB" in text and "1.5 MB" in text
+
+
+def test_levels_of_a_smaller_target(tiny_qwen: sage.Target) -> None:
+    text = passes.measure(tiny_qwen, near_draft(tiny_qwen), nodes=[1], widths=[2], context=20, repeats=3)
+    assert text.count("draft level, 2 nodes") == 2
 
 
 def test_memory_of_the_first_call(tiny_qwen: sage.Target) -> None:
