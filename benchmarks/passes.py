@@ -96,10 +96,9 @@ def measure(target: Any, draft: Any, nodes: Sequence[int], widths: Sequence[int]
     """Measures passes over `nodes` and draft levels of `widths` on top of `context` tokens; returns the text to print."""
     device, rows = target.device, []
     room = max(*nodes, *widths)
-    levels = new_session(draft, target, room).levels if draft is not None else ()
 
     def verify(count: int) -> TimedCall:
-        passes = new_tree_passes(target, levels)
+        passes = new_tree_passes(target, draft.levels if draft is not None else ())
         return verify_pass(passes, target, empty_cache(passes, context + room), count, context)
 
     def level(width: int) -> TimedCall:

@@ -107,18 +107,13 @@ def _mix(x: Tensor, spare: Tensor) -> None:
     Every pass over the vocabulary counts, and new memory for a result costs more than the pass.
     """
     x *= _signed(MULTIPLIERS[0])
-    x ^= torch.bitwise_right_shift(x, SHIFTS[1], out=spare).bitwise_and_(_low_bits(SHIFTS[1]))
+    _shift_in(x, SHIFTS[1], spare)
     x *= _signed(MULTIPLIERS[1])
     x ^= torch.bitwise_right_shift(x, SHIFTS[2], out=spare)  # clears the sign: two numbers for every result
 
 
-def _shift_in(x: Tensor, shift: int) -> None:
-    x ^= (x >> shift).bitwise_and_(_low_bits(shift))
-
-
-def _low_bits(shift: int) -> int:
-    """Returns the mask of the bits that a shift to the right fills from the number, not from its sign."""
-    return (1 << 32 - shift) - 1
+def _shift_in(x: Tensor, shift: int, spare: Tensor | None = None) -> None:
+    x ^= torch.bitwise_right_shift(x, shift, out=spare).bitwise_and_((1 << 32 - shift) - 1)
 
 
 def _hash_number(x: int) -> int:

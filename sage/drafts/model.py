@@ -25,6 +25,7 @@ class ModelDraft:
     """A smaller target `model` as a draft; ValueError for another family, or a vocabulary that differs in more than padding."""
 
     kind = "model"
+    levels: tuple[int, ...] = ()  # of the target's hidden states: it reads none
 
     def __init__(self, model: Target, target: Target) -> None:
         check_pair(model, target)

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 from support.accelerator import IS_SUPPORTED, Traffic, on_device
 from support.models import make_inputs, make_llava, make_qwen
 from support.near_draft import near_draft
-from support.pass_helpers import head
-from support.synchronizations import count_rounds, new_policy
+from support.pass_helpers import capture_with, head
+from support.synchronizations import MAX_UPLOADS, count_rounds, new_policy
 
 import sage
 from sage.pass_modes import PassMode
-from sage.passes import select
-from sage.passes.capture import CapturedHead, CapturedTreePasses, call_again
+from sage.passes.capture import call_again
 
 pytestmark = pytest.mark.skipif(not IS_SUPPORTED, reason="this torch cannot register a device type written in Python")
-MAX_UPLOADS = 2
 
 
 @pytest.fixture(autouse=True)
 def without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "CapturedTreePasses", partial(CapturedTreePasses, capture=call_again))
-    monkeypatch.setattr(select, "CapturedHead", partial(CapturedHead, capture=call_again))
+    capture_with(monkeypatch, call_again)
 
 
 @pytest.mark.parametrize(("make", "kind"), [(make_qwen, "eagle"), (make_llava, "eagle3"), (make_llava, "near")])

@@ -10,11 +10,9 @@ from support.accelerator import Traffic, on_device
 from support.messages import refused
 from support.models import make_inputs, make_qwen
 from support.near_draft import near_draft
-from support.synchronizations import RoundCounts, count_rounds, new_policy, table
+from support.synchronizations import MAX_UPLOADS, RoundCounts, count_rounds, new_policy, table
 
 import sage
-
-MAX_UPLOADS = 2
 
 
 def rounds_of(traffic: Traffic, name: str, kind: str = "near", **options: Any) -> list[RoundCounts]:

@@ -19,9 +19,10 @@ from transformers import LlamaConfig, Qwen3VLConfig
 
 import sage
 from sage.pass_modes import PassMode
-from sage.passes import package, select, target_passes
+from sage.passes import package, select
 from sage.passes.package import Eager
 from sage.targets.families import family_of
+from sage.targets.tree_passes import EagerTreePasses
 
 pytestmark = pytest.mark.slow
 
@@ -86,7 +87,7 @@ def test_full_cache(shared: Path) -> None:
     target = make_qwen(**LAYERS)
     target.passes = PassMode.compiled
     passes: Any = select.new_tree_passes(target, ())
-    eager = target_passes.EagerTreePasses(target, ())
+    eager = EagerTreePasses(target, ())
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         found = run_chain(passes, passes.new_cache(5), 5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,13 @@ import torch
 from support.messages import refused
 from support.models import in_float64, make_qwen
 from support.near_draft import near_draft
-from support.pass_helpers import answer, head, run_chain
+from support.pass_helpers import answer, capture_with, head, run_chain
 from torch import nn
 
 import sage
 from sage.chat import Chat
 from sage.pass_modes import MANY_ANSWERS, PassMode, resolve_pass_mode
-from sage.passes import package, select, sessions, target_passes
+from sage.passes import package, sessions, target_passes
 from sage.passes.buckets import key_bucket, node_bucket
 from sage.passes.capture import CachePool, CapturedHead, CapturedTreePasses, call_again
 from sage.passes.package import Eager
@@ -50,8 +49,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pas
     """Both forms without a compiler and without a GPU; returns the pass mode that selects them."""
     for module in (target_passes, sessions):
         monkeypatch.setattr(module, "compiled", run_eagerly)
-    monkeypatch.setattr(select, "CapturedTreePasses", partial(CapturedTreePasses, capture=call_again))
-    monkeypatch.setattr(select, "CapturedHead", partial(CapturedHead, capture=call_again))
+    capture_with(monkeypatch, call_again)
     return PassMode.compiled if request.param == "functions" else PassMode.captured
 
 
@@ -183,8 +181,7 @@ class TestFailures:
         def failing(function: Any) -> Any:
             raise RuntimeError("operation not permitted when stream is capturing")
 
-        monkeypatch.setattr(select, "CapturedTreePasses", partial(CapturedTreePasses, capture=failing))
-        monkeypatch.setattr(select, "CapturedHead", partial(CapturedHead, capture=failing))
+        capture_with(monkeypatch, failing)
         draft = head(tiny_qwen)
         with pytest.warns(UserWarning, match="passes: the (target|draft)'s pass cannot be captured") as caught:
             found = answer(tiny_qwen, draft, PassMode.captured, "static")

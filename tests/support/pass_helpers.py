@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from support.models import make_inputs, random_draft
 
 import sage
 from sage.pass_modes import PassMode
+from sage.passes import select
+from sage.passes.capture import Capture, CapturedHead, CapturedTreePasses
 from sage.trees.tree import Columns, Tree
 
 
 def head(target: sage.Target, *args: Any, **options: Any) -> Any:
     """A draft head for decoding; one in training runs eagerly."""
     return random_draft(target, *args, **options).eval()
+
+
+def capture_with(monkeypatch: pytest.MonkeyPatch, capture: Capture) -> None:
+    """Captures passes of target and draft with another function than `cuda_graph`, which needs a GPU."""
+    monkeypatch.setattr(select, "CapturedTreePasses", partial(CapturedTreePasses, capture=capture))
+    monkeypatch.setattr(select, "CapturedHead", partial(CapturedHead, capture=capture))
 
 
 def answer(target: sage.Target, draft: Any, passes: PassMode, policy: str, **options: Any) -> tuple[list[int], list[Any]]:

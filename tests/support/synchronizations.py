@@ -28,6 +28,7 @@ from sage.drafts.location import find_draft
 from sage.trees.base import Policy
 
 POCKET_TARGETS = ROOT / "data_prep" / "pocket" / "targets"
+MAX_UPLOADS = 2  # to the device per round
 COSTS = Costs(Curve([1, 64], [1.0, 1.3]), Curve([1, 64], [0.02, 0.03]), context=0)  # drafting pays, whatever the machine
 
 
