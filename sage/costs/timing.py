@@ -68,11 +68,14 @@ class Clock:
 
     On CUDA each lap records an event, which does not wait. All events so far are resolved together, with one synchronization,
     when times are first requested, and are reused.
+
+    Args:
+        left_out_s: returns seconds of this process that count for no phase; without effect on CUDA.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, left_out_s: Callable[[], float] = float) -> None:
         self._device, self._is_cuda = device, device.type == "cuda"
-        self._now: Callable[[], Any] = self._event if self._is_cuda else time.perf_counter
+        self._now: Callable[[], Any] = self._event if self._is_cuda else lambda: time.perf_counter() - left_out_s()
         self._laps: list[tuple[str, int]] = []
         self._seconds: list[float] = []  # of the laps resolved so far
         self._free: list[torch.cuda.Event] = []

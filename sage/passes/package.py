@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,6 +33,7 @@ OPTIONS = {
     "realize_reads_threshold": 1,  # otherwise every layer computes cos and sin again, for every head, if they read little
 }
 Example = Callable[[], tuple[tuple[Any, ...], tuple[Any, ...]]]
+_spent_s = 0.0
 
 
 class Run(Protocol):
@@ -85,6 +87,11 @@ def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     return module.get_submodule(prefix), key
 
 
+def compile_s() -> float:
+    """Returns the seconds that this process has spent in `compiled`: the clock of a generation leaves them out."""
+    return _spent_s
+
+
 def compiled(module: nn.Module, example: Example, label: str, depends_on: Any) -> Run:
     """Returns `module` compiled, from disk if it was compiled before; runs it eagerly, with one warning, if that fails.
 
@@ -94,6 +101,15 @@ def compiled(module: nn.Module, example: Example, label: str, depends_on: Any) -
         label: names the pass in messages.
         depends_on: JSON-serializable description of the model.
     """
+    global _spent_s
+    start = time.perf_counter()
+    try:
+        return _known_or_new(module, example, label, depends_on)
+    finally:
+        _spent_s += time.perf_counter() - start
+
+
+def _known_or_new(module: nn.Module, example: Example, label: str, depends_on: Any) -> Run:
     with torch.inference_mode(False):  # an inference tensor cannot be traced
         args, dims = example()
     path = passes_folder() / f"{_digest(module, label, depends_on, args[0].device)}{PACKAGE_SUFFIX}"

@@ -28,6 +28,16 @@ def test_round_times_can_be_resolved_later(monkeypatch: pytest.MonkeyPatch) -> N
     assert seconds["verify"] == 7.0 and seconds["commit"] == 1.0 and sum(seconds.values()) == 9.0
 
 
+def test_seconds_left_out_count_for_no_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, left_out = iter([0.0, 1.0, 14.0, 15.0]), iter([5.0, 5.0, 15.0, 15.0])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(now))
+    clock = timing.Clock(CPU, lambda: next(left_out))
+    for phase in ("policy", "verify", "accept"):
+        clock.lap(phase)
+    seconds = clock.seconds()
+    assert [seconds[phase] for phase in ("policy", "verify", "accept")] == [1.0, 3.0, 1.0] and sum(seconds.values()) == 5.0
+
+
 class FakeEvents:
     """Stands in for CUDA events: the clock advances by a second per record, and waits are counted."""
 

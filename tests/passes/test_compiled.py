@@ -6,6 +6,7 @@ layers, and the code around the kernels is not optimized.
 
 from __future__ import annotations
 
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -129,7 +130,9 @@ def test_small_weights_are_not_part_of_the_code(
         patch.setattr(torch._inductor, "aoti_compile_and_package", damaged)
         assert isinstance(package.compiled(layer, example, "a layer", "model"), Eager)
     assert [path.read_bytes() for path in own.glob("*.pt2")] == [b"damaged"]
+    start, spent = time.perf_counter(), package.compile_s()
     run = package.compiled(layer, example, "a layer", "model")
+    assert 0.9 < (package.compile_s() - spent) / (time.perf_counter() - start) <= 1
     assert not isinstance(run, Eager)
     assert not isinstance(package.compiled(layer, example, "a layer", "model"), Eager)  # from disk
     assert capsys.readouterr().err.count("compiling a layer") == 2
