@@ -89,6 +89,24 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def shorter_tests() -> None:
+    """Leaves out what tests need not repeat."""
+    from support.shortcuts import shorten
+
+    shorten()
+
+
+@pytest.fixture
+def rendered_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Renders the plots of a test."""
+    from support.shortcuts import save_rendered
+
+    from train.report import style
+
+    monkeypatch.setattr(style, "save", save_rendered)
+
+
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any connection beyond this machine fails the test."""

@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,33 +16,45 @@ import pytest
 import torch
 from support.messages import check_message, refused
 from support.papers_helpers import tiny_world
+from support.shortcuts import save_rendered
 
 from benchmarks.papers import __main__ as command
 from benchmarks.papers import runs
 from benchmarks.papers.figures import FIGURES_DIR, FigureStore, digest
 from benchmarks.papers.lab import Lab
 from benchmarks.papers.measure import ablations, answers, calibration, entropy, tuning
+from benchmarks.papers.measure import projection as projection_figures
 from benchmarks.papers.measure.studies import STUDIES, select_studies
 from benchmarks.papers.page import epochs, policies, projection, render
 from benchmarks.papers.settings import load_settings
+from sage.bench.costs import measure_shape_costs
+from sage.bench.shapes import Shape
 from sage.costs.tables import Costs, Curve
 from sage.replay.recording import RecordedRound, Recording
 from sage.trees.sage import confidence_of
 from train.config.checks import check
 from train.config.hydra_app import compose
 from train.config.schema import Config
+from train.report import style
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs every study once; returns the folder of settings, runs and docs."""
+    """Runs every study once; returns the folder of settings, runs and docs. The large shape is narrow."""
     where = tmp_path_factory.mktemp("results")
     settings = tiny_world(where)
     (where / "README.md").write_text(f"first\n{render.README_START}\nold\n{render.README_END}\nlast\n", encoding="utf-8")
-    assert command.main(["--quick", "--settings", str(settings)]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(style, "save", save_rendered)
+        patch.setattr(projection_figures, "measure_shape_costs", lambda shape, *rest: measure_shape_costs(narrow(shape), *rest))
+        assert command.main(["--quick", "--settings", str(settings)]) == 0
     return where
+
+
+def narrow(shape: Shape) -> Shape:
+    return replace(shape, hidden_size=256, intermediate_size=512, num_heads=2, num_kv_heads=1, vocab_size=2000)
 
 
 def rendered(docs: Path) -> str:

@@ -114,7 +114,9 @@ def serve(address: str) -> None:
 
     for module in PRELOADED:
         importlib.import_module(module)
-    fork_ranks()
+    shortcuts = importlib.import_module("shortcuts")  # from the folder of this script
+    shortcuts.shorten()
+    shortcuts.fork_ranks()
     gc.freeze()  # no collection of a fork visits the imported modules, which would copy them
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
@@ -131,13 +133,6 @@ def serve(address: str) -> None:
             run_and_report(connection)
         connection.close()
         reap()
-
-
-def fork_ranks() -> None:
-    """Makes the ranks of a command forks of it; tests/training/test_launch.py starts them as users do."""
-    from torch.distributed.launcher import api
-
-    api.LaunchConfig = partial(api.LaunchConfig, start_method="fork")
 
 
 def reap() -> None:

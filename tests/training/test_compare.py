@@ -113,6 +113,7 @@ def test_only_changed_keys_are_listed(runs: list[Path]) -> None:
     assert changed_keys(summary[:2]) == ["optim.lr", "target.dtype", "target.name"]  # precision follows
 
 
+@pytest.mark.usefixtures("rendered_plots")
 def test_a_comparison_is_written_best_run_first(runs: list[Path], tmp_path: Path) -> None:
     lines = compare([read_run(run) for run in runs], tmp_path).splitlines()
     assert lines[0].split() == ["run", "lr", "steps", "loss", "sage", "tok/pass", "chain", "tok/pass", *["sage", "speedup"],
@@ -275,6 +276,7 @@ def test_a_job_is_named_by_what_the_sweep_changes() -> None:
 # -- the page of one run ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("rendered_plots")
 def test_the_page_of_a_run_compares_estimate_and_measurement(runs: list[Path]) -> None:
     path = write_run_report(runs[0])
     text = path.read_text()

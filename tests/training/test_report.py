@@ -10,6 +10,7 @@ from train.report.generation import choose_policy
 from train.report.page import best_policy, headline, render_page
 from train.report.plots import write_plots
 
+pytestmark = pytest.mark.usefixtures("rendered_plots")
 STAGES = ("vision", "target_prefill", "draft_prefill", "draft_steps", "verify", "accept", "commit", "policy", "other")
 ALPHAS = (0.5, 0.62, 0.81, 0.93, 0.88, 0.42, 0.31, 0.55, 0.77, 0.9, 0.97, 0.83, 0.64, 0.48, 0.36, 0.6, 0.85, 0.94)
 

@@ -87,6 +87,7 @@ def assert_close(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], 
         assert (left[name].double() - right[name].double()).abs().max() <= tolerance, name
 
 
+@pytest.mark.usefixtures("rendered_plots")
 @pytest.mark.parametrize(("family", "draft"), [("qwen2_5_vl", "eagle"), ("llava_onevision", "eagle"), ("qwen2_5_vl", "eagle3")])
 def test_a_run_writes_the_documented_files(
     targets: dict[str, Path],
