@@ -18,7 +18,7 @@ from sage.detokenizer import Detokenizer
 from sage.drafts.loading import Draft, check_draft
 from sage.drafts.pruning import KEEP_ALL, Pruning
 from sage.host_tensors import CPU, long_tensor
-from sage.passes.package import compile_s
+from sage.passes.package import COMPILATIONS
 from sage.passes.select import new_session, new_tree_passes
 from sage.sampling import Sampling, TargetSampler
 from sage.stats import Stats
@@ -146,7 +146,7 @@ def start(
             request takes over its cache.
         keep_prefix: whether `Generation.prefix` will be called; takes memory for the features of every token.
     """
-    clock = Clock(target.device, compile_s)
+    clock = Clock(target.device, COMPILATIONS)
     sampling = _sampling(sampling, options)
     policy = _policy(policy, draft)
     if draft is not None:

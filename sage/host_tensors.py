@@ -50,15 +50,15 @@ def upload_together(device: torch.device, *tensors: Tensor) -> Sequence[Tensor]:
     return tensors if device == CPU else _unpacked(to_device(_packed(tensors), device), tensors)
 
 
-def read_together(*tensors: Tensor | None) -> Sequence[Any]:
+def read_together(first: Tensor, *more: Tensor | None) -> Sequence[Any]:
     """Copies tensors of one device to the CPU with one device synchronization. Those with larger elements come first; None
     stays None.
     """
-    found = [tensor for tensor in tensors if tensor is not None]
-    if found[0].device == CPU:
-        return tensors
+    if first.is_cpu:
+        return first, *more
+    found = [first, *(tensor for tensor in more if tensor is not None)]
     copied = iter(_unpacked(_packed(found).cpu(), found))
-    return [None if tensor is None else next(copied) for tensor in tensors]
+    return [None if tensor is None else next(copied) for tensor in (first, *more)]
 
 
 def _packed(tensors: Sequence[Tensor]) -> Tensor:

@@ -70,12 +70,12 @@ class Clock:
     when times are first requested, and are reused.
 
     Args:
-        left_out_s: returns seconds of this process that count for no phase; without effect on CUDA.
+        left_out: intervals of `time.perf_counter` that count for no phase; the list may grow. Without effect on CUDA.
     """
 
-    def __init__(self, device: torch.device, left_out_s: Callable[[], float] = float) -> None:
-        self._device, self._is_cuda = device, device.type == "cuda"
-        self._now: Callable[[], Any] = self._event if self._is_cuda else lambda: time.perf_counter() - left_out_s()
+    def __init__(self, device: torch.device, left_out: Sequence[tuple[float, float]] = ()) -> None:
+        self._device, self._is_cuda, self._left_out = device, device.type == "cuda", left_out
+        self._now: Callable[[], Any] = self._event if self._is_cuda else time.perf_counter
         self._laps: list[tuple[str, int]] = []
         self._seconds: list[float] = []  # of the laps resolved so far
         self._free: list[torch.cuda.Event] = []
@@ -134,7 +134,10 @@ class Clock:
             self._seconds += [before.elapsed_time(now) / 1e3 for before, now in pairwise(done)]
             self._free += done[:-1]
         else:
-            self._seconds += [now - before for before, now in pairwise(done)]
+            recent = [(start, end) for start, end in self._left_out if end > done[0]]
+            self._seconds += [
+                now - before - sum(end - start for start, end in recent if before <= start <= now) for before, now in pairwise(done)
+            ]
 
     def _event(self) -> torch.cuda.Event:
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)

@@ -33,7 +33,7 @@ OPTIONS = {
     "realize_reads_threshold": 1,  # otherwise every layer computes cos and sin again, for every head, if they read little
 }
 Example = Callable[[], tuple[tuple[Any, ...], tuple[Any, ...]]]
-_spent_s = 0.0
+COMPILATIONS: list[tuple[float, float]] = []  # when this process was in `compiled`, in seconds of `time.perf_counter`
 
 
 class Run(Protocol):
@@ -87,11 +87,6 @@ def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     return module.get_submodule(prefix), key
 
 
-def compile_s() -> float:
-    """Returns the seconds that this process has spent in `compiled`: the clock of a generation leaves them out."""
-    return _spent_s
-
-
 def compiled(module: nn.Module, example: Example, label: str, depends_on: Any) -> Run:
     """Returns `module` compiled, from disk if it was compiled before; runs it eagerly, with one warning, if that fails.
 
@@ -101,12 +96,11 @@ def compiled(module: nn.Module, example: Example, label: str, depends_on: Any) -
         label: names the pass in messages.
         depends_on: JSON-serializable description of the model.
     """
-    global _spent_s
     start = time.perf_counter()
     try:
         return _known_or_new(module, example, label, depends_on)
     finally:
-        _spent_s += time.perf_counter() - start
+        COMPILATIONS.append((start, time.perf_counter()))
 
 
 def _known_or_new(module: nn.Module, example: Example, label: str, depends_on: Any) -> Run:

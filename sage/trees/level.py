@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from sage.host_tensors import CPU, Tokens, cached_index, read_together, take_runs
+from sage.host_tensors import Tokens, cached_index, read_together, take_runs
 from sage.trees.tree import Columns, Frontier, NextLevel, TopK, Tree
 
 DROPPED = "the root or a kept node's parent was dropped"
@@ -32,7 +32,7 @@ class TreeBuilder:
     def __init__(self, root: int, device: torch.device, eos: Collection[int] = ()) -> None:
         self.device, self.eos = device, frozenset(eos)
         self._tokens, self._parents, self._depths = [root], [-1], [0]
-        self._draft_topk: list[TopK | None] = [None]
+        self._draft_topk: dict[int, TopK] = {}
         self._frontier = [0]
         self._candidates: list[list[int]] = []  # tokens below the frontier
         self._level = 0
@@ -45,8 +45,7 @@ class TreeBuilder:
         self._tokens_FK = tokens
         host_tokens, host_probs = read_together(tokens, probs)
         rows, self._candidates = host_probs.tolist(), host_tokens.tolist()
-        for node, row_probs, row_tokens in zip(self._frontier, rows, self._candidates, strict=True):
-            self._draft_topk[node] = (row_probs, row_tokens)
+        self._draft_topk.update(zip(self._frontier, zip(rows, self._candidates, strict=True), strict=True))
         return Frontier(self._level, rows, _ends(self._candidates, self.eos))
 
     def add(self, level: NextLevel) -> None:
@@ -57,14 +56,13 @@ class TreeBuilder:
             self._tokens.append(self._candidates[row][rank])
             self._parents.append(self._frontier[row])
         self._depths += [self._level] * len(level.picks)
-        self._draft_topk += [None] * len(level.picks)
 
     def advance(self, level: NextLevel) -> tuple[Tensor, Tokens]:
         """Makes the nodes in `level.expand` the frontier; returns their parents' rows in the last one and their tokens, [X]."""
         width = len(self._candidates[0])
-        nodes = dict(zip(level.picks, range(len(self._tokens) - len(level.picks), len(self._tokens)), strict=True))
-        self._frontier = [nodes[pick] for pick in level.expand]
-        if self.device == CPU:
+        first = len(self._tokens) - len(level.picks)
+        self._frontier = [first + level.picks.index(pick) for pick in level.expand]
+        if self._tokens_FK.is_cpu:
             rows = cached_index(tuple([pick // width for pick in level.expand]), self.device)
             return rows, [self._tokens[node] for node in self._frontier]
         rows_FK = _rows(*self._tokens_FK.shape, self.device)
@@ -73,7 +71,8 @@ class TreeBuilder:
     def tree(self, keep: Sequence[int] | None = None) -> Tree:
         """Returns the tree of the nodes `keep` [R], given by `Policy.select`; AssertionError if an ancestor is missing."""
         if keep is None:
-            return Tree.of(Columns(self._tokens, self._parents, self._depths), self.device, self._draft_topk)
+            topk = [self._draft_topk.get(node) for node in range(len(self._tokens))]
+            return Tree.of(Columns(self._tokens, self._parents, self._depths), self.device, topk)
         parents: list[int] = []
         place = {-1: -1}
         for index, node in enumerate(keep):
@@ -82,7 +81,7 @@ class TreeBuilder:
             place[node] = index
             parents.append(place[parent])
         columns = Columns([self._tokens[node] for node in keep], parents, [self._depths[node] for node in keep])
-        return Tree.of(columns, self.device, [self._draft_topk[node] for node in keep])
+        return Tree.of(columns, self.device, [self._draft_topk.get(node) for node in keep])
 
 
 def _ends(candidates: list[list[int]], eos: frozenset[int]) -> Collection[int]:

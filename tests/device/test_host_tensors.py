@@ -19,10 +19,11 @@ TOGETHER = (
 
 @pytest.mark.parametrize("device", [CPU, DEVICE])
 def test_read_together(traffic: Traffic, device: torch.device) -> None:
-    there = [None, *on_device(TOGETHER, device), None]
+    first, *more = on_device(TOGETHER, device)
     traffic.reset()
-    first, *found, last = read_together(*there)
-    assert first is None and last is None
+    one, none, *found, last = read_together(first, None, *more, None)
+    found = [one, *found]
+    assert none is None and last is None
     assert all(
         torch.equal(one, expected) and one.dtype == expected.dtype for one, expected in zip(found, TOGETHER, strict=True)
     )

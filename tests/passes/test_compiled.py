@@ -130,9 +130,10 @@ def test_small_weights_are_not_part_of_the_code(
         patch.setattr(torch._inductor, "aoti_compile_and_package", damaged)
         assert isinstance(package.compiled(layer, example, "a layer", "model"), Eager)
     assert [path.read_bytes() for path in own.glob("*.pt2")] == [b"damaged"]
-    start, spent = time.perf_counter(), package.compile_s()
+    before = time.perf_counter()
     run = package.compiled(layer, example, "a layer", "model")
-    assert 0.9 < (package.compile_s() - spent) / (time.perf_counter() - start) <= 1
+    start, end = package.COMPILATIONS[-1]
+    assert before <= start < end <= time.perf_counter() and end - start > 0.5, "left out of the times of a generation"
     assert not isinstance(run, Eager)
     assert not isinstance(package.compiled(layer, example, "a layer", "model"), Eager)  # from disk
     assert capsys.readouterr().err.count("compiling a layer") == 2
