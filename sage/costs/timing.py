@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -134,10 +135,11 @@ class Clock:
             self._seconds += [before.elapsed_time(now) / 1e3 for before, now in pairwise(done)]
             self._free += done[:-1]
         else:
-            recent = [(start, end) for start, end in self._left_out if end > done[0]]
-            self._seconds += [
-                now - before - sum(end - start for start, end in recent if before <= start <= now) for before, now in pairwise(done)
-            ]
+            seconds = [now - before for before, now in pairwise(done)]
+            for start, end in self._left_out:
+                if done[0] <= start < done[-1]:
+                    seconds[bisect(done, start) - 1] -= end - start
+            self._seconds += seconds
 
     def _event(self) -> torch.cuda.Event:
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
