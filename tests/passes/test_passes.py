@@ -11,7 +11,7 @@ import torch
 from support.messages import refused
 from support.models import in_float64, make_qwen
 from support.near_draft import near_draft
-from support.pass_helpers import answer, capture_with, head, run_chain
+from support.pass_helpers import answer, capture_with, head, run_chain, slow_except
 from torch import nn
 
 import sage
@@ -55,7 +55,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pas
 
 class TestFormsAgree:
     @pytest.mark.parametrize("kind", DRAFTS)
-    @pytest.mark.parametrize("policy", POLICIES)
+    @pytest.mark.parametrize("policy", slow_except(("autoregressive", "chain", "sage"), POLICIES))
     def test_trees_and_texts(self, tiny_target: sage.Target, form: PassMode, kind: str, policy: str) -> None:
         in_float64(tiny_target, {})
         options = {key: value for key, value in DRAFTS[kind].items() if key != "draft_vocab_size"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,11 @@ from sage.pass_modes import PassMode
 from sage.passes import select
 from sage.passes.capture import Capture, CapturedHead, CapturedTreePasses
 from sage.trees.tree import Columns, Tree
+
+
+def slow_except(quick: Sequence[str], names: Sequence[str]) -> list[Any]:
+    """Parameters for `pytest.mark.parametrize`, of which those not in `quick` are marked slow."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def head(target: sage.Target, *args: Any, **options: Any) -> Any:
