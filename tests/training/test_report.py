@@ -3,12 +3,16 @@
 import copy
 
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.image import imread
+from support.messages import refused
 
+from checkpoints.store import SaveFailed
 from train.report.calibration import pooled
 from train.report.generation import choose_policy
 from train.report.page import best_policy, headline, render_page
 from train.report.plots import write_plots
+from train.validation.validate import write
 
 pytestmark = pytest.mark.usefixtures("rendered_plots")
 STAGES = ("vision", "target_prefill", "draft_prefill", "draft_steps", "verify", "accept", "commit", "policy", "other")
@@ -235,3 +239,14 @@ def test_best_policy_ignores_autoregressive():
     report = example_report()
     report["policies"]["autoregressive"]["speedup"] = 9.0
     assert best_policy(report) == "sage"
+
+
+def test_a_full_disk_leaves_no_part_of_a_report(tmp_path, monkeypatch):
+    def savefig(figure, path, **_):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    with refused("checks/step", "No space left on device", error=SaveFailed):
+        write(with_cost_aware(example_report()), tmp_path / "checks" / "step")
+    assert list((tmp_path / "checks").iterdir()) == []

@@ -191,5 +191,5 @@ def test_the_command_can_be_pasted(monkeypatch, argv, shown):
 
 def test_a_report_that_cannot_be_written_names_the_folder(tmp_path):
     (tmp_path / "file").write_text("")
-    with refused("file/step", "Not a directory", error=SaveFailed):
+    with refused("file/step", "File exists", error=SaveFailed):
         write({}, tmp_path / "file" / "step")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+
+from sage.files import atomic_path
 
 WIDTH_IN, HEADING_IN = 7.6, 0.66
 DPI = 170
@@ -116,7 +117,6 @@ def legend_above(axes: Axes, highest: float, columns: int, headroom: float = 1.4
 
 
 def save(made: Figure, path: Path) -> None:
-    """Writes a PNG atomically, through a temporary file."""
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp.png")
-    made.savefig(temporary, format="png")
-    temporary.replace(path)
+    """Writes a PNG atomically."""
+    with atomic_path(path) as temporary:
+        made.savefig(temporary, format="png")

@@ -26,7 +26,7 @@ from sage.bench.replays import all_policies, replays
 from sage.bench.report import PACKAGES, build_report, versions
 from sage.bench.runners import HF_ASSISTED, PolicyRunner, Runner, baseline_runner, find_assistant
 from sage.dtypes import torch_dtype
-from sage.files import write_json, write_text
+from sage.files import atomic_path, write_json, write_text
 from sage.pass_modes import resolve_pass_mode
 from sage.sampling import Sampling
 from sage.trees import policy as new_policy
@@ -123,16 +123,17 @@ def validate(
 
 
 def write(report: Mapping[str, Any], folder: Path) -> None:
-    """Writes plots, page and finally the JSON, so that a folder with a report.json is complete.
+    """Writes plots, page and JSON; the folder is complete, or is not there.
 
     Raises:
         SaveFailed: the folder cannot be written.
     """
-    with saving(folder, then="measure again with sage-validate, or continue the run with run.resume=true"):
-        folder.mkdir(parents=True, exist_ok=True)
-        plots = write_plots(report, folder)
-        write_text(folder / REPORT_PAGE, render_page(report, plots))
-        write_json(folder / REPORT, report)
+    remedy = "measure again with sage-validate, or continue the run with run.resume=true"
+    with saving(folder, then=remedy), atomic_path(folder) as temporary:
+        temporary.mkdir()
+        plots = write_plots(report, temporary)
+        write_text(temporary / REPORT_PAGE, render_page(report, plots))
+        write_json(temporary / REPORT, report)
     logger.info("validation: %s", folder / REPORT_PAGE)
 
 
