@@ -10,11 +10,11 @@ dtype, processor and number of threads.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -162,12 +162,9 @@ def _compile_to(path: Path, module: nn.Module, args: tuple[Any, ...], dims: tupl
         program = torch.export.export(
             module, args, dynamic_shapes=dims, strict=False, prefer_deferred_runtime_asserts_over_guards=True
         )
-        built = temporary.with_suffix(PACKAGE_SUFFIX)
-        try:
-            torch._inductor.aoti_compile_and_package(program, package_path=str(built), inductor_configs=OPTIONS)
-            os.replace(built, temporary)
-        finally:
-            built.unlink(missing_ok=True)
+        package = BytesIO()  # torch ends the process where it cannot write a file
+        torch._inductor.aoti_compile_and_package(program, package_path=package, inductor_configs=OPTIONS)
+        temporary.write_bytes(package.getvalue())
 
 
 def _digest(module: nn.Module, label: str, depends_on: Any, device: torch.device) -> str:

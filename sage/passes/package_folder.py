@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -18,6 +21,7 @@ from sage.files import user_cache_dir
 PACKAGE_SUFFIX = ".pt2"
 UNUSED_DAYS = 90
 MAX_BYTES = 500_000_000
+MIN_FREE_BYTES = 20_000_000  # a package has a few MB
 DAY_S = 86400.0
 
 
@@ -27,14 +31,22 @@ def passes_folder() -> Path:
 
 
 def writable_path(path: Path) -> Path:
-    """Returns `path`, or one in a temporary folder, with a warning, if its folder cannot be written."""
+    """Returns `path`, or one in a temporary folder, with a warning, if its folder cannot be written or its disk is full."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent):
+            if shutil.disk_usage(path.parent).free < MIN_FREE_BYTES:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return path
     except OSError as error:
         warnings.warn(f"passes: {path.parent}: {error.strerror}; compiled passes are not kept", stacklevel=4)
-        return Path(tempfile.mkdtemp(prefix="sage_passes_")) / path.name
+        return Path(_temporary_folder().name) / path.name
+
+
+@cache
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    """Returns a folder of this process, which is deleted when it ends."""
+    return tempfile.TemporaryDirectory(prefix="sage_passes_")
 
 
 @contextmanager

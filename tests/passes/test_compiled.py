@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +124,8 @@ def test_small_weights_are_not_part_of_the_code(
     def example() -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         return (torch.zeros(3, 4),), (None,)
 
-    def damaged(*_: Any, package_path: str, **__: Any) -> None:
-        Path(package_path).write_bytes(b"damaged")
+    def damaged(*_: Any, package_path: BytesIO, **__: Any) -> None:
+        package_path.write(b"damaged")
 
     with monkeypatch.context() as patch, pytest.warns(UserWarning, match="a layer cannot run compiled"):
         patch.setattr(torch._inductor, "aoti_compile_and_package", damaged)

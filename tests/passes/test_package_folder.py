@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from support.messages import check_message
 from torch import nn
 
 from sage.passes import package, package_folder
-from sage.passes.package_folder import DAY_S, UNUSED_DAYS, mark_used, only_process, prune, writable_path
+from sage.passes.package_folder import DAY_S, MIN_FREE_BYTES, UNUSED_DAYS, mark_used, only_process, prune, writable_path
 
 
 def new_package(folder: Path, name: str, age_days: float = 0.0, size: int = 10) -> Path:
@@ -53,6 +54,14 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     check_message(str(caught[0].message), "passes:", str(tmp_path / "passes"), "not kept")
     assert path.name == "a.pt2" and path.parent.is_dir()
     assert writable_path(tmp_path / "new" / "a.pt2") == tmp_path / "new" / "a.pt2"
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(package_folder.shutil, "disk_usage", lambda path: SimpleNamespace(free=MIN_FREE_BYTES - 1))
+    with pytest.warns(UserWarning) as caught:
+        path = writable_path(tmp_path / "a.pt2")
+    check_message(str(caught[0].message), "passes:", str(tmp_path), "No space left on device", "not kept")
+    assert path.name == "a.pt2" and path.parent not in (tmp_path, *tmp_path.parents) and not list(tmp_path.iterdir())
 
 
 def test_a_second_process_waits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

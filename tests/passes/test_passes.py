@@ -204,13 +204,30 @@ class TestFailures:
         self, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         def interrupted(*args: Any, **options: Any) -> None:
-            Path(options["package_path"]).write_bytes(b"half")
+            options["package_path"].write(b"half")
             raise KeyboardInterrupt
 
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", interrupted)
         with pytest.raises(KeyboardInterrupt):
             answer(tiny_qwen, None, PassMode.compiled, "autoregressive")
+        assert not list((tmp_path / "sage-draft" / "passes").iterdir())
+
+    def test_full_disk(self, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """torch would end the process: it builds the package in memory."""
+
+        def full(path: Path, content: bytes) -> None:
+            path.touch()
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.setattr(
+            torch._inductor, "aoti_compile_and_package", lambda *_, package_path, **__: package_path.write(b"x")
+        )
+        monkeypatch.setattr(Path, "write_bytes", full)
+        with pytest.warns(UserWarning, match="cannot run compiled .*No space left on device.* it runs eagerly"):
+            found = answer(tiny_qwen, None, PassMode.compiled, "autoregressive")
+        assert found == answer(tiny_qwen, None, PassMode.eager, "autoregressive")
         assert not list((tmp_path / "sage-draft" / "passes").iterdir())
 
 
