@@ -29,6 +29,7 @@ from train.launch.signals import StopFlag, ignore_sigterm
 from train.launch.supervisor import POLL_S, silence_loggers, supervise
 
 logger = logging.getLogger(__name__)
+IGNORE_LEAKS = "ignore:resource_tracker:UserWarning"  # of the semaphores that a killed rank leaves; they are cleaned up
 RankWork = Callable[[Config], int]  # the work of one rank, picklable; returns an exit code
 
 
@@ -40,6 +41,8 @@ def launch(config: Config, work: RankWork) -> int:
         RankFailed: a rank failed.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # lost connections are reported by train.launch.failures
+    if IGNORE_LEAKS not in (warned := os.environ.get("PYTHONWARNINGS", "")):
+        os.environ["PYTHONWARNINGS"] = f"{warned},{IGNORE_LEAKS}".lstrip(",")
     configured = config.launch.gpus or config.launch.ranks
     started = cluster_env.detect_launcher()
     if started is not None:
