@@ -109,11 +109,19 @@ class Processor:
         )
 
     def prepare(self, messages: Messages) -> BatchFeature:
-        """Messages -> inputs [1, T] up to the assistant's turn; ValueError for an empty prompt or unreadable media."""
+        """Messages -> inputs [1, T] up to the assistant's turn.
+
+        Raises ValueError: an empty prompt, invalid Unicode, or media that cannot be read.
+        """
         if not any(_text(message).strip() or _parts(message, "image", "video") for message in messages):
             raise ValueError("prompt: empty; give a question or an image")
         images, videos, fps = open_media(messages)
-        example = self.encode([(self.render(messages, True), False)], images, videos, fps)
+        text = self.render(messages, True)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"prompt: invalid Unicode {text[error.start]!a}; give text in UTF-8") from error
+        example = self.encode([(text, False)], images, videos, fps)
         del example["loss_mask"]
         return BatchFeature(self.collate([example]))
 

@@ -181,6 +181,11 @@ class TestMistakes:
         with refused("prompt: empty"):
             ready.prepare(user("  "))
 
+    def test_text_that_is_not_unicode(self, ready: sage.Target) -> None:
+        """As an argument of a command that is not UTF-8, or half of a surrogate pair in JSON."""
+        with refused("prompt: invalid Unicode"):
+            ready.prepare(user("caf\udce9"))
+
     def test_numbers_of_placeholders_and_images_differ(self, ready: sage.Target) -> None:
         token = ready.family.placeholders["image"]
         with refused("prompt: ", repr(token)):
