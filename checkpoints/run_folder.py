@@ -8,8 +8,9 @@
     draft/, draft_best/      the latest draft, and the one with the highest validation score
     validation/step_########/report.json   measured by the run itself
     checks/DRAFT_step_########/report.json  measured later by sage-validate; never replaces another measurement
+    .lock                    locked by the process that trains
 
-Owns: names, readers, the validation score. Does not own: writing (train), checkpoints (checkpoints.store),
+Owns: names, the lock, readers, the validation score. Does not own: writing (train), checkpoints (checkpoints.store),
 the draft that a user names (sage.drafts.location).
 """
 
@@ -17,27 +18,32 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
+from filelock import FileLock, Timeout
 
 from sage.drafts import location
 from sage.manifest import has_manifest, read_manifest
 from sage.trees.names import AUTOREGRESSIVE, SAGE
 
 CONFIG, DRAFT, BEST_DRAFT = location.RUN_CONFIG, location.DRAFT, location.BEST_DRAFT
-PROVENANCE, METRICS = "provenance.json", "metrics.jsonl"
+PROVENANCE, METRICS, LOCK = "provenance.json", "metrics.jsonl", ".lock"
 STATE, VALIDATION, CHECKS = "state", "validation", "checks"
 REPORT, REPORT_PAGE = "report.json", "report.md"
 STEP_NAME = re.compile(r"step_(\d{8})")
 CHANGED_CONFIG = re.compile(r"config_(\d+)_from_step_(\d{8})\.yaml")
 RECIPE = ("optim.", "objective.")  # prefixes of the settings that may change during a run and alter what is trained
 DEFAULT_METRIC = "tokens_per_target_pass"
+WAIT_S = 100  # NFS keeps the locks of a node that has crashed for about 90 s, while its job may start again elsewhere
 
 Report = dict[str, Any]
+logger = logging.getLogger(__name__)
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
@@ -46,6 +52,33 @@ Report = dict[str, Any]
 def is_run(folder: Path) -> bool:
     """Returns whether the folder holds a run."""
     return (folder / CONFIG).is_file()
+
+
+@contextmanager
+def locked_run(folder: Path) -> Iterator[None]:
+    """Keeps other processes from training in the folder, which is created if needed; the lock ends with this process.
+
+    Does nothing if the folder is not writable or its file system has no locks.
+
+    Raises:
+        ValueError: another process holds the lock, for `WAIT_S` more.
+    """
+    lock = FileLock(folder / LOCK)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with suppress(Timeout):
+            lock.acquire(timeout=0)
+        if not lock.is_locked:
+            logger.warning("run.dir=%s: another process is training there; waiting %d s for its end", folder, WAIT_S)
+            lock.acquire(timeout=WAIT_S, poll_interval=1)
+    except Timeout as error:
+        raise ValueError(f"run.dir={folder}: another process is training there; wait until it ends, or stop it") from error
+    except (OSError, NotImplementedError):
+        pass
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def run_of(draft: Path) -> Path | None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.export_helpers import edit_json, policy_figures, save_run, save_target
 from support.messages import refused
+from support.train_helpers import ROOT
 
 from checkpoints import run_folder
 from checkpoints.export.source import find_source, with_report
 from checkpoints.inspect import inspect_folder
-from checkpoints.run_folder import score
+from checkpoints.run_folder import LOCK, locked_run, score
 
 
 def report(*names: str, metric: str = "tokens_per_target_pass") -> dict[str, Any]:
@@ -113,3 +116,36 @@ def test_names(run: Path) -> None:
     assert run_folder.run_of(run / "draft") == run and run_folder.run_of(run) is None
     assert run_folder.list_steps(run_folder.state_folder(run)) == [300]
     assert run_folder.list_steps(run / "none") == []
+
+
+# -- the lock ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_another_process_trains_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Until that process ends, also by SIGKILL."""
+    monkeypatch.setattr(run_folder, "WAIT_S", 0)
+    script = (
+        f"from checkpoints.run_folder import *\nwith locked_run(Path({str(tmp_path / 'run')!r})): print(flush=True); input()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
+    assert process.stdout is not None and process.stdout.readline()
+    with refused(f"run.dir={tmp_path / 'run'}"), locked_run(tmp_path / "run"):
+        raise AssertionError
+    assert "waiting" in caplog.text
+    process.kill()
+    process.communicate()
+    for _ in range(2):
+        with locked_run(tmp_path / "run"):
+            assert [path.name for path in (tmp_path / "run").iterdir()] == [LOCK]
+
+
+@pytest.mark.parametrize("error", [NotImplementedError("no flock"), OSError(37, "No locks available")])
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def failing(self: Any, **_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(run_folder.FileLock, "acquire", failing)
+    with locked_run(tmp_path / "run"):
+        assert (tmp_path / "run").is_dir()

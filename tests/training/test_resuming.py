@@ -178,6 +178,19 @@ def test_recipe_changes_are_recorded_with_their_step(tmp_path: Path, target: Pat
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("alone")
+def test_a_run_in_progress_is_refused(tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder, "WAIT_S", 0)
+    run = tmp_path / "run"
+    assert train_quickly(compose("config", [*command(target, run), "train.max_steps=1"], Config)) == 0
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    with run_folder.locked_run(run), refused("run.dir", "another process"):
+        train_quickly(resumed(run, "train.max_steps=2"))
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+    assert train_quickly(resumed(run, "train.max_steps=2")) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("alone")
 def test_a_resume_without_changes_leaves_the_configuration_alone(tmp_path: Path, target: Path) -> None:
     run = tmp_path / "run"
     assert train_quickly(compose("config", command(target, run, "train.max_steps=1"), Config)) == 0

@@ -21,6 +21,7 @@ import sage
 from checkpoints.export.importer import load_any
 from checkpoints.export.source import load_trained
 from checkpoints.inspect import inspect_folder
+from checkpoints.run_folder import LOCK
 from sage.manifest import write_manifest
 from train.config.hydra_app import compose
 from train.config.schema import Config
@@ -112,7 +113,7 @@ def test_a_run_writes_the_documented_files(
         assert lines[0]["loss"] == pytest.approx(0.1 * lines[0]["loss_ce"] + lines[0]["loss_feature"])
     else:
         assert lines[0]["loss"] == pytest.approx(lines[0]["loss_ce"], rel=1e-2)  # of all unrolled steps, and of the first
-    assert sorted(path.name for path in run.iterdir()) == [
+    assert sorted(path.name for path in run.iterdir() if path.name != LOCK) == [
         *("config.yaml", "curves.png", "draft", "draft_best", "metrics.jsonl", "provenance.json", "report.md", "state"),
         "validation",
     ]

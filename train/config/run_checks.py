@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from checkpoints.run_folder import CONFIG, is_run
+from checkpoints.run_folder import CONFIG, LOCK, is_run
 from data_prep.files import CannotWrite, check_writable
 from train.config.schema import ConfigError, RunConfig
 
@@ -22,7 +22,7 @@ def check_run_folder(run: RunConfig) -> None:
         raise ConfigError(f"run.dir={folder}: allowed: a folder; this is a file, give another path")
     if is_run(folder) and not run.resume:
         raise ConfigError(f"run.dir={folder}: already holds a run; give run.resume=true to continue it, or another run.dir")
-    if folder.is_dir() and any(folder.iterdir()) and not is_run(folder):
+    if folder.is_dir() and any(path.name != LOCK for path in folder.iterdir()) and not is_run(folder):
         raise ConfigError(f"run.dir={folder}: is not empty and holds no run; give a new or an empty folder")
     try:
         check_writable(folder / CONFIG)

@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 import sage
 from checkpoints.export.serving import serving_line
 from checkpoints.files import remove_leftovers
-from checkpoints.run_folder import is_run, next_config, state_folder
+from checkpoints.run_folder import is_run, locked_run, next_config, state_folder
 from checkpoints.store import StateStore, saving
 from data_prep import StepLoader, build_dataset
 from data_prep import prompts as held_out_prompts
@@ -71,7 +71,8 @@ def building(
         validate: measures the draft; default: `train.validation.validate.validate`.
 
     Raises:
-        ValueError: target, draft, data, policies or the state to resume from do not fit; nothing is written.
+        ValueError: target, draft, data, policies or the state to resume from do not fit, or another process is training in the
+            run folder; nothing is written.
     """
     disable_progress_bar()  # of transformers, one per model file
     set_threads(config, ranks)
@@ -87,6 +88,8 @@ def building(
     if repetition := repetition_line(config, per_epoch):
         logger.info("%s", repetition)
     with ExitStack() as stack:
+        if ranks.is_main:
+            stack.enter_context(locked_run(Path(config.run.dir)))
         engine = stack.enter_context(_open_engine(config, ranks, inputs.student, accumulation))
         state = restore(config, store, engine, ranks, dataset)
         tracker = stack.enter_context(closing(open_run_folder(config, ranks, target, dataset.fingerprint, state)))
