@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,7 +83,14 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("concurrency", [1, 5])
 def test_rows_are_those_of_a_decoder(concurrency: int, server: ChatServer, expected: dict[str, bytes], tmp_path: Path) -> None:
-    server.delay_s = 0.005
+    together = threading.Barrier(concurrency)
+
+    def meet(number: int, body: Any) -> None:
+        """The first requests wait for each other."""
+        if "seed" in body and len(server.prompts) <= concurrency:
+            together.wait(timeout=30)
+
+    server.fault = meet
     found = run(tmp_path / "out.jsonl", server.url, concurrency=concurrency)
     assert found.outcomes == {"answered": NUM - 2, "cut short": 1, "invalid": 1}
     assert content(tmp_path / "out.jsonl") == expected
