@@ -182,10 +182,12 @@ def test_a_run_in_progress_is_refused(tmp_path: Path, target: Path, monkeypatch:
     monkeypatch.setattr(run_folder, "WAIT_S", 0)
     run = tmp_path / "run"
     assert train_quickly(compose("config", [*command(target, run), "train.max_steps=1"], Config)) == 0
-    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name != run_folder.LOCK}
     with run_folder.locked_run(run), refused("run.dir", "another process"):
         train_quickly(resumed(run, "train.max_steps=2"))
-    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+    with refused("already holds a run"):  # which was not there yet when the command started
+        train_quickly(compose("config", command(target, run), Config))
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name != run_folder.LOCK} == before
     assert train_quickly(resumed(run, "train.max_steps=2")) == 0
 
 

@@ -31,6 +31,7 @@ from sage.dtypes import torch_dtype
 from sage.files import write_text
 from train.config.checks import check_batch, zero_stage
 from train.config.resuming import changes
+from train.config.run_checks import check_run_folder
 from train.config.run_length import repetition_line, total_steps
 from train.config.schema import Config
 from train.distill.build import build_student
@@ -90,6 +91,7 @@ def building(
     with ExitStack() as stack:
         if ranks.is_main:
             stack.enter_context(locked_run(Path(config.run.dir)))
+            check_run_folder(config.run)  # again: another process may have trained there since
         engine = stack.enter_context(_open_engine(config, ranks, inputs.student, accumulation))
         state = restore(config, store, engine, ranks, dataset)
         tracker = stack.enter_context(closing(open_run_folder(config, ranks, target, dataset.fingerprint, state)))
