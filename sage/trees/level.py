@@ -60,8 +60,8 @@ class TreeBuilder:
     def advance(self, level: NextLevel) -> tuple[Tensor, Tokens]:
         """Makes the nodes in `level.expand` the frontier; returns their parents' rows in the last one and their tokens, [X]."""
         width = len(self._candidates[0])
-        first = len(self._tokens) - len(level.picks)
-        self._frontier = [first + level.picks.index(pick) for pick in level.expand]
+        nodes = dict(zip(level.picks, range(len(self._tokens) - len(level.picks), len(self._tokens)), strict=True))
+        self._frontier = [nodes[pick] for pick in level.expand]
         if self._tokens_FK.is_cpu:
             rows = cached_index(tuple([pick // width for pick in level.expand]), self.device)
             return rows, [self._tokens[node] for node in self._frontier]
