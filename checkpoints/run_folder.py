@@ -46,19 +46,14 @@ Report = dict[str, Any]
 logger = logging.getLogger(__name__)
 
 
-# -- names -------------------------------------------------------------------------------------------------------------
-
-
-def is_run(folder: Path) -> bool:
-    """Returns whether the folder holds a run."""
-    return (folder / CONFIG).is_file()
+# -- the lock ----------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def locked_run(folder: Path) -> Iterator[None]:
     """Keeps other processes from training in the folder, which is created if needed; the lock ends with this process.
 
-    Does nothing if the folder is not writable or its file system has no locks.
+    Only logs if the folder cannot be locked: it is not writable, or its file system has no locks.
 
     Raises:
         ValueError: another process holds the lock, for `WAIT_S` more.
@@ -73,12 +68,20 @@ def locked_run(folder: Path) -> Iterator[None]:
             lock.acquire(timeout=WAIT_S, poll_interval=1)
     except Timeout as error:
         raise ValueError(f"run.dir={folder}: another process is training there; wait until it ends, or stop it") from error
-    except (OSError, NotImplementedError):
-        pass
+    except (OSError, NotImplementedError) as error:
+        logger.info("run.dir=%s: cannot be locked (%s)", folder, error)
     try:
         yield
     finally:
         lock.release()
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def is_run(folder: Path) -> bool:
+    """Returns whether the folder holds a run."""
+    return (folder / CONFIG).is_file()
 
 
 def run_of(draft: Path) -> Path | None:

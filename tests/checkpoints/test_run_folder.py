@@ -142,10 +142,14 @@ def test_a_run_that_another_process_trains_is_refused(
 
 
 @pytest.mark.parametrize("error", [NotImplementedError("no flock"), OSError(37, "No locks available")])
-def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_a_file_system_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    caplog.set_level("INFO", "checkpoints")
+
     def failing(self: Any, **_: Any) -> None:
         raise error
 
     monkeypatch.setattr(run_folder.FileLock, "acquire", failing)
     with locked_run(tmp_path / "run"):
-        assert (tmp_path / "run").is_dir()
+        assert (tmp_path / "run").is_dir() and str(error) in caplog.text
