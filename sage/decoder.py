@@ -142,7 +142,7 @@ def draft_tree(request: Request) -> Tree:
     builder = TreeBuilder(request.root, logits.device, request.stop.eos)
     for level in range(1, last_level + 1):
         scores = request.verifier.sampler.coupled(logits, level, session.token_map)
-        probs, tokens = session.propose(scores, policy.num_candidates)
+        probs, tokens = session.propose(scores, policy.num_candidates_at(level))
         clock.lap("draft_steps", len(probs))
         frontier = builder.open_level(probs, tokens)
         refuse_nan(frontier.rows, level, request.stats.new_tokens)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -137,7 +137,7 @@ class _RoundReplayer:
         next_tokens = [self._next_token(path) for path in paths]
         if self.policy.needs_feedback():
             known = zip(tree.draft_topk, next_tokens, strict=True)  # only nodes whose target token is known are labelled
-            tree = replace(tree, draft_topk=[None if token == NO_TOKEN else topk for topk, token in known])
+            tree.draft_topk = [None if token == NO_TOKEN else topk for topk, token in known]
         verdict = Verdict.of_tokens(tree, next_tokens)
         accepted = min(len(verdict.path) - 1, len(self.answer))
         self.policy.observe(self._outcome(tree, verdict, accepted))
@@ -163,7 +163,7 @@ class _RoundReplayer:
         builder = TreeBuilder(self.root, CPU, self.eos)
         frontier: list[TokenPath] = [()]
         for level in range(1, self.num_remaining):
-            next_level = self.policy.next_level(builder.open_level(*self._propose(frontier)))
+            next_level = self.policy.next_level(builder.open_level(*self._propose(frontier, level)))
             if next_level is None:
                 break
             builder.add(next_level)
@@ -174,9 +174,9 @@ class _RoundReplayer:
             self.widths.append(len(frontier))
         return builder.tree(self.policy.select())
 
-    def _propose(self, paths: Sequence[TokenPath]) -> Candidates:
+    def _propose(self, paths: Sequence[TokenPath], level: int) -> Candidates:
         """Candidates [F, K] below the frontier: recorded ones, or uniform probabilities of tokens that never match."""
-        count = min(self.policy.num_candidates, self.vocabulary)
+        count = min(self.policy.num_candidates_at(level), self.vocabulary)
         uniform = torch.full((count,), 1 / self.vocabulary), torch.full((count,), NO_TOKEN)
         self.expanded += len(paths)
         self.uncovered.update(path for path in paths if path not in self.candidates)

@@ -53,6 +53,10 @@ class Policy(ABC):
         """Returns whether the draft should run in this round."""
         return self.num_candidates > 0
 
+    def num_candidates_at(self, level: int) -> int:
+        """Returns the candidates per node that the policy needs at a level (1 = below the root), at most `num_candidates`."""
+        return self.num_candidates
+
     @abstractmethod
     def next_level(self, frontier: Frontier) -> NextLevel | None:
         """Chooses the nodes of the next level; None ends the drafting without a level."""

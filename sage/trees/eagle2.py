@@ -23,8 +23,8 @@ class Eagle2(Policy):
     levels the `total - 1` drafted nodes of largest V_i are verified; ties go to the shallower node (section 4.2).
 
     Ref: EAGLE-2, arXiv 2406.16858, sections 4.1 and 4.2. Differs by: `depth` counts levels of the tree, while the authors' code
-    counts draft passes after the first level; of a level's F * K children only the best `total - 1` become nodes, which
-    changes no tree (no more can survive the reranking).
+    counts draft passes after the first level; children outside the beam that cannot survive the reranking do not become
+    nodes, which changes no tree: those outside the level's best `total - 1`, and those not above `total - 1` earlier nodes.
 
     Args:
         total: verified nodes per round, the root included.
@@ -49,13 +49,19 @@ class Eagle2(Policy):
         self._beam = [1.0]  # those of the frontier
 
     def next_level(self, frontier: Frontier) -> NextLevel:
-        picks, paths = best_children(frontier.rows, self._beam, self.top_k, self.total - 1)
+        picks, paths = best_children(frontier.rows, self._beam, self.total - 1, above=self._least())
+        if len(picks) < self.top_k:  # the beam is drafted from, whether it survives or not
+            picks, paths = best_children(frontier.rows, self._beam, min(self.top_k, self.total - 1))
         self._paths += paths
         beam = best(paths, self.top_k)
         self._beam = [paths[i] for i in beam]
         if self._is_last(frontier.level):
             return NextLevel(picks, [])
         return NextLevel(picks, [picks[i] for i in beam])
+
+    def _least(self) -> float:
+        """Returns the path probability that a further node must exceed to survive the reranking."""
+        return sorted(self._paths)[-self.total] if len(self._paths) >= self.total else -1.0
 
     def _is_last(self, level: int) -> bool:
         """Returns whether drafting ends at `level`."""

@@ -21,9 +21,9 @@ def best(probs: Sequence[float], count: int) -> list[int]:
 
 
 def best_children(
-    rows: Sequence[Sequence[float]], paths: Sequence[float], branching: int, count: int, above: float = -1.0
+    rows: Sequence[Sequence[float]], paths: Sequence[float], count: int, above: float = -1.0
 ) -> tuple[list[int], list[float]]:
-    """Returns the `count` most probable paths among the `branching` best children of every frontier node.
+    """Returns the `count` most probable paths among the children of the frontier nodes.
 
     Args:
         rows: [F, K], as in `Frontier`.
@@ -31,13 +31,13 @@ def best_children(
         above: paths that are not more probable are left out.
 
     Returns:
-        `NextLevel.picks` [M], increasing, and their path probabilities [M]; M <= min(count, F * min(branching, K)).
+        `NextLevel.picks` [M], increasing, and their path probabilities [M]; M <= min(count, F * K).
     """
     picks: list[int] = []
     found: list[float] = []
     first = 0
     for path, probs in zip(paths, rows, strict=True):
-        for pick, prob in enumerate(probs[:branching], first):
+        for pick, prob in enumerate(probs, first):
             child = path * prob
             if child <= above:  # as are all further ones
                 break

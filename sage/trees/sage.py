@@ -180,8 +180,8 @@ class Sage(Policy):
             return None
         is_last = level >= round_half_up(plan.depth) or plan.num_nodes >= self.max_nodes
         threshold = math.inf if is_last else prune_threshold(level, plan.depth)
-        column = 0 if self.threshold is Threshold.CUMULATIVE else 1
-        expand = [child for child in children if child[column] > threshold and child[2] not in frontier.ends]
+        column, ends = 0 if self.threshold is Threshold.CUMULATIVE else 1, frontier.ends()
+        expand = [child for child in children if child[column] > threshold and child[2] not in ends]
         plan.paths = [child[0] for child in expand]
         return NextLevel([child[2] for child in children], [child[2] for child in expand])
 
@@ -189,7 +189,7 @@ class Sage(Policy):
         return f"alpha {entry['alpha']:.2f} planned depth {entry['planned_depth']:.1f}, width {entry['width']:.1f}"
 
     def observe(self, outcome: RoundOutcome) -> dict[str, float]:
-        if outcome.tree.draft_topk[0] is not None:  # None: no room for a drafted token
+        if len(outcome.tree) > 1:  # else there was no room for a drafted token
             self._is_first = False
             self._accepted.append(outcome.accepted)
             if self.alpha_from is not AlphaSource.CURRENT:

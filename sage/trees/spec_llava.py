@@ -50,10 +50,12 @@ class SpecLlava(Policy):
         self._kept: list[float] = []  # those of the kept set, [<= budget], in the order of the tree
         self._paths = [1.0]  # those of all drafted nodes, the root first
 
+    def num_candidates_at(self, level: int) -> int:
+        return self.budget if level == 1 else self.branch
+
     def next_level(self, frontier: Frontier) -> NextLevel:
-        branching = self.budget if frontier.level == 1 else self.branch
         least = min(self._kept) if len(self._kept) == self.budget else -1.0  # ties go to the kept node
-        picks, paths = best_children(frontier.rows, self._frontier, branching, self.budget, above=least)
+        picks, paths = best_children(frontier.rows, self._frontier, self.budget, above=least)
         known, pool = len(self._kept), self._kept + paths
         ranked = best(pool, self.budget)
         self._kept = [pool[i] for i in ranked]

@@ -46,7 +46,7 @@ class Talon(Policy):
         self._paths = [1.0]  # path probabilities of the frontier
 
     def next_level(self, frontier: Frontier) -> NextLevel:
-        picks, paths = best_children(frontier.rows, self._paths, self.top_k, self._num_left)
+        picks, paths = best_children(frontier.rows, self._paths, self._num_left)
         if frontier.level > 1:
             gate = self.ratio * max(paths)
             passed = [i for i, path in enumerate(paths) if path >= gate]

@@ -33,27 +33,27 @@ class Tree:
 
     Attributes:
         tokens, parents, depths: LongTensor [N] each; parent -1 and depth 0 for the root.
-        draft_topk: per node the draft's candidates below it, None if it was not expanded.
+        find_topk: returns `draft_topk`, which most rounds do not need.
     """
 
     tokens: Tensor
     parents: Tensor
     depths: Tensor
-    draft_topk: Sequence[TopK | None] = ()
+    find_topk: Callable[[], Sequence[TopK | None]] = tuple
 
     @classmethod
-    def of(cls, columns: Columns, device: torch.device = CPU, draft_topk: Sequence[TopK | None] = ()) -> Tree:
+    def of(cls, columns: Columns, device: torch.device = CPU, find_topk: Callable[[], Sequence[TopK | None]] = tuple) -> Tree:
         """Returns the tree with these fields; one copy to the device."""
         shape = _shape(tuple(columns.parents), tuple(columns.depths))
         tokens, parents, depths, ancestors = upload_together(device, long_tensor(columns.tokens, CPU), *shape)
-        tree = cls(tokens, parents, depths, draft_topk)
+        tree = cls(tokens, parents, depths, find_topk)
         tree.columns, tree.ancestors = columns, ancestors
         return tree
 
     @classmethod
     def of_root(cls, token: int, device: torch.device = CPU) -> Tree:
         """Returns the tree of one node."""
-        return cls.of(Columns([token], [-1], [0]), device, (None,))
+        return cls.of(Columns([token], [-1], [0]), device, lambda: (None,))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -62,6 +62,11 @@ class Tree:
     def depth(self) -> int:
         """Depth of the deepest node."""
         return max(self.columns.depths)
+
+    @cached_property
+    def draft_topk(self) -> Sequence[TopK | None]:
+        """Per node the draft's candidates below it, None if it was not expanded."""
+        return self.find_topk()
 
     @cached_property
     def columns(self) -> Columns:
@@ -96,13 +101,13 @@ class Frontier(NamedTuple):
 
     Attributes:
         level: depth of the nodes to choose; 1 = below the root.
-        rows: the draft's K largest probabilities below each of the F frontier nodes, descending; K is constant.
-        ends: candidates that end the answer, as row * K + rank: nothing below them is emitted.
+        rows: the draft's K largest probabilities below each of the F frontier nodes, descending.
+        ends: returns the candidates that end the answer, as row * K + rank: nothing below them is emitted.
     """
 
     level: int
     rows: list[list[float]]
-    ends: Collection[int] = ()
+    ends: Callable[[], Collection[int]] = tuple
 
 
 class NextLevel(NamedTuple):

@@ -239,7 +239,7 @@ class TestTree:
         for sees_ends, expected in ((True, [1]), (False, [0, 1])):
             policy = self.policy(flat_costs(node=0.01, level=0.01), sees_ends=sees_ends)
             policy.begin()
-            chosen = policy.next_level(Frontier(1, [[0.6, 0.4]], ends=[0]))
+            chosen = policy.next_level(Frontier(1, [[0.6, 0.4]], ends=lambda: [0]))
             assert chosen is not None and chosen == ([0, 1], expected)
 
     def test_paths_of_probability_zero_do_not_divide_by_zero(self) -> None:

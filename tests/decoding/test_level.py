@@ -15,7 +15,7 @@ import sage
 from sage.host_tensors import CPU
 from sage.trees.base import Policy
 from sage.trees.level import DROPPED, TreeBuilder
-from sage.trees.tree import Frontier, NextLevel, Tree
+from sage.trees.tree import NextLevel, Tree
 
 K = 12
 POLICIES: list[tuple[str, dict[str, Any]]] = [
@@ -54,10 +54,10 @@ def grow(policy: Policy, seed: int, levels: int) -> tuple[TreeBuilder, SlowTree]
     builder, slow, frontier = TreeBuilder(7, CPU), SlowTree.of_token(7), torch.tensor([0])
     for level in range(1, levels + 1):
         topk = [candidates(seed, node) for node in frontier.tolist()]
-        count = min(policy.num_candidates, K)
+        count = min(policy.num_candidates_at(level), K)
         probs, tokens = (torch.tensor([row[:count] for row in column]) for column in zip(*topk, strict=True))
         seen = builder.open_level(probs, tokens)
-        assert seen == Frontier(level, probs.tolist(), [])
+        assert seen[:2] == (level, probs.tolist()) and seen.ends() == []
         slow.note_candidates(frontier, probs, tokens)
         next_level = policy.next_level(seen)
         if next_level is None:
@@ -121,8 +121,8 @@ def test_a_tree_without_levels_is_the_root() -> None:
 
 def test_ends_are_the_candidates_that_end_the_answer() -> None:
     builder = TreeBuilder(7, CPU, eos=(4, 9))
-    assert list(builder.open_level(torch.tensor([[0.5, 0.3, 0.1]]), torch.tensor([[4, 2, 9]])).ends) == [0, 2]
+    assert builder.open_level(torch.tensor([[0.5, 0.3, 0.1]]), torch.tensor([[4, 2, 9]])).ends() == [0, 2]
     builder.add(NextLevel([1, 2], [1, 2]))
     builder.advance(NextLevel([1, 2], [1, 2]))
-    assert list(builder.open_level(torch.full((2, 3), 0.3), torch.tensor([[1, 2, 3], [1, 4, 3]])).ends) == [4]
-    assert list(TreeBuilder(7, CPU).open_level(torch.ones(1, 1), torch.tensor([[4]])).ends) == []
+    assert builder.open_level(torch.full((2, 3), 0.3), torch.tensor([[1, 2, 3], [1, 4, 3]])).ends() == [4]
+    assert TreeBuilder(7, CPU).open_level(torch.ones(1, 1), torch.tensor([[4]])).ends() == []

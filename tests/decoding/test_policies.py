@@ -33,7 +33,7 @@ def draft_tree(policy: Policy, draft: Draft, levels: int = 99) -> tuple[SlowTree
     policy.begin()
     tree, paths, frontier, expanded, level = SlowTree.of_token(-1), [()], torch.tensor([0]), 0, 0
     for level in range(1, levels + 1):
-        candidates = torch.tensor([draft(paths[node])[: policy.num_candidates] for node in frontier.tolist()])
+        candidates = torch.tensor([draft(paths[node])[: policy.num_candidates_at(level)] for node in frontier.tolist()])
         chosen = policy.next_level(Frontier(level, candidates.tolist()))
         assert chosen is not None
         frontier = add_next_level(tree, frontier, chosen, candidates, torch.arange(candidates.shape[1]).expand_as(candidates))
@@ -312,7 +312,7 @@ def test_negative_control_reversed_ties_are_not_a_tree() -> None:
 
 def test_best_children_are_in_tree_order() -> None:
     """.5*(.6 .4) = .30 .20, .3*(.9 .1) = .27 .03: the three best are .30 .20 .27 in tree order."""
-    picks, paths = best_children([[0.6, 0.4, 0.0], [0.9, 0.1, 0.0]], [0.5, 0.3], branching=2, count=3)
+    picks, paths = best_children([[0.6, 0.4, 0.0], [0.9, 0.1, 0.0]], [0.5, 0.3], count=3)
     assert picks == [0, 1, 3]  # row * 3 + rank
     assert paths == pytest.approx([0.30, 0.20, 0.27])
 

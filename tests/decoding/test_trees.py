@@ -96,7 +96,7 @@ class TestSagePolicy:
         policy._is_first = False
         for ends, expected in (([], [0, 1]), ([0], [1])):
             policy.begin()
-            assert policy.next_level(Frontier(1, [[0.6, 0.4]], ends)).expand == expected
+            assert policy.next_level(Frontier(1, [[0.6, 0.4]], ends.copy)).expand == expected
 
     def test_depth_ends_the_drafting_and_the_budget_limits_the_nodes(self) -> None:
         for budget in (2, 5, 17):

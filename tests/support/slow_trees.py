@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from sage.trees.base import Policy
-from sage.trees.tree import Frontier, NextLevel, Tree
+from sage.trees.tree import Frontier, NextLevel, TopK, Tree
 
 
 @dataclass
 class SlowTree(Tree):
     """A `Tree` that grows; `path_probs` [N] are the products of probabilities from the root to each node."""
 
+    draft_topk: list[TopK | None] = field(default_factory=list)
     path_probs: Tensor = field(default_factory=lambda: torch.ones(1))
 
     @classmethod
@@ -26,7 +27,7 @@ class SlowTree(Tree):
     def copy_of(cls, tree: Tree) -> SlowTree:
         """Returns a copy of a built tree without the draft's candidates."""
         unknown = [None] * len(tree)
-        return cls(tree.tokens, tree.parents, tree.depths, unknown, path_probs=torch.ones(len(tree)))
+        return cls(tree.tokens, tree.parents, tree.depths, draft_topk=unknown, path_probs=torch.ones(len(tree)))
 
     def note_candidates(self, nodes: Tensor, probs: Tensor, tokens: Tensor) -> None:
         """Stores the draft's candidates below `nodes` [F]: probabilities and tokens [F, K]."""
@@ -74,7 +75,7 @@ def grow_fully(policy: Policy, probs: Tensor, most_levels: int = 20) -> SlowTree
     policy.begin()
     tree, frontier = SlowTree.of_token(99), torch.tensor([0])
     for level in range(1, most_levels):
-        candidates = probs[: policy.num_candidates].expand(len(frontier), -1)
+        candidates = probs[: policy.num_candidates_at(level)].expand(len(frontier), -1)
         tokens = torch.arange(candidates.shape[1]).expand_as(candidates)
         tree.note_candidates(frontier, candidates, tokens)
         next_level = policy.next_level(Frontier(level, candidates.tolist()))

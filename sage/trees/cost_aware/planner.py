@@ -119,8 +119,8 @@ class Planner:
         gains: list[tuple[float, int]] = []
         for i, path in enumerate(paths):
             gains.append((path * masses[int(acceptances[i] * CONFIDENCE_BINS)], i))
-        if frontier.ends and self.options.sees_ends:
-            gains = [(gain, i) for gain, i in gains if picks[i] not in frontier.ends]
+        if self.options.sees_ends and (ends := frontier.ends()):
+            gains = [(gain, i) for gain, i in gains if picks[i] not in ends]
         gains.sort(reverse=True)
         total, best_net, best_gain, best_width = 0.0, -math.inf, 0.0, 0
         for width, ((gain, _), price) in enumerate(zip(gains, prices, strict=False), start=1):
