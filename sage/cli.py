@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import sys
+import warnings
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -167,6 +168,11 @@ def resolve_device(name: str) -> torch.device:
     return found
 
 
+def _warning_line(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+    """`warnings.formatwarning` without the place in the code."""
+    return f"warning: {' '.join(str(message).split())}\n"
+
+
 def run(main: Callable[[], int | None]) -> int:
     """Runs a command and reports the user's mistakes as one line on stderr.
 
@@ -175,8 +181,11 @@ def run(main: Callable[[], int | None]) -> int:
 
     Returns:
         the exit code. With `--debug` or HYDRA_FULL_ERROR=1 a traceback is shown instead of the line.
+        Warnings are one line, too.
     """
     has_traceback = pop_debug_flag()
+    if not has_traceback:
+        warnings.formatwarning = _warning_line
     try:
         return main() or EXIT_DONE
     except KeyboardInterrupt:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import socket
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -123,8 +124,9 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def fresh_logging() -> Iterator[None]:
     """Undoes what a command that ran in this process has configured: its handlers write to a stream that ends with its test."""
-    root_handlers = list(logging.root.handlers)
+    root_handlers, formatwarning = list(logging.root.handlers), warnings.formatwarning
     yield
+    warnings.formatwarning = formatwarning
     for name in ("train", "data_prep", "checkpoints", "sage"):
         package = logging.getLogger(name)
         package.handlers, package.propagate = [], True

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from sage.files import atomic_path, json_digest
 from sage.machine import environment
 from sage.model_files import in_one_line
-from sage.passes.package_folder import PACKAGE_SUFFIX, mark_used, only_process, passes_folder, prune, writable_path
+from sage.passes.package_folder import PACKAGE_SUFFIX, mark_used, only_process, passes_folder, prune, warn_once, writable_path
 
 OPTIONS = {
     "aot_inductor.package_constants_in_so": False,
@@ -75,7 +75,7 @@ class Package:
         try:
             out: Sequence[Tensor] = self._run(args)
         except RuntimeError as error:
-            _warn(self._label, error)
+            warn_once(f"passes: {self._label} cannot run compiled ({_reason(error)}); it runs eagerly")
             self._run = self._eager
             out = self._eager(args)
         return out
@@ -88,7 +88,7 @@ def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def compiled(module: nn.Module, example: Example, label: str, depends_on: Any) -> Run:
-    """Returns `module` compiled, from disk if it was compiled before; runs it eagerly, with one warning, if that fails.
+    """Returns `module` compiled, from disk if it was compiled before; runs it eagerly, with a warning, if that fails.
 
     Args:
         example: returns example arguments of `forward`, and of each the dynamic dimensions, as `dynamic_shapes` of
@@ -114,13 +114,12 @@ def _known_or_new(module: nn.Module, example: Example, label: str, depends_on: A
         with only_process(path, label):
             return _loaded(path, module, args, label) or _newly_compiled(path, module, args, dims, label)
     except Exception as error:
-        _warn(label, error)
+        warn_once(f"passes: cannot be compiled ({_reason(error)}); they run eagerly")
         return Eager(module, args)
 
 
-def _warn(label: str, error: Exception) -> None:
-    reason = f"{type(error).__name__}: {in_one_line(error)}"[:300]
-    warnings.warn(f"passes: {label} cannot run compiled ({reason}); it runs eagerly", stacklevel=3)
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {in_one_line(error)}"[:300]
 
 
 def _loaded(path: Path, module: nn.Module, args: tuple[Any, ...], label: str) -> Package | None:

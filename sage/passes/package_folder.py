@@ -23,11 +23,19 @@ UNUSED_DAYS = 90
 MAX_BYTES = 500_000_000
 MIN_FREE_BYTES = 20_000_000  # a package has a few MB
 DAY_S = 86400.0
+_SHOWN: set[str] = set()  # by `warn_once`
 
 
 def passes_folder() -> Path:
     """Returns the folder of compiled passes."""
     return user_cache_dir() / "passes"
+
+
+def warn_once(text: str) -> None:
+    """Warns if the process has not said the same before. `warnings` forgets what it has shown whenever a pass is compiled."""
+    if text not in _SHOWN:
+        _SHOWN.add(text)
+        warnings.warn(text, stacklevel=3)
 
 
 def writable_path(path: Path) -> Path:
@@ -39,7 +47,7 @@ def writable_path(path: Path) -> Path:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return path
     except OSError as error:
-        warnings.warn(f"passes: {path.parent}: {error.strerror}; compiled passes are not kept", stacklevel=4)
+        warn_once(f"passes: {path.parent}: {error.strerror}; compiled passes are not kept")
         return Path(_temporary_folder().name) / path.name
 
 

@@ -1,6 +1,8 @@
 """`python -m sage.bench`: prompts from every source, table, JSON, and one-line errors."""
 
 import json
+import sys
+import warnings
 
 import pytest
 from PIL import Image
@@ -229,3 +231,14 @@ def test_images_texts_and_defaults(tmp_path, target):
     assert [prompt.name for prompt in prompts] == ["red.png"] * 2 and "pixel_values" in prompts[0].inputs
     assert len(load_prompts(target, None, [], "One question", None)) == 1
     assert len(load_prompts(target, None, [], None, None)) == len(TEXTS)
+
+
+def test_a_warning_of_a_command_is_one_line(monkeypatch, capsys):
+    def main() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            monkeypatch.setattr(warnings, "showwarning", lambda *found: sys.stderr.write(warnings.formatwarning(*found[:4])))
+            warnings.warn("passes: cannot be\ncompiled", stacklevel=1)
+
+    assert run(main) == 0
+    assert capsys.readouterr().err == "warning: passes: cannot be compiled\n"

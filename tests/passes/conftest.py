@@ -1,0 +1,13 @@
+"""Fixtures of the tests of passes."""
+
+from __future__ import annotations
+
+import pytest
+
+from sage.passes import package_folder
+
+
+@pytest.fixture(autouse=True)
+def fresh_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets every test see the warnings that are shown once per process."""
+    monkeypatch.setattr(package_folder, "_SHOWN", set())
