@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.training.measuring import describe_machine
-from sage.bench.tables import text_table
-from sage.cli import add_device_option, new_parser, resolve_device, run
-from sage.costs.timing import TimedCall, interleaved_s
-from sage.noise import gumbel
+from sage.commands.cli import add_device_option, new_parser, resolve_device, run
+from sage.decoding.noise import gumbel
+from sage.io.tables import text_table
+from sage.runtime.timing import TimedCall, interleaved_s
 
-INTEGER_OPERATIONS, FLOAT_OPERATIONS, LOGARITHMS = 8, 4, 2  # passes over the numbers in `sage.noise`
+INTEGER_OPERATIONS, FLOAT_OPERATIONS, LOGARITHMS = 8, 4, 2  # passes over the numbers in `sage.decoding.noise`
 
 
 def drawn(seed: int, positions: Sequence[int], num_tokens: int, device: torch.device) -> Tensor:

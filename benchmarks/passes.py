@@ -17,14 +17,22 @@ from torch.profiler import ProfilerActivity, profile
 import sage
 from benchmarks.training.measuring import allocated, describe_machine, peak, reset_peak
 from sage.bench.options import counts
-from sage.bench.tables import text_table
-from sage.cli import add_device_option, add_dtype_option, add_model_options, find_models, new_parser, resolve_device, run
+from sage.commands.cli import (
+    add_device_option,
+    add_dtype_option,
+    add_model_options,
+    find_models,
+    new_parser,
+    resolve_device,
+    run,
+)
 from sage.costs.measure import draft_level, empty_cache, verify_pass
-from sage.costs.timing import TimedCall, interleaved_s
-from sage.dtypes import torch_dtype
-from sage.pass_modes import PassMode
+from sage.io.dtypes import torch_dtype
+from sage.io.tables import text_table
 from sage.passes.package_folder import PACKAGE_SUFFIX, passes_folder
 from sage.passes.select import new_session, new_tree_passes
+from sage.runtime.pass_modes import PassMode
+from sage.runtime.timing import TimedCall, interleaved_s
 
 
 @dataclass

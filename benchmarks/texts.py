@@ -24,12 +24,20 @@ from sage.bench.measurement import BenchPrompt
 from sage.bench.options import names
 from sage.bench.prompts import load_prompts
 from sage.bench.runners import on_device
-from sage.bench.tables import text_table
-from sage.cli import add_device_option, add_dtype_option, add_model_options, find_models, new_parser, resolve_device, run
-from sage.dtypes import torch_dtype
-from sage.noise import gumbel
-from sage.pass_modes import PassMode, resolve_pass_mode
-from sage.sampling import Sampling
+from sage.commands.cli import (
+    add_device_option,
+    add_dtype_option,
+    add_model_options,
+    find_models,
+    new_parser,
+    resolve_device,
+    run,
+)
+from sage.decoding.noise import gumbel
+from sage.decoding.sampling import Sampling
+from sage.io.dtypes import torch_dtype
+from sage.io.tables import text_table
+from sage.runtime.pass_modes import PassMode, resolve_pass_mode
 
 TEMPERATURES = (0.0, 1.0)
 

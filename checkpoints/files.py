@@ -3,7 +3,7 @@
     .NAME.part      being written or being removed; a leftover of a crash is deleted before the next save
     .NAME.old       being replaced; restored if a crash left nothing in its place
 
-Atomic writes of single files are in sage.files.
+Atomic writes of single files are in sage.io.files.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 import shutil
 from pathlib import Path
 
-from sage.files import fsync, fsync_tree
+from sage.io.files import fsync, fsync_tree
 
 logger = logging.getLogger(__name__)
 LEFTOVER = re.compile(r"\.(.+)\.(part|old)")

@@ -19,11 +19,11 @@ from checkpoints.files import restore_interrupted
 from checkpoints.run_folder import BEST_DRAFT, DRAFT, is_run, list_checks, list_steps, run_of, state_folder, step_name
 from checkpoints.store import verify_state
 from sage.bench.report_table import measured_with
-from sage.bench.tables import text_table
 from sage.drafts.registry import head_kind
-from sage.dtypes import dtype_name
-from sage.files import read_json
-from sage.manifest import MANIFEST, CorruptFolder, has_manifest
+from sage.io.dtypes import dtype_name
+from sage.io.files import read_json
+from sage.io.manifest import MANIFEST, CorruptFolder, has_manifest
+from sage.io.tables import text_table
 from sage.targets import is_target_folder
 
 UNKNOWN = "unknown"

@@ -29,8 +29,8 @@ import yaml
 from filelock import FileLock, Timeout
 
 from sage.drafts import location
-from sage.manifest import has_manifest, read_manifest
-from sage.trees.names import AUTOREGRESSIVE, SAGE
+from sage.io.manifest import has_manifest, read_manifest
+from sage.trees import AUTOREGRESSIVE, SAGE
 
 CONFIG, DRAFT, BEST_DRAFT = location.RUN_CONFIG, location.DRAFT, location.BEST_DRAFT
 PROVENANCE, METRICS, LOCK = "provenance.json", "metrics.jsonl", ".lock"

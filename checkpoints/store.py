@@ -2,13 +2,13 @@
 
     state/
       step_00000100/          everything needed to resume
-        manifest.json         size and hash of every file (sage.manifest)
+        manifest.json         size and hash of every file (sage.io.manifest)
         ...
       latest                  name of the newest complete state
       best                    name of the state of the best draft, if one was saved at that step
 
-Owns: names, retention, errors of a failed write. Does not own: atomic writing (sage.files, checkpoints.files), the content of a
-state (train.state.resume).
+Owns: names, retention, errors of a failed write. Does not own: atomic writing (sage.io.files, checkpoints.files), the content
+of a state (train.state.resume).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from safetensors import SafetensorError
 
 from checkpoints.files import part_path, remove_folder, remove_leftovers, replace_folder
 from checkpoints.run_folder import list_steps, step_name
-from sage.cli import EXIT_CRASH
-from sage.files import write_text
-from sage.manifest import MANIFEST, CorruptFolder, verify_manifest, write_manifest
+from sage.commands.cli import EXIT_CRASH
+from sage.io.files import write_text
+from sage.io.manifest import MANIFEST, CorruptFolder, verify_manifest, write_manifest
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The cache folder, locks between processes, and write errors that name the output. Atomic writes themselves: sage.files."""
+"""The cache folder, locks between processes, and write errors that name the output. Atomic writes themselves: sage.io.files."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from sage.files import atomic_path, user_cache_dir
+from sage.io.files import atomic_path, user_cache_dir
 
 logger = logging.getLogger(__name__)
 OTHER_CACHE = "another data.cache_dir"  # the remedy where the cache cannot be written
 
 
 def default_cache_dir(configured: str = "") -> Path:
-    """Returns `configured`, or `sage.files.user_cache_dir()`."""
+    """Returns `configured`, or `sage.io.files.user_cache_dir()`."""
     return Path(configured).expanduser() if configured else user_cache_dir()
 
 
@@ -88,6 +88,6 @@ def locked(path: Path, instead: str = "another path") -> Iterator[None]:
 
 @contextmanager
 def writing(path: Path, instead: str = "another path") -> Iterator[Path]:
-    """`sage.files.atomic_path` that raises CannotWrite if the disk is full or not writable; no file is left."""
+    """`sage.io.files.atomic_path` that raises CannotWrite if the disk is full or not writable; no file is left."""
     with naming_write_errors(path, instead), atomic_path(path) as temporary:
         yield temporary

@@ -11,9 +11,9 @@ from typing import Annotated
 
 import sage
 from data_prep.pocket import world
-from sage.trees.base import Policy
-from sage.trees.options import Range
-from sage.trees.tree import Frontier, NextLevel
+from sage.planning.base import Policy
+from sage.planning.options import Range
+from sage.planning.tree import Frontier, NextLevel
 
 
 @dataclass(eq=False, kw_only=True)

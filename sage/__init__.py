@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sage import trees
-    from sage.chat import Chat
+    from sage.decoding.chat import Chat
+    from sage.decoding.generation import Output, generate, stream
+    from sage.decoding.sampling import Sampling
     from sage.drafts.loading import load_draft, new_draft
     from sage.drafts.pruning import Pruning
-    from sage.generation import Output, generate, stream
-    from sage.sampling import Sampling
     from sage.targets import Target, load_target
     from sage.trees import POLICIES, policy
 
 _NAMES = {
-    "sage.chat": ["Chat"],
+    "sage.decoding.chat": ["Chat"],
     "sage.drafts.loading": ["load_draft", "new_draft"],
     "sage.drafts.pruning": ["Pruning"],
-    "sage.generation": ["Output", "generate", "stream"],
-    "sage.sampling": ["Sampling"],
+    "sage.decoding.generation": ["Output", "generate", "stream"],
+    "sage.decoding.sampling": ["Sampling"],
     "sage.targets": ["Target", "load_target"],
     "sage.trees": ["POLICIES", "policy"],
 }

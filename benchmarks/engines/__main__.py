@@ -22,9 +22,9 @@ from data_prep.config import KEY_VARIABLE
 from sage.bench.options import counts, names, variants
 from sage.bench.report import display_name, machine
 from sage.bench.runners import BASELINES
-from sage.cli import add_device_option, new_parser, run
+from sage.commands.cli import add_device_option, new_parser, run
 from sage.drafts.location import DRAFT_HELP, find_draft, target_of
-from sage.files import write_json
+from sage.io.files import write_json
 
 DEPTHS = "1,2,3,4,5"
 

@@ -20,9 +20,9 @@ from typing import Any, Protocol
 from checkpoints.engines.vllm_process import VllmProcess
 from sage.bench.measurement import BenchPrompt
 from sage.bench.runners import Runner
-from sage.bench.tables import text_table
-from sage.sampling import Sampling
-from sage.stats import PREFILL_PHASES
+from sage.decoding.sampling import Sampling
+from sage.decoding.stats import PREFILL_PHASES
+from sage.io.tables import text_table
 
 logger = logging.getLogger(__name__)
 SETTLE_S = 0.5  # between turns: OpenMP threads of the last process spin for 0.2 s before they sleep

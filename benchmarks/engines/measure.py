@@ -30,8 +30,8 @@ from data_prep.splits import Split
 from sage.bench.measurement import BenchPrompt
 from sage.bench.options import Variant
 from sage.bench.runners import AUTOREGRESSIVE, PolicyRunner, baseline_runner
-from sage.cli import resolve_device
-from sage.sampling import Sampling
+from sage.commands.cli import resolve_device
+from sage.decoding.sampling import Sampling
 from sage.targets import Target
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from benchmarks.papers.measure.studies import STUDIES, select_studies
 from benchmarks.papers.page.render import write_page
 from benchmarks.papers.runs import TrainingFailed
 from benchmarks.papers.settings import QUICK, load_settings
-from sage.cli import run
+from sage.commands.cli import run
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sage.bench.report import PACKAGES, machine, versions
-from sage.files import json_digest, write_json
+from sage.io.files import json_digest, write_json
 
 logger = logging.getLogger(__name__)
 SCHEMA = 1

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from benchmarks.papers.figures import digest
 from benchmarks.papers.settings import Settings
-from sage.files import write_text
-from sage.manifest import sha256
+from sage.io.files import write_text
+from sage.io.manifest import sha256
 
 logger = logging.getLogger(__name__)
 MARKER = "trained"  # written into a run folder when training is complete: the digest of the run

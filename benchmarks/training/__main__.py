@@ -10,8 +10,8 @@ import torch
 
 from benchmarks.training import objective, step
 from sage.bench.shapes import layers_that_fit, shape_named, shapes
-from sage.cli import run
-from sage.dtypes import torch_dtype
+from sage.commands.cli import run
+from sage.io.dtypes import torch_dtype
 from train.config.checks import MAX_STAGE, check
 from train.config.hydra_app import compose
 from train.config.schema import Config, ObjectiveConfig, Precision

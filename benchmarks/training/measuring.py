@@ -1,6 +1,6 @@
 """Time and peak memory of interleaved runs, on a CPU or a GPU, so that other load affects all variants alike.
 
-Owns: interleaving and peak memory. Does not own: the clock (sage.costs.timing), the measured functions.
+Owns: interleaving and peak memory. Does not own: the clock (sage.runtime.timing), the measured functions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from sage.bench.report import machine
-from sage.costs.timing import now_s
+from sage.runtime.timing import now_s
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 GIB = 2**30

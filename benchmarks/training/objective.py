@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.training.measuring import GIB, Samples, describe_machine, interleaved
-from sage.bench.tables import text_table
-from sage.dtypes import dtype_name
+from sage.io.dtypes import dtype_name
+from sage.io.tables import text_table
 from train.config.schema import ObjectiveConfig
 from train.distill.chunked_loss import ChunkedDistillation, blocked_row_dot
 

@@ -19,9 +19,9 @@ import sage
 from benchmarks.training.measuring import GIB, describe_machine, peak, reset_peak
 from checkpoints.store import StateStore
 from sage.bench.shapes import Shape, random_target
-from sage.bench.tables import text_table
-from sage.costs.timing import now_s
-from sage.dtypes import torch_dtype
+from sage.io.dtypes import torch_dtype
+from sage.io.tables import text_table
+from sage.runtime.timing import now_s
 from train.config.checks import check_batch
 from train.config.schema import Config
 from train.distill.build import build_student

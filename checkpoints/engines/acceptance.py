@@ -10,8 +10,8 @@ import torch
 
 import sage
 from sage.bench.measurement import BenchPrompt
-from sage.generation import start
-from sage.sampling import Sampling
+from sage.decoding.generation import start
+from sage.decoding.sampling import Sampling
 from sage.targets import Target
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from sage.bench.measurement import BenchPrompt
-from sage.files import write_text
 from sage.inputs.media import open_image, source_of
+from sage.io.files import write_text
 from sage.targets import Target
 
 PROMPTS_FILE = "prompts.json"

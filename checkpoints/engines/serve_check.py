@@ -31,8 +31,8 @@ from checkpoints.export.source import find_source, load_trained
 from checkpoints.export.target_facts import TargetFacts
 from checkpoints.export.validator.findings import CheckResult
 from checkpoints.export.validator.validator import check_folder
-from sage.bench.tables import text_table
-from sage.dtypes import dtype_name
+from sage.io.dtypes import dtype_name
+from sage.io.tables import text_table
 
 logger = logging.getLogger(__name__)
 ENGINE = "vLLM"

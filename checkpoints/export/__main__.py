@@ -17,9 +17,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sage import cli
+from sage.commands import cli
 from sage.drafts.location import DRAFT_HELP
-from sage.dtypes import dtype_name, torch_dtype
+from sage.io.dtypes import dtype_name, torch_dtype
 
 if TYPE_CHECKING:
     from checkpoints.export.exporter import ExportOptions

@@ -14,8 +14,8 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from checkpoints.files import part_path, replace_folder, restore_interrupted
-from sage.files import read_json
-from sage.manifest import MANIFEST, CorruptFolder, has_manifest, verify_manifest, write_manifest
+from sage.io.files import read_json
+from sage.io.manifest import MANIFEST, CorruptFolder, has_manifest, verify_manifest, write_manifest
 
 EXPORT_INFO = "sage_export.json"  # facts for which the engines' config.json has no field; read by --inspect and --import
 

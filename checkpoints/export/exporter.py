@@ -25,8 +25,8 @@ from checkpoints.export.validator.findings import CheckResult, InvalidExport
 from checkpoints.export.validator.validator import check_folder
 from checkpoints.export.weight_files import CONFIG, WEIGHTS
 from sage.drafts.head import DraftHead
-from sage.dtypes import dtype_name
-from sage.files import write_json, write_text
+from sage.io.dtypes import dtype_name
+from sage.io.files import write_json, write_text
 
 logger = logging.getLogger(__name__)
 

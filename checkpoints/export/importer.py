@@ -32,9 +32,9 @@ from checkpoints.export.target_facts import EMBEDDING, TargetFacts, read_target_
 from checkpoints.export.validator.tensor_checks import check_vocabulary_maps
 from checkpoints.export.weight_files import CONFIG, Weights
 from sage.drafts.eagle3 import Eagle3Config, Eagle3Draft
-from sage.files import read_json, write_json
-from sage.manifest import refuse_corrupt_draft
-from sage.model_files import read_config
+from sage.io.files import read_json, write_json
+from sage.io.manifest import refuse_corrupt_draft
+from sage.io.model_files import read_config
 from sage.targets.rope import RopeConfig
 
 PREFIXES = ("model.", "draft_model.", "module.")

@@ -18,7 +18,7 @@ from checkpoints.export.reload_check import RoundingError
 from checkpoints.export.source import DraftSource
 from checkpoints.export.target_facts import TargetFacts
 from sage.bench.report_table import measured_with
-from sage.bench.tables import markdown_table
+from sage.io.tables import markdown_table
 
 RECIPE_KEYS = ("seed", "data.num_examples", "data.max_length", "launch.gpus", "launch.ranks")
 RECIPE_GROUPS = ("draft", "objective", "optim", "train", "deepspeed")

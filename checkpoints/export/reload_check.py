@@ -23,7 +23,7 @@ from checkpoints.export.weight_files import Weights
 from sage.drafts.eagle import EagleConfig, EagleDraft
 from sage.drafts.eagle3 import Eagle3Draft
 from sage.drafts.head import DraftHead
-from sage.model_files import read_config
+from sage.io.model_files import read_config
 
 BATCH, TOKENS, SEED = 2, 7, 0
 

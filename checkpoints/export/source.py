@@ -19,9 +19,9 @@ from checkpoints.run_folder import (
 from sage.drafts.head import DraftHead
 from sage.drafts.location import find_draft
 from sage.drafts.registry import head_kind
-from sage.files import read_json
-from sage.manifest import refuse_corrupt_draft
-from sage.model_files import load_weights, read_config
+from sage.io.files import read_json
+from sage.io.manifest import refuse_corrupt_draft
+from sage.io.model_files import load_weights, read_config
 from sage.targets import is_target_folder
 
 REPORT_SETTINGS = ("step", "target", "device", "dtype", "prompts", "repeats", "max_new_tokens", "temperature", "seed")

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from checkpoints.export.weight_files import Weights
-from sage.hub import require_hub
+from sage.io.hub import require_hub
 from sage.targets.families import FAMILIES, family_of
 from sage.targets.rope import RopeConfig
 

@@ -22,7 +22,7 @@ from data_prep.dataset.skip_log import SKIPPED, SkipLog, read_skipped, unique_ro
 from data_prep.files import OTHER_CACHE, default_cache_dir, locked, writing
 from data_prep.sources.base import Source
 from sage.inputs.processing import Processor
-from sage.progress import progress_bar
+from sage.io.progress import progress_bar
 
 NUM_MEASURED = 500  # examples whose lengths are known before training; more would take minutes with large images
 MAX_INVALID_IN_A_ROW = 100

@@ -31,9 +31,9 @@ from data_prep.files import OTHER_CACHE, default_cache_dir, locked, prune_folder
 from data_prep.sources.base import Source
 from data_prep.splits import Shares, Split, shares_of
 from data_prep.workers import num_processes, start_worker, worker_context
-from sage.files import json_digest
 from sage.inputs.processing import Processor
-from sage.progress import progress_bar
+from sage.io.files import json_digest
+from sage.io.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 Item = tuple[str, int, Packed]  # id, source number, fields

@@ -14,8 +14,8 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, Qwen2Tokenizer
 
 from data_prep.pocket.families import CONTEXT, pocket_family
-from sage.files import write_json
 from sage.inputs.processing import Processor
+from sage.io.files import write_json
 from sage.targets.families import family_of
 
 VOCAB = 1280

@@ -21,8 +21,8 @@ from data_prep.pocket import architecture, training
 from data_prep.pocket.families import FAMILIES
 from data_prep.pocket.folder import WEIGHTS, save, sha256
 from data_prep.pocket.score import score_table, score_target
-from sage import cli
-from sage.files import write_json
+from sage.commands import cli
+from sage.io.files import write_json
 
 logger = logging.getLogger(__name__)
 

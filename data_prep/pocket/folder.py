@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from data_prep.pocket import architecture
-from sage.files import write_json
+from sage.io.files import write_json
 
 WEIGHTS = "model.safetensors"
 MAX_WEIGHT_BYTES = 16 * 2**20  # the repository contains them

@@ -19,9 +19,9 @@ import sage
 from data_prep.conversation import Conversation
 from data_prep.pocket import world
 from data_prep.pocket.grammar import Score, score_answer
-from sage import cli
-from sage.bench.tables import text_table
+from sage.commands import cli
 from sage.inputs.processing import open_media
+from sage.io.tables import text_table
 
 KINDS = ("colour", "shape", "size", "position", "sign", "height")
 MAX_NEW_TOKENS = 200

@@ -20,7 +20,7 @@ from data_prep.sources.llava_json import llava_messages, media_list, place_media
 from data_prep.sources.messages import chat_messages
 from data_prep.sources.rows import Row, RowSource, require_path
 from data_prep.splits import Split
-from sage.hub import HubUnreachable, require_hub
+from sage.io.hub import HubUnreachable, require_hub
 
 ROLES = ("id", "family", "system", "question", "answer", "image", "images", "video", "messages")
 TURN_COLUMNS = ("messages", "conversations", "conversation")  # names of an unmapped column of turns

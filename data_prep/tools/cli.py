@@ -31,7 +31,7 @@ from data_prep.tools.regenerate import RegenerationResult, answerer, finished_pr
 from data_prep.tools.stats import Statistics, measure
 from sage.drafts.location import find_draft
 from sage.inputs.processing import Processor
-from sage.progress import progress_bar
+from sage.io.progress import progress_bar
 
 Data = ConversationDataset | StreamDataset
 

@@ -28,7 +28,7 @@ from data_prep.dialog import Answer, Answerer, Dialog, Drive, Outcome
 from data_prep.files import locked, naming_write_errors, writing
 from data_prep.tools.jsonl_writer import MediaFolder, as_line
 from sage.inputs.media import open_image, open_video_part
-from sage.progress import progress_bar
+from sage.io.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 NEUTRAL_KEYS = {"draft", "policy"}  # of the provenance: they affect the speed, not the answers

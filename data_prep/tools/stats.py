@@ -15,8 +15,8 @@ import numpy as np
 from data_prep.chat import Example, Fit
 from data_prep.conversation import Conversation, media_parts
 from data_prep.dataset.lengths import LongExamples
-from sage.bench.tables import text_table
 from sage.inputs.processing import Processor
+from sage.io.tables import text_table
 
 MEASURES = {
     "tokens": "tokens per example",

@@ -25,11 +25,11 @@ from sage.bench.report_table import format_table
 from sage.bench.roofline import roofline_costs
 from sage.bench.runners import AUTOREGRESSIVE, HF_ASSISTED, PolicyRunner, Runner, baseline_runner, find_assistant
 from sage.bench.shapes import Shape, layers_that_fit, shape_named
-from sage.cli import find_models, load_options, resolve_device, run
-from sage.dtypes import torch_dtype
-from sage.files import read_json, write_json
-from sage.pass_modes import resolve_pass_mode
-from sage.progress import progress_callback
+from sage.commands.cli import find_models, load_options, resolve_device, run
+from sage.io.dtypes import torch_dtype
+from sage.io.files import read_json, write_json
+from sage.io.progress import progress_callback
+from sage.runtime.pass_modes import resolve_pass_mode
 
 CPU_LAYERS = 2  # one layer of a 7B target takes a CPU about a second per large tree
 

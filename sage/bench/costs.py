@@ -24,14 +24,14 @@ from torch import Tensor
 
 from sage.bench.report import SCHEMA, machine, versions
 from sage.bench.shapes import Shape, random_target
-from sage.bench.tables import text_table
 from sage.costs.measure import draft_level, empty_cache, verify_pass
-from sage.costs.timing import TimedCall, interleaved_s
 from sage.drafts.eagle import EagleDraft
 from sage.drafts.loading import new_draft
 from sage.drafts.session import EagleSession
-from sage.dtypes import dtype_name
+from sage.io.dtypes import dtype_name
+from sage.io.tables import text_table
 from sage.passes.select import new_session, new_tree_passes
+from sage.runtime.timing import TimedCall, interleaved_s
 from sage.targets import Target
 
 logger = logging.getLogger(__name__)

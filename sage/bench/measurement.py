@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from sage.bench.runners import Runner, TimedRun
-from sage.sampling import Sampling
+from sage.decoding.sampling import Sampling
 
 logger = logging.getLogger(__name__)
 

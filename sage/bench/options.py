@@ -12,7 +12,7 @@ import sage
 from sage.bench import costs as cost
 from sage.bench.runners import BASELINES, HF_GENERATE, PROMPT_LOOKUP
 from sage.bench.shapes import shapes
-from sage.cli import (
+from sage.commands.cli import (
     add_couple_option,
     add_device_map_option,
     add_device_option,

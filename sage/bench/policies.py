@@ -9,9 +9,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from sage.bench.tables import markdown_table
+from sage.io.tables import markdown_table
+from sage.planning.options import defaults
 from sage.trees import POLICIES, policy_class
-from sage.trees.options import defaults
 
 START, END = "<!-- policies: written by `make docs` -->", "<!-- end of policies -->"
 

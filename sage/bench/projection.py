@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sage.bench.report_table import HOST_PHASES, decode_shares
-from sage.bench.tables import text_table
 from sage.costs.tables import Curve
+from sage.io.tables import text_table
 
 
 def project(report: Mapping[str, Any], costs: Mapping[str, Any]) -> list[dict[str, Any]]:

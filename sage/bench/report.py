@@ -13,8 +13,8 @@ import torch
 
 from sage.bench.measurement import Measurement
 from sage.bench.summary import summarize
-from sage.dtypes import dtype_name
-from sage.machine import processor_name
+from sage.io.dtypes import dtype_name
+from sage.io.machine import processor_name
 
 SCHEMA = 1
 SAMPLING_KEYS = ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "seed")

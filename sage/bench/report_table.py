@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from textwrap import fill
 from typing import Any
 
-from sage.bench.tables import RULE, text_table
+from sage.io.tables import RULE, text_table
 
 WIDTH = 118
 HEADER = ("policy", "tokens/pass", "accepted", "tokens/s", "speedup", "95% interval", "end to end", "identical", "to HF")

@@ -16,7 +16,7 @@ import torch
 
 from sage.bench.report import SCHEMA, versions
 from sage.bench.shapes import Shape
-from sage.dtypes import dtype_name
+from sage.io.dtypes import dtype_name
 
 
 def roofline_costs(

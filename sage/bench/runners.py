@@ -23,11 +23,11 @@ from transformers import CompileConfig, GenerationConfig, StoppingCriteria, Stop
 
 import sage
 from sage.bench.report_table import TARGET_PREFILL_PHASES
-from sage.costs.timing import PHASES, now_s
+from sage.decoding.sampling import Sampling
 from sage.drafts.model import ModelDraft, check_pair
 from sage.drafts.pruning import KEEP_ALL, Pruning
-from sage.sampling import Sampling
-from sage.trees.names import AUTOREGRESSIVE
+from sage.runtime.timing import PHASES, now_s
+from sage.trees import AUTOREGRESSIVE
 
 HF_GENERATE = "hf_generate"
 HF_STATIC = "hf_static_cache"

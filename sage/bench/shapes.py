@@ -14,7 +14,7 @@ import torch
 import yaml
 from transformers import AutoConfig
 
-from sage.files import config_dir
+from sage.io.files import config_dir
 from sage.targets import Target
 from sage.targets.families import FAMILIES
 

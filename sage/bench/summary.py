@@ -16,7 +16,7 @@ from sage.bench.intervals import rate_interval, ratio_interval
 from sage.bench.losslessness import earliest_difference, top2_gap
 from sage.bench.measurement import Measurement
 from sage.bench.runners import AUTOREGRESSIVE, HF_GENERATE, TimedRun
-from sage.costs.timing import PHASES
+from sage.runtime.timing import PHASES
 
 logger = logging.getLogger(__name__)
 

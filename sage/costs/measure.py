@@ -15,16 +15,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sage.cache import TreeCache
 from sage.costs.tables import Costs, Curve
-from sage.costs.timing import TimedCall, interleaved_s
 from sage.drafts.loading import Draft
 from sage.drafts.session import DraftSession
-from sage.pass_modes import PassMode
 from sage.passes.select import new_session, new_tree_passes
+from sage.runtime.cache import TreeCache
+from sage.runtime.pass_modes import PassMode
+from sage.runtime.timing import TimedCall, interleaved_s
 from sage.targets import Target
 from sage.targets.tree_passes import TreePasses
-from sage.trees.tree import Columns, Tree
 
 VERIFY_NODES = (1, 2, 4, 8, 16, 32, 64)
 DRAFT_WIDTHS = (1, 2, 4, 8, 16)
@@ -75,13 +74,12 @@ def verify_pass(passes: TreePasses, target: Target, cache: TreeCache, num_nodes:
 
     The tree's shape is irrelevant: masks and rows cost the same for every tree of N nodes.
     """
-    depths = list(range(num_nodes))
-    chain = Columns([depth % target.vocab_size for depth in depths], [depth - 1 for depth in depths], depths)
-    tree = Tree.of(chain, target.device)
-    positions = tree.depths + context
+    depths = torch.arange(num_nodes, device=target.device)
+    tokens, positions = depths % target.vocab_size, depths + context
+    ancestors = torch.ones(num_nodes, num_nodes, dtype=torch.bool, device=target.device).tril()
 
     def run() -> Tensor:
-        return passes(tree.tokens, positions, tree.ancestors, cache).logits
+        return passes(tokens, positions, ancestors, cache).logits
 
     return TimedCall(run, reset=partial(cache.crop_to, context))
 

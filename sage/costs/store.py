@@ -18,10 +18,10 @@ from sage.costs.measure import MIN_CONTEXT_SPAN, VERIFY_NODES, measure_costs
 from sage.costs.tables import Costs
 from sage.drafts.head import DraftHead
 from sage.drafts.loading import Draft
-from sage.files import json_digest, read_json, user_cache_dir, write_json
-from sage.machine import environment, processor_name
-from sage.passes.buckets import key_bucket
+from sage.io.files import json_digest, read_json, user_cache_dir, write_json
+from sage.io.machine import environment, processor_name
 from sage.passes.target_passes import describe_target, without_paths
+from sage.runtime.buckets import key_bucket
 from sage.targets import Target
 
 ROOM = max(VERIFY_NODES)

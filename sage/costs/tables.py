@@ -5,7 +5,7 @@ verification a cost by number of nodes and context length.
 
 A pass whose numbers of nodes and keys are dynamic, eager or compiled, computes exactly its nodes, so its cost grows with every
 one of them and is interpolated between the measured counts. A captured pass computes the bucket that they are padded to
-(`sage.passes.buckets`), so its cost is a step function: that of the bucket's edge.
+(`sage.runtime.buckets`), so its cost is a step function: that of the bucket's edge.
 
 Shapes: N verified nodes (the root included), S context tokens.
 """
@@ -17,7 +17,7 @@ from bisect import bisect_left
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sage.passes.buckets import key_bucket, node_bucket
+from sage.runtime.buckets import key_bucket, node_bucket
 
 
 @dataclass

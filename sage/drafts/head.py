@@ -21,7 +21,7 @@ from sage.drafts.compressor.operators import Conv, Resampler
 from sage.drafts.compressor.spans import HeadInput, PairMasks
 from sage.drafts.registry import MODEL_TYPE_PREFIX, DraftKind
 from sage.drafts.unroll import Chains
-from sage.model_files import load_weights, read_config
+from sage.io.model_files import load_weights, read_config
 from sage.targets import Features, Target
 
 
@@ -140,8 +140,8 @@ class DraftHead(PreTrainedModel):
             embeds_next: [B, T, D], embeddings of tokens t + 1.
             features: [B, T, D], `fuse(..)` of tokens t that the target has read, outputs of this method for drafted ones.
             position_ids: rope positions of tokens t, [B, T] or [3, B, T].
-            tree_mask: additive, tiled mask [1, 1, G * T, S] from `sage.attention.tile_mask`; None attends causally, also in
-                right-padded batches, where no pair attends to the padding after it.
+            tree_mask: additive, tiled mask [1, 1, G * T, S] from `tile_mask`; None attends causally, also in right-padded
+                batches, where no pair attends to the padding after it.
             cache: one-layer KV cache to extend in decoding, or the `Chains` of an unrolled pass.
             rope: cos and sin of `position_ids`, if precomputed.
 

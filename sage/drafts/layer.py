@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 
-from sage.attention import causal_attention
 from sage.drafts.rope import rotate
 from sage.drafts.unroll import Chains
+from sage.runtime.attention import causal_attention
 
 
 class FusedLinear:

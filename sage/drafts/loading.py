@@ -14,8 +14,8 @@ from sage.drafts.location import find_draft
 from sage.drafts.model import ModelDraft
 from sage.drafts.pruning import KEEP_ALL, Pruning
 from sage.drafts.registry import KINDS, DraftKind, StudentKind, draft_kind, head_kind
-from sage.manifest import refuse_corrupt_draft
-from sage.model_files import read_config
+from sage.io.manifest import refuse_corrupt_draft
+from sage.io.model_files import read_config
 from sage.targets import Target, is_target_folder
 
 Draft = DraftHead | ModelDraft

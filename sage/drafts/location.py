@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sage.files import read_json
+from sage.io.files import read_json
 
 RUN_CONFIG = "config.yaml"  # makes a folder a run
 DRAFT, BEST_DRAFT = "draft", "draft_best"  # folders of a run: the latest draft, and the one with the best validation score

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sage.drafts.registry import DraftKind
 from sage.drafts.session import DraftSession
-from sage.host_tensors import Tokens, TokenStagingBuffer
+from sage.runtime.host_tensors import Tokens, TokenStagingBuffer
 from sage.targets import Features, Prompt, Target, load_target
 from sage.targets.tree_passes import EagerTreePasses, TreePasses
 

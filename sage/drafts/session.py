@@ -10,13 +10,13 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from sage.attention import causal_mask, repeat_mask, tile_mask
-from sage.cache import TreeCache
 from sage.drafts.compressor.spans import PairMasks, ends_of_turn
 from sage.drafts.eagle import EagleDraft
 from sage.drafts.eagle3 import Eagle3Draft
 from sage.drafts.layer import fuse_linears
-from sage.host_tensors import Tokens, TokenStagingBuffer
+from sage.runtime.attention import causal_mask, repeat_mask, tile_mask
+from sage.runtime.cache import TreeCache
+from sage.runtime.host_tensors import Tokens, TokenStagingBuffer
 from sage.targets import Features, Prompt, Target
 
 

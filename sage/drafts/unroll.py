@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from sage.attention import causal_attention
+from sage.runtime.attention import causal_attention
 
 EXTRA = 8  # additional columns: two are used, and fused kernels need a multiple of eight
 

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sage.cache import TreeCache
 from sage.drafts.eagle import EagleDraft
 from sage.drafts.eagle3 import Eagle3Draft
 from sage.drafts.session import EagleSession, new_draft_cache
-from sage.host_tensors import Tokens
-from sage.model_files import in_one_line
-from sage.passes.buckets import key_bucket, node_bucket
+from sage.io.model_files import in_one_line
 from sage.passes.functions import CommitPass, LevelPass, TreePass
+from sage.runtime.buckets import key_bucket, node_bucket
+from sage.runtime.cache import TreeCache
+from sage.runtime.host_tensors import Tokens
 from sage.targets import Features, Target
 from sage.targets.tree_passes import EagerTreePasses, TreeOutput
 

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from sage.attention import use_tree_attention
-from sage.cache import RowCache
 from sage.drafts.head import DraftHead
-from sage.sampling import greedy_tokens
+from sage.runtime.attention import use_tree_attention
+from sage.runtime.cache import RowCache
+from sage.runtime.greedy import greedy_tokens
 from sage.targets import Features, Target
 
 
@@ -49,7 +49,7 @@ class TreePass(nn.Module):
             columns: LongTensor [S], 0 to S - 1.
 
         Returns:
-            greedy tokens [N] (`sage.sampling.greedy_tokens`), logits [N, V], the last
+            greedy tokens [N] (`sage.runtime.greedy.greedy_tokens`), logits [N, V], the last
             features [1, N, D] and those of the levels.
         """
         target = self._target  # sizes come from `shape`: `len` would be a number of the trace

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from sage.files import atomic_path, json_digest
-from sage.machine import environment
-from sage.model_files import in_one_line
+from sage.io.files import atomic_path, json_digest
+from sage.io.machine import environment
+from sage.io.model_files import in_one_line
 from sage.passes.package_folder import PACKAGE_SUFFIX, mark_used, only_process, passes_folder, prune, warn_once, writable_path
 
 OPTIONS = {

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from sage.files import user_cache_dir
+from sage.io.files import user_cache_dir
 
 PACKAGE_SUFFIX = ".pt2"
 UNUSED_DAYS = 90

@@ -10,10 +10,10 @@ from sage.drafts.loading import Draft
 from sage.drafts.model import ModelDraft, ModelSession
 from sage.drafts.registry import draft_kind
 from sage.drafts.session import DraftSession
-from sage.pass_modes import PassMode
 from sage.passes.capture import CapturedHead, CapturedSession, CapturedTreePasses
 from sage.passes.sessions import FunctionSession, HeadPasses
 from sage.passes.target_passes import FunctionTreePasses
+from sage.runtime.pass_modes import PassMode
 from sage.targets import Target
 from sage.targets.tree_passes import EagerTreePasses, TreePasses
 

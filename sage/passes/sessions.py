@@ -16,7 +16,6 @@ from sage.drafts.eagle import EagleDraft
 from sage.drafts.eagle3 import Eagle3Draft
 from sage.drafts.head import DraftHead
 from sage.drafts.session import EagleSession
-from sage.host_tensors import Tokens
 from sage.passes.functions import CommitPass, LevelPass
 from sage.passes.package import Run, compiled
 from sage.passes.target_passes import (
@@ -29,6 +28,7 @@ from sage.passes.target_passes import (
     describe_target,
     without_paths,
 )
+from sage.runtime.host_tensors import Tokens
 from sage.targets import Features, Target
 
 

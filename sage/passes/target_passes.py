@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.export import Dim
 from transformers import PreTrainedConfig
 
-from sage.cache import TreeCache
 from sage.passes.functions import TreePass
 from sage.passes.package import Run, compiled
+from sage.runtime.cache import TreeCache
 from sage.targets import Features, Target
 from sage.targets.tree_passes import EagerTreePasses, TreeOutput
 

@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
+from sage.decoding.generation import start
 from sage.drafts.loading import Draft
 from sage.drafts.session import DraftSession
-from sage.generation import start
-from sage.host_tensors import Tokens
+from sage.planning.base import Policy
+from sage.runtime.host_tensors import Tokens
 from sage.targets import Features, Prompt, Target
 from sage.trees import policy as new_policy
-from sage.trees.base import Policy
 
 TokenPath = tuple[int, ...]  # tokens from below the root to a node
 Candidates = tuple[Tensor, Tensor]  # probabilities and target tokens, [K] each, in descending order of probability

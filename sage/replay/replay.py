@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 import torch
 
 from sage.costs.tables import Costs
-from sage.costs.timing import RoundTimes
-from sage.host_tensors import CPU
+from sage.decoding.verify import Verdict
+from sage.planning.base import Policy
+from sage.planning.level import TreeBuilder
+from sage.planning.tree import RoundOutcome, Tree
 from sage.replay.recording import Candidates, RecordedRound, Recording, TokenPath
-from sage.trees.base import Policy
-from sage.trees.level import TreeBuilder
-from sage.trees.tree import RoundOutcome, Tree
-from sage.verify import Verdict
+from sage.runtime.host_tensors import CPU
+from sage.runtime.timing import RoundTimes
 
 NO_TOKEN = -1  # matches no drafted token
 
@@ -113,7 +113,7 @@ def replay(recordings: Sequence[Recording], policy: Policy, costs: Costs | None 
 
 
 class _RoundReplayer:
-    """Runs one recorded round with another policy: plan, verify and commit of `sage.decoder`, without models."""
+    """Runs one recorded round with another policy: plan, verify and commit of `sage.decoding.decoder`, without models."""
 
     def __init__(self, recording: Recording, recorded: RecordedRound, policy: Policy, costs: Costs | None) -> None:
         self.answer = recording.tokens[recorded.position :]
@@ -159,7 +159,7 @@ class _RoundReplayer:
         return self.answer[len(path)] if follows else NO_TOKEN
 
     def _draft(self) -> Tree:
-        """`sage.decoder.draft_tree` with recorded candidates."""
+        """`sage.decoding.decoder.draft_tree` with recorded candidates."""
         builder = TreeBuilder(self.root, CPU, self.eos)
         frontier: list[TokenPath] = [()]
         for level in range(1, self.num_remaining):

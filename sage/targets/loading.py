@@ -10,15 +10,15 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, GenerationConfig
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from sage.attention import HALF, VARLEN
-from sage.hub import require_hub
 from sage.inputs.processing import Processor
-from sage.model_files import in_one_line, load_weights, read_config
-from sage.pass_modes import PassMode, check_pass_mode, resolve_pass_mode
+from sage.io.hub import require_hub
+from sage.io.model_files import in_one_line, load_weights, read_config
+from sage.runtime.attention import HALF, VARLEN
+from sage.runtime.pass_modes import PassMode, check_pass_mode, resolve_pass_mode
+from sage.runtime.vision_attention import VisionAttention, check_attention, resolve_attention
 from sage.targets.families import FAMILIES, family_of, known_types
 from sage.targets.placement import check_device_map
 from sage.targets.target import Target
-from sage.vision_attention import VisionAttention, check_attention, resolve_attention
 
 
 def load_target(

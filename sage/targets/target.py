@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from transformers import BatchFeature
 
-from sage.attention import AttentionRecorder, select_backends, tile_mask, use_tree_attention
-from sage.cache import TreeCache
 from sage.inputs.format import Inputs
 from sage.inputs.processing import Messages, Processor
-from sage.pass_modes import PassMode
+from sage.runtime.attention import AttentionRecorder, select_backends, tile_mask, use_tree_attention
+from sage.runtime.cache import TreeCache
+from sage.runtime.pass_modes import PassMode
 from sage.targets.families import family_of
 from sage.targets.family import Prompt
 from sage.targets.placement import connect, is_spread, layer_devices

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from sage.cache import TreeCache
+from sage.runtime.cache import TreeCache
 from sage.targets.target import Features, Target
 
 

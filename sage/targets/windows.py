@@ -13,7 +13,7 @@ from torch import Tensor
 FULL, SLIDING = "full_attention", "sliding_attention"
 # `attention_mask` of a text model; a dict has one for each of its `layer_types`.
 Mask: TypeAlias = Tensor | dict[str, Tensor] | None
-Tile = Callable[[Tensor], Tensor]  # Bool [N, S] or [B, N, S], True = attend -> the additive mask of `sage.attention`
+Tile = Callable[[Tensor], Tensor]  # Bool [N, S] or [B, N, S], True = attend -> the additive mask of `sage.runtime.attention`
 
 
 def window_of(text_config: Any) -> int | None:

@@ -1,15 +1,21 @@
-"""Draft trees and the policies that shape them: one module per policy, loaded on first use, so that names need no torch."""
+"""The policies that shape draft trees: one module per policy, loaded on first use, so that names need no torch.
+
+Every module of this folder is the policy of its name and holds the policy's class (`name`, options and their defaults); nothing
+else has to be registered.
+"""
 
 from __future__ import annotations
 
 from importlib import import_module
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
-from sage.trees.names import POLICIES
-
 if TYPE_CHECKING:
+    from sage.planning.base import Policy
     from sage.trees import sage as sage
-    from sage.trees.base import Policy
+
+AUTOREGRESSIVE, CHAIN, SAGE = "autoregressive", "chain", "sage"  # of special use: baseline, first answers, score of a draft
+POLICIES: tuple[str, ...] = tuple(module.name for module in iter_modules(__path__))
 
 
 def __getattr__(name: str) -> Any:
@@ -31,7 +37,7 @@ def policy(name: str, **options: Any) -> Policy:
     """Returns a configured policy, given one of `POLICIES` and fields of its class. Raises ValueError for an unknown name or
     option, or a value that is not allowed.
     """
-    from sage.trees.options import check_names
+    from sage.planning.options import check_names
 
     kind = policy_class(name)
     check_names(kind, list(options))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sage.trees.base import Policy
-from sage.trees.tree import Frontier
+from sage.planning.base import Policy
+from sage.planning.tree import Frontier
 
 
 class Autoregressive(Policy):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from sage.trees.base import Policy
-from sage.trees.options import Range
-from sage.trees.tree import Frontier, NextLevel
+from sage.planning.base import Policy
+from sage.planning.options import Range
+from sage.planning.tree import Frontier, NextLevel
 
 _INNER: NextLevel = NextLevel([0], [0])
 _LAST: NextLevel = NextLevel([0], [])

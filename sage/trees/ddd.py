@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+from sage.planning.options import OptionError, Range
 from sage.trees.eagle2 import Eagle2
-from sage.trees.options import OptionError, Range
 
 
 @dataclass(eq=False, kw_only=True)

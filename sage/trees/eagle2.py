@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from sage.trees.base import Policy
-from sage.trees.options import Range
-from sage.trees.ranking import best, best_children
-from sage.trees.tree import Frontier, NextLevel
+from sage.planning.base import Policy
+from sage.planning.options import Range
+from sage.planning.ranking import best, best_children
+from sage.planning.tree import Frontier, NextLevel
 
 
 @dataclass(eq=False, kw_only=True)

@@ -20,10 +20,10 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from sage.trees.base import Policy
-from sage.trees.options import OptionError, Range
+from sage.planning.base import Policy
+from sage.planning.options import OptionError, Range
+from sage.planning.tree import Frontier, NextLevel, RoundOutcome
 from sage.trees.static import STATIC_TREE, Static
-from sage.trees.tree import Frontier, NextLevel, RoundOutcome
 
 
 def confidence(logits: Tensor, top_k: int) -> Tensor:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from sage.trees.base import Policy
-from sage.trees.options import OptionError, Range
-from sage.trees.tree import Frontier, NextLevel
+from sage.planning.base import Policy
+from sage.planning.options import OptionError, Range
+from sage.planning.tree import Frontier, NextLevel
 
 Ranks = tuple[int, ...]
 

@@ -22,7 +22,7 @@ from checkpoints.export.export_folder import new_export, verify_export
 from checkpoints.export.exporter import find_facts
 from checkpoints.export.source import load_trained
 from checkpoints.files import restore_interrupted
-from sage.manifest import CorruptFolder
+from sage.io.manifest import CorruptFolder
 
 NAMES = ("config.json", "model.safetensors", "sage_export.json", "README.md")
 

@@ -16,7 +16,7 @@ import sage
 from checkpoints.export import TargetFacts, check_folder
 from checkpoints.export.__main__ import main
 from data_prep import DataConfig, prompts
-from sage.dtypes import dtype_name
+from sage.io.dtypes import dtype_name
 from train.config.hydra_app import compose
 from train.config.schema import Config
 from train.job.rank import run_rank

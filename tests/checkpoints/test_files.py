@@ -1,4 +1,4 @@
-"""Atomic writes of single files, and JSON files (sage.files)."""
+"""Atomic writes of single files, and JSON files (sage.io.files)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.messages import refused
 
-from sage.files import atomic_path, read_json, write_json, write_text
+from sage.io.files import atomic_path, read_json, write_json, write_text
 
 
 def test_files_are_replaced_and_no_temporary_ones_are_left(tmp_path: Path) -> None:

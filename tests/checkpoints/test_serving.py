@@ -19,7 +19,7 @@ from checkpoints.export.formats.layout import Flavour, Format
 from checkpoints.export.model_card import serve_commands
 from checkpoints.export.serving import serving_line
 from checkpoints.export.target_facts import TargetFacts
-from sage.files import config_dir
+from sage.io.files import config_dir
 
 POOL = {"kind": "pool", "ratio": 4}
 

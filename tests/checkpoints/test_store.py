@@ -17,8 +17,8 @@ from support.messages import check_message, refused
 
 from checkpoints.files import replace_folder
 from checkpoints.store import StateStore, verify_state
-from sage.files import write_text
-from sage.manifest import CorruptFolder
+from sage.io.files import write_text
+from sage.io.manifest import CorruptFolder
 
 ROOT = Path(__file__).parents[2]
 

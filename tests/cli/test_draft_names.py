@@ -18,11 +18,11 @@ import sage
 from checkpoints.export.__main__ import main as sage_export
 from data_prep.config import RegenerateConfig
 from data_prep.tools import cli as data_cli
-from sage.__main__ import main as sage_generate
 from sage.bench.__main__ import main as bench
 from sage.bench.options import compare_parser
+from sage.commands.generate import main as sage_generate
 from sage.drafts.location import find_draft, target_of
-from sage.manifest import write_manifest
+from sage.io.manifest import write_manifest
 from train.cli.data import DataCommand
 from train.cli.data import check as check_data_command
 from train.config.checks import check
@@ -89,7 +89,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         found.append(folder)
         raise ValueError("found")
 
-    for module in ("sage.cli", "sage.drafts.loading", "train.cli.validate", "checkpoints.export.source"):
+    for module in ("sage.commands.cli", "sage.drafts.loading", "train.cli.validate", "checkpoints.export.source"):
         monkeypatch.setattr(f"{module}.refuse_corrupt_draft", refuse_corrupt_draft)
     return found
 
@@ -157,7 +157,7 @@ def test_generate_verifies_the_draft_before_it_loads_the_target(
 
 
 def test_the_bench_takes_the_target_from_the_draft(run: Path, target: Path) -> None:
-    from sage.cli import find_models
+    from sage.commands.cli import find_models
 
     assert find_models(compare_parser().parse_args(["--draft", str(run)])) == (str(target), run / "draft_best")
     assert find_models(compare_parser().parse_args(["--draft", str(run), "--target", "a/b"])) == ("a/b", run / "draft_best")

@@ -17,11 +17,11 @@ from support.train_helpers import environment
 
 from checkpoints.export.__main__ import main as sage_export
 from data_prep.config import SourceConfig
-from sage.__main__ import main as sage_generate
 from sage.bench.__main__ import main as bench
-from sage.cli import run
+from sage.commands.cli import run
+from sage.commands.generate import main as sage_generate
+from sage.planning.options import defaults
 from sage.trees import POLICIES, policy_class
-from sage.trees.options import defaults
 from train.cli.data import DataCommand
 from train.cli.data import main as sage_data
 from train.cli.train import main as sage_train

@@ -9,8 +9,8 @@ from support.messages import refused
 import sage
 from checkpoints.export.target_facts import TargetFacts
 from data_prep.sources.hub import load_table
-from sage import hub
-from sage.hub import HubUnreachable
+from sage.io import hub
+from sage.io.hub import HubUnreachable
 
 
 class Unreachable:

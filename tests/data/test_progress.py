@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from sage.progress import progress_bar, progress_callback
+from sage.io.progress import progress_bar, progress_callback
 
 
 class Terminal(io.StringIO):
@@ -37,7 +37,7 @@ def test_callback_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str
 def test_callback_draws_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr("sage.progress.DELAY_S", 0.0)
+    monkeypatch.setattr("sage.io.progress.DELAY_S", 0.0)
     update = progress_callback("measuring")
     update(2, 2)
     assert "measuring" in terminal.getvalue() and "2/2" in terminal.getvalue()

@@ -15,7 +15,7 @@ from sage.bench.__main__ import main
 from sage.bench.options import Variant, variant, variants
 from sage.bench.prompts import TEXTS, load_prompts, read_jsonl
 from sage.bench.report_table import format_table, interval
-from sage.cli import run
+from sage.commands.cli import run
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from support.messages import refused
 from support.models import make_inputs, make_llava, make_qwen
 
 import sage
-import sage.generation
+import sage.decoding.generation
 from sage.bench.intervals import rate_interval, ratio_interval
 from sage.bench.losslessness import earliest_difference, first_difference, top2_gap
 from sage.bench.measurement import BenchPrompt, measure, rotated
@@ -32,9 +32,9 @@ from sage.bench.runners import (
 from sage.bench.summary import acceptance_by_depth, accepted_histogram, pooled_counts, summarize
 from sage.costs import store
 from sage.costs.measure import measure_costs
-from sage.costs.timing import PHASES
-from sage.sampling import Sampling
-from sage.stats import Stats
+from sage.decoding.sampling import Sampling
+from sage.decoding.stats import Stats
+from sage.runtime.timing import PHASES
 
 SAMPLING = Sampling(max_new_tokens=8)
 PROMPTS = [BenchPrompt(name=f"p{i}", inputs={}, family="even" if i % 2 == 0 else "odd") for i in range(4)]

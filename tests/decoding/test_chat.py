@@ -12,7 +12,7 @@ from support.processors import make_processor, random_image
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import sage
-from sage.generation import CachedPrefix, start
+from sage.decoding.generation import CachedPrefix, start
 from sage.targets import Features
 
 LENGTH = 12

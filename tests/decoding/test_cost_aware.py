@@ -18,11 +18,13 @@ from sage.costs import measure as probe
 from sage.costs.calibration import Calibrator, Reliability
 from sage.costs.measure import MIN_CONTEXT_SPAN
 from sage.costs.tables import Costs, Curve
-from sage.costs.timing import RoundTimes
-from sage.decoder import decode
+from sage.decoding.decoder import decode
+from sage.decoding.sampling import Sampling, TargetSampler
+from sage.decoding.verify import Verdict, Verifier
 from sage.drafts.model import ModelDraft
 from sage.passes.select import new_session
-from sage.sampling import Sampling, TargetSampler
+from sage.planning.tree import Frontier, RoundOutcome, Tree
+from sage.runtime.timing import RoundTimes
 from sage.trees.cost_aware.learner import (
     LABELLED_RANKS,
     LEARN_ALL_ROUNDS,
@@ -34,8 +36,6 @@ from sage.trees.cost_aware.learner import (
     labelled_candidates,
 )
 from sage.trees.cost_aware.pricing import ChildMass
-from sage.trees.tree import Frontier, RoundOutcome, Tree
-from sage.verify import Verdict, Verifier
 
 
 def flat_costs(node: float = 0.1, level: float = 0.5, base: float = 1.0) -> Costs:

@@ -16,8 +16,8 @@ from sage.costs import measure, store
 from sage.costs.store import ROOM, costs_folder, known_costs, rounded_contexts
 from sage.costs.tables import Costs
 from sage.drafts.model import ModelDraft
-from sage.pass_modes import PassMode
-from sage.passes.buckets import key_bucket
+from sage.runtime.buckets import key_bucket
+from sage.runtime.pass_modes import PassMode
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_measured_again_where_something_differs(
     elif what == "processor":
         monkeypatch.setattr(store, "processor_name", lambda device: "another one")
     elif what == "source":
-        monkeypatch.setattr("sage.machine.source_digest", lambda: "another one")
+        monkeypatch.setattr("sage.io.machine.source_digest", lambda: "another one")
     elif what == "passes":
         monkeypatch.setattr(target, "passes", PassMode.captured)
         monkeypatch.setattr(store, "measure_costs", lambda *args: measured.append(args) or flat_costs())

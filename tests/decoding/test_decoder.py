@@ -15,11 +15,11 @@ from support.toy_helpers import make_policy
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 import sage
-from sage import generation
-from sage.decoder import Round
+from sage.decoding import generation
+from sage.decoding.decoder import Round
 from sage.drafts.model import ModelDraft
 from sage.drafts.session import EagleSession
-from sage.trees.base import Policy
+from sage.planning.base import Policy
 
 LENGTH = 32
 
@@ -94,7 +94,7 @@ def test_negative_control_cache_that_keeps_the_wrong_rows(
     inputs = in_float64(tiny_qwen, make_inputs(tiny_qwen))
     expected = hugging_face(tiny_qwen, inputs)
     with_oracle(expected)
-    monkeypatch.setattr("sage.cache.TreeCache.keep_path", lambda self, start, path: self.crop_to(start + len(path)))
+    monkeypatch.setattr("sage.runtime.cache.TreeCache.keep_path", lambda self, start, path: self.crop_to(start + len(path)))
     out = sage.generate(tiny_qwen, sage.new_draft(tiny_qwen), inputs, policy="static", max_new_tokens=LENGTH)
     assert out.tokens.tolist() != expected
 

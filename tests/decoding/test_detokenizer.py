@@ -11,7 +11,7 @@ from support.processors import make_processor
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from sage.detokenizer import REPLACEMENT_CHARACTER, Detokenizer
+from sage.decoding.detokenizer import REPLACEMENT_CHARACTER, Detokenizer
 
 TEXT = "Ein Bild: ☀ über 東京, 🦊🦊 und e\u0301.\n" * 5
 

@@ -16,17 +16,17 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sage
-from sage import attention, vision_attention
-from sage.attention import repeat_mask, tile_mask
-from sage.cli import resolve_device
-from sage.costs.timing import Clock
+from sage.commands.cli import resolve_device
+from sage.decoding.generation import start
 from sage.drafts.model import ModelDraft, shallow_model
-from sage.generation import start
-from sage.model_files import load_weights
+from sage.io.model_files import load_weights
+from sage.runtime import attention, vision_attention
+from sage.runtime.attention import repeat_mask, tile_mask
+from sage.runtime.timing import Clock
+from sage.runtime.vision_attention import VisionAttention, resolve_attention
 from sage.targets import loading
 from sage.targets.families.qwen2_5_vl import PatchProjection
 from sage.targets.loading import _set_attention
-from sage.vision_attention import VisionAttention, resolve_attention
 from train.launch.ranks import pick_device
 
 __all__ = ["fake_cuda"]

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from support.slow_trees import SlowTree, add_next_level
 
 import sage
-from sage.host_tensors import CPU
-from sage.trees.base import Policy
-from sage.trees.level import DROPPED, TreeBuilder
-from sage.trees.tree import NextLevel, Tree
+from sage.planning.base import Policy
+from sage.planning.level import DROPPED, TreeBuilder
+from sage.planning.tree import NextLevel, Tree
+from sage.runtime.host_tensors import CPU
 
 K = 12
 POLICIES: list[tuple[str, dict[str, Any]]] = [

@@ -35,13 +35,13 @@ from transformers import (
 )
 
 import sage
-from sage import generation
-from sage.decoder import decode, draft_tree
-from sage.sampling import Sampling
-from sage.stats import Stats
+from sage.decoding import generation
+from sage.decoding.decoder import decode, draft_tree
+from sage.decoding.sampling import Sampling
+from sage.decoding.stats import Stats
+from sage.decoding.verify import accept
+from sage.planning.tree import Tree
 from sage.trees.eagle2 import Eagle2
-from sage.trees.tree import Tree
-from sage.verify import accept
 
 # At most seven nodes per round, so that all draws can be enumerated; covers every kind of pruning.
 SMALL: list[tuple[str, dict[str, Any]]] = [
@@ -219,7 +219,7 @@ def test_negative_control_min_of_one_and_p_over_q_is_biased_for_a_tree_of_top_ca
 def loop_distribution(
     name: str, options: dict[str, Any], eos: list[int], sampling: Sampling = PLAIN
 ) -> tuple[Distribution, list[Stats]]:
-    """Exact distribution of an answer of four tokens, decoded with `sage.decoder.decode`.
+    """Exact distribution of an answer of four tokens, decoded with `sage.decoding.decoder.decode`.
 
     Draws are fixed one by one, each where an answer stops for lack of a draw. This visits all branches of all rounds, with the
     state that the policy has learned on the way.
@@ -292,7 +292,7 @@ def test_negative_control_biased_acceptance_in_the_loop(monkeypatch: pytest.Monk
             return accept(tree, choices)
         return [0, 1], [int(tree.tokens[1]), choices[1]]
 
-    monkeypatch.setattr("sage.verify.accept", eager)
+    monkeypatch.setattr("sage.decoding.verify.accept", eager)
     found, _ = loop_distribution("chain", {"depth": 1}, [])
     assert distance(found, sequences(4)) > 0.02
 

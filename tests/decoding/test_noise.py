@@ -8,8 +8,8 @@ import pytest
 import torch
 from support.accelerator import DEVICE, Traffic, on_device, on_host
 
-from sage import noise
-from sage.noise import PositionNoise, gumbel, seed_key
+from sage.decoding import noise
+from sage.decoding.noise import PositionNoise, gumbel, seed_key
 
 POSITIONS, TOKENS = 64, 4096
 

@@ -14,12 +14,12 @@ from support.messages import refused
 from support.slow_trees import SlowTree, add_next_level
 
 import sage
+from sage.planning.base import Policy
+from sage.planning.options import OptionError, defaults
+from sage.planning.ranking import best, best_children
+from sage.planning.tree import Frontier, Tree
 from sage.trees import policy_class
-from sage.trees.base import Policy
-from sage.trees.options import OptionError, defaults
-from sage.trees.ranking import best, best_children
 from sage.trees.sage import Threshold
-from sage.trees.tree import Frontier, Tree
 
 NAMES = ("eagle2", "spec_llava", "talon", "ddd")
 

@@ -10,17 +10,17 @@ from support.messages import refused
 from support.models import OracleSession, make_inputs, make_llava, make_qwen
 
 import sage
-from sage import generation
 from sage.costs.tables import Costs, Curve
-from sage.costs.timing import Clock
-from sage.decoder import Request, draft_tree
-from sage.host_tensors import CPU
+from sage.decoding import generation
+from sage.decoding.decoder import Request, draft_tree
+from sage.decoding.sampling import Sampling, TargetSampler
+from sage.decoding.stopping_rules import StopCriterion
+from sage.decoding.verify import Verifier, accept
+from sage.planning.base import Policy
 from sage.replay.recording import RecordedRound, Recording, record
 from sage.replay.replay import NO_TOKEN, replay
-from sage.sampling import Sampling, TargetSampler
-from sage.stopping_rules import StopCriterion
-from sage.trees.base import Policy
-from sage.verify import Verifier, accept
+from sage.runtime.host_tensors import CPU
+from sage.runtime.timing import Clock
 
 LENGTH = 48
 COSTS = Costs(Curve([1, 64], [1.0, 2.0]), Curve([1, 64], [0.05, 0.1]), context=10, overhead=0.01)

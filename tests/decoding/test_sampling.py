@@ -17,10 +17,10 @@ from support.slow_trees import tree_of
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import sage
-from sage import generation
-from sage.sampling import Sampling, TargetSampler
-from sage.stopping_rules import StopCriterion
-from sage.verify import Verifier
+from sage.decoding import generation
+from sage.decoding.sampling import Sampling, TargetSampler
+from sage.decoding.stopping_rules import StopCriterion
+from sage.decoding.verify import Verifier
 
 LENGTH = 28
 PROMPT = torch.tensor([3, 0])

@@ -28,12 +28,12 @@ from support.toy_helpers import (
 from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopPLogitsWarper
 
 import sage
-from sage.decoder import decode
+from sage.decoding.decoder import decode
+from sage.decoding.sampling import Sampling, TargetSampler
+from sage.decoding.stats import Stats
+from sage.decoding.verify import Verdict, Verifier
 from sage.drafts.model import ModelDraft
-from sage.sampling import Sampling, TargetSampler
-from sage.stats import Stats
-from sage.trees.tree import Tree
-from sage.verify import Verdict, Verifier
+from sage.planning.tree import Tree
 
 LENGTH = 4
 POLICIES: list[tuple[str, dict[str, Any]]] = [

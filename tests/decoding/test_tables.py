@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from sage.bench.tables import RULE, markdown_table, text_table
+from sage.io.tables import RULE, markdown_table, text_table
 
 HEAD = ["policy", "tokens", "speed"]
 ROWS = [["chain", "12", "1.50x"], ["cost_aware", "3", ""]]
@@ -46,5 +46,5 @@ def test_text_layout_options():
 
 
 def test_it_needs_the_standard_library_only():
-    code = "import sys, sage.bench.tables; assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
+    code = "import sys, sage.io.tables; assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

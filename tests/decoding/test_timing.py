@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sage.costs import timing
-from sage.host_tensors import CPU, TokenStagingBuffer, double_tensor, join_tokens, long_tensor, take_runs
+from sage.runtime.host_tensors import CPU, TokenStagingBuffer, double_tensor, join_tokens, long_tensor, take_runs
 
 
 def test_round_times_can_be_resolved_later(monkeypatch: pytest.MonkeyPatch) -> None:

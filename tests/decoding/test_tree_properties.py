@@ -16,9 +16,9 @@ from support.slow_trees import SlowTree
 from support.toy_helpers import probability, target_probs
 
 import sage
-from sage.sampling import Sampling, TargetSampler
+from sage.decoding.sampling import Sampling, TargetSampler
+from sage.decoding.verify import accept
 from sage.targets import Prompt
-from sage.verify import accept
 
 Context = tuple[int, ...]
 MAKERS: dict[str, Callable[..., sage.Target]] = {"qwen2_5_vl": make_qwen, "llava_onevision": make_llava}

@@ -10,9 +10,9 @@ from support.messages import refused
 from support.slow_trees import grow_fully
 
 import sage
+from sage.planning.tree import Frontier, RoundOutcome, Tree
 from sage.trees.sage import round_half_up
 from sage.trees.static import STATIC_TREE
-from sage.trees.tree import Frontier, RoundOutcome, Tree
 
 
 def paths_of(tree: Tree) -> list[tuple[int, ...]]:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from support.slow_trees import tree_of
 
-from sage.trees.tree import Tree
-from sage.verify import accept
+from sage.decoding.verify import accept
+from sage.planning.tree import Tree
 
 VOCABULARY, DEPTH = 4, 3
 

@@ -108,7 +108,7 @@ def test_synchronizations_and_copies_are_counted(
 
 
 def test_table_names_the_line(traffic: Traffic) -> None:
-    from sage.host_tensors import long_tensor
+    from sage.runtime.host_tensors import long_tensor
 
     ours = on_vacc()
     traffic.reset()

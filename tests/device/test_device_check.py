@@ -13,10 +13,10 @@ from support.fake_cuda import FakeCuda, fake_cuda
 from support.messages import check_message
 
 import sage
-from sage import device_check
-from sage.__main__ import main
-from sage.costs.timing import TimedCall
-from sage.device_check import attention_used, copy_bandwidth, synchronizations_per_round
+from sage.commands import device_check
+from sage.commands.device_check import attention_used, copy_bandwidth, synchronizations_per_round
+from sage.commands.generate import main
+from sage.runtime.timing import TimedCall
 
 __all__ = ["fake_cuda"]
 CPU = torch.device("cpu")

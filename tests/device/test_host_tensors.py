@@ -6,7 +6,15 @@ import pytest
 import torch
 from support.accelerator import DEVICE, Kind, Traffic, on_device, on_host
 
-from sage.host_tensors import CPU, TokenStagingBuffer, cached_index, long_tensor, read_together, take_runs, upload_together
+from sage.runtime.host_tensors import (
+    CPU,
+    TokenStagingBuffer,
+    cached_index,
+    long_tensor,
+    read_together,
+    take_runs,
+    upload_together,
+)
 
 TOGETHER = (
     torch.arange(6).view(2, 3),

@@ -66,4 +66,4 @@ def test_unknown_policies_are_refused() -> None:
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert synchronizations.main(["--policies", "autoregressive,eagle2", "--max-new-tokens", "4", "--lines"]) == 0
     out = capsys.readouterr().out
-    assert "| `autoregressive` | 3 | 0.0 | 1.0 | 1.0 | 0.0 |" in out and "sage/verify.py:" in out
+    assert "| `autoregressive` | 3 | 0.0 | 1.0 | 1.0 | 0.0 |" in out and "sage/decoding/verify.py:" in out

@@ -9,7 +9,7 @@ from support.messages import refused
 import sage
 from sage.bench.__main__ import main
 from sage.bench.policies import END, START, policy_table, with_table
-from sage.trees.options import defaults
+from sage.planning.options import defaults
 
 PAGE = Path(__file__).parents[2] / "docs" / "decoder.md"
 

@@ -14,7 +14,7 @@ from support.messages import refused
 from support.models import in_float64, make_inputs, random_draft
 
 import sage
-from sage import cli
+from sage.commands import cli
 from sage.drafts.eagle3 import Eagle3Draft, default_levels
 from sage.drafts.layer import fuse_linears
 from sage.drafts.loading import open_draft

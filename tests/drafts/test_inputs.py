@@ -15,8 +15,8 @@ from support.toy_helpers import make_policy
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import sage
-from sage import cli
-from sage.__main__ import _generate, main, parse_args
+from sage.commands import cli
+from sage.commands.generate import _generate, main, parse_args
 
 LENGTH = 10
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

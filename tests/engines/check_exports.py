@@ -47,7 +47,7 @@ from checkpoints.engines.vllm_process import EngineFailed, EngineSetting, VllmPr
 from checkpoints.export import ExportOptions, Flavour, export
 from checkpoints.export.formats.layout import LEVELS_KEY
 from checkpoints.run_folder import DRAFT
-from sage.bench.tables import markdown_table
+from sage.io.tables import markdown_table
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = ROOT / "data_prep" / "pocket" / "targets" / "pocket_qwen2_5_vl"

@@ -37,7 +37,7 @@ from checkpoints.export import ExportOptions, export
 from data_prep.conversation import Conversation
 from data_prep.pocket import world
 from sage.bench.measurement import BenchPrompt
-from sage.bench.tables import markdown_table
+from sage.io.tables import markdown_table
 from sage.targets.families import FAMILIES
 from train.config.schema import ObjectiveConfig
 from train.distill.objective import Objective

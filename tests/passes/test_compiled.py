@@ -20,9 +20,9 @@ from torch import nn
 from transformers import LlamaConfig, Qwen3VLConfig
 
 import sage
-from sage.pass_modes import PassMode
 from sage.passes import package, select
 from sage.passes.package import Eager
+from sage.runtime.pass_modes import PassMode
 from sage.targets.families import family_of
 from sage.targets.tree_passes import EagerTreePasses
 

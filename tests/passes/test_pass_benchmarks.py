@@ -14,12 +14,12 @@ from support.near_draft import near_draft
 import sage
 from benchmarks import passes, texts
 from sage.bench.measurement import BenchPrompt
-from sage.costs.timing import TimedCall
-from sage.noise import gumbel
-from sage.pass_modes import PassMode
+from sage.decoding.noise import gumbel
+from sage.decoding.sampling import Sampling
 from sage.passes import package, sessions, target_passes
 from sage.passes.package import Eager
-from sage.sampling import Sampling
+from sage.runtime.pass_modes import PassMode
+from sage.runtime.timing import TimedCall
 
 
 @pytest.fixture(autouse=True)

@@ -15,12 +15,12 @@ from support.pass_helpers import answer, capture_with, head, run_chain, slow_exc
 from torch import nn
 
 import sage
-from sage.chat import Chat
-from sage.pass_modes import MANY_ANSWERS, PassMode, resolve_pass_mode
+from sage.decoding.chat import Chat
 from sage.passes import package, sessions, target_passes
-from sage.passes.buckets import key_bucket, node_bucket
 from sage.passes.capture import CachePool, CapturedHead, CapturedTreePasses, call_again
 from sage.passes.package import Eager
+from sage.runtime.buckets import key_bucket, node_bucket
+from sage.runtime.pass_modes import MANY_ANSWERS, PassMode, resolve_pass_mode
 from sage.targets.tree_passes import EagerTreePasses
 
 FORMS = ("functions", "captured")

@@ -51,7 +51,7 @@ DEVICES = tuple(torch.device("privateuseone", index) for index in range(2))
 DEVICE = DEVICES[0]
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
-HELPERS = ("tests/support/accelerator.py", "sage/host_tensors.py")  # their callers are shown instead
+HELPERS = ("tests/support/accelerator.py", "sage/runtime/host_tensors.py")  # their callers are shown instead
 IS_SUPPORTED = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ class Kind(StrEnum):
 
 @dataclass
 class Traffic:
-    """Synchronizations and copies since the last `reset`, by kind and by line, `sage/decoder.py:112`."""
+    """Synchronizations and copies since the last `reset`, by kind and by line, `sage/decoding/decoder.py:112`."""
 
     lines: Counter[tuple[Kind, str]] = field(default_factory=Counter)
     is_counting: bool = True

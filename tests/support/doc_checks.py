@@ -26,8 +26,8 @@ from support.doc_blocks import ROOT
 
 import sage
 from checkpoints.export.formats.layout import Format
-from sage.files import config_dir
-from sage.trees.options import defaults
+from sage.io.files import config_dir
+from sage.planning.options import defaults
 from train.cli.data import DataCommand
 from train.config.checks import check
 from train.config.hydra_app import compose, register_resolvers
@@ -185,7 +185,7 @@ def _data(words: list[str]) -> None:
 
 
 def _generate(words: list[str]) -> None:
-    from sage.__main__ import parse_args
+    from sage.commands.generate import parse_args
 
     if "--prompt" not in words:
         words = [*words, "--prompt", "text"]

@@ -18,7 +18,7 @@ ENTRY_POINTS = {
     "sage-train": "train.cli.train",
     "sage-validate": "train.cli.validate",
     "sage-data": "train.cli.data",
-    "sage-generate": "sage.__main__",
+    "sage-generate": "sage.commands.generate",
     "sage-export": "checkpoints.export.__main__",
 }
 # Appended to a command for every key that its line leaves open: the same steps on less data.

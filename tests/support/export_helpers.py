@@ -18,7 +18,7 @@ from checkpoints.export.__main__ import main
 from checkpoints.export.formats.layout import Flavour
 from checkpoints.store import StateStore
 from sage.drafts.head import DraftHead
-from sage.manifest import write_manifest
+from sage.io.manifest import write_manifest
 
 LEVELS = [0, 1, 2]  # the tiny targets have three layers, too few for the engines' default
 REDUCED = torch.arange(3, 330, 3)

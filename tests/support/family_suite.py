@@ -23,7 +23,7 @@ import sage
 from checkpoints.export import ExportOptions, export
 from data_prep.chat import segments
 from data_prep.conversation import Message
-from sage import generation
+from sage.decoding import generation
 from sage.inputs.format import Inputs
 from sage.inputs.processing import Processor
 from sage.passes.select import new_session

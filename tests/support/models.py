@@ -14,7 +14,7 @@ from transformers import (
 
 import sage
 from sage.drafts.session import DraftSession
-from sage.host_tensors import Tokens
+from sage.runtime.host_tensors import Tokens
 
 VOCABULARY = 330  # 64 ids for the tests and one per byte
 IMAGE_TOKEN, VIDEO_TOKEN, EOS = 60, 61, 1

@@ -11,10 +11,10 @@ import torch
 from support.models import make_inputs, random_draft
 
 import sage
-from sage.pass_modes import PassMode
 from sage.passes import select
 from sage.passes.capture import Capture, CapturedHead, CapturedTreePasses
-from sage.trees.tree import Columns, Tree
+from sage.planning.tree import Columns, Tree
+from sage.runtime.pass_modes import PassMode
 
 
 def slow_except(quick: Sequence[str], names: Sequence[str]) -> list[Any]:

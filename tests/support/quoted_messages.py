@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from sage.bench.tables import markdown_table
+from sage.io.tables import markdown_table
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
@@ -106,7 +106,7 @@ MESSAGES: dict[str, list[Message]] = {
                 "using the previous state",
                 (
                     Part(
-                        "sage/manifest.py", "its sha256", ("a/state/step_00000004/exp_avg.safetensors", "manifest.json")
+                        "sage/io/manifest.py", "its sha256", ("a/state/step_00000004/exp_avg.safetensors", "manifest.json")
                     ).render(),
                 ),
             ),

@@ -1,4 +1,4 @@
-"""Trees grown and pruned one operation at a time: the slow reference of `sage.trees.level`, and tree factories for tests."""
+"""Trees grown and pruned one operation at a time: the slow reference of `sage.planning.level`, and tree factories for tests."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from sage.trees.base import Policy
-from sage.trees.tree import Frontier, NextLevel, TopK, Tree
+from sage.planning.base import Policy
+from sage.planning.tree import Frontier, NextLevel, TopK, Tree
 
 
 @dataclass

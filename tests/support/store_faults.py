@@ -20,7 +20,7 @@ from typing import Any
 from checkpoints import files as module
 from checkpoints.files import remove_leftovers, replace_folder, restore_interrupted
 from checkpoints.store import StateStore
-from sage.manifest import verify_manifest, write_manifest
+from sage.io.manifest import verify_manifest, write_manifest
 
 FILES = {"weight.bin": "weights", "deep/moments.bin": "moments"}
 

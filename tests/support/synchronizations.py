@@ -19,13 +19,13 @@ from support.accelerator import DEVICE, ROOT, Kind, Traffic, on_device, pretend_
 
 import sage
 from data_prep.pocket import world
-from sage import generation
-from sage.bench.tables import markdown_table
-from sage.cli import run
+from sage.commands.cli import run
 from sage.costs.tables import Costs, Curve
+from sage.decoding import generation
 from sage.drafts.loading import Draft
 from sage.drafts.location import find_draft
-from sage.trees.base import Policy
+from sage.io.tables import markdown_table
+from sage.planning.base import Policy
 
 POCKET_TARGETS = ROOT / "data_prep" / "pocket" / "targets"
 MAX_UPLOADS = 2  # to the device per round

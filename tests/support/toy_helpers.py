@@ -18,17 +18,17 @@ import torch
 
 import sage
 from sage.costs.tables import Costs, Curve
-from sage.costs.timing import RoundTimes
-from sage.decoder import Request, draft_tree
+from sage.decoding.decoder import Request, draft_tree
+from sage.decoding.sampling import Sampling, TargetSampler
+from sage.decoding.stopping_rules import StopCriterion
+from sage.decoding.verify import Verifier
 from sage.drafts.session import DraftSession
-from sage.host_tensors import Tokens
-from sage.sampling import Sampling, TargetSampler
-from sage.stopping_rules import StopCriterion
+from sage.planning.base import Policy
+from sage.planning.tree import Tree
+from sage.runtime.host_tensors import Tokens
+from sage.runtime.timing import RoundTimes
 from sage.targets import Features, Prompt
 from sage.targets.tree_passes import EagerTreePasses
-from sage.trees.base import Policy
-from sage.trees.tree import Tree
-from sage.verify import Verifier
 
 Context = tuple[int, ...]
 Distribution = dict[Context, float]

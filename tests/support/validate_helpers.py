@@ -10,7 +10,7 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import sage
-from sage.manifest import write_manifest
+from sage.io.manifest import write_manifest
 
 FAMILY = "qwen2_5_vl"
 

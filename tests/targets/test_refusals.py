@@ -13,7 +13,7 @@ from support.messages import check_message, refused
 from transformers import Gemma3TextConfig, LlamaConfig, LlavaOnevisionConfig, MistralConfig, Qwen2Config, Qwen3_5Config
 
 import sage
-from sage.attention import tree_attention
+from sage.runtime.attention import tree_attention
 from sage.targets.families import family_of
 from train.plan.meta import meta_target
 

@@ -18,9 +18,9 @@ from support.train_helpers import environment
 from data_prep.config import validate as validate_data
 from sage.bench.runners import AUTOREGRESSIVE, BASELINES
 from sage.drafts.registry import KINDS as DRAFT_KINDS
-from sage.files import config_dir
+from sage.io.files import config_dir
+from sage.planning.options import defaults
 from sage.trees import POLICIES, policy_class
-from sage.trees.options import defaults
 from train.cli.train import main, train
 from train.config import hydra_app
 from train.config.checks import check, check_batch

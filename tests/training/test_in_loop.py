@@ -19,7 +19,7 @@ from checkpoints.store import SaveFailed
 from data_prep.conversation import Conversation
 from data_prep.multi_turn import FOLLOW_UPS
 from sage.bench.measurement import BenchPrompt, Measurement
-from sage.sampling import Sampling
+from sage.decoding.sampling import Sampling
 from sage.targets import Target
 from train.config.hydra_app import compose
 from train.config.schema import Config, DecodeConfig, ValidateOn

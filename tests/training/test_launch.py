@@ -23,7 +23,7 @@ from support.messages import check_message, refused
 from support.train_helpers import ROOT, command, environment
 
 from checkpoints.store import SaveFailed
-from sage.cli import run as run_command
+from sage.commands.cli import run as run_command
 from train.config.hydra_app import NOTHING_SAVED, compose, run_app
 from train.config.schema import Config, ConfigError
 from train.job.rank import run_rank

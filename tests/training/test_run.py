@@ -22,7 +22,7 @@ from checkpoints.export.importer import load_any
 from checkpoints.export.source import load_trained
 from checkpoints.inspect import inspect_folder
 from checkpoints.run_folder import LOCK
-from sage.manifest import write_manifest
+from sage.io.manifest import write_manifest
 from train.config.hydra_app import compose
 from train.config.schema import Config
 from train.job.loop import TrainingError, TrainingRun, fit

@@ -11,7 +11,7 @@ import torch
 from support.messages import refused
 from support.train_helpers import command, single_process, train_quickly
 
-from sage.manifest import write_manifest
+from sage.io.manifest import write_manifest
 from train.config.hydra_app import compose
 from train.config.schema import Config, ConfigError
 from train.launch.ranks import process_group

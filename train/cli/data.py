@@ -18,7 +18,7 @@ from data_prep.files import check_writable
 from data_prep.server.address import check_server, read_key
 from data_prep.sources.paths import check_paths
 from data_prep.splits import Split
-from sage.cli import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED
+from sage.commands.cli import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED
 from sage.drafts.location import find_draft
 from train.config.checks import check_path
 from train.config.hydra_app import NOTHING_SAVED, configure_logging, run_app
@@ -196,7 +196,7 @@ def _start_ranks(config: DataCommand, ranks: int) -> int:
 
 
 def _rank(config: DataCommand, rank: int, world_size: int) -> None:
-    from sage.cli import run as run_command
+    from sage.commands.cli import run as run_command
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_STOPPED))
     cluster_env.set_rank(rank, world_size)
@@ -221,7 +221,7 @@ def _answer(config: DataCommand, rank: int, world_size: int) -> RegenerationResu
 
     import sage
     from data_prep.tools import cli
-    from sage.dtypes import torch_dtype
+    from sage.io.dtypes import torch_dtype
     from train.launch.ranks import pick_device
 
     if config.launch.threads is not None:

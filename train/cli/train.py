@@ -6,7 +6,7 @@ import logging
 import sys
 from dataclasses import replace
 
-from sage.cli import EXIT_DONE, EXIT_USER
+from sage.commands.cli import EXIT_DONE, EXIT_USER
 from train.config.checks import check
 from train.config.hydra_app import configure_logging, run_app
 from train.config.overrides import given_keys

@@ -12,8 +12,8 @@ from typing import Any
 
 from checkpoints.run_folder import REPORT, draft_step
 from data_prep.files import check_writable
-from sage.cli import EXIT_DONE, run
-from sage.manifest import refuse_corrupt_draft
+from sage.commands.cli import EXIT_DONE, run
+from sage.io.manifest import refuse_corrupt_draft
 from train.config.checks import check_decode, check_path
 from train.config.hydra_app import configure_logging, run_app
 from train.config.overrides import key_of, launch_keys, refuse_unused, task_overrides
@@ -83,8 +83,8 @@ def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     from checkpoints.export import load_any
     from data_prep.build import prompts
     from sage.bench.report_table import format_table
-    from sage.dtypes import torch_dtype
-    from sage.progress import progress_callback
+    from sage.io.dtypes import torch_dtype
+    from sage.io.progress import progress_callback
     from train.launch.ranks import pick_device
     from train.validation.prompts import PromptSet
     from train.validation.validate import ReportInfo, build_policies, validate

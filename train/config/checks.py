@@ -19,7 +19,7 @@ from data_prep.splits import Split
 from sage.drafts.location import find_draft
 from sage.drafts.options import Eagle3Options, ModelOptions, TrainedPart
 from sage.drafts.registry import KINDS
-from sage.trees.names import AUTOREGRESSIVE, POLICIES
+from sage.trees import AUTOREGRESSIVE, POLICIES
 from train.config.draft import CompressorKind
 from train.config.resuming import check_same_run
 from train.config.run_checks import check_run_folder

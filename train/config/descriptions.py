@@ -15,11 +15,11 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-import sage.trees.names
+import sage.trees
 from checkpoints.run_folder import dotted_keys
 from sage.drafts.registry import KINDS
-from sage.files import config_dir
-from sage.trees.names import POLICIES
+from sage.io.files import config_dir
+from sage.trees import POLICIES
 from train.config.store import POLICY_GROUP
 
 SECTION = re.compile(r"(Attributes|Args):")
@@ -93,7 +93,7 @@ def choice_values(group: str, choice: str) -> dict[str, Any]:
 
 @cache
 def policy_options(policy: str) -> dict[str, Option]:
-    """Returns the options of a policy, as `sage.trees.options.defaults` does, with their meanings."""
+    """Returns the options of a policy, as `sage.planning.options.defaults` does, with their meanings."""
     node = _policy_class(policy)
     bases = [base.id.lower() for base in node.bases if isinstance(base, ast.Name) and base.id.lower() in POLICIES]
     found = {name: option for base in bases for name, option in policy_options(base).items()}
@@ -106,7 +106,7 @@ def policy_options(policy: str) -> dict[str, Option]:
 
 def _policy_class(policy: str) -> ast.ClassDef:
     """Returns the parsed class of a policy: the one with its name as `name`."""
-    folder = Path(sage.trees.names.__file__).parent
+    folder = Path(sage.trees.__file__).parent
     path = folder / f"{policy}.py" if (folder / f"{policy}.py").is_file() else folder / policy / "policy.py"
     classes = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
     [found] = [node for node in classes if any(ast.unparse(line) == f"name = {policy!r}" for line in node.body)]

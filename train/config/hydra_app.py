@@ -22,8 +22,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from checkpoints.run_folder import is_run
-from sage.cli import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_USER, pop_debug_flag, version_text
-from sage.files import config_dir
+from sage.commands.cli import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_USER, pop_debug_flag, version_text
+from sage.io.files import config_dir
 from train.config import sweep
 from train.config.errors import explain, is_config_mistake, refuse_unknown
 from train.config.help import help_text

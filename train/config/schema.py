@@ -12,9 +12,9 @@ from typing import Any
 from omegaconf import MISSING
 
 from data_prep.config import DataConfig
-from sage.pass_modes import PassMode
-from sage.trees.names import POLICIES
-from sage.vision_attention import VisionAttention
+from sage.runtime.pass_modes import PassMode
+from sage.runtime.vision_attention import VisionAttention
+from sage.trees import POLICIES
 from train.config.draft import DraftConfig
 
 

@@ -6,8 +6,8 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from sage.drafts.registry import KINDS, DraftKind
-from sage.files import config_dir
-from sage.trees.names import POLICIES
+from sage.io.files import config_dir
+from sage.trees import POLICIES
 from train.config.draft import CompressorConfig, ConcatConfig, RatioConfig, ResamplerConfig, SelectConfig, draft_schema
 from train.config.schema import Config, TrackingConfig, ValidateConfig, WandbConfig
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from sage.files import write_text
+from sage.io.files import write_text
 
 FOLDER = "SAGE_SWEEP"  # environment variable with the folder of the records
 ROOT = Path("runs") / ".sweep"

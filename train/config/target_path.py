@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sage.dtypes import SHORT_NAMES
+from sage.io.dtypes import SHORT_NAMES
 from train.config.overrides import key_of
 from train.config.schema import Precision
 

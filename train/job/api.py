@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints.run_folder import read_reports
-from sage.cli import EXIT_DONE
+from sage.commands.cli import EXIT_DONE
 from train.config.checks import check
 from train.config.hydra_app import compose as compose_config
 from train.config.schema import Config, ConfigError

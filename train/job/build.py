@@ -27,8 +27,8 @@ from data_prep import StepLoader, build_dataset
 from data_prep import prompts as held_out_prompts
 from data_prep.build import check_rows, long_examples
 from sage.drafts.options import ImageInputs
-from sage.dtypes import torch_dtype
-from sage.files import write_text
+from sage.io.dtypes import torch_dtype
+from sage.io.files import write_text
 from train.config.checks import check_batch, zero_stage
 from train.config.resuming import changes
 from train.config.run_checks import check_run_folder

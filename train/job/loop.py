@@ -13,7 +13,7 @@ from torch import Tensor
 
 from checkpoints.run_folder import state_folder, step_name
 from checkpoints.store import StateStore
-from sage.cli import EXIT_CRASH
+from sage.commands.cli import EXIT_CRASH
 from train.config.schema import Config
 from train.distill.pairs import count_supervised
 from train.distill.teacher import Teacher

@@ -9,7 +9,7 @@ import os
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from sage.cli import EXIT_DONE, EXIT_STOPPED
+from sage.commands.cli import EXIT_DONE, EXIT_STOPPED
 from train.config.schema import Config, Device
 from train.launch.signals import StopFlag
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from checkpoints.run_folder import list_steps, state_folder
-from sage.cli import EXIT_CRASH, EXIT_STOPPED, EXIT_USER
+from sage.commands.cli import EXIT_CRASH, EXIT_STOPPED, EXIT_USER
 from train.config.hydra_app import NOTHING_SAVED, is_crash
 
 LOST_CONNECTION = re.compile(

@@ -18,8 +18,8 @@ from multiprocessing import active_children
 from pathlib import Path
 from typing import NoReturn
 
-from sage.cli import EXIT_STOPPED
-from sage.files import write_text
+from sage.commands.cli import EXIT_STOPPED
+from sage.io.files import write_text
 from train.config.checks import check_batch, check_deepspeed
 from train.config.hydra_app import configure_logging
 from train.config.schema import Config, ConfigError, Device, LaunchConfig

@@ -13,7 +13,7 @@ from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
-from sage.cli import EXIT_CRASH
+from sage.commands.cli import EXIT_CRASH
 from train.launch.failures import Failure, RankFailed
 from train.launch.signals import STOP_SIGNALS
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol, Self
 
 from checkpoints.run_folder import METRICS, read_metrics
 from checkpoints.store import saving
-from sage.files import write_text
+from sage.io.files import write_text
 from train.config.schema import Config, ConfigError, TrackingKind, WandbConfig, WandbMode
 from train.launch import cluster_env
 

@@ -21,9 +21,9 @@ from sage.drafts.loading import Draft
 from sage.drafts.location import find_draft
 from sage.drafts.model import ModelDraft
 from sage.drafts.registry import head_kind
-from sage.files import config_dir
-from sage.hub import require_hub
-from sage.model_files import read_config
+from sage.io.files import config_dir
+from sage.io.hub import require_hub
+from sage.io.model_files import read_config
 from sage.targets import is_target_folder
 from sage.targets.families import family_of
 from train.config.schema import Config, ConfigError, TargetConfig

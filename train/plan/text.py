@@ -5,7 +5,7 @@ from __future__ import annotations
 from tqdm import tqdm
 
 from checkpoints.export.serving import serving_line
-from sage.bench.tables import text_table
+from sage.io.tables import text_table
 from train.plan.data import DataPlan
 from train.plan.estimate import LaunchPlan
 

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from checkpoints.run_folder import REPORT, REPORT_PAGE, is_run, read_report
-from sage.cli import new_parser, run
-from sage.files import write_text
+from sage.commands.cli import new_parser, run
+from sage.io.files import write_text
 from train.config.schema import ConfigError
 from train.report.compare import read_run
 from train.report.page import render_page

@@ -20,7 +20,7 @@ from typing import Any
 from checkpoints import run_folder
 from checkpoints.run_folder import is_check, is_run
 from sage.bench.report_table import measured_with
-from sage.files import write_text
+from sage.io.files import write_text
 from train.config.schema import Config, ConfigError, ScoreConfig
 from train.config.sweep import Job
 from train.report.compare_table import page, table

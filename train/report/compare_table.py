@@ -9,8 +9,8 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from sage.bench.tables import RULE, markdown_table, text_table
-from sage.trees.names import AUTOREGRESSIVE
+from sage.io.tables import RULE, markdown_table, text_table
+from sage.trees import AUTOREGRESSIVE
 
 BEST_MARK = "*"
 ABSENT = "-"  # a run without the key or figure

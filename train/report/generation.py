@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from sage.trees.names import AUTOREGRESSIVE
+from sage.trees import AUTOREGRESSIVE
 from train.report import style
 
 Log = Sequence[Mapping[str, Any]]  # `rounds_log` of a generation

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sage.bench.report_table import SHARES, decode_shares, interval, margins, measured_with
-from sage.bench.tables import markdown_table
-from sage.trees.names import AUTOREGRESSIVE
+from sage.io.tables import markdown_table
+from sage.trees import AUTOREGRESSIVE
 from train.report.plots import Plot
 
 Report = Mapping[str, Any]

@@ -15,9 +15,9 @@ from typing import Any
 from checkpoints import run_folder
 from checkpoints.run_folder import METRICS, read_metrics, read_reports
 from sage.bench.report_table import measured_with
-from sage.bench.tables import markdown_table
-from sage.files import write_text
-from sage.trees.names import AUTOREGRESSIVE, CHAIN
+from sage.io.files import write_text
+from sage.io.tables import markdown_table
+from sage.trees import AUTOREGRESSIVE, CHAIN
 from train.config.schema import ConfigError
 from train.report import style
 from train.report.compare import RunSummary, read_run

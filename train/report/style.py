@@ -12,7 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from sage.files import atomic_path
+from sage.io.files import atomic_path
 
 WIDTH_IN, HEADING_IN = 7.6, 0.66
 DPI = 170

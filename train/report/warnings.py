@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sage.trees.names import AUTOREGRESSIVE
+from sage.trees import AUTOREGRESSIVE
 
 MIN_TOKENS_PER_PASS = 1.1  # without a draft it is 1
 MIN_MEASURED_RATIO = 0.6  # measured over estimated tokens per target pass of a chain; usually around 1

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from checkpoints.run_folder import PROVENANCE
-from sage.files import write_text
+from sage.io.files import write_text
 from train.launch.ranks import Ranks
 
 PACKAGES = ("sage-draft", "torch", "transformers", "deepspeed", "datasets", "hydra-core", "omegaconf", "numpy", "wandb")

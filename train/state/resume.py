@@ -27,7 +27,7 @@ from checkpoints.files import remove_leftovers
 from checkpoints.run_folder import step_name
 from checkpoints.store import StateStore
 from checkpoints.tensors import read_tensors, write_tensors
-from sage.files import write_text
+from sage.io.files import write_text
 from train.engine.engine import Engine
 from train.launch.ranks import Ranks
 

@@ -21,7 +21,7 @@ from checkpoints.files import part_path, replace_folder
 from checkpoints.run_folder import BEST_DRAFT, DRAFT, METRICS, read_metrics
 from checkpoints.run_folder import score as score_of
 from checkpoints.store import saving
-from sage.manifest import write_manifest
+from sage.io.manifest import write_manifest
 from train.config.schema import Config
 from train.engine.engine import Engine
 from train.engine.sharded_teacher import ShardedTarget

@@ -14,9 +14,9 @@ from typing import Any
 from data_prep.conversation import Conversation
 from data_prep.multi_turn import FOLLOW_UPS, expand_follow_ups
 from sage.bench.measurement import BenchPrompt
-from sage.generation import generate
-from sage.sampling import Sampling
-from sage.trees.names import AUTOREGRESSIVE
+from sage.decoding.generation import generate
+from sage.decoding.sampling import Sampling
+from sage.trees import AUTOREGRESSIVE
 from train.config.schema import DecodeConfig
 
 

@@ -25,14 +25,14 @@ from sage.bench.measurement import Measurement, measure
 from sage.bench.replays import all_policies, replays
 from sage.bench.report import PACKAGES, build_report, versions
 from sage.bench.runners import HF_ASSISTED, PolicyRunner, Runner, baseline_runner, find_assistant
-from sage.dtypes import torch_dtype
-from sage.files import atomic_path, write_json, write_text
-from sage.pass_modes import resolve_pass_mode
-from sage.sampling import Sampling
+from sage.decoding.sampling import Sampling
+from sage.io.dtypes import torch_dtype
+from sage.io.files import atomic_path, write_json, write_text
+from sage.planning.base import Policy
+from sage.planning.options import OptionError
+from sage.runtime.pass_modes import resolve_pass_mode
+from sage.trees import AUTOREGRESSIVE
 from sage.trees import policy as new_policy
-from sage.trees.base import Policy
-from sage.trees.names import AUTOREGRESSIVE
-from sage.trees.options import OptionError
 from train.config.schema import DecodeConfig
 from train.report.page import render_page
 from train.report.plots import write_plots

@@ -13,11 +13,11 @@ from benchmarks.papers.measure.comparison import compare, select
 from benchmarks.papers.measure.tuning import tuned_options
 from sage.bench.runners import PolicyRunner
 from sage.costs.tables import Costs, Curve
+from sage.planning.base import Policy
+from sage.planning.tree import RoundOutcome
 from sage.replay.recording import Recording
 from sage.replay.replay import replay
-from sage.trees.base import Policy
 from sage.trees.cost_aware.policy import CostAware
-from sage.trees.tree import RoundOutcome
 
 SAGE_CHANGES = ({"alpha_from": "root"}, {"alpha_from": "current"}, {"history": False}, {"top_k": 4}, {"top_k": 16})
 COST_AWARE_CHANGES = ({"calibrate": False}, {"stop": False}, {"sees_ends": False})

@@ -12,7 +12,7 @@ from benchmarks.papers.measure.ablations import ASSUMED_COSTS, ASSUMED_LEVEL
 from benchmarks.papers.page.headline import OURS
 from benchmarks.papers.page.markdown import Expectation, Figures, cells, options_text, title_of
 from benchmarks.papers.page.plots import bar_labels
-from sage.bench.tables import markdown_table
+from sage.io.tables import markdown_table
 from train.report import style
 
 TIMED, REPLAYED = ("tokens/pass", "nodes", "speedup", "95%"), ("tokens/pass", "tokens/s")

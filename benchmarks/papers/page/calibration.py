@@ -10,7 +10,7 @@ from matplotlib.ticker import PercentFormatter
 from benchmarks.papers.figures import Json
 from benchmarks.papers.page.markdown import Expectation, Figures, by_target, fill, join, title_of
 from benchmarks.papers.page.plots import integer_axis, legend_below, line, target_panels
-from sage.bench.tables import markdown_table
+from sage.io.tables import markdown_table
 from train.report import style
 
 PREDICTORS = {"alpha": "#2f6fa7", "draft probability": style.FAINT, "calibrated": "#b23a6b"}

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from benchmarks.papers.figures import Json
 from benchmarks.papers.page.markdown import Expectation, Figures, cells, grouped, times, title_of
 from benchmarks.papers.page.plots import bar_labels, legend_below
-from sage.bench.tables import markdown_table
+from sage.io.tables import markdown_table
 from train.report import style
 
 RETAINED = 0.98  # share of the reference that counts as retained

@@ -10,7 +10,7 @@ from benchmarks.papers.figures import Json
 from benchmarks.papers.measure.coupling import POLICIES, UNCOUPLED
 from benchmarks.papers.page.markdown import Expectation, Figures, by_target, times, title_of
 from benchmarks.papers.page.plots import COLORS, line, target_panels
-from sage.bench.tables import markdown_table
+from sage.io.tables import markdown_table
 from train.report import style
 
 LEAST_GAIN = 1.2

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.papers.figures import Json
 from benchmarks.papers.page.markdown import Expectation, Figures, by_target, join, times_with_interval, title_of
-from sage.bench.tables import markdown_table
+from sage.io.tables import markdown_table
 
 GOALS = {"autoregressive": 1.0, "same draft": 1.2, "any draft": 1.4}  # of the ratios
 CLAIMS = {

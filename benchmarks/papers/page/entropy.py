@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from benchmarks.papers.figures import Json
 from benchmarks.papers.page.markdown import Expectation, Figures, title_of
 from benchmarks.papers.page.plots import COLORS, integer_axis, line
-from sage.bench.tables import markdown_table
+from sage.io.tables import markdown_table
 from train.report import style
 
 THRESHOLD = 0.1  # a correlation of some hundred pairs below this is not significant

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from benchmarks.papers.figures import Json
 from benchmarks.papers.page.markdown import Expectation, Figures, by_policy, fill, join, title_of
 from benchmarks.papers.page.plots import COLORS, integer_axis, line
-from sage.bench.tables import markdown_table
+from sage.io.tables import markdown_table
 from train.report import style
 
 POLICY = "static"  # the same tree in every round, so that only the draft changes between epochs

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.papers.figures import Json
 from benchmarks.papers.page.markdown import Figures, by_target, cells, title_of
 from sage.bench.runners import AUTOREGRESSIVE, HF_COMPILED, HF_GENERATE
-from sage.bench.tables import markdown_table
+from sage.io.tables import markdown_table
 
 CAPTIONS = "caption"
 OURS = "cost_aware"

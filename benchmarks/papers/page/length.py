@@ -11,7 +11,7 @@ from benchmarks.papers.figures import Json
 from benchmarks.papers.measure.policies import PUBLISHED
 from benchmarks.papers.page.markdown import Expectation, Figures, by_policy, title_of
 from benchmarks.papers.page.plots import column_panels, legend_below, policy_line
-from sage.bench.tables import markdown_table
+from sage.io.tables import markdown_table
 from train.report import style
 
 STATIC, SAGE = PUBLISHED.format("static"), PUBLISHED.format("sage")

@@ -10,7 +10,7 @@ from string import Template
 from typing import Any
 
 from benchmarks.papers.figures import Json
-from sage.bench.tables import markdown_table
+from sage.io.tables import markdown_table
 
 Figures = Mapping[str, Json]  # figures by name, without provenance
 TARGET_TITLES = {"qwen": "pocket Qwen2.5-VL", "qwen3": "pocket Qwen3-VL", "llava": "pocket LLaVA-OneVision"}

@@ -26,8 +26,8 @@ from benchmarks.papers.page.markdown import (
 )
 from benchmarks.papers.page.plots import bar_labels, legend_below, policy_line, target_panels
 from sage.bench.runners import AUTOREGRESSIVE
-from sage.bench.tables import markdown_table
-from sage.costs.timing import PHASES
+from sage.io.tables import markdown_table
+from sage.runtime.timing import PHASES
 from train.report import style
 
 CAPTION_SPEEDUP = 2.0  # our goal

@@ -11,7 +11,7 @@ from benchmarks.papers.figures import Json
 from benchmarks.papers.page.headline import OURS
 from benchmarks.papers.page.markdown import Expectation, Figures, cells, join, times, title_of
 from sage.bench.runners import AUTOREGRESSIVE
-from sage.bench.tables import markdown_table
+from sage.io.tables import markdown_table
 
 MAX_MEASURED, MAX_PROJECTED = 0.05, 0.01  # share of decoding time
 SMALL_SHAPE = "qwen2_5_vl_7b"

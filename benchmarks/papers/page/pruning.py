@@ -10,7 +10,7 @@ from benchmarks.papers.figures import Json
 from benchmarks.papers.page.compressor import RETAINED, VISUAL_COLUMNS
 from benchmarks.papers.page.markdown import Expectation, Figures, cells, grouped, listing, times, title_of
 from benchmarks.papers.page.plots import COLORS, column_panels, line
-from sage.bench.tables import markdown_table
+from sage.io.tables import markdown_table
 from train.report import style
 
 PAPER_RATIO = 0.9

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from benchmarks.papers.figures import FIGURES_DIR, Json
 from benchmarks.papers.page.headline import engines_table, headline_table
 from benchmarks.papers.page.markdown import Expectation, Figures, expectations_section, fill, join, listing
-from sage.files import write_text
+from sage.io.files import write_text
 from train.report import style
 
 PAGE = "results.md"

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from benchmarks.papers.figures import Json
 from benchmarks.papers.page.markdown import Expectation, Figures, by_policy, grouped, title_of
 from benchmarks.papers.page.plots import policy_line, target_panels
-from sage.bench.tables import markdown_table
+from sage.io.tables import markdown_table
 from train.report import style
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from checkpoints.export.formats.eagle3 import layer_config
 from checkpoints.export.formats.layout import EAGLE_CLASSES, Flavour
 from checkpoints.export.target_facts import TargetFacts
-from sage.dtypes import dtype_name
+from sage.io.dtypes import dtype_name
 
 
 def eagle_config(draft: Any, facts: TargetFacts, dtype: torch.dtype, flavour: Flavour) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from checkpoints.export.formats.layout import EAGLE3_CLASS, LEVELS_KEY, default_levels
 from checkpoints.export.target_facts import TargetFacts
-from sage.dtypes import dtype_name
+from sage.io.dtypes import dtype_name
 
 
 def eagle3_config(draft: Any, facts: TargetFacts, dtype: torch.dtype) -> dict[str, Any]:

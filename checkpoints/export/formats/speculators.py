@@ -10,7 +10,7 @@ from torch import Tensor
 from checkpoints.export.formats.eagle3 import eagle3_tensors, layer_config
 from checkpoints.export.formats.layout import LEVELS_KEY, SPECULATORS_CLASS
 from checkpoints.export.target_facts import TargetFacts
-from sage.dtypes import dtype_name
+from sage.io.dtypes import dtype_name
 
 VERSION = "0.9.0"  # of the PyPI package that the configs are tested against
 SPECULATIVE_TOKENS = 3

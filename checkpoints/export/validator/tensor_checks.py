@@ -13,7 +13,7 @@ from torch import Tensor
 from checkpoints.export.formats.layout import Flavour, Format
 from checkpoints.export.validator.findings import CheckInput, Finding
 from checkpoints.export.weight_files import PICKLED
-from sage.dtypes import dtype_name
+from sage.io.dtypes import dtype_name
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 MAX_LISTED = 4  # tensors listed by name before "and N more"

@@ -22,9 +22,9 @@ from checkpoints.export.validator.tensor_checks import check_tensors
 from checkpoints.export.weight_files import CONFIG, Weights
 from checkpoints.run_folder import CONFIG as RUN_CONFIG
 from checkpoints.run_folder import is_run
-from sage.files import read_json
-from sage.manifest import MANIFEST, CorruptFolder, has_manifest
-from sage.model_files import read_config
+from sage.io.files import read_json
+from sage.io.manifest import MANIFEST, CorruptFolder, has_manifest
+from sage.io.model_files import read_config
 
 NOT_LOADABLE = "no engine can load it"
 NOT_EXPORTED = "no engine loads it; export it first (sage-export DIR --format ...)"

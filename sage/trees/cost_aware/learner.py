@@ -13,9 +13,9 @@ from torch import Tensor
 
 from sage.costs.calibration import Calibrator, Reliability
 from sage.costs.tables import Costs
-from sage.host_tensors import CPU, double_tensor, long_tensor
+from sage.planning.tree import RoundOutcome
+from sage.runtime.host_tensors import CPU, double_tensor, long_tensor
 from sage.trees.cost_aware.pricing import ChildMass
-from sage.trees.tree import RoundOutcome
 
 OFF_PATH_WEIGHT = 0.1
 LIVE_RATE = 0.05

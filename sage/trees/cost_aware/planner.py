@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from sage.planning.tree import Frontier, NextLevel
 from sage.trees.cost_aware.pricing import CONFIDENCE_BINS, Prices
-from sage.trees.tree import Frontier, NextLevel
 
 if TYPE_CHECKING:
     from sage.trees.cost_aware.policy import CostAware

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from sage.costs.tables import Costs
-from sage.trees.base import Policy
+from sage.planning.base import Policy
+from sage.planning.options import Range
+from sage.planning.tree import Frontier, NextLevel, RoundOutcome
 from sage.trees.cost_aware.learner import Learner, PendingRound
 from sage.trees.cost_aware.planner import CostPlan, Planner
 from sage.trees.cost_aware.pricing import Prices
-from sage.trees.options import Range
-from sage.trees.tree import Frontier, NextLevel, RoundOutcome
 
 
 @dataclass(eq=False, kw_only=True)

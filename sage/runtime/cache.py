@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from sage.host_tensors import cached_index
+from sage.runtime.host_tensors import cached_index
 
 
 class _Layer(CacheLayerMixin):

@@ -23,14 +23,14 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage.costs.measure import empty_cache, verify_pass
-from sage.costs.timing import TimedCall, interleaved_s
+from sage.decoding.generation import Generation, start
 from sage.drafts.loading import Draft
-from sage.dtypes import dtype_name
-from sage.generation import Generation, start
 from sage.inputs.format import Inputs
+from sage.io.dtypes import dtype_name
 from sage.passes.select import new_tree_passes
+from sage.runtime.timing import TimedCall, interleaved_s
 from sage.targets import Prompt, Target
-from sage.trees.names import AUTOREGRESSIVE
+from sage.trees import AUTOREGRESSIVE
 
 NODES, CONTEXT = 16, 512
 REPEATS = 10

@@ -26,7 +26,7 @@ def config_dir() -> Path:
     spec = importlib.util.find_spec("train._conf")
     if spec is not None and spec.submodule_search_locations:
         return Path(list(spec.submodule_search_locations)[0])
-    return Path(__file__).resolve().parents[1] / "conf"
+    return Path(__file__).resolve().parents[2] / "conf"
 
 
 def json_digest(value: Any) -> str:

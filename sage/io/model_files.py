@@ -1,6 +1,6 @@
 """Reads config.json and the weights of a draft or target; a corrupt or unsuitable file is refused in one line.
 
-Owns: reading. Does not own: the models (sage.drafts, sage.targets), checksums (sage.manifest).
+Owns: reading. Does not own: the models (sage.drafts, sage.targets), checksums (sage.io.manifest).
 """
 
 from __future__ import annotations

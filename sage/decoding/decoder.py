@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage.cache import TreeCache
-from sage.costs.timing import Clock
+from sage.decoding.stats import Stats
+from sage.decoding.stopping_rules import StopCriterion
+from sage.decoding.verify import Verdict, Verifier, refuse_nan
 from sage.drafts.pruning import KEEP_ALL, Pruning
 from sage.drafts.session import DraftSession
-from sage.host_tensors import Tokens, cached_index, join_tokens
-from sage.stats import Stats
-from sage.stopping_rules import StopCriterion
+from sage.planning.base import Policy
+from sage.planning.level import TreeBuilder
+from sage.planning.tree import RoundOutcome, Tree
+from sage.runtime.cache import TreeCache
+from sage.runtime.host_tensors import Tokens, cached_index, join_tokens
+from sage.runtime.timing import Clock
 from sage.targets import Features, Prompt, Target
 from sage.targets.tree_passes import TreePasses
-from sage.trees.base import Policy
-from sage.trees.level import TreeBuilder
-from sage.trees.tree import RoundOutcome, Tree
-from sage.verify import Verdict, Verifier, refuse_nan
 
 
 @dataclass

@@ -28,7 +28,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 def source_digest() -> str:
     """Returns a digest of the source of this package."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

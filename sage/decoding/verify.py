@@ -2,7 +2,7 @@
 
 At each node the target's next token x is its argmax or a seeded draw. If x is a child of the node, the walk descends to it;
 else x is the bonus token and the round ends. The tokens emitted are the target's own draws for every tree, also for one that
-depends on the noise of the draws (`sage.sampling`), so their distribution is the target's.
+depends on the noise of the draws (`sage.decoding.sampling`), so their distribution is the target's.
 
 Ref: sampling a tree from the target only, SpecInfer, arXiv 2305.09781, section 4.3 (naive sampling, exact for any tree).
 
@@ -17,9 +17,9 @@ from functools import partial
 
 from torch import Tensor
 
-from sage.host_tensors import CPU, Tokens, cached_index, read_together
-from sage.sampling import TargetSampler
-from sage.trees.tree import Tree
+from sage.decoding.sampling import TargetSampler
+from sage.planning.tree import Tree
+from sage.runtime.host_tensors import CPU, Tokens, cached_index, read_together
 
 Labels = Callable[[int], list[list[float]]]
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sage.drafts.location import DRAFT_HELP, find_draft, target_of
-from sage.dtypes import LONG_NAMES, SHORT_NAMES, torch_dtype
-from sage.manifest import refuse_corrupt_draft
-from sage.pass_modes import PassMode
+from sage.io.dtypes import LONG_NAMES, SHORT_NAMES, torch_dtype
+from sage.io.manifest import refuse_corrupt_draft
+from sage.runtime.pass_modes import PassMode
 
 if TYPE_CHECKING:
     import torch

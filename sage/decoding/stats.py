@@ -20,7 +20,7 @@ class Stats:
         draft_context: rows of the draft's cache that represent the prompt; 0 without a draft.
         accepted: drafted tokens accepted in each round, truncated at the end of the answer.
         new_tokens: emitted tokens, including the first one, which the prefill yields.
-        time_s: seconds per phase of `sage.costs.timing.PHASES`.
+        time_s: seconds per phase of `sage.runtime.timing.PHASES`.
         rounds_log: per round: depth, nodes, accepted and the policy's figures.
     """
 

@@ -1,7 +1,7 @@
 """Sampling of the target's tokens: Hugging Face's logits processors on the prefix of each node, then argmax or a seeded draw.
 
-A draw is argmax(log p + g) with Gumbel noise g, a function of seed, position in the answer and token (`sage.noise`); of equal
-maxima the smallest token id wins. One seed therefore gives the same text under every policy and without speculation.
+A draw is argmax(log p + g) with Gumbel noise g, a function of seed, position in the answer and token (`sage.decoding.noise`);
+of equal maxima the smallest token id wins. One seed therefore gives the same text under every policy and without speculation.
 
 **Coupled drafts.** With `Sampling.couple`, the draft proposes the tokens of largest log q + g, q being its distribution under
 the same warpers and g the same noise: it predicts the draw, not only the distribution. For one candidate, the draft is right
@@ -39,11 +39,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from sage.host_tensors import long_tensor
-from sage.noise import PositionNoise
-from sage.trees.tree import Tree
-
-NAN_TOKEN = -1
+from sage.decoding.noise import PositionNoise
+from sage.planning.tree import Tree
+from sage.runtime.greedy import NAN_TOKEN, greedy_tokens
+from sage.runtime.host_tensors import long_tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,12 +212,6 @@ class TargetSampler:
         if self._noise is None:
             self._noise = PositionNoise(self.seed, vocabulary, device)
         return self._noise(self.num_new, count)
-
-
-def greedy_tokens(logits: Tensor) -> Tensor:
-    """Returns the argmax of each row of logits [N, V], `NAN_TOKEN` where a logit is NaN, LongTensor [N]."""
-    is_nan = logits.amax(-1).isnan()  # `max` also returns the index and is slower than `amax` and `argmax` together
-    return logits.argmax(-1).masked_fill(is_nan, NAN_TOKEN)
 
 
 def _paths_by_depth(tree: Tree) -> Iterator[tuple[Tensor, Tensor]]:

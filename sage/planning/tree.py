@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sage.costs.timing import RoundTimes
-from sage.host_tensors import CPU, long_tensor, to_device, upload_together
+from sage.runtime.host_tensors import CPU, long_tensor, to_device, upload_together
+from sage.runtime.timing import RoundTimes
 
 TopK = tuple[list[float], list[int]]  # the draft's K largest probabilities below a node, descending, and their tokens
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from sage.decoding.generation import CachedPrefix, Generation, Output, start
 from sage.drafts.loading import Draft
-from sage.generation import CachedPrefix, Generation, Output, start
+from sage.planning.base import Policy
 from sage.targets import Target
 from sage.trees import policy as new_policy
-from sage.trees.base import Policy
 
 
 class Chat:

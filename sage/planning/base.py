@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from sage.costs.tables import Costs
-from sage.trees.options import check_values
-from sage.trees.tree import Frontier, NextLevel, RoundOutcome
+from sage.planning.options import check_values
+from sage.planning.tree import Frontier, NextLevel, RoundOutcome
 
 
 class Policy(ABC):
     """Shapes the draft trees of one request at a time; `reset` starts a new request.
 
-    A policy with options is a `dataclass(eq=False, kw_only=True)` whose fields are the options, see `sage.trees.options`;
+    A policy with options is a `dataclass(eq=False, kw_only=True)` whose fields are the options, see `sage.planning.options`;
     `__post_init__` checks them and sets the attributes below.
 
     Attributes:
@@ -27,7 +27,7 @@ class Policy(ABC):
         tree_capacity: upper bound of the nodes verified or expanded in one round, root included; sizes the caches.
         needs_costs: whether it plans with measured costs and learns from its rounds.
         is_coupled: whether the candidates of the current request are scored with the noise of the target's draws: their
-            numbers are then scores, not acceptance probabilities (`sage.sampling`). Set before `reset`.
+            numbers are then scores, not acceptance probabilities (`sage.decoding.sampling`). Set before `reset`.
         costs: cost tables of this machine; read from disk or measured when the first request starts if `needs_costs`.
         fresh_costs: whether to measure them although they are on disk.
     """

@@ -10,7 +10,7 @@ import json
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from sage.files import fsync_tree, write_text
+from sage.io.files import fsync_tree, write_text
 
 MANIFEST = "manifest.json"
 

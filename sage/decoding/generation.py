@@ -1,4 +1,4 @@
-"""`generate` and `stream`: one request from model inputs to text, around the loop of `sage.decoder`."""
+"""`generate` and `stream`: one request from model inputs to text, around the loop of `sage.decoding.decoder`."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage.cache import TreeCache
 from sage.costs.store import known_costs
-from sage.costs.timing import Clock
-from sage.decoder import Request, Round, decode
-from sage.detokenizer import Detokenizer
+from sage.decoding.decoder import Request, Round, decode
+from sage.decoding.detokenizer import Detokenizer
+from sage.decoding.sampling import Sampling, TargetSampler
+from sage.decoding.stats import Stats
+from sage.decoding.stopping_rules import StopCriterion
+from sage.decoding.verify import Verifier
 from sage.drafts.loading import Draft, check_draft
 from sage.drafts.pruning import KEEP_ALL, Pruning
-from sage.host_tensors import CPU, long_tensor
 from sage.passes.package import COMPILATIONS
 from sage.passes.select import new_session, new_tree_passes
-from sage.sampling import Sampling, TargetSampler
-from sage.stats import Stats
-from sage.stopping_rules import StopCriterion
+from sage.planning.base import Policy
+from sage.runtime.cache import TreeCache
+from sage.runtime.host_tensors import CPU, long_tensor
+from sage.runtime.timing import Clock
 from sage.targets import Features, Prompt, Target
 from sage.trees import policy as new_policy
-from sage.trees.base import Policy
-from sage.verify import Verifier
 
 
 @dataclass

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sage.host_tensors import Tokens, cached_index, read_together, take_runs
-from sage.trees.tree import Columns, Frontier, NextLevel, TopK, Tree
+from sage.planning.tree import Columns, Frontier, NextLevel, TopK, Tree
+from sage.runtime.host_tensors import Tokens, cached_index, read_together, take_runs
 
 DROPPED = "the root or a kept node's parent was dropped"
 

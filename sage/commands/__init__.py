@@ -1,0 +1,1 @@
+"""sage-generate, and what all commands share."""

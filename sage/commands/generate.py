@@ -1,0 +1,147 @@
+"""sage-generate: answers a prompt about images or videos with speculative decoding; text is printed as it is accepted."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from sage.commands import cli
+from sage.trees import CHAIN, POLICIES
+
+GREEN, RESET, DIM = "\x1b[32m", "\x1b[0m", "\x1b[2m"
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parses the command line."""
+    parser = cli.new_parser("sage-generate", description=__doc__)
+    add = parser.add_argument
+    cli.add_model_options(parser)
+    add("--image", action="append", default=[], help="path or URL of an image; can be repeated")
+    add("--video", action="append", default=[], help="video file or folder of frames; can be repeated")
+    add("--prompt", help="text of the prompt")
+    text = (
+        "one of %s; cost_aware is the fastest for many answers of one process, chain for the first one (default: %%(default)s)"
+    )
+    add("--policy", default=CHAIN, help=text % ", ".join(POLICIES))
+    add("--max-new-tokens", type=int, default=256, help="maximum number of generated tokens (default: %(default)s)")
+    add("--temperature", type=float, default=0.0, help="sampling temperature; 0 = greedy decoding (default)")
+    add("--top-k", type=int, default=0, help="sample from the k most likely tokens; 0 = all (default)")
+    add("--top-p", type=float, default=1.0, help="nucleus sampling: total probability to sample from; 1 = all (default)")
+    add("--min-p", type=float, default=0.0, help="minimum probability relative to the most likely token; 0 = none (default)")
+    add("--repetition-penalty", type=float, default=1.0, help="penalty of tokens that occurred before; 1 = none (default)")
+    add("--min-new-tokens", type=int, default=0, help="minimum number of generated tokens (default: %(default)s)")
+    add("--stop", action="append", default=[], help="stop string; can be repeated")
+    add("--bad-words", action="append", default=[], help="text that is never generated; can be repeated")
+    add("--prune", type=float, default=0.0, help="share of visual tokens removed from the draft's input (default: %(default)s)")
+    add(
+        "--prune-method",
+        default="attention",
+        help="how visual tokens are selected: attention, uniform or random (default: %(default)s)",
+    )
+    add("--seed", type=int, default=0, help="seed of the sampling noise (default: %(default)s)")
+    cli.add_couple_option(parser)
+    cli.add_device_option(parser, "auto")
+    cli.add_device_map_option(parser)
+    cli.add_passes_option(parser)
+    cli.add_dtype_option(
+        parser, None, "dtype of target and draft (default: that of the checkpoint; on a CPU fp32, which is faster there)"
+    )
+    add(
+        "--check-device",
+        action="store_true",
+        help="print attention kernels, bandwidth, time of a pass and synchronizations on this device instead of an answer",
+    )
+    add("--explain", action="store_true", help="print the tree and the policy's decision of every round")
+    add("--show-drafted", action="store_true", help="print accepted draft tokens in green")
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    """Console entry point."""
+    sys.exit(cli.run(lambda: _run(parse_args())))
+
+
+def _run(args: argparse.Namespace) -> None:
+    if args.check_device:
+        _check_device(args)
+    else:
+        _generate(args)
+
+
+def _check_device(args: argparse.Namespace) -> None:
+    from transformers.utils import logging
+
+    from sage.commands.device_check import check_device
+
+    logging.disable_progress_bar()
+    target, draft = _load(args)
+    for name, value in check_device(target, draft, args.policy):
+        print(f"{name:<20}{value}", flush=True)
+
+
+def _generate(args: argparse.Namespace) -> None:
+    from transformers.utils import logging
+
+    import sage
+    from sage.decoding.generation import pieces, start
+
+    logging.disable_progress_bar()
+    messages = [{"role": "user", "content": _content(args)}]
+    policy, sampling = sage.policy(args.policy), sage.Sampling.from_attributes(args)
+    if policy.num_candidates and not args.draft:
+        raise ValueError(
+            f"--draft: missing, and the policy {args.policy!r} needs one; give a draft folder or --policy autoregressive"
+        )
+    target, draft = _load(args)
+    generation = start(
+        target,
+        draft,
+        target.prepare(messages),
+        policy=policy,
+        sampling=sampling,
+        pruning=sage.Pruning(args.prune, args.prune_method, args.seed),
+    )
+    for piece in pieces(generation):
+        text = f"{GREEN}{piece.text}{RESET}" if args.show_drafted and piece.is_drafted else piece.text
+        print(text, end="", flush=True)
+    print()
+    if args.explain:
+        _explain(policy, generation.stats)
+    _report(generation.stats, args.show_drafted)
+
+
+def _load(args: argparse.Namespace) -> tuple[Any, Any]:
+    """Returns the target, and the draft if there is one."""
+    import sage
+
+    path, folder = cli.find_models(args)
+    target = sage.load_target(path, passes=args.passes, **cli.load_options(args, cpu_dtype="float32"))
+    draft = sage.load_draft(folder, target) if folder is not None else None
+    return target, draft
+
+
+def _content(args: argparse.Namespace) -> list[dict[str, Any]]:
+    if not (args.prompt or "").strip():
+        raise ValueError("--prompt: missing or empty; give a text, for example 'Describe the image.'")
+    media = [{"type": kind, kind: source} for kind in ("image", "video") for source in getattr(args, kind)]
+    return [*media, {"type": "text", "text": args.prompt}]
+
+
+def _explain(policy: Any, stats: Any) -> None:
+    for number, entry in enumerate(stats.rounds_log, start=1):
+        tree = f"{entry['nodes']:2} nodes {entry['depth']:2} deep, {entry['accepted']} accepted"
+        line = f"round {number:3}: {tree}  {policy.explain(entry)}".rstrip()
+        print(f"{DIM}{line}{RESET}" if sys.stderr.isatty() else line, file=sys.stderr)
+
+
+def _report(stats: Any, show_drafted: bool) -> None:
+    legend = f"; {GREEN}green{RESET}{DIM} = drafted and accepted" if show_drafted else ""
+    rate = (stats.new_tokens - 1) / stats.decode_s if stats.decode_s else 0.0
+    line = (
+        f"{stats.new_tokens} tokens in {stats.target_passes} target passes "
+        f"({stats.tokens_per_target_pass:.2f} tokens per pass), {rate:.0f} tokens/s{legend}"
+    )
+    if not stats.target_passes:
+        line = f"1 token, from the prefill{legend}"
+    print(f"{DIM}{line}{RESET}" if sys.stderr.isatty() or show_drafted else line, file=sys.stderr)

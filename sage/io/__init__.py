@@ -1,0 +1,1 @@
+"""Files, folders, manifests, and what commands print."""

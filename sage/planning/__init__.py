@@ -1,0 +1,1 @@
+"""Draft trees, and the interface of the policies that shape them."""
