@@ -24,7 +24,7 @@ from transformers import CompileConfig, GenerationConfig, StoppingCriteria, Stop
 import sage
 from sage.bench.report_table import TARGET_PREFILL_PHASES
 from sage.decoding.sampling import Sampling
-from sage.drafts.model import ModelDraft, check_pair
+from sage.drafts.model import check_pair
 from sage.drafts.pruning import KEEP_ALL, Pruning
 from sage.runtime.timing import PHASES, now_s
 from sage.trees import AUTOREGRESSIVE
@@ -218,7 +218,7 @@ def find_assistant(target: Any, path: str | None, draft: Any) -> Any:
     without both. Raises ValueError for another family or vocabulary.
     """
     if path is None:
-        return draft.model.model if isinstance(draft, ModelDraft) else None
+        return None if draft is None else draft.assistant
     model = sage.load_target(path, dtype=target.dtype, device=target.device)
     check_pair(model, target)
     return model.model

@@ -13,6 +13,7 @@ import torch
 import transformers
 from support.data_helpers import assistant, byte_tokenizer_of, train_step
 from support.models import OracleSession, random_draft, text_sizes
+from support.pass_helpers import tree_pass
 from support.processors import image_part, random_image, user
 from support.toy_helpers import make_policy
 from torch import Tensor
@@ -24,12 +25,13 @@ from checkpoints.export import ExportOptions, export
 from data_prep.chat import segments
 from data_prep.conversation import Message
 from sage.decoding import generation
+from sage.drafts.draft import new_session
 from sage.inputs.format import Inputs
 from sage.inputs.processing import Processor
-from sage.passes.select import new_session
 from sage.targets.families import FAMILIES, family_of
 from sage.targets.family import Prompt
-from train.plan.meta import count, meta_target
+from sage.targets.loading import meta_target
+from train.plan.meta import count
 
 IMAGE, VIDEO, END = 60, 61, 1  # ids of the slots and of the token that ends an answer
 TREE_TOKENS, TREE_PARENTS = [70, 71, 72, 73, 74], [-1, 0, 0, 1, 3]
@@ -404,7 +406,7 @@ def tree(target: sage.Target, prompt: Prompt, known: int = 0, nodes: int = len(T
         target.prefill(prompt.at(torch.arange(known)), cache)
     target.prefill(prompt.after(known), cache)
     positions = prompt.next_position + ancestors.sum(1) - 1
-    return target.tree_pass(torch.tensor(TREE_TOKENS[:nodes]), positions, ancestors, cache).last[0]
+    return tree_pass(target, torch.tensor(TREE_TOKENS[:nodes]), positions, ancestors, cache).last[0]
 
 
 def paths(target: sage.Target, inputs: Inputs) -> Tensor:
