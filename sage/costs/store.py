@@ -21,6 +21,7 @@ from sage.drafts.registry import draft_kind
 from sage.io.files import json_digest, read_json, user_cache_dir, write_json
 from sage.io.machine import environment, processor_name
 from sage.runtime.buckets import key_bucket
+from sage.runtime.timing import preparation
 from sage.targets import Target
 from sage.targets.tree_passes import describe_target, family_modules
 
@@ -46,7 +47,8 @@ def known_costs(target: Target, draft: Draft, context: int, longer: int, is_fres
     path = costs_folder() / f"{json_digest(facts)}.json"
     if not is_fresh and (known := _read(path)):
         return known
-    costs = measure_costs(target, draft, *contexts)
+    with preparation():
+        costs = measure_costs(target, draft, *contexts)
     try:
         write_json(path, {"costs": costs.state(), "depends_on": facts})
     except OSError as error:

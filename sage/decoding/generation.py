@@ -22,9 +22,8 @@ from sage.drafts.loading import check_draft
 from sage.drafts.pruning import KEEP_ALL, Pruning
 from sage.planning.base import Policy
 from sage.runtime.cache import TreeCache
-from sage.runtime.compiled import COMPILATIONS
 from sage.runtime.host_tensors import CPU, long_tensor
-from sage.runtime.timing import Clock
+from sage.runtime.timing import PREPARATIONS, Clock
 from sage.targets import Features, Prompt, Target
 from sage.targets.tree_passes import TreePasses
 from sage.trees import policy as new_policy
@@ -147,7 +146,7 @@ def start(
             request takes over its cache.
         keep_prefix: whether `Generation.prefix` will be called; takes memory for the features of every token.
     """
-    clock = Clock(target.device, COMPILATIONS)
+    clock = Clock(target.device, PREPARATIONS)
     sampling = _sampling(sampling, options)
     policy = _policy(policy, draft)
     if draft is not None:

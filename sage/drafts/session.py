@@ -6,6 +6,7 @@ Shapes: F frontier nodes of one tree level, M tokens committed, U draft vocabula
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -74,3 +75,13 @@ class DraftSession(ABC):
     def set_synthetic_state(self, context: int, width: int) -> None:
         """Sets a context of `context` rows and a frontier of `width` nodes, both of zeros, so that `expand` can be timed."""
         raise NotImplementedError
+
+
+def check_probabilities(rows: Sequence[Sequence[float]], level: int, num_new: int) -> None:
+    """Raises ValueError if one of the draft's probabilities [F, K] of a level is NaN: one NaN logit makes the entire softmax of
+    its row NaN. `num_new`: tokens emitted before.
+    """
+    for row in rows:
+        if row[0] != row[0]:
+            where = f"level {level} after {num_new} new tokens"
+            raise ValueError(f"draft: its pass over {where} gave NaN; check its weights and dtype")

@@ -11,7 +11,6 @@ dtype, processor and number of threads.
 from __future__ import annotations
 
 import sys
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from io import BytesIO
@@ -27,6 +26,7 @@ from sage.io.model_files import in_one_line
 from sage.runtime.executors import Executor, Run
 from sage.runtime.package_folder import PACKAGE_SUFFIX, mark_used, only_process, passes_folder, prune, warn_once, writable_path
 from sage.runtime.pass_function import PassFunction, Value, flat
+from sage.runtime.timing import preparation
 
 OPTIONS = {
     "aot_inductor.package_constants_in_so": False,
@@ -35,7 +35,6 @@ OPTIONS = {
 }
 SPARE_ROWS = 1  # a compiled pass assumes more cache rows than keys
 Example = Callable[[], tuple[tuple[Any, ...], tuple[Any, ...]]]
-COMPILATIONS: list[tuple[float, float]] = []  # when this process was in `compiled`, in seconds of `time.perf_counter`
 
 
 class Compiled(Executor):
@@ -125,6 +124,7 @@ def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     return module.get_submodule(prefix), key
 
 
+@preparation()
 def compiled(module: nn.Module, example: Example, label: str, depends_on: Any, modules: Sequence[str] = ()) -> Package | None:
     """Returns `module` compiled, from disk if it was compiled before; None, with a warning, if that fails.
 
@@ -135,14 +135,11 @@ def compiled(module: nn.Module, example: Example, label: str, depends_on: Any, m
         depends_on: JSON-serializable description of the model.
         modules: of the code that `module` runs; a package is used as long as this code is the same.
     """
-    start = time.perf_counter()
     try:
         return _known_or_new(module, example, label, (depends_on, environment(_device(module), __name__, *modules)))
     except Exception as error:
         warn_once(f"passes: cannot be compiled ({_reason(error)}); they run eagerly")
         return None
-    finally:
-        COMPILATIONS.append((start, time.perf_counter()))
 
 
 def _known_or_new(module: nn.Module, example: Example, label: str, depends_on: Any) -> Package:

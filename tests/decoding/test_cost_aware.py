@@ -310,8 +310,8 @@ class TestCoupledScores:
     def test_a_new_kind_starts_from_the_statistics_of_the_other(self) -> None:
         policy = make_policy("cost_aware", {"max_depth": 3, "top_k": 3})
         self.decoded(policy, couple=False)
-        before, policy.is_coupled = policy.learner, True
-        policy.reset()
+        before = policy.learner
+        policy.reset(is_coupled=True)
         ours, masses = policy.learner, before.mass.table(3)
         assert ours is not before and ours.rounds == 0 and float(ours.calibrator.curvature.abs().max()) == 0
         assert torch.equal(ours.calibrator.weights, before.calibrator.weights)

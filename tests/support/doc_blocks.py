@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 COMMANDS = ("sage-train", "sage-validate", "sage-generate", "sage-data", "sage-export", "python", "make", "pip")
 LAUNCHERS = ("deepspeed", "srun", "scontrol", "vllm")
-LANGUAGES = {"bash", "text", "python", "yaml", "mermaid", "packages", "rooms"}
+LANGUAGES = {"bash", "text", "python", "yaml", "mermaid", "packages", "sage", "train"}
 FENCE = re.compile(r"^```(\S*) ?([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 NORUN = "norun: "
