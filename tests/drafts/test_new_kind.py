@@ -38,7 +38,7 @@ from train.config.schema import Config
 from train.plan.search import plan
 from train.plan.text import render
 
-BIGRAM = ["draft=bigram", "objective=distill", "draft.scale=0.5"]
+BIGRAM = ["draft=bigram", "objective=model", "draft.scale=0.5"]
 
 
 @pytest.fixture(autouse=True)
