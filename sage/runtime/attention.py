@@ -64,7 +64,7 @@ def tree_attention(
     else:
         folded = query.reshape(batch, kv_heads, -1, size)
         out = nn.functional.scaled_dot_product_attention(folded, key, value, attn_mask=attention_mask, scale=scaling)
-        out = out.view(batch, heads, length, size)
+        out = out.reshape(batch, heads, length, size)  # kernels of GPUs return a transposed result
     return out.transpose(1, 2), None
 
 

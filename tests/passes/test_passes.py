@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.kernel_layouts import use_cuda_layouts
 from support.messages import refused
 from support.models import in_float64, make_qwen
 from support.near_draft import near_draft
@@ -34,6 +35,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pas
     """Both forms without a compiler and without a GPU; returns the pass mode that selects them."""
     without_compiler(monkeypatch)
     capture_with(monkeypatch, call_again)
+    use_cuda_layouts(monkeypatch)
     return PassMode.compiled if request.param == "functions" else PassMode.captured
 
 

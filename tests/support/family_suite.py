@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from support.data_helpers import assistant, byte_tokenizer_of, train_step
+from support.kernel_layouts import use_cuda_layouts
 from support.models import OracleSession, random_draft, text_sizes
 from support.pass_helpers import tree_pass
 from support.processors import image_part, random_image, user
@@ -302,11 +303,13 @@ class FamilySuite:
         ids = target.model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
         expected = ids[0, inputs["input_ids"].shape[1] :].tolist()
         draft = sage.new_draft(target, "eagle", seed=0)
+        shapes = use_cuda_layouts(monkeypatch)
         sessions = lambda draft, target, capacity: OracleSession(expected, target.vocab_size, 1)  # noqa: E731
         monkeypatch.setattr(generation, "new_session", sessions)
         for name in sage.POLICIES:
             out = sage.generate(target, draft, inputs, make_policy(name, POLICIES.get(name, {})), max_new_tokens=NEW_TOKENS)
             assert out.tokens.tolist() == expected, name
+        assert any(heads > 1 for _, heads, *_ in shapes)
 
     @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
     def test_drafts_unroll_as_they_decode(self, target: sage.Target, kind: str) -> None:
