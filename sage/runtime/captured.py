@@ -19,11 +19,15 @@ from sage.runtime.buckets import key_bucket
 from sage.runtime.cache import TreeCache
 from sage.runtime.executors import Executor, Run
 from sage.runtime.package_folder import warn_once
-from sage.runtime.pass_function import KEYS, Argument, Dim, Padding, PassFunction, Result
+from sage.runtime.pass_function import KEYS, Argument, Dim, Padding, PassFunction, Result, flat
+from sage.runtime.timing import preparation, synchronize
 
 Outputs = Sequence[Tensor]
 Replay = Callable[[], object]
 Capture = Callable[[Callable[[], Outputs]], tuple[Replay, Outputs]]
+MAX_FREE = 4  # caches that wait for a request
+MAX_FAILURES = 3  # captures of a function; one that fails may be due to something else on the device
+NO_CACHE = 0  # in place of an address
 
 
 def cuda_graph(function: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
@@ -34,7 +38,8 @@ def cuda_graph(function: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
         function()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=_pool(torch.cuda.current_device())):
+    # "global" would fail on calls of other threads, such as the loader's that pins memory (torch.cuda.graph)
+    with torch.cuda.graph(graph, pool=_pool(torch.cuda.current_device()), capture_error_mode="thread_local"):
         outputs = function()
     return graph.replay, outputs
 
@@ -61,26 +66,39 @@ def call_again(function: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
 
 
 class CachePool:
-    """Buffers of finished requests, which are used again so that graphs stay valid; zeroed once, because padding attends to
-    rows that no pass has written.
+    """Buffers of finished requests, at most `MAX_FREE` of them, which are used again so that graphs stay valid.
+
+    They are zeroed for every request: padding attends to rows that no pass has written, with a weight of 0, and 0 times the NaN
+    of another request is NaN.
     """
 
     def __init__(self) -> None:
-        self._free: list[list[Tensor]] = []
+        self._free: list[list[Tensor]] = []  # the smallest first
+        self._lent: weakref.WeakSet[TreeCache] = weakref.WeakSet()
 
     def __call__(self, size: int, make: Callable[[int], TreeCache]) -> TreeCache:
         """Returns an empty cache with a capacity of at least `size` tokens; `make` returns a new cache."""
-        fits = [buffers for buffers in self._free if buffers[0].shape[-2] >= size]
-        cache = make(0 if fits else size)
-        if fits:
-            buffers = min(fits, key=lambda buffers: buffers[0].shape[-2])
-            self._free.remove(buffers)
-            cache.adopt(buffers)
-        else:
-            cache.zero_to(size)
-            cache.crop_to(0)
-        weakref.finalize(cache, self._free.append, cache.buffers)
+        fits = next((place for place, buffers in enumerate(self._free) if _capacity(buffers) >= size), None)
+        cache = make(size if fits is None else 0)
+        if fits is not None:
+            cache.adopt(self._free.pop(fits))
+        with torch.inference_mode():
+            cache.zero_to(cache.capacity)
+        cache.crop_to(0)
+        self._lent.add(cache)
+        weakref.finalize(cache, self._take_back, cache.buffers)
         return cache
+
+    def _take_back(self, buffers: list[Tensor]) -> None:
+        self._free = sorted([*self._free, buffers], key=_capacity)[-MAX_FREE:]
+
+    def addresses(self) -> set[int]:
+        """Returns the addresses of the first layer's keys of all buffers, free and lent."""
+        return {buffers[0].data_ptr() for buffers in [*self._free, *(cache.buffers for cache in self._lent)]}
+
+
+def _capacity(buffers: list[Tensor]) -> int:
+    return int(buffers[0].shape[-2])
 
 
 class Captured(Executor):
@@ -95,11 +113,12 @@ class Captured(Executor):
         self._pools: weakref.WeakKeyDictionary[Any, CachePool] = weakref.WeakKeyDictionary()
 
     def bind(self, function: PassFunction) -> Run:
-        addresses = [weight.data_ptr() for weight in function.parameters()]
+        weights = [weight.data_ptr() for weight in function.parameters()]
         kept = function.kept.get(self)
-        if kept is None or kept.addresses != addresses:
-            kept = function.kept[self] = CapturedFunction(function, self._capture, addresses)
+        if kept is None or kept.weights != weights:
+            kept = function.kept[self] = CapturedFunction(function, self._capture, weights)
         run: CapturedFunction = kept
+        run.drop_except(set().union(*(pool.addresses() for pool in self._pools.values())))
         return run
 
     def capacity(self, num_tokens: int) -> int:
@@ -112,31 +131,45 @@ class Captured(Executor):
 class CapturedFunction:
     """The graphs of a function with weights at fixed addresses, by bucket and by the addresses of the cache."""
 
-    def __init__(self, function: PassFunction, capture: Capture, addresses: Sequence[int]) -> None:
-        self.addresses = addresses
+    def __init__(self, function: PassFunction, capture: Capture, weights: Sequence[int]) -> None:
+        self.weights = weights
         self._function, self._capture = function, capture
+        self._cache_place = next(
+            (place for place, argument in enumerate(function.arguments) if argument.padding is Padding.cache), None
+        )
         self.graphs: dict[tuple[Hashable, ...], StaticCall] = {}
-        self._is_failed = False
+        self._num_failures = 0
+
+    def drop_except(self, addresses: set[int]) -> None:
+        """Drops the graphs of caches that do not exist any more, which would keep the memory of the caches."""
+        self.graphs = {key: call for key, call in self.graphs.items() if key[0] in addresses or key[0] == NO_CACHE}
 
     def __call__(self, *values: Any) -> Outputs:
         sizes = self._function.sizes(values)
         padded = {dim: dim.bucket(size) for dim, size in sizes.items()}
-        addresses = [value[0].data_ptr() for argument, value in self._described(values) if argument.padding is Padding.cache]
-        key = (*padded.values(), *addresses)
-        if key not in self.graphs:
-            if self._is_failed:
-                return self._function(*values)
-            try:
-                self.graphs[key] = StaticCall(self._function, values, padded, self._capture)
-            except RuntimeError as error:
-                self._is_failed = True
-                reason = in_one_line(error)[:300]
-                warn_once(f"passes: the {self._function.owner}'s pass cannot be captured ({reason}); its passes run eagerly")
-                return self._function(*values)
+        address = NO_CACHE if self._cache_place is None else values[self._cache_place][0].data_ptr()
+        key = (address, *padded.values())
+        if key not in self.graphs and not self._try_capture(key, values, padded):
+            out: Outputs = self._function(*values)
+            return out
         return self.graphs[key](values, sizes)
 
-    def _described(self, values: Sequence[Any]) -> zip[tuple[Argument, Any]]:
-        return zip(self._function.arguments, values, strict=True)
+    def _try_capture(self, key: tuple[Hashable, ...], values: Sequence[Any], sizes: dict[Dim, int]) -> bool:
+        """Captures a graph; returns whether there is one. After `MAX_FAILURES`, nothing is tried again."""
+        if self._num_failures == MAX_FAILURES:
+            return False
+        device = flat(values)[0].device
+        try:
+            synchronize(device)
+            with preparation():
+                self.graphs[key] = StaticCall(self._function, values, sizes, self._capture)
+                synchronize(device)
+        except RuntimeError as error:
+            self._num_failures += 1
+            reason = in_one_line(error)[:300]
+            warn_once(f"passes: the {self._function.owner}'s pass cannot be captured ({reason}); its passes run eagerly")
+            return False
+        return True
 
 
 class StaticCall:

@@ -89,22 +89,24 @@ class Clock:
     when times are first requested, and are reused.
 
     Args:
-        left_out: intervals of `time.perf_counter` that count for no phase; the list may grow. Without effect on CUDA.
+        left_out: intervals of `time.perf_counter` that count for no phase; the list may grow. On CUDA, nothing else may run on
+            the device in them.
     """
 
     def __init__(self, device: torch.device, left_out: Sequence[tuple[float, float]] = ()) -> None:
         self._device, self._is_cuda, self._left_out = device, device.type == "cuda", left_out
-        self._now: Callable[[], Any] = self._event if self._is_cuda else time.perf_counter
         self._laps: list[tuple[str, int]] = []
         self._seconds: list[float] = []  # of the laps resolved so far
         self._free: list[torch.cuda.Event] = []
-        self._marks: list[Any] = [self._now()]  # ends of the other laps, after the end of the last resolved one
+        self._marks: list[float] = []  # ends of the other laps on the host, after the end of the last resolved one
+        self._events: list[torch.cuda.Event] = []  # the same on the device
+        self._mark()
         self._round_start = 0
 
     def lap(self, phase: str, num_nodes: int = 0) -> None:
         """Ends a phase that processed `num_nodes` nodes."""
         self._laps.append((phase, num_nodes))
-        self._marks.append(self._now())
+        self._mark()
 
     def skip(self) -> None:
         """Ends a stretch of time that counts for no phase."""
@@ -148,18 +150,23 @@ class Clock:
     def _resolve(self, count: int) -> None:
         """Computes the seconds of the laps between the first `count` marks; waits for the last of these."""
         done, self._marks = self._marks[:count], self._marks[count - 1 :]
-        if self._is_cuda:
-            done[-1].synchronize()
-            self._seconds += [before.elapsed_time(now) / 1e3 for before, now in pairwise(done)]
-            self._free += done[:-1]
-        else:
-            seconds = [now - before for before, now in pairwise(done)]
-            for start, end in self._left_out:
-                if done[0] <= start < done[-1]:
-                    seconds[bisect(done, start) - 1] -= end - start
-            self._seconds += seconds
+        seconds = self._device_seconds(count) if self._is_cuda else [now - before for before, now in pairwise(done)]
+        for start, end in self._left_out:
+            if done[0] <= start < done[-1]:
+                lap = bisect(done, start) - 1
+                seconds[lap] = max(seconds[lap] - (end - start), 0.0)
+        self._seconds += seconds
 
-    def _event(self) -> torch.cuda.Event:
-        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+    def _device_seconds(self, count: int) -> list[float]:
+        """Returns the seconds between the first `count` events; waits for the last of these."""
+        done, self._events = self._events[:count], self._events[count - 1 :]
+        done[-1].synchronize()
+        self._free += done[:-1]
+        return [before.elapsed_time(now) / 1e3 for before, now in pairwise(done)]
+
+    def _mark(self) -> None:
+        self._marks.append(time.perf_counter())
+        if self._is_cuda:
+            event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self._device))
+            self._events.append(event)

@@ -41,6 +41,20 @@ def test_intervals_left_out_count_for_no_phase(monkeypatch: pytest.MonkeyPatch) 
     assert [seconds[phase] for phase in ("policy", "verify", "accept")] == [1.0, 3.0, 1.0] and sum(seconds.values()) == 5.0
 
 
+def test_on_a_gpu_a_capture_counts_for_no_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Intervals are those of the host; nothing runs on the device in them, so that its events include them."""
+    FakeEvents(monkeypatch)  # a second per lap
+    now = iter([10.0, 11.0, 12.0, 13.0])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(now))
+    left_out: list[tuple[float, float]] = []
+    clock = timing.Clock(torch.device("cuda", 1), left_out)
+    for phase in ("policy", "verify", "accept"):
+        clock.lap(phase)
+    left_out.append((11.1, 11.9))
+    seconds = clock.seconds()
+    assert [seconds[phase] for phase in ("policy", "verify", "accept")] == pytest.approx([1.0, 0.2, 1.0])
+
+
 class FakeEvents:
     """Stands in for CUDA events: the clock advances by a second per record, and waits are counted."""
 

@@ -17,7 +17,7 @@ from support.pass_helpers import answer, capture_with, head, run_chain, slow_exc
 import sage
 from sage.decoding.chat import Chat
 from sage.runtime.buckets import key_bucket, node_bucket
-from sage.runtime.captured import CachePool, Captured, CapturedFunction, call_again
+from sage.runtime.captured import MAX_FAILURES, MAX_FREE, CachePool, Captured, CapturedFunction, call_again
 from sage.runtime.executors import EAGER, executor_of
 from sage.runtime.pass_modes import MANY_ANSWERS, PassMode, resolve_pass_mode
 from sage.targets.tree_passes import TreePasses
@@ -127,7 +127,7 @@ class TestBuckets:
         for function in draft.pass_functions(tiny_qwen):
             captured = function.kept[executor_of(form)]
             assert isinstance(captured, CapturedFunction)
-            counts = [count for count, *_ in captured.graphs]
+            counts = [count for _, count, *_ in captured.graphs]
             assert 1 <= len(set(counts)) == len(counts) <= 4
 
 
@@ -164,8 +164,64 @@ class TestCaches:
             texts.append([chat.ask("a b c").tokens.tolist(), chat.ask("d e").tokens.tolist()])
         assert texts[0] == texts[1]
 
+    @pytest.mark.parametrize("form", ["captured"], indirect=True)
+    def test_a_chat_that_grows_keeps_one_cache(self, form: PassMode) -> None:
+        """Graphs of caches that a chat has outgrown are dropped with them."""
+        from support.processors import make_processor
+
+        target = sage.Target(make_qwen().model, make_processor(make_qwen()))
+        target.passes = form
+        draft = head(target)
+        chat = Chat(target, draft, "static", max_new_tokens=40)
+        executor, capacities = executor_of(form), []
+        for _ in range(3):
+            chat.ask("a b c")
+            capacities.append(chat._prefix.cache.capacity)
+        assert capacities[0] < capacities[-1]
+        for function in (*target.functions.values(), *draft.pass_functions(target)):
+            owner = draft if function.owner == "draft" else target
+            executor.bind(function)
+            addresses = {address for address, *_ in function.kept[executor].graphs}
+            assert addresses <= executor._pools[owner].addresses() and len(addresses) == (1 if owner is target else 2)
+
+    def test_free_buffers_are_bounded(self, tiny_qwen: sage.Target) -> None:
+        pool = CachePool()
+        caches = [pool(256 * number, tiny_qwen.new_cache) for number in range(1, MAX_FREE + 3)]
+        assert len(pool.addresses()) == MAX_FREE + 2
+        del caches
+        assert len(pool.addresses()) == MAX_FREE
+
+    @pytest.mark.parametrize("form", ["captured"], indirect=True)
+    def test_a_request_after_one_with_nan_gives_its_text(self, tiny_qwen: sage.Target, form: PassMode) -> None:
+        """Padding attends to rows of the request before with a weight of 0, and 0 times NaN is NaN."""
+        draft = head(tiny_qwen)
+        expected = answer(tiny_qwen, draft, PassMode.eager, "static")
+        answer(tiny_qwen, draft, form, "static")
+        weight = tiny_qwen.text_model.layers[0].self_attn.v_proj.weight
+        before = weight.data.clone()
+        weight.data.fill_(float("nan"))
+        with pytest.raises(ValueError, match="NaN"):
+            answer(tiny_qwen, draft, form, "static", min_new_tokens=20)
+        weight.data.copy_(before)
+        assert answer(tiny_qwen, draft, form, "static") == expected
+
 
 class TestFailures:
+    def test_a_capture_is_tried_again(self, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A failure may be due to something else on the device."""
+        tries: list[int] = []
+
+        def failing(function: Any) -> Any:
+            tries.append(1)
+            if len(tries) < MAX_FAILURES:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            return call_again(function)
+
+        capture_with(monkeypatch, failing)
+        with pytest.warns(UserWarning, match="target's pass cannot be captured"):
+            found = answer(tiny_qwen, None, PassMode.captured, "autoregressive")
+        assert found == answer(tiny_qwen, None, PassMode.eager, "autoregressive") and len(tries) == MAX_FAILURES
+
     def test_capture_that_fails(self, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
         def failing(function: Any) -> Any:
             raise RuntimeError("operation not permitted when stream is capturing")
