@@ -11,18 +11,21 @@ from pathlib import Path
 import numpy as np
 from torch.utils.data import Dataset
 
+from data_prep.cache import cache_dir, computed_once
 from data_prep.chat import Example, Lengths, build_example, encode_example, example_lengths
 from data_prep.config import DataConfig, OnBad
 from data_prep.conversation import BadItem, Conversation
 from data_prep.dataset.example_store import ExampleStore
+from data_prep.dataset.index import Index
 from data_prep.dataset.lengths import as_array
 from data_prep.dataset.mixing import MixedOrder, sample
-from data_prep.dataset.prepare import LENGTHS, Index, code_fingerprint, content_hash, processor_fingerprint
+from data_prep.dataset.prepare import LENGTHS, processor_fingerprint
 from data_prep.dataset.skip_log import SKIPPED, SkipLog, read_skipped, unique_rows
-from data_prep.files import OTHER_CACHE, default_cache_dir, locked, writing
 from data_prep.sources.base import Source
 from sage.inputs.processing import Processor
+from sage.io.files import json_digest
 from sage.io.progress import progress_bar
+from sage.io.source import source_digest
 
 NUM_MEASURED = 500  # examples whose lengths are known before training; more would take minutes with large images
 MAX_INVALID_IN_A_ROW = 100
@@ -86,15 +89,17 @@ class ConversationDataset(Dataset[Example]):
         Raises:
             BadItem: an item of the sample is invalid and `on_bad` is `error`.
         """
-        key = content_hash(self.fingerprint, self.config.num_frames, processor_fingerprint(self.processor), code_fingerprint())
-        cached = default_cache_dir(self.config.cache_dir) / "lengths" / f"{key}.npy"
-        with locked(cached, OTHER_CACHE):
-            if not cached.exists():
-                positions = progress_bar(sample(len(self), NUM_MEASURED), "measuring lengths")
-                found = [lengths for position in positions if (lengths := self._lengths(position)) is not None]
-                with writing(cached, OTHER_CACHE) as path, path.open("wb") as file:
-                    np.save(file, as_array(found))
-        return np.load(cached)
+        code = source_digest("data_prep.chat", type(self.processor.family).__module__)
+        key = json_digest([self.fingerprint, self.config.num_frames, processor_fingerprint(self.processor), code])
+        cached = cache_dir(self.config.cache_dir) / "lengths" / f"{key}.npy"
+        with computed_once(cached, self._write_lengths):
+            return np.load(cached)
+
+    def _write_lengths(self, path: Path) -> None:
+        positions = progress_bar(sample(len(self), NUM_MEASURED), "measuring lengths")
+        found = [lengths for position in positions if (lengths := self._lengths(position)) is not None]
+        with path.open("wb") as file:
+            np.save(file, as_array(found))
 
     def _lengths(self, position: int) -> Lengths | None:
         try:

@@ -17,11 +17,11 @@ from data_prep.chat import Example, build_example
 from data_prep.config import DataConfig, OnBad
 from data_prep.conversation import BadItem, Conversation
 from data_prep.dataset.mixing import next_source, permutation
-from data_prep.dataset.prepare import content_hash
 from data_prep.dataset.skip_log import SkipLog
 from data_prep.sources.base import Stream, as_example
 from data_prep.splits import Split, configured_shares
 from sage.inputs.processing import Processor
+from sage.io.files import json_digest
 
 logger = logging.getLogger(__name__)
 NUM_CANDIDATES = 8  # an item and its replacements, should its image be invalid
@@ -47,7 +47,7 @@ class StreamDataset:
 
     def __init__(self, config: DataConfig, streams: list[Stream], processor: Processor, skip_path: Path) -> None:
         self.config, self.streams, self.processor = config, streams, processor
-        self.fingerprint = content_hash([stream.fingerprint() for stream in streams], config.shuffle_block)
+        self.fingerprint = json_digest([[stream.fingerprint() for stream in streams], config.shuffle_block])
         self.skipped = SkipLog(skip_path, is_strict=config.on_bad is OnBad.error)
         self.weights = config.source_weights() or [1.0] * len(streams)
 

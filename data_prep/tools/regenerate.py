@@ -25,9 +25,9 @@ from typing import Any
 from data_prep.config import RegenerateConfig
 from data_prep.conversation import Message
 from data_prep.dialog import Answer, Answerer, Dialog, Drive, Outcome
-from data_prep.files import locked, naming_write_errors, writing
 from data_prep.tools.jsonl_writer import MediaFolder, as_line
 from sage.inputs.media import open_image, open_video_part
+from sage.io.files import locked, naming_write_errors, writing
 from sage.io.progress import progress_bar
 
 logger = logging.getLogger(__name__)
