@@ -209,8 +209,9 @@ def test_errors_reach_the_trainer_and_the_thread_ends() -> None:
         next(iter(StepLoader(Broken(4), collate, 4, 4)))
     steps = iter(StepLoader(Numbers(4), collate, 4, 4))
     next(steps)
+    assert [thread for thread in threading.enumerate() if thread.name.startswith("step-loader")]
     steps.close()  # type: ignore[attr-defined]
-    assert not [thread for thread in threading.enumerate() if thread.name == "step-loader"]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("step-loader")]
 
 
 def test_micro_batches_are_built_ahead() -> None:
