@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from data_prep.config import RegenerateConfig
 from data_prep.conversation import Message
 from data_prep.server.chat_request import MediaPolicy, answer_of, request_messages
-from data_prep.server.client import CHAT, MODELS, Refused, Server, ServerError, ServerPool
+from data_prep.server.client import CHAT, MODELS, RequestRefused, Server, ServerError, ServerPool
 from sage.inputs.processing import Processor
 from sage.targets.loading import load_processor
 from sage.targets.target import fingerprint_of
@@ -79,12 +79,12 @@ class ServerCheck:
                 try:
                     await self._check_prompt(server, prompt, self.options)
                     break
-                except Refused as refused:
+                except RequestRefused as refusal:
                     if number == len(prompts):
                         raise ServerError(
                             f"regenerate.server: {server.name} refuses images: {number} of {number} prompts with one "
-                            f"({refused}); serve the target with images, or choose data without"
-                        ) from refused
+                            f"({refusal}); serve the target with images, or choose data without"
+                        ) from refusal
 
     async def _served_model(self, server: Server) -> str:
         """Returns the id of the target on a server."""
@@ -92,7 +92,7 @@ class ServerCheck:
             models = (await self._pool.ask(server, "GET", MODELS))["data"]
             known = {str(model["id"]): model for model in models}
             same = [name for name, model in known.items() if self._is_target(name) or self._is_target(model.get("root"))]
-        except (Refused, LookupError, TypeError, AttributeError) as error:
+        except (RequestRefused, LookupError, TypeError, AttributeError) as error:
             message = f"regenerate.server: {server.name} lists no models; give its URL up to and including /v1"
             raise ServerError(message) from error
         listed = ", ".join(known)[:MAX_LISTED] or "nothing"
@@ -121,12 +121,12 @@ class ServerCheck:
         try:
             await self._check_prompt(server, TEXT_PROMPT, standard | own)
             return standard | own
-        except Refused as refused:
-            reason = str(refused)
+        except RequestRefused as refusal:
+            reason = str(refusal)
         try:
             await self._check_prompt(server, TEXT_PROMPT, standard)
-        except Refused as refused:
-            raise ServerError(f"regenerate.server: {server.name} refuses a short text prompt ({refused})") from refused
+        except RequestRefused as refusal:
+            raise ServerError(f"regenerate.server: {server.name} refuses a short text prompt ({refusal})") from refusal
         if self._settings.top_k:
             raise ServerError(f"regenerate.top_k={self._settings.top_k}: {server.name} takes no top_k ({reason}); set it to 0")
         logger.info("%s takes only the standard options: its answers come as text, without token ids", server.name)
