@@ -1,7 +1,4 @@
-"""The cache folder of data: results that one process computes and all others read.
-
-Does not own: the keys of the results, atomic writes and locks (sage.io.files).
-"""
+"""Results that are kept in the cache folder of data: one process computes them and all others read them."""
 
 from __future__ import annotations
 
@@ -23,15 +20,11 @@ def cache_dir(configured: str = "") -> Path:
 def computed_once(
     path: Path, compute: Callable[[Path], object], is_outdated: Callable[[], bool] = lambda: False
 ) -> Iterator[None]:
-    """Computes a result unless it is cached; no other process changes it before the block ends.
+    """Holds the lock of a cached result, after computing it if it is absent or outdated; raises CannotWrite.
 
     Args:
         path: the file or folder of the result, complete or absent.
         compute: writes the result to the path that it is given.
-        is_outdated: whether the cached result has to be computed again.
-
-    Raises:
-        CannotWrite: the cache cannot be written.
     """
     with locked(path, OTHER_CACHE):
         if not path.exists() or is_outdated():

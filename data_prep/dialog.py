@@ -26,7 +26,7 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True)
-class Answer:
+class TargetAnswer:
     """The target's answer to one prompt; `reason` explains why there is none."""
 
     text: str
@@ -85,7 +85,7 @@ class Dialog:
             return None
         return AnswerRequest(self._messages, _seed(self._seed, self._conversation.id, len(self._messages)))
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: TargetAnswer) -> None:
         """Adds the answer to the last request. An unsuccessful answer ends the dialog after its last successful answer."""
         outcome = answer.outcome
         if outcome is Outcome.answered and not answer.text.strip():
@@ -107,7 +107,7 @@ REASONS = {
     Outcome.failed: "failed",
     Outcome.invalid: "invalid",
 }
-Answerer = Callable[[list[Message], int], Answer]  # messages, seed
+Answerer = Callable[[list[Message], int], TargetAnswer]  # messages, seed
 Drive = Callable[[Iterator[Dialog]], Iterator[Dialog]]  # runs dialogs to their end and yields each, in any order
 
 

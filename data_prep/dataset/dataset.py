@@ -27,7 +27,7 @@ from sage.io.files import json_digest
 from sage.io.progress import progress_bar
 from sage.io.source import source_digest
 
-NUM_MEASURED = 500  # examples whose lengths are known before training; more would take minutes with large images
+NUM_MEASURED = 500  # examples whose lengths are measured before training; more would take minutes with large images
 MAX_INVALID_IN_A_ROW = 100
 
 
@@ -64,13 +64,13 @@ class ConversationDataset(Dataset[Example]):
         """
         for offset in range(MAX_INVALID_IN_A_ROW):
             try:
-                return self.example((position + offset) % len(self))
+                return self._example((position + offset) % len(self))
             except BadItem as error:
                 self.skipped.add(error)
         raise ValueError(f"{self.skipped.path}: {MAX_INVALID_IN_A_ROW} invalid items in a row; is data.media_root right?")
 
     def conversation(self, position: int) -> Conversation:
-        """Returns the item, its images unopened."""
+        """Returns the item without opening its images."""
         return self.sources[self.index.source[position]].conversation(int(self.index.row[position]))
 
     def epoch(self, seed: int, epoch: int) -> np.ndarray:
@@ -78,7 +78,7 @@ class ConversationDataset(Dataset[Example]):
         return self.order.epoch(seed, epoch)
 
     def skipped_items(self) -> list[dict[str, str]]:
-        """Returns the items skipped during preparation, and by this process since."""
+        """Returns the items that were skipped during preparation or, since then, by this process."""
         return unique_rows(read_skipped(self.index.folder / SKIPPED) + [item.as_row() for item in self.skipped.items])
 
     def full_lengths(self) -> np.ndarray:
@@ -108,14 +108,9 @@ class ConversationDataset(Dataset[Example]):
             self.skipped.add(error)
             return None
 
-    def example(self, position: int) -> Example:
-        """Returns the example at a position, without replacement; raises BadItem if the item is invalid or too long."""
-        return self.build(self.conversation(position))
-
-    def build(self, conversation: Conversation) -> Example:
-        """Encodes a conversation with the settings of this dataset; raises BadItem if it is invalid or too long."""
+    def _example(self, position: int) -> Example:
         config = self.config
-        return build_example(conversation, self.processor, config.max_length, config.on_long, config.num_frames)
+        return build_example(self.conversation(position), self.processor, config.max_length, config.on_long, config.num_frames)
 
 
 class StoredDataset(Dataset[Example]):

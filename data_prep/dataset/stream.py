@@ -24,7 +24,7 @@ from sage.inputs.processing import Processor
 from sage.io.files import json_digest
 
 logger = logging.getLogger(__name__)
-NUM_CANDIDATES = 8  # an item and its replacements, should its image be invalid
+NUM_CANDIDATES = 8  # an item and the replacements to try if its image is invalid
 Candidates = list[Conversation]
 RawItem = Conversation | BadItem
 
@@ -78,21 +78,13 @@ class StreamDataset:
         Raises:
             BadItem: an item is invalid and `on_bad` is `error`.
         """
+        config = self.config
         for conversation in candidates:
             try:
-                return self.build(conversation)
+                return build_example(conversation, self.processor, config.max_length, config.on_long, config.num_frames)
             except BadItem as error:
                 self.skipped.add(error)
         raise ValueError(f"{self.skipped.path}: {len(candidates)} invalid items in a row; is data.media_root right?")
-
-    def build(self, conversation: Conversation) -> Example:
-        """Encodes a conversation with the settings of this dataset.
-
-        Raises:
-            BadItem: the conversation is invalid or too long.
-        """
-        config = self.config
-        return build_example(conversation, self.processor, config.max_length, config.on_long, config.num_frames)
 
     def one_pass(self, split: Split) -> Iterator[Conversation]:
         """Yields every valid item of a split once, alternating between the sources regardless of their weights.

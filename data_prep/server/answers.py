@@ -14,8 +14,8 @@ from types import TracebackType
 
 from data_prep.config import RegenerateConfig
 from data_prep.conversation import Message, media_parts
-from data_prep.dialog import Answer, AnswerRequest, Dialog, Outcome
-from data_prep.server.chat_request import MediaPolicy, OutsideMedia, answer_of, request_messages
+from data_prep.dialog import AnswerRequest, Dialog, Outcome, TargetAnswer
+from data_prep.server.chat_request import MediaPolicy, answer_of, request_messages
 from data_prep.server.check import TEXT_PROMPT, ServedTarget, ServerCheck
 from data_prep.server.client import AttemptFailed, RequestRefused, ServerError, ServerPool
 
@@ -89,8 +89,6 @@ class ServerAnswers:
                 continue
             try:
                 request_messages(request.messages, self._policy)
-            except OutsideMedia:
-                raise
             except ValueError:
                 continue
             yield request.messages
@@ -100,25 +98,23 @@ class ServerAnswers:
             dialog.add(await self._answer(request))
         return dialog
 
-    async def _answer(self, request: AnswerRequest) -> Answer:
+    async def _answer(self, request: AnswerRequest) -> TargetAnswer:
         try:
             messages = request_messages(request.messages, self._policy)
-        except OutsideMedia:
-            raise
         except ValueError as error:
-            return Answer("", Outcome.invalid, str(error))
+            return TargetAnswer("", Outcome.invalid, str(error))
         options = self._check.options | {"max_tokens": self._settings.max_new_tokens, "seed": request.seed}
         try:
             reply = await self._pool.complete({"model": self._check.model, "messages": messages, **options})
             answer = answer_of(reply, self._target.processor.tokenizer, self._target.end_token_ids)
-            return answer or Answer("", Outcome.failed, "the server's answer is no chat completion")
+            return answer or TargetAnswer("", Outcome.failed, "the server's answer is no chat completion")
         except RequestRefused as refusal:
             self._warn_once(str(refusal))
-            return Answer("", Outcome.refused, f"refused by the server: {refusal}")
+            return TargetAnswer("", Outcome.refused, f"refused by the server: {refusal}")
         except AttemptFailed as failure:
             return await self._failed(failure)
 
-    async def _failed(self, failure: AttemptFailed) -> Answer:
+    async def _failed(self, failure: AttemptFailed) -> TargetAnswer:
         """Returns the outcome of a request at which the server fails although it answers a short text.
 
         Raises:
@@ -129,7 +125,7 @@ class ServerAnswers:
             try:
                 body = {"model": self._check.model, "messages": request_messages(TEXT_PROMPT, self._policy), "max_tokens": 1}
                 await self._pool.complete(body)
-                return Answer("", Outcome.failed, f"{attempts} failed: {failure}")
+                return TargetAnswer("", Outcome.failed, f"{attempts} failed: {failure}")
             except (AttemptFailed, RequestRefused):
                 pass
         kept = "finished answers are kept, and the same command continues"

@@ -1,6 +1,6 @@
-"""The check of the servers at the start: they answer, serve the target, and read its prompts as its processor does.
+"""Checks at the start that the servers answer, serve the target, and tokenize its prompts like the target's processor.
 
-Every problem is a `ServerError`, one line with the remedy.
+Every problem is reported as a `ServerError`: one line with the remedy.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TEXT_PROMPT: list[Message] = [{"role": "user", "content": [{"type": "text", "tex
 
 @dataclass(frozen=True)
 class ServedTarget:
-    """The target, as far as answers of a server depend on it.
+    """The properties of the target on which answers of a server depend.
 
     Attributes:
         name: folder or hub id.
@@ -56,7 +56,7 @@ class ServerCheck:
 
     Attributes:
         model: id under which the target is served.
-        options: sampling options for requests, as the servers take them.
+        options: sampling options that all servers accept.
     """
 
     def __init__(self, pool: ServerPool, settings: RegenerateConfig, target: ServedTarget, policy: MediaPolicy) -> None:
@@ -73,7 +73,7 @@ class ServerCheck:
         self.options = min(found, key=len)
 
     async def check_images(self, prompts: Sequence[list[Message]]) -> None:
-        """Checks that every server takes one of some prompts with an image."""
+        """Checks that every server accepts at least one of some prompts with an image."""
         for server in self._pool.servers:
             for number, prompt in enumerate(prompts, 1):
                 try:
@@ -114,9 +114,9 @@ class ServerCheck:
         return Path(name or "").name.lower() == Path(self._target.name).name.lower()
 
     async def _accepted_options(self, server: Server) -> dict[str, Any]:
-        """Returns the sampling options, without those of vLLM if the server takes only the standard ones."""
+        """Returns the sampling options, without those of vLLM if the server accepts only the standard ones."""
         standard = {"temperature": self._settings.temperature, "top_p": self._settings.top_p}
-        # vLLM would take values that are not given from generation_config.json.
+        # Without explicit values, vLLM applies those of generation_config.json.
         own = {"top_k": self._settings.top_k or -1, "min_p": 0.0, "repetition_penalty": 1.0, "return_token_ids": True}
         try:
             await self._check_prompt(server, TEXT_PROMPT, standard | own)

@@ -1,6 +1,7 @@
-"""Requests to OpenAI-compatible servers: choice of the server, retries, errors without addresses.
+"""Requests to OpenAI-compatible servers: choice of the server, retries, errors that contain no address.
 
-The only module that uses HTTP. Does not own: the content of requests and answers (data_prep.server.chat_request).
+No other module of data_prep sends HTTP requests. Does not own: the content of requests and answers
+(data_prep.server.chat_request).
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ import httpx
 from data_prep.config import RegenerateConfig
 
 CHAT, MODELS = "chat/completions", "models"
-CONNECT_S, CHECK_S = 10.0, 120.0  # for a connection, and for each request of the check at the start
+CONNECT_S, CHECK_S = 10.0, 120.0  # timeouts of a connection and of each request of the check at the start
 MAX_DELAY_S = 60.0  # between two attempts
-MAX_NAMED_DELAY_S = 600.0  # that a server may name itself (Retry-After)
+MAX_NAMED_DELAY_S = 600.0  # that a server may request (Retry-After)
 MAX_REASON = 200  # characters of a server's message
 KEY_REMEDY = "export its key in the variable of regenerate.key_variable"
-REMEDIES = {  # of refusals that concern every request
+REMEDIES = {  # by status, for refusals that concern every request
     401: KEY_REMEDY,
     403: KEY_REMEDY,
     404: "give its URL up to and including /v1, and serve the target",
@@ -46,8 +47,8 @@ class AttemptFailed(Exception):
     """An attempt failed for a reason that may pass.
 
     Attributes:
-        delay_s: pause that the server asks for; None if it names none.
-        is_busy: the server works, but takes no request now.
+        delay_s: pause that the server requests; None without one.
+        is_busy: the server is running, but accepts no request now.
         is_down: the server cannot be connected to.
     """
 

@@ -20,7 +20,7 @@ from typing import Any
 from PIL import Image
 
 from data_prep.conversation import Message
-from data_prep.dialog import Answer, Outcome
+from data_prep.dialog import Outcome, TargetAnswer
 from sage.inputs.processing import Processor
 
 MODEL = "models/toy"
@@ -53,7 +53,7 @@ class ChatServer:
     """
 
     processor: Processor
-    answer: Callable[[list[Message], int], Answer]
+    answer: Callable[[list[Message], int], TargetAnswer]
     url: str = ""
     fault: Callable[[int, Any], Reply | None] = lambda number, body: None
     extensions: bool = True
@@ -172,7 +172,7 @@ def listening(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
 
 
 @contextmanager
-def serving(processor: Processor, answer: Callable[[list[Message], int], Answer], **options: Any) -> Iterator[ChatServer]:
+def serving(processor: Processor, answer: Callable[[list[Message], int], TargetAnswer], **options: Any) -> Iterator[ChatServer]:
     """Runs a server on a free port."""
     chat = ChatServer(processor, answer, **options)
     closing = threading.Event()
