@@ -15,6 +15,7 @@ from data_prep.conversation import BadItem, Conversation, TooLong
 from data_prep.dataset.dataset import ConversationDataset, StoredDataset, skip_path
 from data_prep.dataset.index import prepare_index
 from data_prep.dataset.lengths import LongExamples, find_long
+from data_prep.dataset.mixing import alternate
 from data_prep.dataset.prepare import prepare_examples
 from data_prep.dataset.skip_log import SKIPPED, SkipLog, count_reasons, read_skipped
 from data_prep.dataset.stream import StreamDataset, is_stream
@@ -111,15 +112,7 @@ def prompts(config: DataConfig, split: str = "validation", num_prompts: int = 8)
     part = Split(split)
     listing = Path(config.bad_list) if config.bad_list else cache_dir(config.cache_dir) / "prompts" / SKIPPED
     skipped = SkipLog(listing, is_strict=config.on_bad is OnBad.error)
-    readers = _prompt_readers(config, part, skipped)
-    found: list[Conversation] = []
-    while readers and len(found) < num_prompts:
-        for reader in list(readers):
-            conversation = next(reader, None)
-            if conversation is None:
-                readers.remove(reader)
-            elif len(found) < num_prompts:
-                found.append(conversation)
+    found = list(islice(alternate(_prompt_readers(config, part, skipped)), num_prompts))
     if skipped.items:
         logger.warning("skipped %d prompts; listed in %s", len(skipped.items), listing)
     if not found:

@@ -16,7 +16,7 @@ from typing import Any
 from data_prep.chat import Example, build_example
 from data_prep.config import DataConfig, OnBad
 from data_prep.conversation import BadItem, Conversation
-from data_prep.dataset.mixing import next_source, permutation
+from data_prep.dataset.mixing import alternate, next_source, permutation
 from data_prep.dataset.skip_log import SkipLog
 from data_prep.sources.base import Stream, as_example
 from data_prep.splits import Split, configured_shares
@@ -92,14 +92,9 @@ class StreamDataset:
         Raises:
             BadItem: an item is invalid and `on_bad` is `error`.
         """
-        readers = [stream.iterate(0) for stream in self.streams]
-        while readers:
-            for reader in list(readers):
-                raw = next(reader, None)
-                if raw is None:
-                    readers.remove(reader)
-                elif (found := self._usable(raw, split)) is not None:
-                    yield from self._validated(found)
+        for raw in alternate(stream.iterate(0) for stream in self.streams):
+            if (found := self._usable(raw, split)) is not None:
+                yield from self._validated(found)
 
     def skipped_items(self) -> list[dict[str, str]]:
         """Returns the items skipped by this process."""
