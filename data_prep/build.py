@@ -8,15 +8,17 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from data_prep.cache import cache_dir
 from data_prep.chat import Lengths
 from data_prep.config import Cache, DataConfig, OnBad, validate
 from data_prep.conversation import BadItem, Conversation, TooLong
 from data_prep.dataset.dataset import ConversationDataset, StoredDataset, skip_path
+from data_prep.dataset.index import prepare_index
 from data_prep.dataset.lengths import LongExamples, find_long
-from data_prep.dataset.prepare import content_hash, prepare_examples, prepare_index
+from data_prep.dataset.mixing import alternate
+from data_prep.dataset.prepare import prepare_examples
 from data_prep.dataset.skip_log import SKIPPED, SkipLog, count_reasons, read_skipped
 from data_prep.dataset.stream import StreamDataset, is_stream
-from data_prep.files import default_cache_dir
 from data_prep.sources import open_source, open_stream
 from data_prep.sources.base import Source, Stream, as_prompt
 from data_prep.splits import (
@@ -30,6 +32,7 @@ from data_prep.splits import (
     split_group,
 )
 from sage.inputs.processing import Processor
+from sage.io.files import json_digest
 
 logger = logging.getLogger(__name__)
 NUM_LOGGED_REASONS = 5
@@ -107,17 +110,9 @@ def prompts(config: DataConfig, split: str = "validation", num_prompts: int = 8)
     """
     validate(config)
     part = Split(split)
-    listing = Path(config.bad_list) if config.bad_list else default_cache_dir(config.cache_dir) / "prompts" / SKIPPED
+    listing = Path(config.bad_list) if config.bad_list else cache_dir(config.cache_dir) / "prompts" / SKIPPED
     skipped = SkipLog(listing, is_strict=config.on_bad is OnBad.error)
-    readers = _prompt_readers(config, part, skipped)
-    found: list[Conversation] = []
-    while readers and len(found) < num_prompts:
-        for reader in list(readers):
-            conversation = next(reader, None)
-            if conversation is None:
-                readers.remove(reader)
-            elif len(found) < num_prompts:
-                found.append(conversation)
+    found = list(islice(alternate(_prompt_readers(config, part, skipped)), num_prompts))
     if skipped.items:
         logger.warning("skipped %d prompts; listed in %s", len(skipped.items), listing)
     if not found:
@@ -142,7 +137,7 @@ def _build_stream(config: DataConfig, processor: Processor, split: Split) -> Str
     streams = [open_stream(label, source, split) for label, source in config.resolved(split).items()]
     for label in config.resolved(split):
         check_split(config, split, label, has_splits=False)
-    folder = default_cache_dir(config.cache_dir) / "streams" / content_hash([stream.fingerprint() for stream in streams])
+    folder = cache_dir(config.cache_dir) / "streams" / json_digest([stream.fingerprint() for stream in streams])
     return StreamDataset(config, streams, processor, Path(config.bad_list or folder / SKIPPED))
 
 

@@ -1,4 +1,4 @@
-"""One conversation while its answers are replaced, in order, each conditioned on the previous ones.
+"""A conversation whose answers are replaced in order, each conditioned on the previous ones.
 
 Owns: the state of a conversation, its outcome, the seeds. Does not own: where answers come from, files.
 """
@@ -15,39 +15,39 @@ from data_prep.conversation import BadItem, Conversation, Message, check_convers
 
 
 class Outcome(StrEnum):
-    """What became of an answer, and of a conversation: the outcome of its first answer that is not `answered`."""
+    """The outcome of an answer. That of a conversation is the outcome of its first answer that is not `answered`."""
 
     answered = "answered"
-    cut = "cut short"  # no end within max_new_tokens
+    cut = "cut short"  # it does not end within max_new_tokens
     empty = "empty"
-    refused = "refused"  # by the server
-    failed = "failed"  # at every attempt
-    invalid = "invalid"  # the conversation, or an image or video of it
+    refused = "refused"  # the server does not accept the request
+    failed = "failed"  # every attempt failed
+    invalid = "invalid"  # the conversation, or one of its images and videos, cannot be used
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The target's answer to one prompt; `reason` says why there is none."""
+class TargetAnswer:
+    """The target's answer to one prompt; `reason` explains why there is none."""
 
     text: str
     outcome: Outcome = Outcome.answered
     reason: str = ""
 
 
-class Prompt(NamedTuple):
-    """The messages before an answer, and the answer's seed."""
+class AnswerRequest(NamedTuple):
+    """The messages before an answer, and the seed of the answer."""
 
     messages: list[Message]
     seed: int
 
 
 class Dialog:
-    """A conversation in progress: alternately `next_prompt` and `add`, until `next_prompt` returns None.
+    """A conversation in progress: alternately `next_request` and `add`, until `next_request` returns None.
 
     Attributes:
-        position: of the conversation in the dataset.
-        outcome: `answered` as long as all answers are; any other one ends the dialog.
-        reason: why not all are, naming the conversation.
+        position: position of the conversation in the dataset.
+        outcome: `answered` as long as all answers are; any other outcome ends the dialog.
+        reason: why an answer is missing, with the name of the conversation.
     """
 
     def __init__(self, position: int, conversation: Conversation, seed: int) -> None:
@@ -58,7 +58,7 @@ class Dialog:
 
     @classmethod
     def open(cls, dataset: Any, position: int, seed: int) -> Dialog:
-        """Reads a conversation of the dataset; one that is invalid is at its end."""
+        """Reads a conversation of the dataset. An invalid conversation yields a finished dialog."""
         conversation = Conversation("", [])
         try:
             conversation = dataset.conversation(position)
@@ -77,14 +77,16 @@ class Dialog:
         """Returns the conversation with the answers so far."""
         return replace(self._conversation, messages=self._messages)
 
-    def next_prompt(self) -> Prompt | None:
-        """Returns the prompt of the next answer."""
+    def next_request(self) -> AnswerRequest | None:
+        """Returns the request for the next answer; None if the dialog is finished."""
         while self._rest and self._rest[0]["role"] != "assistant":
             self._messages.append(self._rest.pop(0))
-        return Prompt(self._messages, _seed(self._seed, self._conversation.id, len(self._messages))) if self._rest else None
+        if not self._rest:
+            return None
+        return AnswerRequest(self._messages, _seed(self._seed, self._conversation.id, len(self._messages)))
 
-    def add(self, answer: Answer) -> None:
-        """Adds the answer to the last prompt; without one, the dialog ends with its last answer."""
+    def add(self, answer: TargetAnswer) -> None:
+        """Adds the answer to the last request. An unsuccessful answer ends the dialog after its last successful answer."""
         outcome = answer.outcome
         if outcome is Outcome.answered and not answer.text.strip():
             outcome = Outcome.empty
@@ -105,17 +107,17 @@ REASONS = {
     Outcome.failed: "failed",
     Outcome.invalid: "invalid",
 }
-Answerer = Callable[[list[Message], int], Answer]  # messages, seed
+Answerer = Callable[[list[Message], int], TargetAnswer]  # messages, seed
 Drive = Callable[[Iterator[Dialog]], Iterator[Dialog]]  # runs dialogs to their end and yields each, in any order
 
 
 def one_by_one(answer: Answerer) -> Drive:
-    """Returns the drive that answers one prompt after the other."""
+    """Returns a `Drive` that answers the requests one after the other."""
 
     def drive(dialogs: Iterator[Dialog]) -> Iterator[Dialog]:
         for dialog in dialogs:
-            while (prompt := dialog.next_prompt()) is not None:
-                dialog.add(answer(*prompt))
+            while (request := dialog.next_request()) is not None:
+                dialog.add(answer(*request))
             yield dialog
 
     return drive

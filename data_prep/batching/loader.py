@@ -19,10 +19,10 @@ Shapes: B batch, T tokens.
 from __future__ import annotations
 
 import os
-import queue
-import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -30,15 +30,14 @@ import torch
 from torch.utils.data import DataLoader
 
 from data_prep.batching.buckets import group_by_length
+from data_prep.chat import Example
 from data_prep.dataset.stream import is_stream
 from data_prep.workers import start_worker, worker_context
 
-Example = dict[str, Any]
 Batch = dict[str, Any]
 Collate = Callable[[list[Example]], Batch]
 
 NUM_BATCHES_AHEAD = 8  # micro-batches; with large images, each has tens of MB
-_POLL_S = 0.1
 
 
 class StepLoader:
@@ -160,35 +159,24 @@ class StepLoader:
     # -- building micro-batches ahead -----------------------------------------------------------------------------------
 
     def _prefetched(self) -> Generator[Batch, None, None]:
-        """Yields micro-batches from a thread that runs ahead of the consumer."""
-        ready: queue.Queue[Batch | BaseException] = queue.Queue(1 if self.num_workers else NUM_BATCHES_AHEAD)
-        stop = threading.Event()
-        thread = threading.Thread(target=self._fill, args=(ready, stop), name="step-loader", daemon=True)
-        thread.start()
+        """Yields micro-batches that a thread builds and stages ahead of the consumer."""
+        batches = self._micro_batches()
+        thread = ThreadPoolExecutor(1, "step-loader")
         try:
+            ahead = deque(thread.submit(next, batches) for _ in range(2 if self.num_workers else NUM_BATCHES_AHEAD))
             while True:
-                found = ready.get()
-                if isinstance(found, BaseException):
-                    raise found
-                yield found
+                batch = ahead.popleft().result()
+                ahead.append(thread.submit(next, batches))
+                yield batch
         finally:
-            stop.set()
-            thread.join()
-
-    def _fill(self, ready: queue.Queue[Any], stop: threading.Event) -> None:
-        try:
-            for batch in self._micro_batches():
-                if not _put(ready, batch, stop):
-                    return
-        except BaseException as error:  # raised in the consumer
-            _put(ready, error, stop)
+            thread.shutdown(cancel_futures=True)
 
     def _micro_batches(self) -> Iterator[Batch]:
         needs_sorting = self.lengths is None and self.accumulation > 1
         build = _Builder(self.dataset, None if needs_sorting else self.collate)
         built = map(_raised, self._from_workers(build)) if self.num_workers else map(build, self._micro_batch_keys())
         batches = self._sorted(built) if needs_sorting else built
-        return batches if self.stage is None else map(self.stage, batches)
+        yield from batches if self.stage is None else map(self.stage, batches)
 
     def _sorted(self, built: Iterator[list[Example]]) -> Iterator[Batch]:
         """Sorts this rank's examples of each step by length and divides them into micro-batches, longest first."""
@@ -252,14 +240,3 @@ def _raised(found: Any) -> Any:
 
 def _start_worker(worker: int) -> None:
     start_worker()
-
-
-def _put(ready: queue.Queue[Any], item: Any, stop: threading.Event) -> bool:
-    """Waits until the queue has room; returns False if the consumer has ended."""
-    while not stop.is_set():
-        try:
-            ready.put(item, timeout=_POLL_S)
-        except queue.Full:
-            continue
-        return True
-    return False

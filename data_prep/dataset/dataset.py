@@ -11,20 +11,23 @@ from pathlib import Path
 import numpy as np
 from torch.utils.data import Dataset
 
+from data_prep.cache import cache_dir, computed_once
 from data_prep.chat import Example, Lengths, build_example, encode_example, example_lengths
 from data_prep.config import DataConfig, OnBad
 from data_prep.conversation import BadItem, Conversation
 from data_prep.dataset.example_store import ExampleStore
+from data_prep.dataset.index import Index
 from data_prep.dataset.lengths import as_array
 from data_prep.dataset.mixing import MixedOrder, sample
-from data_prep.dataset.prepare import LENGTHS, Index, code_fingerprint, content_hash, processor_fingerprint
+from data_prep.dataset.prepare import LENGTHS, processor_fingerprint
 from data_prep.dataset.skip_log import SKIPPED, SkipLog, read_skipped, unique_rows
-from data_prep.files import OTHER_CACHE, default_cache_dir, locked, writing
 from data_prep.sources.base import Source
 from sage.inputs.processing import Processor
+from sage.io.files import json_digest
 from sage.io.progress import progress_bar
+from sage.io.source import source_digest
 
-NUM_MEASURED = 500  # examples whose lengths are known before training; more would take minutes with large images
+NUM_MEASURED = 500  # examples whose lengths are measured before training; more would take minutes with large images
 MAX_INVALID_IN_A_ROW = 100
 
 
@@ -61,13 +64,13 @@ class ConversationDataset(Dataset[Example]):
         """
         for offset in range(MAX_INVALID_IN_A_ROW):
             try:
-                return self.example((position + offset) % len(self))
+                return self._example((position + offset) % len(self))
             except BadItem as error:
                 self.skipped.add(error)
         raise ValueError(f"{self.skipped.path}: {MAX_INVALID_IN_A_ROW} invalid items in a row; is data.media_root right?")
 
     def conversation(self, position: int) -> Conversation:
-        """Returns the item, its images unopened."""
+        """Returns the item without opening its images."""
         return self.sources[self.index.source[position]].conversation(int(self.index.row[position]))
 
     def epoch(self, seed: int, epoch: int) -> np.ndarray:
@@ -75,7 +78,7 @@ class ConversationDataset(Dataset[Example]):
         return self.order.epoch(seed, epoch)
 
     def skipped_items(self) -> list[dict[str, str]]:
-        """Returns the items skipped during preparation, and by this process since."""
+        """Returns the items that were skipped during preparation or, since then, by this process."""
         return unique_rows(read_skipped(self.index.folder / SKIPPED) + [item.as_row() for item in self.skipped.items])
 
     def full_lengths(self) -> np.ndarray:
@@ -86,15 +89,17 @@ class ConversationDataset(Dataset[Example]):
         Raises:
             BadItem: an item of the sample is invalid and `on_bad` is `error`.
         """
-        key = content_hash(self.fingerprint, self.config.num_frames, processor_fingerprint(self.processor), code_fingerprint())
-        cached = default_cache_dir(self.config.cache_dir) / "lengths" / f"{key}.npy"
-        with locked(cached, OTHER_CACHE):
-            if not cached.exists():
-                positions = progress_bar(sample(len(self), NUM_MEASURED), "measuring lengths")
-                found = [lengths for position in positions if (lengths := self._lengths(position)) is not None]
-                with writing(cached, OTHER_CACHE) as path, path.open("wb") as file:
-                    np.save(file, as_array(found))
-        return np.load(cached)
+        code = source_digest("data_prep.chat", type(self.processor.family).__module__)
+        key = json_digest([self.fingerprint, self.config.num_frames, processor_fingerprint(self.processor), code])
+        cached = cache_dir(self.config.cache_dir) / "lengths" / f"{key}.npy"
+        with computed_once(cached, self._write_lengths):
+            return np.load(cached)
+
+    def _write_lengths(self, path: Path) -> None:
+        positions = progress_bar(sample(len(self), NUM_MEASURED), "measuring lengths")
+        found = [lengths for position in positions if (lengths := self._lengths(position)) is not None]
+        with path.open("wb") as file:
+            np.save(file, as_array(found))
 
     def _lengths(self, position: int) -> Lengths | None:
         try:
@@ -103,14 +108,9 @@ class ConversationDataset(Dataset[Example]):
             self.skipped.add(error)
             return None
 
-    def example(self, position: int) -> Example:
-        """Returns the example at a position, without replacement; raises BadItem if the item is invalid or too long."""
-        return self.build(self.conversation(position))
-
-    def build(self, conversation: Conversation) -> Example:
-        """Encodes a conversation with the settings of this dataset; raises BadItem if it is invalid or too long."""
+    def _example(self, position: int) -> Example:
         config = self.config
-        return build_example(conversation, self.processor, config.max_length, config.on_long, config.num_frames)
+        return build_example(self.conversation(position), self.processor, config.max_length, config.on_long, config.num_frames)
 
 
 class StoredDataset(Dataset[Example]):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
+
+T = TypeVar("T")
 
 
 def permutation(size: int, *key: int | str) -> np.ndarray:
@@ -78,3 +81,15 @@ def next_source(weights: list[float], taken: list[int]) -> int:
     """
     position = sum(taken) + 1
     return int(np.argmax([w / sum(weights) * position - n for w, n in zip(weights, taken, strict=True)]))
+
+
+def alternate(readers: Iterable[Iterator[T]]) -> Iterator[T]:
+    """Yields one item of each reader in turn, until all have ended."""
+    waiting = list(readers)
+    while waiting:
+        for reader in list(waiting):
+            item = next(reader, None)
+            if item is None:
+                waiting.remove(reader)
+            else:
+                yield item

@@ -16,15 +16,15 @@ from typing import Any
 from data_prep.chat import Example, build_example
 from data_prep.config import DataConfig, OnBad
 from data_prep.conversation import BadItem, Conversation
-from data_prep.dataset.mixing import next_source, permutation
-from data_prep.dataset.prepare import content_hash
+from data_prep.dataset.mixing import alternate, next_source, permutation
 from data_prep.dataset.skip_log import SkipLog
 from data_prep.sources.base import Stream, as_example
 from data_prep.splits import Split, configured_shares
 from sage.inputs.processing import Processor
+from sage.io.files import json_digest
 
 logger = logging.getLogger(__name__)
-NUM_CANDIDATES = 8  # an item and its replacements, should its image be invalid
+NUM_CANDIDATES = 8  # an item and the replacements to try if its image is invalid
 Candidates = list[Conversation]
 RawItem = Conversation | BadItem
 
@@ -47,7 +47,7 @@ class StreamDataset:
 
     def __init__(self, config: DataConfig, streams: list[Stream], processor: Processor, skip_path: Path) -> None:
         self.config, self.streams, self.processor = config, streams, processor
-        self.fingerprint = content_hash([stream.fingerprint() for stream in streams], config.shuffle_block)
+        self.fingerprint = json_digest([[stream.fingerprint() for stream in streams], config.shuffle_block])
         self.skipped = SkipLog(skip_path, is_strict=config.on_bad is OnBad.error)
         self.weights = config.source_weights() or [1.0] * len(streams)
 
@@ -78,21 +78,13 @@ class StreamDataset:
         Raises:
             BadItem: an item is invalid and `on_bad` is `error`.
         """
+        config = self.config
         for conversation in candidates:
             try:
-                return self.build(conversation)
+                return build_example(conversation, self.processor, config.max_length, config.on_long, config.num_frames)
             except BadItem as error:
                 self.skipped.add(error)
         raise ValueError(f"{self.skipped.path}: {len(candidates)} invalid items in a row; is data.media_root right?")
-
-    def build(self, conversation: Conversation) -> Example:
-        """Encodes a conversation with the settings of this dataset.
-
-        Raises:
-            BadItem: the conversation is invalid or too long.
-        """
-        config = self.config
-        return build_example(conversation, self.processor, config.max_length, config.on_long, config.num_frames)
 
     def one_pass(self, split: Split) -> Iterator[Conversation]:
         """Yields every valid item of a split once, alternating between the sources regardless of their weights.
@@ -100,14 +92,9 @@ class StreamDataset:
         Raises:
             BadItem: an item is invalid and `on_bad` is `error`.
         """
-        readers = [stream.iterate(0) for stream in self.streams]
-        while readers:
-            for reader in list(readers):
-                raw = next(reader, None)
-                if raw is None:
-                    readers.remove(reader)
-                elif (found := self._usable(raw, split)) is not None:
-                    yield from self._validated(found)
+        for raw in alternate(stream.iterate(0) for stream in self.streams):
+            if (found := self._usable(raw, split)) is not None:
+                yield from self._validated(found)
 
     def skipped_items(self) -> list[dict[str, str]]:
         """Returns the items skipped by this process."""

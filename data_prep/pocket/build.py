@@ -19,10 +19,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import sage
 from data_prep.pocket import architecture, training
 from data_prep.pocket.families import FAMILIES
-from data_prep.pocket.folder import WEIGHTS, save, sha256
+from data_prep.pocket.folder import WEIGHTS, save
 from data_prep.pocket.score import score_table, score_target
 from sage.commands import cli
 from sage.io.files import write_json
+from sage.io.manifest import sha256
 
 logger = logging.getLogger(__name__)
 

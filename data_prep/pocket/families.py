@@ -34,7 +34,7 @@ QWEN_VISION = {
 
 
 class PocketFamily(ABC):
-    """What differs between the pocket targets of several families.
+    """Settings of a pocket target that depend on its family.
 
     Attributes:
         media_tokens: special tokens of the family's images and videos.
@@ -75,7 +75,7 @@ class PocketFamily(ABC):
 
     @property
     def num_front_layers(self) -> int:
-        """Number of text layers that new layers may only follow."""
+        """Number of leading text layers that stay in place when layers are added."""
         return 0
 
 
@@ -110,7 +110,7 @@ class Qwen2_5_VL(PocketFamily):
 
 
 class LinearPatchProjection(PatchProjection):
-    """A matrix product on the CPU too, where the backward pass of the convolution takes a tenth of a step."""
+    """A patch projection without convolution, whose backward pass takes a tenth of a training step on the CPU."""
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
         return self.linear(patches)

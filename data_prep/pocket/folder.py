@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
-import shutil
-import tempfile
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from data_prep.pocket import architecture
-from sage.io.files import write_json
+from sage.io.files import atomic_path, write_json
 
 WEIGHTS = "model.safetensors"
 MAX_WEIGHT_BYTES = 16 * 2**20  # the repository contains them
 
 
-def sha256(path: Path) -> str:
-    """Returns the SHA-256 of a file."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, family: str, folder: Path) -> None:
     """Writes weights (bfloat16; ValueError above `MAX_WEIGHT_BYTES`), configurations and tokenizer; replaces a folder."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".writing-") as scratch:
-        inside = Path(scratch) / folder.name
+    with atomic_path(folder) as inside:
         rounded = type(model)(model.config)
         rounded.load_state_dict(model.state_dict())
         rounded.generation_config = model.generation_config
@@ -39,7 +29,3 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, family: str
         (inside / WEIGHTS).chmod(0o644)
         if (inside / WEIGHTS).stat().st_size > MAX_WEIGHT_BYTES:
             raise ValueError(f"{folder}: weights of {(inside / WEIGHTS).stat().st_size} bytes, allowed: {MAX_WEIGHT_BYTES}")
-        if folder.exists():
-            folder.rename(Path(scratch) / "old")
-        inside.rename(folder)
-    shutil.rmtree(scratch, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""URLs and key of the servers, checked before anything is loaded. Imports neither torch nor an HTTP library."""
+"""Checks of the URLs and the key of the servers before anything is loaded. Imports neither torch nor an HTTP library."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_server(settings: RegenerateConfig, environment: Mapping[str, str]) -> 
 
 
 def read_key(settings: RegenerateConfig, environment: Mapping[str, str]) -> str:
-    """Returns the key of the servers, empty if there is none.
+    """Returns the key of the servers; empty if they have no key.
 
     Raises:
         ValueError: the environment has no variable of the chosen name, or its value cannot be sent.
@@ -52,19 +52,19 @@ def read_key(settings: RegenerateConfig, environment: Mapping[str, str]) -> str:
 
 
 def is_key(key: str) -> bool:
-    """Returns whether a key can be sent; an empty one is none."""
+    """Returns whether a key can be sent. An empty key is not sent."""
     return key.isascii() and key.isprintable() and " " not in key
 
 
 def url_problem(url: str, key_variable: str) -> str:
-    """Returns what is wrong with the URL of a server, without the URL; empty if nothing is.
+    """Describes the problem of a server's URL without repeating the URL; empty if the URL is valid.
 
     Args:
-        key_variable: where a key belongs, for the message.
+        key_variable: environment variable for a key, named in the message.
     """
     try:
         parts = urlsplit(url)
-        _ = parts.port  # raises ValueError if it is none
+        _ = parts.port  # raises ValueError for an invalid port
     except ValueError:
         return "is not valid"
     if not url.isascii() or not url.isprintable() or " " in url:

@@ -1,6 +1,6 @@
 """Answers of OpenAI-compatible servers to many conversations at the same time.
 
-Owns: conversations side by side, the outcome of a request without an answer. Does not own: HTTP and retries (`client`), the
+Owns: concurrent conversations, the outcome of a request without an answer. Does not own: HTTP and retries (`client`), the
 content of requests and answers (`chat_request`), the check at the start (`check`).
 """
 
@@ -14,20 +14,20 @@ from types import TracebackType
 
 from data_prep.config import RegenerateConfig
 from data_prep.conversation import Message, media_parts
-from data_prep.dialog import Answer, Dialog, Outcome, Prompt
-from data_prep.server.chat_request import MediaPolicy, OutsideMedia, answer_of, request_messages
+from data_prep.dialog import AnswerRequest, Dialog, Outcome, TargetAnswer
+from data_prep.server.chat_request import MediaPolicy, answer_of, request_messages
 from data_prep.server.check import TEXT_PROMPT, ServedTarget, ServerCheck
-from data_prep.server.client import Fault, Refused, ServerError, ServerPool
+from data_prep.server.client import AttemptFailed, RequestRefused, ServerError, ServerPool
 
 logger = logging.getLogger(__name__)
-NUM_SEARCHED, NUM_TRIED = 64, 4  # conversations at the start: searched for images, and sent to check that they are taken
+NUM_SEARCHED, NUM_TRIED = 64, 4  # conversations that are searched for images at the start, and prompts that are sent
 
 
 class ServerAnswers:
     """Answers of the servers in `settings.server`; a context manager.
 
     Args:
-        key: of the servers, empty: none.
+        key: API key of the servers; empty: none.
         policy: the images that may be sent.
     """
 
@@ -58,7 +58,7 @@ class ServerAnswers:
         """Runs up to `settings.concurrency` dialogs at the same time, see data_prep.dialog; `check` comes first.
 
         Raises:
-            ServerError: the servers answer no more, or take no images.
+            ServerError: the servers do not answer any more, or accept no images.
             OutsideMedia: an image is outside the folders whose images may be sent.
         """
         first = list(itertools.islice(dialogs, NUM_SEARCHED))
@@ -84,57 +84,52 @@ class ServerAnswers:
     def _prompts_with_image(self, dialogs: list[Dialog]) -> Iterator[list[Message]]:
         """Yields the first prompts of dialogs that have an image and can be sent."""
         for dialog in dialogs:
-            prompt = dialog.next_prompt()
-            if prompt is None or not any(part["type"] == "image" for part in media_parts(prompt.messages)):
+            request = dialog.next_request()
+            if request is None or not any(part["type"] == "image" for part in media_parts(request.messages)):
                 continue
             try:
-                request_messages(prompt.messages, self._policy)
-            except OutsideMedia:
-                raise
+                request_messages(request.messages, self._policy)
             except ValueError:
                 continue
-            yield prompt.messages
+            yield request.messages
 
     async def _run(self, dialog: Dialog) -> Dialog:
-        while (prompt := dialog.next_prompt()) is not None:
-            dialog.add(await self._answer(prompt))
+        while (request := dialog.next_request()) is not None:
+            dialog.add(await self._answer(request))
         return dialog
 
-    async def _answer(self, prompt: Prompt) -> Answer:
+    async def _answer(self, request: AnswerRequest) -> TargetAnswer:
         try:
-            messages = request_messages(prompt.messages, self._policy)
-        except OutsideMedia:
-            raise
+            messages = request_messages(request.messages, self._policy)
         except ValueError as error:
-            return Answer("", Outcome.invalid, str(error))
-        options = self._check.options | {"max_tokens": self._settings.max_new_tokens, "seed": prompt.seed}
+            return TargetAnswer("", Outcome.invalid, str(error))
+        options = self._check.options | {"max_tokens": self._settings.max_new_tokens, "seed": request.seed}
         try:
             reply = await self._pool.complete({"model": self._check.model, "messages": messages, **options})
             answer = answer_of(reply, self._target.processor.tokenizer, self._target.end_token_ids)
-            return answer or Answer("", Outcome.failed, "the server's answer is no chat completion")
-        except Refused as refused:
-            self._warn_once(str(refused))
-            return Answer("", Outcome.refused, f"refused by the server: {refused}")
-        except Fault as fault:
-            return await self._failed(fault)
+            return answer or TargetAnswer("", Outcome.failed, "the server's answer is no chat completion")
+        except RequestRefused as refusal:
+            self._warn_once(str(refusal))
+            return TargetAnswer("", Outcome.refused, f"refused by the server: {refusal}")
+        except AttemptFailed as failure:
+            return await self._failed(failure)
 
-    async def _failed(self, fault: Fault) -> Answer:
-        """Distinguishes a request at which the server fails from a server that fails, which answers no short text either.
+    async def _failed(self, failure: AttemptFailed) -> TargetAnswer:
+        """Returns the outcome of a request at which the server fails although it answers a short text.
 
         Raises:
-            ServerError: the latter.
+            ServerError: the server does not answer a short text either.
         """
         attempts = f"{self._settings.retries + 1} attempts"
-        if not (fault.is_busy or fault.is_down):
+        if not (failure.is_busy or failure.is_down):
             try:
                 body = {"model": self._check.model, "messages": request_messages(TEXT_PROMPT, self._policy), "max_tokens": 1}
                 await self._pool.complete(body)
-                return Answer("", Outcome.failed, f"{attempts} failed: {fault}")
-            except (Fault, Refused):
+                return TargetAnswer("", Outcome.failed, f"{attempts} failed: {failure}")
+            except (AttemptFailed, RequestRefused):
                 pass
-        raise ServerError(
-            f"regenerate.server: {attempts} failed in a row: {fault}; finished answers are kept, and the same command continues"
-        )
+        kept = "finished answers are kept, and the same command continues"
+        raise ServerError(f"regenerate.server: {attempts} failed in a row: {failure}; {kept}")
 
     def _warn_once(self, reason: str) -> None:
         if not self._has_refused:

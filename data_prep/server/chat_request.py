@@ -1,7 +1,7 @@
-"""Messages with images -> the body of a chat completion request, and its answer -> `Answer`.
+"""Converts messages with images to chat completion requests, and chat completions to `TargetAnswer`s.
 
-Images are sent so that the server reads the pixels of training. A file that every reader decodes alike is sent as it is; of
-others (rotated by EXIF, transparent, 16 bits, animated) the RGB image is sent as PNG.
+The server receives the pixels that training uses. An image file that every reader decodes in the same way is sent unchanged.
+Any other image (rotated by EXIF, transparent, 16 bits, animated) is converted to RGB and sent as PNG.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from PIL import Image, UnidentifiedImageError
 
 from data_prep.config import DataConfig, Images
 from data_prep.conversation import Message, Part, media_parts, text_of
-from data_prep.dialog import Answer, Outcome
+from data_prep.dialog import Outcome, TargetAnswer
 from data_prep.splits import Split
 from sage.inputs.media import open_image
 
@@ -26,16 +26,16 @@ PLAIN_MODES = ("RGB", "L")
 ORIENTATION = 0x0112  # EXIF tag; 1 = upright
 
 
-class OutsideMedia(ValueError):
+class OutsideMedia(PermissionError):
     """An image outside the folders whose images may be sent."""
 
 
 @dataclass(frozen=True)
 class MediaPolicy:
-    """Which image files are sent, and how.
+    """Selects the image files that may be sent, and how they are sent.
 
     Attributes:
-        roots: resolved folders; an image file outside all of them is never read or sent.
+        roots: resolved folders. An image file outside all of them is never read or sent.
     """
 
     roots: tuple[Path, ...]
@@ -55,8 +55,8 @@ class MediaPolicy:
         """Returns the URL of an image for a request.
 
         Raises:
-            OutsideMedia: a file outside `roots`, symbolic links resolved.
-            ValueError: it cannot be read.
+            OutsideMedia: the file is outside `roots` after symbolic links are resolved.
+            ValueError: the image cannot be read.
         """
         if isinstance(image, Image.Image):
             return _data_url(_png(image), "PNG")
@@ -77,7 +77,7 @@ class MediaPolicy:
 
 
 def request_messages(messages: list[Message], policy: MediaPolicy) -> list[dict[str, Any]]:
-    """Returns the messages as the API takes them: a message with images as parts, any other as text.
+    """Returns the messages in the format of the API: messages with images as lists of parts, other messages as text.
 
     Raises:
         OutsideMedia: see `MediaPolicy.url`.
@@ -91,10 +91,11 @@ def request_messages(messages: list[Message], policy: MediaPolicy) -> list[dict[
     return found
 
 
-def answer_of(reply: Any, tokenizer: Any, end_token_ids: Sequence[int]) -> Answer | None:
-    """Returns the answer in a chat completion, None if it is none.
+def answer_of(reply: Any, tokenizer: Any, end_token_ids: Sequence[int]) -> TargetAnswer | None:
+    """Returns the answer in a chat completion; None if `reply` is not a chat completion.
 
-    With token ids (vLLM's `return_token_ids`), text and end are those that our decoder gives for the same tokens.
+    If the server returns token ids (vLLM's `return_token_ids`), they determine the text and the end of the answer, as in
+    `sage.generate`.
     """
     try:
         choice = reply["choices"][0]
@@ -104,10 +105,10 @@ def answer_of(reply: Any, tokenizer: Any, end_token_ids: Sequence[int]) -> Answe
     if ids:
         text = tokenizer.decode(ids, skip_special_tokens=True)
     if reason == "stop" or (ids and ids[-1] in end_token_ids):
-        return Answer(text)
+        return TargetAnswer(text)
     if reason == "length":
-        return Answer(text, Outcome.cut)
-    return Answer(text, Outcome.refused, f"refused by the server: finish_reason {reason}")
+        return TargetAnswer(text, Outcome.cut)
+    return TargetAnswer(text, Outcome.refused, f"refused by the server: finish_reason {reason}")
 
 
 def _part(part: Part, policy: MediaPolicy) -> dict[str, Any]:
@@ -119,7 +120,7 @@ def _part(part: Part, policy: MediaPolicy) -> dict[str, Any]:
 
 
 def _plain_format(source: Any) -> str:
-    """Returns the format of an image file that every reader decodes alike; empty for another one or none."""
+    """Returns the format of an image file that every reader decodes in the same way; empty for any other file."""
     try:
         with Image.open(source) as image:
             is_upright = image.getexif().get(ORIENTATION, 1) == 1

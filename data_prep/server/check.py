@@ -1,6 +1,6 @@
-"""The check of the servers at the start: they answer, serve the target, and read its prompts as its processor does.
+"""Checks at the start that the servers answer, serve the target, and tokenize its prompts like the target's processor.
 
-Every problem is a `ServerError`, one line with the remedy.
+Every problem is reported as a `ServerError`: one line with the remedy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from data_prep.config import RegenerateConfig
 from data_prep.conversation import Message
 from data_prep.server.chat_request import MediaPolicy, answer_of, request_messages
-from data_prep.server.client import CHAT, MODELS, Refused, Server, ServerError, ServerPool
+from data_prep.server.client import CHAT, MODELS, RequestRefused, Server, ServerError, ServerPool
 from sage.inputs.processing import Processor
 from sage.targets.loading import load_processor
 from sage.targets.target import fingerprint_of
@@ -28,7 +28,7 @@ TEXT_PROMPT: list[Message] = [{"role": "user", "content": [{"type": "text", "tex
 
 @dataclass(frozen=True)
 class ServedTarget:
-    """The target, as far as answers of a server depend on it.
+    """The properties of the target on which answers of a server depend.
 
     Attributes:
         name: folder or hub id.
@@ -56,7 +56,7 @@ class ServerCheck:
 
     Attributes:
         model: id under which the target is served.
-        options: sampling options for requests, as the servers take them.
+        options: sampling options that all servers accept.
     """
 
     def __init__(self, pool: ServerPool, settings: RegenerateConfig, target: ServedTarget, policy: MediaPolicy) -> None:
@@ -73,18 +73,18 @@ class ServerCheck:
         self.options = min(found, key=len)
 
     async def check_images(self, prompts: Sequence[list[Message]]) -> None:
-        """Checks that every server takes one of some prompts with an image."""
+        """Checks that every server accepts at least one of some prompts with an image."""
         for server in self._pool.servers:
             for number, prompt in enumerate(prompts, 1):
                 try:
                     await self._check_prompt(server, prompt, self.options)
                     break
-                except Refused as refused:
+                except RequestRefused as refusal:
                     if number == len(prompts):
                         raise ServerError(
                             f"regenerate.server: {server.name} refuses images: {number} of {number} prompts with one "
-                            f"({refused}); serve the target with images, or choose data without"
-                        ) from refused
+                            f"({refusal}); serve the target with images, or choose data without"
+                        ) from refusal
 
     async def _served_model(self, server: Server) -> str:
         """Returns the id of the target on a server."""
@@ -92,7 +92,7 @@ class ServerCheck:
             models = (await self._pool.ask(server, "GET", MODELS))["data"]
             known = {str(model["id"]): model for model in models}
             same = [name for name, model in known.items() if self._is_target(name) or self._is_target(model.get("root"))]
-        except (Refused, LookupError, TypeError, AttributeError) as error:
+        except (RequestRefused, LookupError, TypeError, AttributeError) as error:
             message = f"regenerate.server: {server.name} lists no models; give its URL up to and including /v1"
             raise ServerError(message) from error
         listed = ", ".join(known)[:MAX_LISTED] or "nothing"
@@ -114,19 +114,19 @@ class ServerCheck:
         return Path(name or "").name.lower() == Path(self._target.name).name.lower()
 
     async def _accepted_options(self, server: Server) -> dict[str, Any]:
-        """Returns the sampling options, without those of vLLM if the server takes only the standard ones."""
+        """Returns the sampling options, without those of vLLM if the server accepts only the standard ones."""
         standard = {"temperature": self._settings.temperature, "top_p": self._settings.top_p}
-        # vLLM would take values that are not given from generation_config.json.
+        # Without explicit values, vLLM applies those of generation_config.json.
         own = {"top_k": self._settings.top_k or -1, "min_p": 0.0, "repetition_penalty": 1.0, "return_token_ids": True}
         try:
             await self._check_prompt(server, TEXT_PROMPT, standard | own)
             return standard | own
-        except Refused as refused:
-            reason = str(refused)
+        except RequestRefused as refusal:
+            reason = str(refusal)
         try:
             await self._check_prompt(server, TEXT_PROMPT, standard)
-        except Refused as refused:
-            raise ServerError(f"regenerate.server: {server.name} refuses a short text prompt ({refused})") from refused
+        except RequestRefused as refusal:
+            raise ServerError(f"regenerate.server: {server.name} refuses a short text prompt ({refusal})") from refusal
         if self._settings.top_k:
             raise ServerError(f"regenerate.top_k={self._settings.top_k}: {server.name} takes no top_k ({reason}); set it to 0")
         logger.info("%s takes only the standard options: its answers come as text, without token ids", server.name)

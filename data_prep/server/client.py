@@ -1,6 +1,7 @@
-"""Requests to OpenAI-compatible servers: choice of the server, retries, errors without addresses.
+"""Requests to OpenAI-compatible servers: choice of the server, retries, errors that contain no address.
 
-The only module that uses HTTP. Does not own: the content of requests and answers (data_prep.server.chat_request).
+No other module of data_prep sends HTTP requests. Does not own: the content of requests and answers
+(data_prep.server.chat_request).
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import logging
 import random
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from email.utils import parsedate_to_datetime
-from http import HTTPStatus
 from typing import Any
 
 import httpx
@@ -20,35 +21,35 @@ import httpx
 from data_prep.config import RegenerateConfig
 
 CHAT, MODELS = "chat/completions", "models"
-CONNECT_S, CHECK_S = 10.0, 120.0  # for a connection, and for each request of the check at the start
+CONNECT_S, CHECK_S = 10.0, 120.0  # timeouts of a connection and of each request of the check at the start
 MAX_DELAY_S = 60.0  # between two attempts
-MAX_NAMED_DELAY_S = 600.0  # that a server may name itself (Retry-After)
+MAX_NAMED_DELAY_S = 600.0  # that a server may request (Retry-After)
 MAX_REASON = 200  # characters of a server's message
 KEY_REMEDY = "export its key in the variable of regenerate.key_variable"
-REMEDIES: dict[int, str] = {  # of refusals that concern every request
-    HTTPStatus.UNAUTHORIZED: KEY_REMEDY,
-    HTTPStatus.FORBIDDEN: KEY_REMEDY,
-    HTTPStatus.NOT_FOUND: "give its URL up to and including /v1, and serve the target",
+REMEDIES = {  # by status, for refusals that concern every request
+    401: KEY_REMEDY,
+    403: KEY_REMEDY,
+    404: "give its URL up to and including /v1, and serve the target",
 }
-BUSY = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
-PASSING = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.CONFLICT, HTTPStatus.TOO_EARLY, *BUSY)
+BUSY = (429, 503)
+PASSING = (408, 409, 425, *BUSY)
 
 
 class ServerError(ValueError):
     """A server cannot be used at all; the message names it by its place in `regenerate.server`."""
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """The server does not accept this request."""
 
 
-class Fault(Exception):
-    """An attempt failed in a way that may pass.
+class AttemptFailed(Exception):
+    """An attempt failed for a reason that may pass.
 
     Attributes:
-        delay_s: pause that the server asks for; None if it names none.
-        is_busy: the server works, but takes no request now.
-        is_down: no connection.
+        delay_s: pause that the server requests; None without one.
+        is_busy: the server is running, but accepts no request now.
+        is_down: the server cannot be connected to.
     """
 
     def __init__(self, reason: str, delay_s: float | None = None, is_busy: bool = False, is_down: bool = False) -> None:
@@ -57,45 +58,45 @@ class Fault(Exception):
 
 
 class Server:
-    """One server, and how it fared.
+    """State of one server.
 
     Attributes:
         name: its place in `regenerate.server`, for messages.
         num_active: requests in progress.
-        num_faults: since the last answer; several at the same time count as one.
-        ready_at: time (`time.monotonic`) before which it gets no request, after a fault.
+        num_faults: failures since the last answer; several at the same time count as one.
+        ready_at: time (`time.monotonic`) before which it gets no request, after a failure.
     """
 
     def __init__(self, url: str, name: str, client: httpx.AsyncClient, secrets: Sequence[str]) -> None:
         self.name, self.num_active, self.num_faults, self.ready_at = name, 0, 0, 0.0
         self._url, self._client, self._secrets = url, client, secrets
 
-    async def request(self, method: str, path: str, body: Any = None, *, timeout_s: float) -> Any:
+    async def request(self, method: str, path: str, body: Any, timeout_s: float) -> Any:
         """Sends one request; returns the JSON of the answer.
 
         Raises:
-            Fault: it may succeed later.
-            Refused: it will not.
-            ServerError: neither will any other.
+            AttemptFailed: the same request may succeed later.
+            RequestRefused: it will not.
+            ServerError: no request to this server will.
         """
         self.num_active += 1
         try:
             timeout = httpx.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s), pool=None)
             response = await self._client.request(method, f"{self._url}/{path}", json=body, timeout=timeout)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise Fault("no connection", is_down=True) from error
+            raise AttemptFailed("no connection", is_down=True) from error
         except httpx.TimeoutException as error:
-            raise Fault(f"no answer within {timeout_s:g} s") from error
+            raise AttemptFailed(f"no answer within {timeout_s:g} s") from error
         except httpx.RequestError as error:
-            raise Fault("the connection was cut") from error
+            raise AttemptFailed("the connection was cut") from error
         finally:
             self.num_active -= 1
         return self._content(response, path)
 
-    def rest(self, delay_s: float, named_s: float | None) -> None:
-        """Gives the server a pause: the one that it names, or one that doubles with every fault in a row."""
+    def pause(self, delay_s: float, named_s: float | None) -> None:
+        """Delays the next request: by the time that the server names, or by one that doubles with every failure in a row."""
         now = time.monotonic()
-        if now >= self.ready_at:  # requests at the same time fail together: one fault
+        if now >= self.ready_at:  # requests at the same time fail together and count once
             doubled = min(delay_s * 2**self.num_faults, MAX_DELAY_S) * random.uniform(0.5, 1.0)
             self.num_faults += 1
             self.ready_at = now + (doubled if named_s is None else 0.0)
@@ -103,31 +104,27 @@ class Server:
 
     def _content(self, response: httpx.Response, path: str) -> Any:
         status = response.status_code
-        if status == HTTPStatus.OK:
+        if status == httpx.codes.OK:
             try:
                 return response.json()
-            except (ValueError, UnicodeDecodeError) as error:
-                raise Fault("an answer that is not JSON") from error
-        reason = self._reason(response)
-        if status >= HTTPStatus.INTERNAL_SERVER_ERROR or status in PASSING:
-            raise Fault(reason, _retry_after(response), is_busy=status in BUSY)
-        if status in REMEDIES or status < HTTPStatus.BAD_REQUEST:
+            except ValueError as error:
+                raise AttemptFailed("an answer that is not JSON") from error
+        title = f"{status} {httpx.codes.get_reason_phrase(status)}".strip()
+        reason = ": ".join(filter(None, (title, server_message(response, self._secrets))))
+        if status >= 500 or status in PASSING:
+            raise AttemptFailed(reason, _retry_after(response), is_busy=status in BUSY)
+        if status in REMEDIES or status < 400:
             remedy = REMEDIES.get(status, "give the URL that it redirects to")
             raise ServerError(f"regenerate.server: {self.name}: {path}: {reason}; {remedy}")
-        raise Refused(reason)
-
-    def _reason(self, response: httpx.Response) -> str:
-        """Returns status and message of an answer, without what is secret."""
-        known = {int(status): status.phrase for status in HTTPStatus}
-        title = f"{response.status_code} {known.get(response.status_code, '')}".strip()
-        text = server_message(response, self._secrets)
-        return f"{title}: {text}" if text else title
+        raise RequestRefused(reason)
 
 
 class ServerPool:
     """Several servers of the same model, used evenly.
 
-    A request goes to the server with the fewest requests among those that are not resting after a fault; if all are, it waits.
+    A request goes to the server with the fewest requests among those that are not paused after a failure; if all are, it waits.
+    Retries are not left to a client library, because they concern all servers and requests together: any server may answer the
+    next attempt, all requests respect a server's pause, and a busy server is no failure of a request while it answers others.
 
     Args:
         key: sent as bearer token; empty: none.
@@ -140,8 +137,7 @@ class ServerPool:
         self._settings = settings
         keep_urls_out_of_logs()
         urls = settings.urls()
-        hosts = [httpx.URL(url).netloc.decode() for url in urls]
-        secrets = [text for text in (key, *urls, *hosts) if text]
+        secrets = [text for text in (key, *urls, *(httpx.URL(url).netloc.decode() for url in urls)) if text]
         names = [f"server {number} of {len(urls)}" if len(urls) > 1 else "the server" for number in range(1, len(urls) + 1)]
         self.servers = [Server(url, name, self._client, secrets) for url, name in zip(urls, names, strict=True)]
 
@@ -153,53 +149,55 @@ class ServerPool:
         """Requests a chat completion, at every attempt from the server that is free then.
 
         Raises:
-            Fault: the last of all attempts failed.
-            Refused, ServerError: as `Server.request`.
+            AttemptFailed: the last attempt failed.
+            RequestRefused, ServerError: as `Server.request`.
         """
-        num_faults = 0
-        while True:
-            server = await self._free_server()
-            try:
-                found = await server.request("POST", CHAT, body, timeout_s=self._settings.timeout_s)
-            except Fault as fault:
-                server.rest(self._settings.retry_delay_s, fault.delay_s)
-                num_faults += not fault.is_busy
-                if num_faults > self._settings.retries or (fault.is_busy and all(map(self._is_hopeless, self.servers))):
-                    raise
-            else:
-                server.num_faults = 0
-                return found
+        return await self._request(self.servers, self._settings.retries, "POST", CHAT, body, self._settings.timeout_s)
 
     async def ask(self, server: Server, method: str, path: str, body: Any = None) -> Any:
         """Sends a request of the check at the start to one server; repeats it only if the server is busy.
 
         Raises:
             ServerError: the server cannot be used now.
-            Refused: as `Server.request`.
+            RequestRefused: as `Server.request`.
         """
-        for attempt in range(self._settings.retries + 1):
-            try:
-                return await server.request(method, path, body, timeout_s=min(CHECK_S, self._settings.timeout_s))
-            except Fault as fault:
-                server.rest(self._settings.retry_delay_s, fault.delay_s)
-                if not fault.is_busy or attempt == self._settings.retries:
-                    times = f" ({attempt + 1} attempts)" if attempt else ""
-                    remedy = "start it" if fault.is_down else "wait until it is free" if fault.is_busy else "see its log"
-                    raise ServerError(f"regenerate.server: {server.name}: {fault}{times}; {remedy}") from fault
-                await asyncio.sleep(max(0.0, server.ready_at - time.monotonic()))
-        raise AssertionError
+        try:
+            return await self._request([server], 0, method, path, body, min(CHECK_S, self._settings.timeout_s))
+        except AttemptFailed as failure:
+            times = f" ({server.num_faults} attempts)" if server.num_faults > 1 else ""
+            remedy = "start it" if failure.is_down else "wait until it is free" if failure.is_busy else "see its log"
+            raise ServerError(f"regenerate.server: {server.name}: {failure}{times}; {remedy}") from failure
 
-    def _is_hopeless(self, server: Server) -> bool:
-        """Whether a server has been busy at every attempt, and not with our own requests."""
+    async def _request(
+        self, servers: Sequence[Server], retries: int, method: str, path: str, body: Any, timeout_s: float
+    ) -> Any:
+        """Repeats a failed request up to `retries` times; while servers are busy, until all of them have exhausted theirs."""
+        num_failed = 0
+        while True:
+            server = await _free_server(servers)
+            try:
+                found = await server.request(method, path, body, timeout_s)
+            except AttemptFailed as failure:
+                server.pause(self._settings.retry_delay_s, failure.delay_s)
+                num_failed += not failure.is_busy
+                if num_failed > retries or (failure.is_busy and all(map(self._has_exhausted_retries, servers))):
+                    raise
+            else:
+                server.num_faults = 0
+                return found
+
+    def _has_exhausted_retries(self, server: Server) -> bool:
+        """Returns whether a server has been busy at every attempt, and not with our own requests."""
         return server.num_faults > self._settings.retries and not server.num_active
 
-    async def _free_server(self) -> Server:
-        while True:
-            now = time.monotonic()
-            server = min(self.servers, key=lambda server: (max(server.ready_at, now), server.num_active))
-            if server.ready_at <= now:
-                return server
-            await asyncio.sleep(server.ready_at - now)
+
+async def _free_server(servers: Sequence[Server]) -> Server:
+    while True:
+        now = time.monotonic()
+        server = min(servers, key=lambda server: (max(server.ready_at, now), server.num_active))
+        if server.ready_at <= now:
+            return server
+        await asyncio.sleep(server.ready_at - now)
 
 
 def server_message(response: httpx.Response, secrets: Sequence[str]) -> str:
@@ -217,7 +215,7 @@ def server_message(response: httpx.Response, secrets: Sequence[str]) -> str:
 
 
 def keep_urls_out_of_logs() -> None:
-    """Raises the level of httpx and httpcore, which log URLs below it."""
+    """Keeps httpx and httpcore from logging URLs, which they do below the level of a warning."""
     for name in ("httpx", "httpcore"):
         logging.getLogger(name).setLevel(logging.WARNING)
 
@@ -225,11 +223,7 @@ def keep_urls_out_of_logs() -> None:
 def _retry_after(response: httpx.Response) -> float | None:
     """Returns the pause of the header Retry-After, in seconds or as a date."""
     value = response.headers.get("retry-after", "")
-    try:
-        return max(0.0, float(value))
-    except ValueError:
-        pass
-    try:
-        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-    except (ValueError, TypeError):
-        return None
+    for parse in (float, lambda text: parsedate_to_datetime(text).timestamp() - time.time()):
+        with suppress(ValueError, TypeError):
+            return max(0.0, parse(value))
+    return None

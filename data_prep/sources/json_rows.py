@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from data_prep.cache import cache_dir, computed_once
 from data_prep.conversation import BadItem
-from data_prep.files import OTHER_CACHE, default_cache_dir, locked, writing
 from data_prep.sources.paths import is_array
 
 CHUNK_BYTES = 1 << 24
@@ -57,14 +57,15 @@ class JsonRows:
         """Returns the error that names this file and item."""
         return BadItem(str(self.path), index, reason)
 
-    def _cached_spans(self, cache_dir: str) -> np.ndarray:
-        cached = default_cache_dir(cache_dir) / "rows" / f"{self.digest[:24]}.npy"
-        with locked(cached, OTHER_CACHE):
-            if not cached.exists():
-                spans = _array_spans(self.path) if is_array(self.path) else _line_spans(self.path)
-                with writing(cached, OTHER_CACHE) as path, path.open("wb") as file:
-                    np.save(file, np.asarray(spans, dtype=np.int64).reshape(-1, 2))
-        return np.load(cached, mmap_mode="r")
+    def _cached_spans(self, configured_cache: str) -> np.ndarray:
+        cached = cache_dir(configured_cache) / "rows" / f"{self.digest[:24]}.npy"
+        with computed_once(cached, self._write_spans):
+            return np.load(cached, mmap_mode="r")
+
+    def _write_spans(self, path: Path) -> None:
+        spans = _array_spans(self.path) if is_array(self.path) else _line_spans(self.path)
+        with path.open("wb") as file:
+            np.save(file, np.asarray(spans, dtype=np.int64).reshape(-1, 2))
 
 
 def file_digest(path: Path) -> str:

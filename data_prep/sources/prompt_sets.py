@@ -16,7 +16,7 @@ from data_prep.sources.base import Source
 from data_prep.sources.json_rows import JsonRows
 from data_prep.sources.paths import JSON_SUFFIXES
 from data_prep.sources.prompt_layouts import LAYOUTS, Layout, Question
-from data_prep.sources.rows import ListRows, MediaFinder, Row, Rows, RowSource, require_path
+from data_prep.sources.rows import ListRows, MediaFinder, RawRows, Row, RowSource, require_path
 from data_prep.splits import Split
 
 EXPLAIN = "Please give a detailed and reasonable explanation for the answer."
@@ -25,7 +25,7 @@ EXPLAIN = "Please give a detailed and reasonable explanation for the answer."
 class PromptSource(RowSource):
     """The rows of one benchmark; `long_answers` requests a detailed explanation in place of a one-word answer."""
 
-    def __init__(self, rows: Rows, kind: str, find: MediaFinder, long_answers: bool) -> None:
+    def __init__(self, rows: RawRows, kind: str, find: MediaFinder, long_answers: bool) -> None:
         self.layout, self.find, self.long_answers = LAYOUTS[kind], find, long_answers
         layout = self.layout
         settings = (kind, find.root, long_answers)
@@ -56,7 +56,7 @@ def _lines(question: str, ending: str) -> str:
     return "\n".join(part for part in (question.strip(), ending) if part)
 
 
-def _open_rows(config: SourceConfig, path: str, layout: Layout, cache_dir: str) -> Rows:
+def _open_rows(config: SourceConfig, path: str, layout: Layout, cache_dir: str) -> RawRows:
     is_json = path.endswith(JSON_SUFFIXES)
     if (config.subset or config.split) and is_json:
         raise ValueError(f"{path}: a JSON file has no subset ({config.subset!r}) and no split ({config.split!r})")

@@ -17,7 +17,7 @@ Row = dict[str, Any]
 ToMessages = Callable[[Row], list[Message]]
 
 
-class Rows(Protocol):
+class RawRows(Protocol):
     """Raw rows by index."""
 
     @property
@@ -45,7 +45,7 @@ class RowSource(Source):
 
     def __init__(
         self,
-        rows: Rows,
+        rows: RawRows,
         to_messages: ToMessages,
         settings: Any = "",
         id_key: str = "id",

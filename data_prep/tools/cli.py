@@ -20,7 +20,6 @@ from data_prep.dataset.mixing import sample
 from data_prep.dataset.skip_log import count_reasons
 from data_prep.dataset.stream import StreamDataset
 from data_prep.dialog import one_by_one
-from data_prep.files import writing
 from data_prep.server.answers import ServerAnswers
 from data_prep.server.chat_request import MediaPolicy
 from data_prep.server.check import ServedTarget
@@ -31,6 +30,7 @@ from data_prep.tools.regenerate import RegenerationResult, answerer, finished_pr
 from data_prep.tools.stats import Statistics, measure
 from sage.drafts.location import find_draft
 from sage.inputs.processing import Processor
+from sage.io.files import writing
 from sage.io.progress import progress_bar
 
 Data = ConversationDataset | StreamDataset

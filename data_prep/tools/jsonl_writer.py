@@ -16,9 +16,9 @@ from typing import Any
 from PIL import Image
 
 from data_prep.conversation import Conversation, Message, Part
-from data_prep.files import writing
 from sage.inputs.media import open_image
 from sage.inputs.video import TIME_KEYS
+from sage.io.files import writing
 
 
 class MediaFolder:

@@ -24,15 +24,15 @@ from typing import Any
 
 from data_prep.config import RegenerateConfig
 from data_prep.conversation import Message
-from data_prep.dialog import Answer, Answerer, Dialog, Drive, Outcome
-from data_prep.files import locked, naming_write_errors, writing
+from data_prep.dialog import Answerer, Dialog, Drive, Outcome, TargetAnswer
 from data_prep.tools.jsonl_writer import MediaFolder, as_line
 from sage.inputs.media import open_image, open_video_part
+from sage.io.files import locked, naming_write_errors, writing
 from sage.io.progress import progress_bar
 
 logger = logging.getLogger(__name__)
-NEUTRAL_KEYS = {"draft", "policy"}  # of the provenance: they affect the speed, not the answers
-LOG_INTERVAL_S = 60.0  # of the progress where stderr is no terminal
+NEUTRAL_KEYS = {"draft", "policy"}  # keys of the provenance that affect the speed, not the answers
+LOG_INTERVAL_S = 60.0  # between two log lines of the progress if stderr is not a terminal
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def regenerate(
 def _with_progress(
     dialogs: Iterable[Dialog], total: int, num_before: int, num_remaining: int, is_shown: bool
 ) -> Iterator[Dialog]:
-    """Shows number, rate and time left: on a terminal as a bar, elsewhere in the log."""
+    """Reports the number of conversations, the rate and the remaining time: as a bar on a terminal, elsewhere in the log."""
     start = last = time.monotonic()
     bar = progress_bar(dialogs, "answering", total, num_before, is_shown)
     for count, dialog in enumerate(bar, 1):
@@ -121,14 +121,14 @@ def answerer(target: Any, draft: Any, settings: RegenerateConfig, num_frames: in
     sampling = sage.Sampling.from_attributes(settings)
     policy = settings.policy if draft is not None else "autoregressive"
 
-    def answer(messages: list[Message], seed: int) -> Answer:
+    def answer(messages: list[Message], seed: int) -> TargetAnswer:
         try:
             opened = with_open_media(messages, num_frames)
         except ValueError as error:
-            return Answer("", Outcome.invalid, str(error))
+            return TargetAnswer("", Outcome.invalid, str(error))
         out = sage.generate(target, draft, target.prepare(opened), policy=policy, sampling=sampling, seed=seed)
         is_finished = len(out.tokens) and int(out.tokens[-1]) in target.eos_token_ids
-        return Answer(out.text, Outcome.answered if is_finished else Outcome.cut)
+        return TargetAnswer(out.text, Outcome.answered if is_finished else Outcome.cut)
 
     return answer
 

@@ -1,6 +1,7 @@
-"""Atomic writes, and JSON files. A reader sees the old file or the new one, never a part of it.
+"""Atomic writes, errors of a full or read-only disk, locks between processes, and JSON files.
 
-The content is written to `.NAME.PID.part` beside its place, flushed to disk and renamed. Imports the standard library only.
+A reader sees the old file or the new one, never a part of it: the content is written to `.NAME.PID.part` beside its place,
+flushed to disk and renamed. Importing this module imports the standard library only.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import importlib.util
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,6 +59,72 @@ def atomic_path(path: Path) -> Iterator[Path]:
         if temporary.is_dir():
             shutil.rmtree(temporary)
         temporary.unlink(missing_ok=True)
+
+
+class CannotWrite(OSError):
+    """The output cannot be written: the disk is full, or the path is not writable. The message names the path."""
+
+    @classmethod
+    def at(cls, path: Path, error: OSError, instead: str) -> CannotWrite:
+        """Returns the error for an output; `instead` is what the user can choose."""
+        reason = error.strerror or error
+        return cls(f"{path}: could not be written ({reason}); free disk space, or choose {instead}")
+
+
+@contextmanager
+def naming_write_errors(path: Path, instead: str = "another path") -> Iterator[None]:
+    """Turns an OSError of the block into a `CannotWrite` that names `path`; the error of a full disk names no file.
+
+    Errors of files elsewhere, such as a missing input, pass unchanged.
+    """
+    try:
+        yield
+    except CannotWrite:
+        raise
+    except OSError as error:
+        if error.filename is not None and not _is_at(Path(str(error.filename)), path):
+            raise
+        raise CannotWrite.at(path, error, instead) from error
+
+
+def _is_at(found: Path, path: Path) -> bool:
+    """Returns whether `found` is in the folder of `path` or below, or one of the folders above."""
+    return path.parent in (found, *found.parents) or found in path.parents
+
+
+@contextmanager
+def writing(path: Path, instead: str = "another path") -> Iterator[Path]:
+    """`atomic_path` that raises CannotWrite if the disk is full or not writable."""
+    with naming_write_errors(path, instead), atomic_path(path) as temporary:
+        yield temporary
+
+
+def check_writable(path: Path) -> None:
+    """Raises CannotWrite if `path` cannot be created; called before the work whose result goes there. Leaves no file."""
+    nearest = next(folder for folder in path.absolute().parents if folder.exists())
+    try:
+        tempfile.TemporaryFile(dir=nearest).close()
+    except OSError as error:
+        raise CannotWrite.at(path, error, "another path") from error
+
+
+@contextmanager
+def locked(path: Path, instead: str = "another path") -> Iterator[None]:
+    """Holds a lock on `path` among all processes of this machine (and of a shared file system that supports locks).
+
+    Raises:
+        CannotWrite: the lock file cannot be created.
+    """
+    from filelock import FileLock
+
+    lock = FileLock(path.parent / f".{path.name}.lock")
+    with naming_write_errors(path, instead):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def write_text(path: Path, text: str) -> None:

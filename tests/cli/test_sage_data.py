@@ -27,7 +27,7 @@ from data_prep.chat import build_example
 from data_prep.config import DataConfig, OnBad, RegenerateConfig, SourceConfig
 from data_prep.conversation import BadItem, Conversation
 from data_prep.dataset.mixing import sample
-from data_prep.dialog import Answer, Outcome
+from data_prep.dialog import Outcome, TargetAnswer
 from data_prep.splits import Split
 from data_prep.tools import cli
 from data_prep.tools.html_report import render_html
@@ -353,9 +353,9 @@ def test_regenerate_from_a_server(
     words += [f"data.cache_dir={tmp_path}", "action=regenerate", "regenerate.max_new_tokens=4"]
     target = sage.load_target(target_folder)
 
-    def model(messages: list[Any], seed: int) -> Answer:
+    def model(messages: list[Any], seed: int) -> TargetAnswer:
         out = sage.generate(target, None, target.prepare(messages), policy="autoregressive", max_new_tokens=4)
-        return Answer(out.text, Outcome.answered if int(out.tokens[-1]) in target.eos_token_ids else Outcome.cut)
+        return TargetAnswer(out.text, Outcome.answered if int(out.tokens[-1]) in target.eos_token_ids else Outcome.cut)
 
     assert command(monkeypatch, *words, f"out={tmp_path}/a.jsonl", "launch.device=cpu") == 0
     with serving(target.processor, model, models=[{"id": target_folder.name}]) as server:
@@ -384,8 +384,8 @@ def test_killed_client_of_a_server_continues(
     words += [f"data.cache_dir={tmp_path}", "action=regenerate", "regenerate.concurrency=3"]
     part = tmp_path / "a.jsonl.part-0-of-1.jsonl"
 
-    def model(messages: list[Any], seed: int) -> Answer:
-        return Answer(f"{len(messages)} {seed}")
+    def model(messages: list[Any], seed: int) -> TargetAnswer:
+        return TargetAnswer(f"{len(messages)} {seed}")
 
     with serving(make_processor("qwen2_5_vl"), model, delay_s=0.1, models=[{"id": target_folder.name}]) as server:
         killed = [*words, f"regenerate.server={server.url}", f"out={tmp_path}/a.jsonl"]

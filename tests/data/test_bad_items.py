@@ -20,7 +20,7 @@ from data_prep.batching.loader import StepLoader
 from data_prep.build import build_dataset
 from data_prep.config import Cache, DataConfig, OnBad, SourceConfig
 from data_prep.conversation import BadItem
-from data_prep.dataset import prepare
+from data_prep.dataset import index, prepare
 from data_prep.dataset.skip_log import count_reasons, read_skipped
 
 FAMILIES = ("qwen2_5_vl", "llava_onevision")
@@ -136,6 +136,10 @@ def test_invalid_item_is_skipped_and_listed(name: str, cache: Cache, images: Pat
     assert sum(count_reasons([listed]).values()) == 1
 
 
+def never(*args: Any) -> None:
+    raise AssertionError("prepared again")
+
+
 @pytest.mark.parametrize("cache", list(Cache))
 @pytest.mark.parametrize("broken", [None, b"not an image"], ids=["missing", "broken"])
 def test_restored_image_is_used(broken: bytes | None, cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,8 +152,8 @@ def test_restored_image_is_used(broken: bytes | None, cache: Cache, tmp_path: Pa
     settings = config(tmp_path, home, rows, cache=cache, on_bad=OnBad.skip)
     assert trained_on(settings, of=2) == ["0", "3"]
     with monkeypatch.context() as patch:
-        patch.setattr(prepare, "_write_index", None)
-        patch.setattr(prepare, "_write_examples", None)
+        patch.setattr(index, "_write_index", never)
+        patch.setattr(prepare, "_write_examples", never)
         assert trained_on(settings, of=2) == ["0", "3"]
     save_images(home, "late.png")
     for _ in range(2):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.messages import refused
 
-from data_prep.files import CannotWrite, check_writable, locked, naming_write_errors, writing
+from sage.io.files import CannotWrite, check_writable, locked, naming_write_errors, writing
 
 FULL = OSError(28, "No space left on device")
 

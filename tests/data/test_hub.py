@@ -73,7 +73,7 @@ def test_stream_and_table_give_the_same_examples(repository: Path, tmp_path: Pat
     stream = build_dataset(config, target.processor)
     for i, found in enumerate(stream.one_pass("train")):
         assert found.messages == table.conversation(i).messages
-        assert {key: str(value) for key, value in stream.build(found).items()} == {
+        assert {key: str(value) for key, value in stream[[found]].items()} == {
             key: str(value) for key, value in table[i].items()
         }
     assert i == 5

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.data_helpers import make_processor, save_images
+from support.data_helpers import ids_by_step, make_processor, take
 from support.messages import refused
 
 from data_prep.batching.buckets import group_by_length
 from data_prep.batching.loader import NUM_BATCHES_AHEAD, StepLoader, _Builder
 from data_prep.build import build_dataset
-from data_prep.config import Cache, DataConfig, SourceConfig
-from data_prep.conversation import BadItem, Conversation
+from data_prep.config import Cache, DataConfig
+from data_prep.conversation import BadItem
 from data_prep.dataset.mixing import MixedOrder, next_source, permutation
-from data_prep.dataset.stream import StreamDataset
-from data_prep.sources.base import Stream
 
 
 class Numbers:
@@ -51,18 +48,6 @@ def collate(examples: list[dict[str, Any]]) -> dict[str, Any]:
     rows = [example["input_ids"] for example in examples]
     padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
     return {"input_ids": padded, "attention_mask": (padded >= 0).long()}
-
-
-def take(loader: StepLoader, count: int) -> list[list[list[str]]]:
-    """Returns the ids of the first steps: [step][micro-batch][example]."""
-    steps = iter(loader)
-    found = [[batch["ids"] for batch in step] for step in islice(steps, count)]
-    steps.close()  # type: ignore[attr-defined]
-    return found
-
-
-def as_sets(steps: list[list[list[str]]]) -> list[set[str]]:
-    return [{name for micro in step for name in micro} for step in steps]
 
 
 @settings(max_examples=25, deadline=None)
@@ -89,7 +74,7 @@ def test_known_lengths_sort_the_examples_of_a_step() -> None:
     data, plain = Numbers(12), Numbers(12)
     data.lengths = np.array([5, 9, 1, 7, 3, 3, 8, 2, 6, 4, 9, 1])  # type: ignore[attr-defined]
     steps, unsorted = take(StepLoader(data, collate, 6, 2), 2), take(StepLoader(plain, collate, 6, 2), 2)
-    assert as_sets(steps) == as_sets(unsorted) and steps != unsorted
+    assert ids_by_step(steps) == ids_by_step(unsorted) and steps != unsorted
     for step in steps:
         lengths = [int(data.lengths[int(name[1:])]) for micro in step for name in micro]  # type: ignore[attr-defined]
         assert lengths == sorted(lengths, reverse=True)
@@ -161,7 +146,7 @@ def test_unknown_lengths_are_sorted_within_a_ranks_share() -> None:
     steps = take(StepLoader(Long(lengths, False), collate, 12, 2, 1, 2), 4)
     other = take(StepLoader(Long(lengths, False), collate, 12, 2, 0, 2), 4)
     expected = take(StepLoader(Long(lengths, False), collate, 12, 12), 4)
-    assert [a | b for a, b in zip(as_sets(steps), as_sets(other), strict=True)] == as_sets(expected)
+    assert [a | b for a, b in zip(ids_by_step(steps), ids_by_step(other), strict=True)] == ids_by_step(expected)
     for row in tokens_of(steps, lengths):
         assert row == sorted(row, reverse=True)
 
@@ -209,8 +194,9 @@ def test_errors_reach_the_trainer_and_the_thread_ends() -> None:
         next(iter(StepLoader(Broken(4), collate, 4, 4)))
     steps = iter(StepLoader(Numbers(4), collate, 4, 4))
     next(steps)
+    assert [thread for thread in threading.enumerate() if thread.name.startswith("step-loader")]
     steps.close()  # type: ignore[attr-defined]
-    assert not [thread for thread in threading.enumerate() if thread.name == "step-loader"]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("step-loader")]
 
 
 def test_micro_batches_are_built_ahead() -> None:
@@ -310,93 +296,6 @@ def test_sources_of_a_stream_follow_the_weights() -> None:
         order.append(next_source([2.0, 1.0], taken))
         taken[order[-1]] += 1
     assert order == [0, 1, 0, 0, 1, 0]
-
-
-# -- streams ----------------------------------------------------------------------------------------------------------
-
-
-class TextStream(Stream):
-    """Generated text conversations; those numbered in `bad` are invalid."""
-
-    def __init__(self, name: str, size: int, bad: tuple[int, ...] = ()) -> None:
-        self.name, self.size, self.bad = name, size, bad
-        self.started: list[int] = []
-
-    def iterate(self, start: int) -> Iterator[Conversation | BadItem]:
-        self.started.append(start)
-        for i in range(start, self.size):
-            if i in self.bad:
-                yield BadItem(self.name, i, "invalid")
-            else:
-                messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": str(i)}]
-                yield Conversation(f"{self.name}{i}", messages, self.name, meta={"index": i})
-
-    def fingerprint(self) -> str:
-        return self.name
-
-
-def stream(folder: Path, *streams: Stream, weights: tuple[float, ...] = (), **changes: Any) -> StreamDataset:
-    sources = {s.name: SourceConfig(weight=w) for s, w in zip(streams, weights or [None] * len(streams), strict=True)}
-    config = DataConfig(sources=sources, holdout=0.0, shuffle_block=8, **changes)
-    return StreamDataset(config, list(streams), make_processor("qwen2_5_vl"), folder / "skipped.jsonl")
-
-
-def stream_loader(dataset: StreamDataset, micro: int = 2, rank: int = 0, world_size: int = 1, start: int = 0) -> StepLoader:
-    return StepLoader(dataset, dataset.processor.collate, 4, micro, rank, world_size, 5, start)
-
-
-def test_stream_resumes_at_any_step_with_any_ranks(tmp_path: Path) -> None:
-    def new_stream() -> StreamDataset:
-        return stream(tmp_path, TextStream("a", 13), TextStream("b", 7), weights=(2.0, 1.0))
-
-    expected = take(stream_loader(new_stream(), 4), 9)
-    assert stream_loader(new_stream()).steps_per_epoch is None
-    for start in range(9):
-        assert take(stream_loader(new_stream(), 4, start=start), 9 - start) == expected[start:]
-    ranks = [take(stream_loader(new_stream(), 2, rank, 2), 9) for rank in range(2)]
-    assert [[ranks[0][s][0] + ranks[1][s][0]] for s in range(9)] == expected
-
-
-def test_stream_restarts_at_its_end(tmp_path: Path) -> None:
-    names = [name for step in take(stream_loader(stream(tmp_path, TextStream("a", 6)), 4), 6) for name in step[0]]
-    assert np.bincount([int(name[1:]) for name in names]).tolist() == [4] * 6
-    with refused("a: not one item"):
-        take(stream_loader(stream(tmp_path, TextStream("a", 0))), 1)
-
-
-def test_resumed_stream_skips_to_its_position(tmp_path: Path) -> None:
-    source = TextStream("a", 100)
-    take(stream_loader(stream(tmp_path, source), start=10), 1)
-    assert source.started == [40]  # ten steps of four: the block that begins at position 40
-
-
-def test_invalid_stream_items_are_replaced_and_listed(tmp_path: Path) -> None:
-    dataset = stream(tmp_path, TextStream("a", 16, bad=(2, 3, 11)), on_bad="skip")
-    steps = take(stream_loader(dataset, 4), 4)
-    assert as_sets(steps)[0]
-    assert {name for step in as_sets(steps) for name in step} == {f"a{i}" for i in range(16) if i not in (2, 3, 11)}
-    assert all(len(step[0]) == 4 for step in steps)
-    assert len((tmp_path / "skipped.jsonl").read_text().splitlines()) == 3
-    with refused("a: item 2:", error=BadItem):
-        take(stream_loader(stream(tmp_path, TextStream("a", 16, bad=(2,)))), 2)
-
-
-@pytest.mark.parametrize("weight", [None, 1.0])
-def test_streaming_a_table(tmp_path: Path, weight: float | None) -> None:
-    import datasets
-
-    save_images(tmp_path, "a.png")
-    rows = {"question": [f"q{i}" for i in range(10)], "answer": [f"a{i}" for i in range(10)], "image": ["a.png"] * 10}
-    datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "t.parquet")
-    source = SourceConfig(kind="hub", path=str(tmp_path / "t.parquet"), streaming=True, num_examples=8, weight=weight)
-    config = DataConfig(
-        sources={"it": source}, media_root=str(tmp_path), shuffle_block=4, holdout=0.0, cache_dir=str(tmp_path / "c")
-    )
-    processor = make_processor("qwen2_5_vl")
-    dataset = build_dataset(config, processor)
-    expected = take(StepLoader(dataset, processor.collate, 4, 4), 4)
-    assert as_sets(expected[:2])[0] | as_sets(expected[:2])[1] == {str(i) for i in range(8)}
-    assert take(StepLoader(dataset, processor.collate, 4, 4, start_step=1), 3) == expected[1:]
 
 
 KILLED = """

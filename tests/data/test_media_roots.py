@@ -7,8 +7,9 @@ import pytest
 from support.data_helpers import save_images
 from support.messages import refused
 
-from data_prep.config import SourceConfig
+from data_prep.config import DataConfig, Images, SourceConfig
 from data_prep.conversation import BadItem
+from data_prep.server.chat_request import MediaPolicy
 from data_prep.sources import open_source
 from data_prep.splits import Split
 
@@ -44,3 +45,12 @@ def test_missing_image_names_what_was_tried(tmp_path: Path, kind: str) -> None:
     config.media_root = str(tmp_path / "images")
     with refused("gone.png", "images/gone.png", "data.media_root", error=BadItem):
         open_source("it", config, Split.train, str(tmp_path / "cache")).example(0)
+
+
+def test_roots_are_the_media_roots_of_the_sources(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    rows = tmp_path / "link" / "rows.jsonl"
+    sources = {"a": SourceConfig(kind="messages", path=str(rows)), "b": SourceConfig(kind="pocket")}
+    assert MediaPolicy.of(DataConfig(sources=sources), Split.train, Images.inline).roots == (tmp_path,)
+    sources["c"] = SourceConfig(kind="messages", path=str(rows), media_root="/photos")
+    assert MediaPolicy.of(DataConfig(sources=sources), Split.train, Images.inline).roots == (tmp_path, Path("/photos"))

@@ -17,6 +17,7 @@ from data_prep.chat import build_example
 from data_prep.pocket import architecture, build, folder, probe, training, world
 from data_prep.pocket.families import FAMILIES, WIDTH, pocket_family
 from data_prep.pocket.score import KINDS, pad_left, summary
+from sage.io.manifest import sha256
 from sage.targets import load_target
 
 SHIPPED = Path(data_prep.pocket.__file__).parent / "targets"
@@ -108,7 +109,7 @@ def test_unknown_family_is_refused(tokenizers):
 def test_shipped_score_belongs_to_the_shipped_weights(family):
     weights = shipped(family) / folder.WEIGHTS
     score = json.loads((shipped(family) / "score.json").read_text())
-    assert folder.sha256(weights) == score["sha256"]
+    assert sha256(weights) == score["sha256"]
     assert weights.stat().st_size == score["bytes"] <= folder.MAX_WEIGHT_BYTES
 
 

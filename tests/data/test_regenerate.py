@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.data_helpers import TwoTurnConversations, assistant, make_image, make_processor, make_target
+from support.data_helpers import TwoTurnConversations, assistant, content, make_image, make_processor, make_target, rows
 from support.messages import check_message, refused
 
 import sage
@@ -21,7 +20,7 @@ from data_prep.build import build_dataset
 from data_prep.chat import build_example
 from data_prep.config import DataConfig, RegenerateConfig, SourceConfig
 from data_prep.conversation import Conversation, Message, text_of
-from data_prep.dialog import Answer, Outcome, one_by_one
+from data_prep.dialog import Outcome, TargetAnswer, one_by_one
 from data_prep.tools import regenerate as regeneration
 from data_prep.tools.cli import regenerate_data
 from data_prep.tools.regenerate import part_path, regenerate, skipped_path, with_open_media
@@ -29,23 +28,15 @@ from data_prep.tools.regenerate import part_path, regenerate, skipped_path, with
 PROVENANCE = {"target": "t", "draft": None, "data": "d"}
 
 
-def echo(messages: list[Message], seed: int) -> Answer:
+def echo(messages: list[Message], seed: int) -> TargetAnswer:
     """Answers with the texts of all messages; the first answer of c4 and the second of c5 never end."""
     texts = [text_of(message) for message in messages]
     endless = (texts[0] == "q4?" and len(messages) == 1) or (texts[0] == "q5?" and len(messages) == 3)
-    return Answer(f"{'|'.join(texts)} {seed % 100}", Outcome.cut if endless else Outcome.answered)
+    return TargetAnswer(f"{'|'.join(texts)} {seed % 100}", Outcome.cut if endless else Outcome.answered)
 
 
 def run(out: Path, answer: Any = echo, **options: Any) -> Any:
     return regenerate(TwoTurnConversations(6), one_by_one(answer), out, options.pop("provenance", PROVENANCE), **options)
-
-
-def content(out: Path) -> dict[str, bytes]:
-    return {path.name.removeprefix(out.name): path.read_bytes() for path in (out, skipped_path(out)) if path.exists()}
-
-
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 @pytest.fixture
@@ -88,8 +79,8 @@ def test_summary_counts_every_conversation_once(tmp_path: Path) -> None:
 
 
 def test_empty_answer_ends_a_conversation(tmp_path: Path) -> None:
-    def silent(messages: list[Message], seed: int) -> Answer:
-        return Answer("  " if len(messages) > 1 else "hello")
+    def silent(messages: list[Message], seed: int) -> TargetAnswer:
+        return TargetAnswer("  " if len(messages) > 1 else "hello")
 
     assert run(tmp_path / "out.jsonl", silent).outcomes == {"empty": 5, "invalid": 1}
     assert [row["kept"] for row in rows(tmp_path / "out.jsonl")] == [1] * 5
@@ -110,7 +101,7 @@ def test_interrupted_and_resumed_run_gives_the_same_file(complete: dict[str, byt
     out = tmp_path / "again" / "out.jsonl"
     calls = []
 
-    def stops(messages: list[Message], seed: int) -> Answer:
+    def stops(messages: list[Message], seed: int) -> TargetAnswer:
         calls.append(1)
         if len(calls) > stop:
             raise KeyboardInterrupt
@@ -130,7 +121,7 @@ def test_interrupted_and_resumed_run_gives_the_same_file(complete: dict[str, byt
 
 
 def _work(out: Path) -> None:
-    def slow(messages: list[Message], seed: int) -> Answer:
+    def slow(messages: list[Message], seed: int) -> TargetAnswer:
         time.sleep(0.1)
         return echo(messages, seed)
 
@@ -168,7 +159,7 @@ def test_ranks_in_any_order_give_the_same_file(complete: dict[str, bytes], tmp_p
 
 
 def test_finished_file_is_not_regenerated(complete: dict[str, bytes], tmp_path: Path) -> None:
-    def never(messages: list[Message], seed: int) -> Answer:
+    def never(messages: list[Message], seed: int) -> TargetAnswer:
         raise AssertionError("answered a second time")
 
     found = run(tmp_path / "complete" / "out.jsonl", never)

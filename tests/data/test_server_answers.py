@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import io
-import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 from support.chat_server import MODEL, ChatServer, Reply, image_bytes, refusal, serving
-from support.data_helpers import TwoTurnConversations, assistant, make_image, make_noise, make_processor, user
+from support.data_helpers import TwoTurnConversations, assistant, content, make_image, make_noise, make_processor, rows, user
 from support.messages import check_message, refused
 
-from data_prep.config import DataConfig, Images, RegenerateConfig, SourceConfig
+from data_prep.config import Images, RegenerateConfig
 from data_prep.conversation import Conversation, Message, text_of
-from data_prep.dialog import Answer, Outcome, one_by_one
+from data_prep.dialog import Outcome, TargetAnswer, one_by_one
 from data_prep.server import answers as answers_module
 from data_prep.server.answers import ServerAnswers
 from data_prep.server.chat_request import MediaPolicy, OutsideMedia
 from data_prep.server.check import TEXT_PROMPT, ServedTarget
 from data_prep.server.client import ServerError
-from data_prep.splits import Split
 from data_prep.tools.regenerate import part_path, regenerate, skipped_path
 from sage.inputs.media import open_image
 
@@ -34,12 +32,12 @@ KEY = "secret-key-123"
 NUM = 12
 
 
-def echo(messages: list[Message], seed: int) -> Answer:
+def echo(messages: list[Message], seed: int) -> TargetAnswer:
     """Answers with the texts of all messages, the first pixel and the seed; the second answer of c5 never ends."""
     texts = [text_of(message) for message in messages]
     pixel = [part["image"].getpixel((0, 0)) for part in messages[0]["content"] if part["type"] == "image"]
     is_endless = texts[0] == "q5?" and len(messages) == 3
-    return Answer(f"{'|'.join(texts)} {pixel} {seed}", Outcome.cut if is_endless else Outcome.answered)
+    return TargetAnswer(f"{'|'.join(texts)} {pixel} {seed}", Outcome.cut if is_endless else Outcome.answered)
 
 
 @pytest.fixture
@@ -60,14 +58,6 @@ def run(out: Path, *urls: str, dataset: Any = None, policy: MediaPolicy | None =
     with opened(*urls, policy=policy, **settings) as answers:
         provenance = {"served_model": answers.check()}
         return regenerate(dataset or TwoTurnConversations(NUM), answers.drive, out, provenance)
-
-
-def content(out: Path) -> dict[str, bytes]:
-    return {path.name.removeprefix(out.name): path.read_bytes() for path in (out, skipped_path(out)) if path.exists()}
-
-
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 @pytest.fixture(scope="module")
@@ -190,18 +180,16 @@ def test_storm_of_refusals_ends_the_run_and_keeps_the_work(
 
 def test_server_that_goes_down_ends_the_run(server: ChatServer, tmp_path: Path) -> None:
     """Its port refuses connections: the other server of the list takes over, and if there is none, the run ends."""
-    with serving(PROCESSOR, echo) as dying:
-        answers = opened(server.url, dying.url)
-        both = answers.__enter__()
-        alone = opened(dying.url)
-        one = alone.__enter__()
-        both.check()
-        one.check()
-    assert regenerate(TwoTurnConversations(NUM), both.drive, tmp_path / "both.jsonl", {}).outcomes["answered"] == NUM - 2
-    with refused("regenerate.server", "no connection", error=ServerError):
-        regenerate(TwoTurnConversations(NUM), one.drive, tmp_path / "one.jsonl", {})
-    answers.__exit__(None, None, None)
-    alone.__exit__(None, None, None)
+    with ExitStack() as stack:
+        with serving(PROCESSOR, echo) as dying:
+            both = stack.enter_context(opened(server.url, dying.url))
+            one = stack.enter_context(opened(dying.url))
+            both.check()
+            one.check()
+        found = regenerate(TwoTurnConversations(NUM), both.drive, tmp_path / "both.jsonl", {})
+        assert found.outcomes["answered"] == NUM - 2
+        with refused("regenerate.server", "no connection", error=ServerError):
+            regenerate(TwoTurnConversations(NUM), one.drive, tmp_path / "one.jsonl", {})
 
 
 @pytest.mark.parametrize("name", ["500", "cut", "garbage"])
@@ -237,7 +225,7 @@ def test_refusal_of_every_request_ends_the_run(status: int, parts: tuple[str, ..
 
 
 def test_empty_and_missing_texts_are_listed(tmp_path: Path) -> None:
-    with serving(PROCESSOR, lambda messages, seed: Answer("" if "q1?" in text_of(messages[0]) else "a")) as server:
+    with serving(PROCESSOR, lambda messages, seed: TargetAnswer("" if "q1?" in text_of(messages[0]) else "a")) as server:
         found = run(tmp_path / "out.jsonl", server.url)
     assert found.outcomes == {"answered": NUM - 2, "empty": 1, "invalid": 1}
     reply = Reply(body={"choices": [{"message": {"content": None}, "finish_reason": "tool_calls"}]})
@@ -380,15 +368,6 @@ def test_image_outside_the_media_root_is_never_sent(
         with refused("image ", "outside data.media_root", error=OutsideMedia):
             run(tmp_path / f"{len(dataset)}.jsonl", server.url, dataset=dataset, policy=policy)
     assert not any(len(image_bytes(body["messages"][0]["content"][0]["image_url"]["url"])) > 1000 for body in server.prompts)
-
-
-def test_roots_are_the_media_roots_of_the_sources(tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(tmp_path)
-    rows = tmp_path / "link" / "rows.jsonl"
-    sources = {"a": SourceConfig(kind="messages", path=str(rows)), "b": SourceConfig(kind="pocket")}
-    assert MediaPolicy.of(DataConfig(sources=sources), Split.train, Images.inline).roots == (tmp_path,)
-    sources["c"] = SourceConfig(kind="messages", path=str(rows), media_root="/photos")
-    assert MediaPolicy.of(DataConfig(sources=sources), Split.train, Images.inline).roots == (tmp_path, Path("/photos"))
 
 
 def test_unreadable_images_and_videos_are_listed(server: ChatServer, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A small OpenAI-compatible server in a thread, with faults: for tests of answers that come from a server.
+"""An OpenAI-compatible server in a thread that simulates failures, for tests of answers from a server.
 
 Its model is a function of messages and seed. Token ids of prompts are those of a processor, so images have to arrive.
 """
@@ -10,16 +10,17 @@ import io
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import MappingProxyType
 from typing import Any
 
 from PIL import Image
 
 from data_prep.conversation import Message
-from data_prep.dialog import Answer, Outcome
+from data_prep.dialog import Outcome, TargetAnswer
 from sage.inputs.processing import Processor
 
 MODEL = "models/toy"
@@ -27,7 +28,7 @@ MODEL = "models/toy"
 
 @dataclass
 class Reply:
-    """What the server does instead of answering: `action` is empty, "hang", "cut" (the connection) or "garbage"."""
+    """A response in place of an answer; `action` is empty, "hang", "cut" (close the connection) or "garbage" (not JSON)."""
 
     status: int = 200
     body: Any = None
@@ -37,7 +38,7 @@ class Reply:
 
 @dataclass
 class ChatServer:
-    """The server's model and faults, changed while it runs, and what it has received.
+    """The model and the failures of the server, which a test may change while it runs, and the requests it has received.
 
     Attributes:
         answer: the model.
@@ -52,7 +53,7 @@ class ChatServer:
     """
 
     processor: Processor
-    answer: Callable[[list[Message], int], Answer]
+    answer: Callable[[list[Message], int], TargetAnswer]
     url: str = ""
     fault: Callable[[int, Any], Reply | None] = lambda number, body: None
     extensions: bool = True
@@ -134,7 +135,27 @@ class QuietServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that has gone is no error."""
+        """Ignores connections that the client has closed."""
+
+
+class JsonHandler(BaseHTTPRequestHandler):
+    """Receives JSON, sends bytes, and logs nothing."""
+
+    protocol_version = "HTTP/1.1"
+    wbufsize = 1 << 16  # headers and body in one packet, which otherwise wait for each other
+
+    def received(self) -> Any:
+        return json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+
+    def send(self, status: int, data: bytes, headers: Mapping[str, str] = MappingProxyType({})) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(data)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
 
 
 @contextmanager
@@ -151,38 +172,28 @@ def listening(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
 
 
 @contextmanager
-def serving(processor: Processor, answer: Callable[[list[Message], int], Answer], **options: Any) -> Iterator[ChatServer]:
+def serving(processor: Processor, answer: Callable[[list[Message], int], TargetAnswer], **options: Any) -> Iterator[ChatServer]:
     """Runs a server on a free port."""
     chat = ChatServer(processor, answer, **options)
     closing = threading.Event()
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        wbufsize = 1 << 16  # headers and body in one packet, which otherwise wait for each other
-
+    class Handler(JsonHandler):
         def do_GET(self) -> None:
-            self._send(Reply(body={"data": chat.models}) if self.path == "/v1/models" else refusal("Not Found", 404))
+            self._reply(Reply(body={"data": chat.models}) if self.path == "/v1/models" else refusal("Not Found", 404))
 
         def do_POST(self) -> None:
             chat.keys.append(self.headers.get("Authorization"))
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            self._send(chat.chat(body) if self.path == "/v1/chat/completions" else refusal("Not Found", 404))
+            body = self.received()
+            self._reply(chat.chat(body) if self.path == "/v1/chat/completions" else refusal("Not Found", 404))
 
-        def _send(self, reply: Reply) -> None:
+        def _reply(self, reply: Reply) -> None:
             if reply.action == "hang":
                 closing.wait(10)
             if reply.action in ("hang", "cut"):
                 self.close_connection = True
                 return
             data = b"<html>" if reply.action == "garbage" else json.dumps(reply.body).encode()
-            self.send_response(reply.status)
-            for name, value in {"Content-Length": str(len(data)), **reply.headers}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
+            self.send(reply.status, data, reply.headers)
 
     with listening(Handler) as address:
         chat.url = f"{address}/v1"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,9 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import sage
+from data_prep.batching.loader import StepLoader
 from data_prep.conversation import Conversation
+from data_prep.tools.regenerate import skipped_path
 from sage.inputs.processing import Processor
 from sage.targets.families.llava_onevision import LlavaOnevision
 from sage.targets.families.qwen2_5_vl import Qwen2_5_VL
@@ -236,3 +240,26 @@ class TwoTurnConversations:
         question = user(make_image(8, ("red", "blue")[number % 2]), f"q{number}?")
         messages = [question, assistant("old"), user("more"), assistant("older")]
         return Conversation(f"c{number}", messages[: 3 if number == 3 else 4], "chats", meta={"index": number})
+
+
+def take(loader: StepLoader, count: int) -> list[list[list[str]]]:
+    """Returns the ids of the first steps: [step][micro-batch][example]."""
+    steps = iter(loader)
+    found = [[batch["ids"] for batch in step] for step in islice(steps, count)]
+    steps.close()  # type: ignore[attr-defined]
+    return found
+
+
+def ids_by_step(steps: list[list[list[str]]]) -> list[set[str]]:
+    """Returns the ids of each step."""
+    return [{name for micro in step for name in micro} for step in steps]
+
+
+def content(out: Path) -> dict[str, bytes]:
+    """Returns the files that a regeneration has written, by the end of their names."""
+    return {path.name.removeprefix(out.name): path.read_bytes() for path in (out, skipped_path(out)) if path.exists()}
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    """Returns the rows of a JSON-lines file; none if there is no file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

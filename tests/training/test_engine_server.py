@@ -7,7 +7,6 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from support.chat_server import listening
+from support.chat_server import JsonHandler, listening
 from support.messages import check_message, refused
 from support.train_helpers import make_target
 
@@ -37,7 +36,7 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="m",po
 
 @dataclass
 class Served:
-    """The server's model and faults, and what it has received.
+    """The model and the failures of the server, and the requests it has received.
 
     Attributes:
         tokens: of every answer; sent one by one, as ids if `has_ids`, else as the text "a" each.
@@ -69,34 +68,25 @@ class Served:
 def serving(**options: Any) -> Iterator[Served]:
     served = Served(**options)
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(JsonHandler):
         def do_GET(self) -> None:
             count = len(served.bodies) * served.rounds
             if self.path == "/v1/models":
-                self._send(200, json.dumps(served.models))
+                self.send(200, json.dumps(served.models).encode())
             elif self.path == "/metrics" and served.rounds:
-                self._send(200, METRICS.format(rounds=float(count), half=count / 2))
+                self.send(200, METRICS.format(rounds=float(count), half=count / 2).encode())
             else:
-                self._send(404, "{}")
+                self.send(404, b"{}")
 
         def do_POST(self) -> None:
             served.keys.append(self.headers.get("Authorization"))
-            served.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            served.bodies.append(self.received())
             if served.status != 200 or (served.is_strict and "return_token_ids" in served.bodies[-1]):
-                self._send(served.status if served.status != 200 else 400, json.dumps({"error": {"message": served.reason}}))
+                refusal = json.dumps({"error": {"message": served.reason}}).encode()
+                self.send(served.status if served.status != 200 else 400, refusal)
                 return
             lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in served.chunks()]
-            self._send(200, "".join([*lines, "data: [DONE]\n\n"]))
-
-        def _send(self, status: int, text: str) -> None:
-            data = text.encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
+            self.send(200, "".join([*lines, "data: [DONE]\n\n"]).encode())
 
     with listening(Handler) as served.url:
         yield served

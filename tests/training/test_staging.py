@@ -85,4 +85,4 @@ def test_the_loader_stages_in_its_own_thread() -> None:
     steps = iter(loader)
     assert all(batch["is_staged"] for batch in next(steps))
     steps.close()
-    assert set(threads) == {"step-loader"}
+    assert set(threads) == {"step-loader_0"}

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 from hydra.core.config_store import ConfigStore
 
 from data_prep.config import RegenerateConfig, validate
-from data_prep.files import check_writable
 from data_prep.server.address import check_server, read_key
 from data_prep.sources.paths import check_paths
 from data_prep.splits import Split
 from sage.commands.cli import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED
 from sage.drafts.location import find_draft
+from sage.io.files import check_writable
 from train.config.checks import check_path
 from train.config.hydra_app import NOTHING_SAVED, configure_logging, run_app
 from train.config.overrides import launch_keys, refuse_unused, task_overrides

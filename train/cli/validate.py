@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints.run_folder import REPORT, draft_step
-from data_prep.files import check_writable
 from sage.commands.cli import EXIT_DONE, run
+from sage.io.files import check_writable
 from sage.io.manifest import refuse_corrupt_draft
 from train.config.checks import check_decode, check_path
 from train.config.hydra_app import configure_logging, run_app

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from checkpoints.run_folder import CONFIG, LOCK, is_run
-from data_prep.files import CannotWrite, check_writable
+from sage.io.files import CannotWrite, check_writable
 from train.config.schema import ConfigError, RunConfig
 
 

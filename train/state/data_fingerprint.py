@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from data_prep.build import open_sources
-from data_prep.dataset.prepare import content_hash
 from data_prep.splits import Split
+from sage.io.files import json_digest
 from train.config.schema import Config, ConfigError
 
 
@@ -17,7 +17,7 @@ def fingerprint_data(config: Config, dataset: Any) -> dict[str, str]:
     """
     opened = getattr(dataset, "sources", None) or getattr(dataset, "streams", None) or open_sources(config.data, Split.train)
     labels = config.data.resolved(Split.train)
-    return {label: content_hash(source.fingerprint()) for label, source in zip(labels, opened, strict=True)}
+    return {label: json_digest([source.fingerprint()]) for label, source in zip(labels, opened, strict=True)}
 
 
 def check_same_data(config: Config, saved: dict[str, str] | None, current: dict[str, str]) -> None:

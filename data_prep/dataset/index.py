@@ -1,0 +1,143 @@
+"""The index of a dataset: the valid items of all sources for one split, written once for all ranks and later runs.
+
+Owns: the cache key of the index, the check of every item except for its pixels. Does not own: encoded examples
+(data_prep.dataset.prepare).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from data_prep.cache import cache_dir, computed_once
+from data_prep.config import DataConfig, OnBad
+from data_prep.conversation import BadItem, BadSource, TooLong
+from data_prep.dataset.skip_log import SKIPPED, SkipLog, count_reasons
+from data_prep.sources import KINDS
+from data_prep.sources.base import Source
+from data_prep.splits import Shares, Split, shares_of
+from sage.io.files import json_digest
+from sage.io.progress import progress_bar
+from sage.io.source import source_digest
+
+logger = logging.getLogger(__name__)
+INVALID = "bad.npy"  # the invalid items, which are checked again: a missing image may have been restored
+NUM_PROBED = 1000  # rows, to distinguish one invalid item from a source without valid ones
+
+
+class Index:
+    """The valid items of all sources.
+
+    Attributes:
+        source: source of each item, int64 [N].
+        row: index of each item in its source, int64 [N].
+        folder: the folder of the index; its `skipped.jsonl` lists the other items.
+        fingerprint: content hash of the items.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.source, self.row = np.load(folder / "index.npy")
+        self.fingerprint = json_digest([folder.name, hashlib.sha256((folder / "index.npy").read_bytes()).hexdigest()])
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+
+def prepare_index(config: DataConfig, sources: list[Source], split: Split) -> Index:
+    """Validates every item, except for its pixels, and returns the index; from the cache if no invalid item has changed.
+
+    Raises:
+        BadItem: an item is invalid and `on_bad` is `error`.
+        ValueError: there is no valid item.
+    """
+    shares = shares_of(config, sources)
+    settings = {"split": split, "shares": asdict(shares), "on_bad": config.on_bad}
+    content = [(source.fingerprint(), source.limit) for source in sources]
+    readers = {KINDS[source.kind].module for source in config.resolved(split).values()}
+    code = source_digest(__name__, *sorted(readers))
+    folder = cache_dir(config.cache_dir) / "index" / json_digest([settings, content, code])
+    write = partial(_write_index, config, sources, split, shares)
+    with computed_once(folder, write, lambda: has_repaired_item(folder, partial(_check_row, sources))):
+        return Index(folder)
+
+
+def has_repaired_item(folder: Path, use: Callable[..., object]) -> bool:
+    """Returns whether an item that was invalid when `folder` was written is valid now."""
+    for place in np.load(folder / INVALID).tolist():
+        try:
+            use(*place)
+        except TooLong:
+            pass
+        except BadItem:
+            continue
+        logger.info("%s: an invalid item has been repaired; preparing again", folder)
+        return True
+    return False
+
+
+def no_item_message(config: DataConfig, sources: list[Source], split: Split, skipped: list[BadItem]) -> str:
+    """Returns the message for sources without a valid item for a split."""
+    names = ", ".join(source.name for source in sources)
+    num_valid = sum(map(len, sources)) - len(skipped)
+    if num_valid:  # all in other splits
+        return (
+            f"data.holdout: {config.holdout}; leaves none of {num_valid} items in {names} for {split}, since items of one "
+            f"image stay together; add items about other images, or give separate validation prompts (+data/validation=NAME)"
+        )
+    counts = count_reasons([item.as_row() for item in skipped]).most_common(1)
+    reason = "".join(f"; {count} x {text}" for text, count in counts) or "; it is empty"
+    return f"data.sources: no valid item for {split} in {names}{reason}; repair the items, or give another data.path"
+
+
+def _check_row(sources: list[Source], number: int, row: int) -> None:
+    sources[number].example(row)
+
+
+def _write_index(config: DataConfig, sources: list[Source], split: Split, shares: Shares, folder: Path) -> None:
+    folder.mkdir(parents=True)
+    skipped = SkipLog(folder / SKIPPED, is_strict=config.on_bad is OnBad.error)
+    valid: list[tuple[int, int]] = []
+    invalid: list[tuple[int, int]] = []
+    for number, source in enumerate(sources):
+        before = len(valid)
+        for row in progress_bar(range(len(source)), f"checking {source.name}"):
+            if source.limit and len(valid) - before == source.limit:
+                break
+            try:
+                if source.is_trusted or source.belongs_to(source.example(row), split, shares):
+                    valid.append((number, row))
+            except BadItem as error:
+                skipped.add(_with_extent(error, source, row) if skipped.is_strict else error)
+                invalid.append((number, row))
+        logger.info("%s: %d of %d items are for %s", source.name, len(valid) - before, len(source), split)
+    if not valid:
+        raise ValueError(no_item_message(config, sources, split, skipped.items))
+    np.save(folder / "index.npy", np.array(valid, dtype=np.int64).T)
+    np.save(folder / INVALID, np.array(invalid, dtype=np.int64).reshape(-1, 2))
+
+
+def _with_extent(error: BadItem, source: Source, row: int) -> BadItem:
+    """Returns the error of a row with the number of invalid rows among those that follow."""
+    last = min(row + NUM_PROBED, len(source))
+    num_invalid = 1 + sum(_is_invalid(source, other) for other in range(row + 1, last))
+    if num_invalid == 1:
+        return error
+    if num_invalid == last:
+        return BadSource(error.source, error.index, f"{error.reason} (all of the first {last} items are invalid)")
+    extent = f"{num_invalid} of the {last - row} items from here on are invalid"
+    return BadItem(error.source, error.index, f"{error.reason} ({extent})")
+
+
+def _is_invalid(source: Source, row: int) -> bool:
+    try:
+        source.example(row)
+    except BadItem:
+        return True
+    return False
