@@ -24,10 +24,11 @@ from support.messages import check_message, refused
 import sage
 from data_prep.build import build_dataset
 from data_prep.chat import build_example
-from data_prep.config import DataConfig, OnBad, RegenerateConfig, SourceConfig
+from data_prep.config import DataConfig, OnBad, RegenerateConfig
 from data_prep.conversation import BadItem, Conversation
 from data_prep.dataset.mixing import sample
 from data_prep.dialog import Answer, Outcome
+from data_prep.sources import SourceConfig
 from data_prep.splits import Split
 from data_prep.tools import cli
 from data_prep.tools.html_report import render_html

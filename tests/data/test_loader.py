@@ -23,10 +23,11 @@ from support.messages import refused
 from data_prep.batching.buckets import group_by_length
 from data_prep.batching.loader import NUM_BATCHES_AHEAD, StepLoader, _Builder
 from data_prep.build import build_dataset
-from data_prep.config import Cache, DataConfig, SourceConfig
+from data_prep.config import Cache, DataConfig
 from data_prep.conversation import BadItem, Conversation
 from data_prep.dataset.mixing import MixedOrder, next_source, permutation
 from data_prep.dataset.stream import StreamDataset
+from data_prep.sources import SourceConfig
 from data_prep.sources.base import Stream
 
 

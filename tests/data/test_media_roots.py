@@ -7,9 +7,8 @@ import pytest
 from support.data_helpers import save_images
 from support.messages import refused
 
-from data_prep.config import SourceConfig
 from data_prep.conversation import BadItem
-from data_prep.sources import open_source
+from data_prep.sources import SourceConfig, open_source
 from data_prep.splits import Split
 
 

@@ -16,7 +16,7 @@ from support.chat_server import MODEL, ChatServer, Reply, image_bytes, refusal, 
 from support.data_helpers import TwoTurnConversations, assistant, make_image, make_noise, make_processor, user
 from support.messages import check_message, refused
 
-from data_prep.config import DataConfig, Images, RegenerateConfig, SourceConfig
+from data_prep.config import DataConfig, Images, RegenerateConfig
 from data_prep.conversation import Conversation, Message, text_of
 from data_prep.dialog import Answer, Outcome, one_by_one
 from data_prep.server import answers as answers_module
@@ -24,6 +24,7 @@ from data_prep.server.answers import ServerAnswers
 from data_prep.server.chat_request import MediaPolicy, OutsideMedia
 from data_prep.server.check import TEXT_PROMPT, ServedTarget
 from data_prep.server.client import ServerError
+from data_prep.sources import SourceConfig
 from data_prep.splits import Split
 from data_prep.tools.regenerate import part_path, regenerate, skipped_path
 from sage.inputs.media import open_image

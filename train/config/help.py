@@ -20,9 +20,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from sage.io.docstrings import key_meanings
 from sage.io.files import config_dir
 from sage.trees import POLICIES
-from train.config.descriptions import choice_meaning, choice_values, key_meanings, policy_options
+from train.config.descriptions import choice_meaning, choice_values, policy_options
 from train.config.schema import PolicyName
 from train.config.store import POLICY_GROUP, group_choices, subschemas
 
