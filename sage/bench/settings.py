@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from sage.decoding.settings import DraftedAnswerSettings
-from sage.io.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Range
+from sage.io.ranges import NonNegativeInt, PositiveInt, Range
 
 MeasuredTokens = Annotated[int, Range(ge=2, remedy="the prefill yields the first token, which is not decoded")]
 
@@ -48,4 +48,4 @@ class CostSettings:
 
     layers: PositiveInt | None = None
     repeats: PositiveInt = 5
-    bandwidth: PositiveFloat | None = None
+    bandwidth: Annotated[float, Range(gt=0, remedy="in gigabytes per second")] | None = None

@@ -15,6 +15,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 Settings = TypeVar("Settings")
+UNIONS = (Union, UnionType)  # of `Annotated[X, ...] | None` and of `X | None`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +87,7 @@ def field_types(kind: type) -> dict[str, Any]:
 
 def plain_type(hint: Any) -> Any:
     """Returns T of `Annotated[T, ...]` and of `T | None`."""
-    while get_origin(hint) in (Annotated, Union, UnionType):
+    while get_origin(hint) in (Annotated, *UNIONS):
         hint = next(part for part in get_args(hint) if part is not NoneType)
     return hint
 
@@ -95,7 +96,7 @@ def _fits(value: Any, hint: Any) -> bool:
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return _fits(value, args[0]) and all(bound.contains(value) for bound in args[1:])
-    if origin in (Union, UnionType):
+    if origin in UNIONS:
         return any(_fits(value, part) for part in args)
     if hint is Any or not (isinstance(hint, type) or origin):
         return True
@@ -126,7 +127,7 @@ def type_name(hint: Any, is_plural: bool = False) -> str:
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return " ".join(filter(None, [type_name(args[0], is_plural), *map(str, args[1:])]))
-    if origin in (Union, UnionType):
+    if origin in UNIONS:
         return " or ".join(type_name(part, is_plural) for part in args)
     if origin is not None and not issubclass(origin, dict):
         return f"{'lists' if is_plural else 'a list'} of {type_name(args[0], is_plural=True)}"
