@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import Annotated, Any
 
 from data_prep.sources import KINDS, SourceConfig, check_source
+from data_prep.sources.paths import check_path
 from data_prep.splits import Share, Split, check_shares
 from sage.decoding.settings import AnswerSettings
 from sage.io.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Range, check_fields
@@ -195,6 +196,20 @@ def validate(config: DataConfig) -> None:
         streams = [source.streaming for source in sources.values()]
         if any(streams) and (not all(streams) or config.cache is Cache.examples):
             raise ValueError(f"data.{group}: streaming and prepared sources in one mix; stream all, with data.cache=rows")
+
+
+def check_paths(config: DataConfig) -> None:
+    """Checks the path of every source of a configuration.
+
+    Raises:
+        ValueError: names the path, and the remedy.
+    """
+    for split in (Split.train, Split.validation):
+        for source in config.resolved(split).values():
+            if source.path:
+                check_path(source.kind, source.path)
+            if source.media_root and not os.path.isdir(source.media_root):
+                raise ValueError(f"data.media_root: {source.media_root}; no such folder; relative image paths start there")
 
 
 def _uses_default(source: SourceConfig, name: str) -> bool:

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 
 from hydra.core.config_store import ConfigStore
 
-from data_prep.config import RegenerateConfig, validate
+from data_prep.config import RegenerateConfig, check_paths, validate
 from data_prep.files import check_writable
 from data_prep.server.address import check_server, read_key
-from data_prep.sources.paths import check_paths
 from data_prep.splits import Split
 from sage.commands.cli import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED
 from sage.drafts.location import find_draft

@@ -11,9 +11,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
+from data_prep.config import check_paths
 from data_prep.config import validate as check_data_fields
 from data_prep.sources import KINDS as SOURCE_KINDS
-from data_prep.sources.paths import check_paths
 from data_prep.splits import Split
 from sage.drafts.location import find_draft
 from sage.drafts.options import Eagle3Options, ModelOptions, TrainedPart
