@@ -24,7 +24,7 @@ from sage.bench.report import build_report
 from sage.bench.report_table import format_table
 from sage.bench.roofline import roofline_costs
 from sage.bench.runners import AUTOREGRESSIVE, HF_ASSISTED, PolicyRunner, Runner, baseline_runner, find_assistant
-from sage.bench.settings import CompareSettings, CostSettings
+from sage.bench.settings import CostSettings, MeasurementSettings
 from sage.bench.shapes import Shape, layers_that_fit, shape_named
 from sage.commands.cli import find_models, load_options, resolve_device, run
 from sage.io.dtypes import torch_dtype
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _compare(args: argparse.Namespace, command: str) -> None:
-    check_fields(from_attributes(CompareSettings, args))
+    check_fields(from_attributes(MeasurementSettings, args))
     own, sampling = options.variants(args.policies, args.policy), sage.Sampling.from_attributes(args)
     placement = load_options(args)
     path, folder = find_models(args)

@@ -11,7 +11,7 @@ from typing import Any
 import sage
 from sage.bench import costs as cost
 from sage.bench.runners import BASELINES, HF_GENERATE, PROMPT_LOOKUP
-from sage.bench.settings import CompareSettings, CostSettings, MeasurementSettings
+from sage.bench.settings import CostSettings, MeasurementSettings
 from sage.bench.shapes import shapes
 from sage.commands.cli import (
     add_device_map_option,
@@ -164,7 +164,6 @@ def _prompt_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--family", metavar="NAME", help="only the conversations of this task family")
     group.add_argument("--image", action="append", default=[], metavar="PATH", help="an image; may be repeated")
     group.add_argument("--prompt", metavar="TEXT", help="the question; without an image, a text-only prompt")
-    add_settings(group, CompareSettings, "num_prompts")
 
 
 def costs_parser() -> argparse.ArgumentParser:

@@ -18,21 +18,12 @@ class MeasurementSettings(DraftedAnswerSettings):
     Attributes:
         repeats: timed runs per prompt; the median counts.
         warmup: untimed runs of every policy before the first prompt.
+        num_prompts: maximum number of prompts; without it, all.
     """
 
     max_new_tokens: MeasuredTokens = 128
     repeats: PositiveInt = 3
     warmup: NonNegativeInt = 1
-
-
-@dataclass(kw_only=True)
-class CompareSettings(MeasurementSettings):
-    """Numbers of the comparison.
-
-    Attributes:
-        num_prompts: maximum number of prompts; without it, all.
-    """
-
     num_prompts: PositiveInt | None = None
 
 

@@ -45,16 +45,15 @@ class DraftedAnswerSettings(AnswerSettings):
 
 @dataclass(kw_only=True)
 class Sampling(DraftedAnswerSettings):
-    """Sampling parameters of a request.
+    """Sampling parameters of a request. A single string or processor stands for a list of one, None for none.
 
     Attributes:
         min_new_tokens: minimum number of tokens to generate before EOS is allowed.
         min_p: minimum probability of a token, relative to that of the most likely token; 0: off.
         repetition_penalty: above 1 makes tokens of the prompt and the answer less likely; 1: off.
-        stop: strings that end the answer; a single string or None is allowed.
-        bad_words: strings that are never generated; a single string or None is allowed.
-        logits_processor: Hugging Face logits processors, applied to each tree node with the prefix of that node; a single
-            processor or None is allowed.
+        stop: strings that end the answer.
+        bad_words: strings that are never generated.
+        logits_processor: Hugging Face logits processors, applied to each tree node with the prefix of that node.
 
     Raises:
         ValueError: a value out of range, an empty string, or a logits processor that is not callable.

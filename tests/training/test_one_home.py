@@ -17,7 +17,7 @@ from support.messages import refused
 import sage
 from data_prep.config import RegenerateConfig
 from sage.bench.options import DEFAULT_POLICIES, compare_parser, costs_parser
-from sage.bench.settings import CompareSettings, CostSettings
+from sage.bench.settings import CostSettings, MeasurementSettings
 from sage.commands.generate import parse_args
 from sage.decoding.generation import start
 from sage.decoding.settings import AnswerSettings, DraftedAnswerSettings, Sampling
@@ -31,7 +31,7 @@ from train.config.schema import Config, ConfigError, DecodeConfig, ValidateConfi
 from train.config.store import subschemas
 
 ROOT = Path(sage.__file__).parents[1]
-SETTINGS = (CompareSettings, CostSettings, Sampling)  # of the commands that argparse reads
+SETTINGS = (MeasurementSettings, CostSettings, Sampling)  # of the commands that argparse reads
 SCHEMAS = (Config, ValidateConfig, DataCommand, *dict.fromkeys(subschemas().values()))
 HAS_OWN_CHECK = {"prune"}  # sage.Pruning
 
@@ -105,7 +105,7 @@ def test_what_is_no_number_is_refused(value: object) -> None:
 # -- the settings of an answer -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [Sampling, DecodeConfig, RegenerateConfig, CompareSettings])
+@pytest.mark.parametrize("kind", [Sampling, DecodeConfig, RegenerateConfig, MeasurementSettings])
 def test_the_settings_of_an_answer_are_defined_once(kind: type) -> None:
     """Only the length has another default elsewhere: a second definition would show in the annotations of a class."""
     shared = {field.name for field in dataclasses.fields(DraftedAnswerSettings)}
