@@ -15,14 +15,15 @@ if TYPE_CHECKING:
     from data_prep.batching.loader import StepLoader
     from data_prep.build import build_dataset, prompts
     from data_prep.chat import build_example
-    from data_prep.config import DataConfig, SourceConfig
+    from data_prep.config import DataConfig
     from data_prep.conversation import BadItem, Conversation
+    from data_prep.sources import SourceConfig
 
 _MODULES = {
     "BadItem": "data_prep.conversation",
     "Conversation": "data_prep.conversation",
     "DataConfig": "data_prep.config",
-    "SourceConfig": "data_prep.config",
+    "SourceConfig": "data_prep.sources",
     "StepLoader": "data_prep.batching.loader",
     "build_dataset": "data_prep.build",
     "build_example": "data_prep.chat",

@@ -1,18 +1,24 @@
-"""The `data` and `regenerate` settings: dataclasses with their defaults and cross-field checks.
+"""The `data` and `regenerate` settings: dataclasses with their defaults, ranges and cross-field checks.
 
 Every error names the dotted key. Imports neither torch nor Hydra: the same classes serve a notebook and a ConfigStore, and a
-command that only checks its configuration stays fast. Does not own: the options of each source kind (data_prep.sources.KINDS).
+command that only checks its configuration stays fast. Does not own: the settings of a source and the options of each kind
+(data_prep.sources), those of an answer (sage.decoding.settings).
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
-from data_prep.splits import Split, check_shares
+from data_prep.sources import KINDS, SourceConfig, check_source
+from data_prep.sources.paths import check_path
+from data_prep.splits import Share, Split, check_shares
+from sage.decoding.settings import AnswerSettings
+from sage.io.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Range, check_fields
+from sage.trees import DEFAULT_POLICY
 
 KEY_VARIABLE = "OPENAI_API_KEY"  # as OpenAI's own clients name it
 
@@ -47,39 +53,6 @@ class Cache(StrEnum):
 
 
 @dataclass(kw_only=True)
-class SourceConfig:
-    """One source of conversations.
-
-    Attributes:
-        kind: a name in `data_prep.sources.KINDS`.
-        path: file, folder, or hub name.
-        media_root: base folder of relative image and video paths (default: the folder of the file).
-        subset: hub configuration name.
-        split: split of a hub data set; empty: the training split (prompt sets: the test split).
-        columns: role -> column of a table; see data_prep.sources.hub.
-        families: task families to keep; empty: all.
-        weight: share of the examples of an epoch; null: proportional to the size of the source. All sources or none.
-        num_examples: number of valid items to keep, from the first on; 0: all.
-        streaming: read on the fly, in order, shuffled within blocks.
-        prompt: question for sources that have none (folders of images and videos).
-        long_answers: request a detailed explanation in place of a one-word answer.
-    """
-
-    kind: str = "pocket"
-    path: str = ""
-    media_root: str = ""
-    subset: str = ""
-    split: str = ""
-    columns: dict[str, str] = field(default_factory=dict)
-    families: list[str] = field(default_factory=list)
-    weight: float | None = None
-    num_examples: int = 0
-    streaming: bool = False
-    prompt: str = ""
-    long_answers: bool = False
-
-
-@dataclass(kw_only=True)
 class DataConfig:
     """All data of a run.
 
@@ -108,19 +81,19 @@ class DataConfig:
     validation: dict[str, SourceConfig] = field(default_factory=dict)
     path: str = ""
     media_root: str = ""
-    num_examples: int = 0
-    holdout: float = 0.01
-    test_holdout: float = 0.0
-    max_length: int | None = None
+    num_examples: NonNegativeInt = 0
+    holdout: Share = 0.01
+    test_holdout: Share = 0.0
+    max_length: Annotated[int, Range(ge=2)] | None = None
     on_long: OnLong = OnLong.turn
     on_bad: OnBad = OnBad.error
     bad_list: str = ""
     cache: Cache = Cache.rows
     cache_dir: str = ""
-    cache_keep: int | None = 8
-    num_workers: int = 0
-    num_frames: int = 32
-    shuffle_block: int = 256
+    cache_keep: PositiveInt | None = 8
+    num_workers: NonNegativeInt = 0
+    num_frames: PositiveInt = 32
+    shuffle_block: PositiveInt = 256
 
     def resolved(self, split: Split) -> dict[str, SourceConfig]:
         """Returns the sources of a split by label: `~` expanded, the top-level defaults filled in for those of `sources`."""
@@ -143,17 +116,12 @@ class DataConfig:
 
 
 @dataclass(kw_only=True)
-class RegenerateConfig:
+class RegenerateConfig(AnswerSettings):
     """Decoding settings for answers that the target generates itself.
 
     Attributes:
         draft: RUN or the folder of a draft, for speculative decoding; empty: none. The answers do not depend on it.
         policy: a name of `sage.POLICIES`.
-        max_new_tokens: maximum length of an answer, in tokens.
-        temperature: sampling temperature; 0: greedy decoding.
-        top_k: sample from the k most likely tokens; 0: all.
-        top_p: sample from the most likely tokens of this total probability.
-        seed: seed of the sampling noise.
         server: base URL of an OpenAI-compatible server of the target that answers instead, or a list of several, like
             http://host:8000/v1; empty: this project's decoder.
         model: id under which the servers serve the target; empty: the only one, if it has the target's name.
@@ -166,19 +134,15 @@ class RegenerateConfig:
     """
 
     draft: str = ""
-    policy: str = "sage"
-    max_new_tokens: int = 512
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
+    policy: str = DEFAULT_POLICY
+    max_new_tokens: PositiveInt = 512
     server: Any = ""
     model: str = ""
-    concurrency: int = 32
+    concurrency: PositiveInt = 32
     images: Images = Images.inline
-    retries: int = 6
-    retry_delay_s: float = 1.0
-    timeout_s: float = 600.0
+    retries: NonNegativeInt = 6
+    retry_delay_s: PositiveFloat = 1.0
+    timeout_s: PositiveFloat = 600.0
     key_variable: str = KEY_VARIABLE
 
     def urls(self) -> list[str]:
@@ -188,7 +152,7 @@ class RegenerateConfig:
 
     def sampling(self) -> dict[str, Any]:
         """Returns the settings that determine the answers."""
-        return {name: getattr(self, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p", "seed")}
+        return {part.name: getattr(self, part.name) for part in fields(AnswerSettings)}
 
 
 def data_config(stored: Mapping[str, Any]) -> DataConfig:
@@ -219,16 +183,11 @@ def validate(config: DataConfig) -> None:
         raise ValueError("data.sources: empty; name at least one source, e.g. data=pocket")
     for group, sources in (("sources", config.sources), ("validation", config.validation)):
         for label, source in sources.items():
-            _validate_source(f"data.{group}.{label}", source)
+            check_source(f"data.{group}.{label}", source)
+    check_fields(config, "data.")
     for name in ("path", "media_root"):
         if getattr(config, name) and not any(_uses_default(source, name) for source in config.sources.values()):
             raise ValueError(f"data.{name}: {getattr(config, name)}; has no effect, no source of data={config.name} uses it")
-    _at_least("data.max_length", config.max_length, 2)
-    _at_least("data.cache_keep", config.cache_keep, 1)
-    _at_least("data.num_frames", config.num_frames, 1)
-    _at_least("data.num_workers", config.num_workers, 0)
-    _at_least("data.num_examples", config.num_examples, 0)
-    _at_least("data.shuffle_block", config.shuffle_block, 1)
     check_shares(config.holdout, config.test_holdout)
     weights = [source.weight is None for source in config.sources.values()]
     if any(weights) and not all(weights):
@@ -239,28 +198,19 @@ def validate(config: DataConfig) -> None:
             raise ValueError(f"data.{group}: streaming and prepared sources in one mix; stream all, with data.cache=rows")
 
 
+def check_paths(config: DataConfig) -> None:
+    """Checks the path of every source of a configuration.
+
+    Raises:
+        ValueError: names the path, and the remedy.
+    """
+    for split in (Split.train, Split.validation):
+        for source in config.resolved(split).values():
+            if source.path:
+                check_path(source.kind, source.path)
+            if source.media_root and not os.path.isdir(source.media_root):
+                raise ValueError(f"data.media_root: {source.media_root}; no such folder; relative image paths start there")
+
+
 def _uses_default(source: SourceConfig, name: str) -> bool:
-    from data_prep.sources import KINDS
-
     return not getattr(source, name) and name in KINDS[source.kind].options
-
-
-def _validate_source(key: str, source: SourceConfig) -> None:
-    from data_prep.sources import KINDS
-
-    if source.kind not in KINDS:
-        raise ValueError(f"{key}.kind: {source.kind!r}; allowed: {', '.join(sorted(KINDS))}")
-    defaults = SourceConfig()
-    for name in ("path", "media_root", "subset", "split", "columns", "families", "streaming", "prompt", "long_answers"):
-        value = getattr(source, name)
-        if value != getattr(defaults, name) and name not in KINDS[source.kind].options:
-            options = ", ".join(KINDS[source.kind].options)
-            raise ValueError(f"{key}.{name}: {value}; has no effect on kind {source.kind}; its options: {options}")
-    if source.weight is not None and source.weight <= 0:
-        raise ValueError(f"{key}.weight: {source.weight}; allowed: above 0, or null")
-    _at_least(f"{key}.num_examples", source.num_examples, 0)
-
-
-def _at_least(key: str, value: int | None, lowest: int) -> None:
-    if value is not None and value < lowest:
-        raise ValueError(f"{key}: {value}; allowed: {lowest} or more")

@@ -12,11 +12,16 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Annotated, Protocol
+
+from sage.io.ranges import Range
 
 if TYPE_CHECKING:
     from data_prep.config import DataConfig
     from data_prep.conversation import Conversation
+
+
+Share = Annotated[float, Range(ge=0, lt=1, remedy="a share of the images (or texts)")]
 
 
 class Items(Protocol):
@@ -114,9 +119,6 @@ def split_group(conversation: Conversation) -> str:
 
 def check_shares(holdout: float, test_holdout: float) -> None:
     """Raises ValueError for shares that leave no training data, or a test share without a validation share."""
-    for key, share in (("data.holdout", holdout), ("data.test_holdout", test_holdout)):
-        if not 0 <= share < 1:
-            raise ValueError(f"{key}: {share}; allowed: from 0 to below 1, a share of the images (or texts)")
     if holdout + test_holdout >= 1:
         raise ValueError(f"data.test_holdout: {test_holdout}; leaves no training data with data.holdout={holdout}; lower one")
     if test_holdout and not holdout:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Annotated
 
 import sage
 from data_prep.pocket import world
+from sage.io.ranges import PositiveInt
 from sage.planning.base import Policy
-from sage.planning.options import Range
 from sage.planning.tree import Frontier, NextLevel
 
 
@@ -28,7 +27,7 @@ class Confident(Policy):
     name = "confident"
     num_candidates = 1
 
-    depth: Annotated[int, Range(ge=1)] = 8
+    depth: PositiveInt = 8
     threshold: float = 0.4
 
     def __post_init__(self) -> None:

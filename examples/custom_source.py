@@ -10,9 +10,8 @@ from __future__ import annotations
 import sys
 
 import train
-from data_prep.config import SourceConfig
 from data_prep.conversation import Conversation
-from data_prep.sources import KINDS, Kind
+from data_prep.sources import KINDS, Kind, SourceConfig
 from data_prep.sources.base import Source
 from data_prep.splits import Split
 

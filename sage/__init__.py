@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from sage import trees
     from sage.decoding.chat import Chat
     from sage.decoding.generation import Output, generate, stream
-    from sage.decoding.sampling import Sampling
+    from sage.decoding.settings import Sampling
     from sage.drafts.loading import load_draft, new_draft
     from sage.drafts.pruning import Pruning
     from sage.targets import Target, load_target
@@ -23,7 +23,7 @@ _NAMES = {
     "sage.drafts.loading": ["load_draft", "new_draft"],
     "sage.drafts.pruning": ["Pruning"],
     "sage.decoding.generation": ["Output", "generate", "stream"],
-    "sage.decoding.sampling": ["Sampling"],
+    "sage.decoding.settings": ["Sampling"],
     "sage.targets": ["Target", "load_target"],
     "sage.trees": ["POLICIES", "policy"],
 }

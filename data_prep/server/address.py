@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from data_prep.config import KEY_VARIABLE, RegenerateConfig
+from sage.io.ranges import check_fields
 
 SCHEMES = ("http", "https")
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -23,12 +24,7 @@ def check_server(settings: RegenerateConfig, environment: Mapping[str, str]) -> 
     for number, url in enumerate(settings.urls(), 1):
         if problem := url_problem(url, "the variable of regenerate.key_variable"):
             raise ValueError(f"regenerate.server: URL {number} {problem}; give for example http://host:8000/v1")
-    for name, lowest in (("concurrency", 1), ("retries", 0)):
-        if getattr(settings, name) < lowest:
-            raise ValueError(f"regenerate.{name}: {getattr(settings, name)}; allowed: {lowest} or more")
-    for name in ("retry_delay_s", "timeout_s"):
-        if not 0 < getattr(settings, name) < float("inf"):
-            raise ValueError(f"regenerate.{name}: {getattr(settings, name)}; allowed: above 0")
+    check_fields(settings, "regenerate.")
     read_key(settings, environment)
 
 

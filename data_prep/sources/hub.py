@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data_prep.config import SourceConfig
 from data_prep.conversation import MEDIA, BadItem, Conversation, Message, Part
+from data_prep.sources import SourceConfig
 from data_prep.sources.base import Source, Stream
 from data_prep.sources.llava_json import llava_messages, media_list, place_media, text_part
 from data_prep.sources.messages import chat_messages

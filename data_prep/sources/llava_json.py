@@ -12,8 +12,8 @@ import re
 from functools import partial
 from typing import Any
 
-from data_prep.config import SourceConfig
 from data_prep.conversation import Message, Part
+from data_prep.sources import SourceConfig
 from data_prep.sources.base import Source
 from data_prep.sources.json_rows import JsonRows
 from data_prep.sources.paths import layout_of

@@ -10,8 +10,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from data_prep.config import SourceConfig
 from data_prep.conversation import MEDIA, MEDIA_KEYS, Message, Part
+from data_prep.sources import SourceConfig
 from data_prep.sources.base import Source
 from data_prep.sources.json_rows import JsonRows
 from data_prep.sources.llava_json import Roots, check_all_placed, media_list, media_roots, place_media, turns_of

@@ -11,9 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from data_prep.config import DataConfig
 from data_prep.sources import KINDS, Content
-from data_prep.splits import Split
 
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 BOM = b"\xef\xbb\xbf"
@@ -23,20 +21,6 @@ PACKED = {
     b"\x1f\x8b": "compressed with gzip; unpack it",
     b"PK": "a zip archive; unpack it",
 }
-
-
-def check_paths(config: DataConfig) -> None:
-    """Checks the path of every source of a configuration.
-
-    Raises:
-        ValueError: names the path, and the remedy.
-    """
-    for split in (Split.train, Split.validation):
-        for source in config.resolved(split).values():
-            if source.path:
-                check_path(source.kind, source.path)
-            if source.media_root and not os.path.isdir(source.media_root):
-                raise ValueError(f"data.media_root: {source.media_root}; no such folder; relative image paths start there")
 
 
 def check_path(kind: str, path: str) -> None:

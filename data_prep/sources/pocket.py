@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from data_prep.config import SourceConfig
 from data_prep.conversation import Conversation
 from data_prep.pocket import world
+from data_prep.sources import SourceConfig
 from data_prep.sources.base import Source
 from data_prep.splits import Split
 

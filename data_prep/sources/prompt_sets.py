@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from data_prep.config import SourceConfig
 from data_prep.conversation import Conversation, Message
 from data_prep.multi_turn import FOLLOW_UPS
+from data_prep.sources import SourceConfig
 from data_prep.sources.base import Source
 from data_prep.sources.json_rows import JsonRows
 from data_prep.sources.paths import JSON_SUFFIXES

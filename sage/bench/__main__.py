@@ -24,11 +24,13 @@ from sage.bench.report import build_report
 from sage.bench.report_table import format_table
 from sage.bench.roofline import roofline_costs
 from sage.bench.runners import AUTOREGRESSIVE, HF_ASSISTED, PolicyRunner, Runner, baseline_runner, find_assistant
+from sage.bench.settings import CostSettings, MeasurementSettings
 from sage.bench.shapes import Shape, layers_that_fit, shape_named
 from sage.commands.cli import find_models, load_options, resolve_device, run
 from sage.io.dtypes import torch_dtype
 from sage.io.files import read_json, write_json
 from sage.io.progress import progress_callback
+from sage.io.ranges import check_fields, from_attributes
 from sage.runtime.pass_modes import resolve_pass_mode
 
 CPU_LAYERS = 2  # one layer of a 7B target takes a CPU about a second per large tree
@@ -49,14 +51,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _compare(args: argparse.Namespace, command: str) -> None:
-    own = options.variants(args.policies, args.policy)
+    check_fields(from_attributes(MeasurementSettings, args))
+    own, sampling = options.variants(args.policies, args.policy), sage.Sampling.from_attributes(args)
     placement = load_options(args)
     path, folder = find_models(args)
     target = sage.load_target(path, **placement)
     draft = None if folder is None else sage.load_draft(folder, target)
     runners = _runners(target, draft, own, args)
     prompts = load_prompts(target, args.prompts, args.image, args.prompt, args.num_prompts, args.family)
-    sampling = sage.Sampling.from_attributes(args)
     num_answers = len(prompts) * args.repeats * len(runners)
     target.passes = resolve_pass_mode(args.passes, target.device.type, num_answers, target.is_whole)
     measurement = measure(runners, prompts, sampling, args.repeats, args.warmup, progress_callback("measuring"))
@@ -77,6 +79,7 @@ def _compare(args: argparse.Namespace, command: str) -> None:
 
 
 def _costs(args: argparse.Namespace) -> None:
+    check_fields(from_attributes(CostSettings, args))
     shape, report = shape_named(args.shape), None if args.project is None else _read_report(args.project)
     grid = {name: options.counts(getattr(args, name)) for name in ("nodes", "widths", "contexts")}
     if args.bandwidth is not None:

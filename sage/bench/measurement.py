@@ -14,7 +14,9 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from sage.bench.runners import Runner, TimedRun
-from sage.decoding.sampling import Sampling
+from sage.bench.settings import MeasurementSettings
+from sage.decoding.settings import Sampling
+from sage.io.ranges import check_fields
 
 logger = logging.getLogger(__name__)
 
@@ -113,13 +115,6 @@ def _check(runners: Sequence[Runner], prompts: Sequence[BenchPrompt], sampling: 
         raise ValueError("bench: speedups need an autoregressive runner; add 'autoregressive'")
     if not prompts:
         raise ValueError("bench: no prompts; give at least one")
-    if sampling.max_new_tokens < 2:
-        raise ValueError(
-            f"max_new_tokens: {sampling.max_new_tokens} leaves nothing to decode, because the prefill yields the first "
-            "token; at least 2"
-        )
     if sampling.stop or sampling.bad_words or sampling.logits_processor:
         raise ValueError("sampling: stop, bad_words and logits_processor are not supported by every runner; remove them")
-    for key, value, least in (("repeats", repeats, 1), ("warmup", warmup, 0)):
-        if value < least:
-            raise ValueError(f"{key}: {value} is too small; at least {least}")
+    check_fields(MeasurementSettings(max_new_tokens=sampling.max_new_tokens, repeats=repeats, warmup=warmup))

@@ -11,14 +11,15 @@ from typing import Any
 import sage
 from sage.bench import costs as cost
 from sage.bench.runners import BASELINES, HF_GENERATE, PROMPT_LOOKUP
+from sage.bench.settings import CostSettings, MeasurementSettings
 from sage.bench.shapes import shapes
 from sage.commands.cli import (
-    add_couple_option,
     add_device_map_option,
     add_device_option,
     add_dtype_option,
     add_model_options,
     add_passes_option,
+    add_settings,
     new_parser,
 )
 
@@ -112,16 +113,9 @@ def compare_parser() -> argparse.ArgumentParser:
     add_model_options(parser)
     _variant_options(parser)
     _prompt_options(parser)
-    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
-    parser.add_argument("--min-new-tokens", type=int, default=0, metavar="N", help="minimum length of an answer; default 0")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    parser.add_argument("--top-k", type=int, default=0, help="0 is off (default)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="1 is off (default)")
-    parser.add_argument("--seed", type=int, default=0)
-    add_couple_option(parser)
+    add_settings(parser, MeasurementSettings)
+    add_settings(parser, sage.Sampling, "min_new_tokens")
     add_passes_option(parser)
-    parser.add_argument("--repeats", type=int, default=3, help="timed runs per prompt; the median counts")
-    parser.add_argument("--warmup", type=int, default=1)
     add_dtype_option(parser, None, "dtype of target and draft (default: that of the checkpoint)")
     add_device_option(parser, "auto")
     add_device_map_option(parser)
@@ -170,7 +164,6 @@ def _prompt_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--family", metavar="NAME", help="only the conversations of this task family")
     group.add_argument("--image", action="append", default=[], metavar="PATH", help="an image; may be repeated")
     group.add_argument("--prompt", metavar="TEXT", help="the question; without an image, a text-only prompt")
-    group.add_argument("--num-prompts", type=int, metavar="N", help="maximum number of prompts")
 
 
 def costs_parser() -> argparse.ArgumentParser:
@@ -178,14 +171,10 @@ def costs_parser() -> argparse.ArgumentParser:
     text = "Measures verification c_t(nodes, context) and draft levels c_d(width, context) on random weights."
     parser = new_parser("python -m sage.bench costs", description=text)
     parser.add_argument("--shape", required=True, metavar="NAME", help=f"one of {', '.join(shapes())}")
-    parser.add_argument("--layers", type=int, metavar="N", help="layers to build; default: all that fit, at most 2 on a CPU")
     parser.add_argument("--nodes", default=",".join(map(str, cost.NODES)), metavar="N,N")
     parser.add_argument("--widths", default=",".join(map(str, cost.WIDTHS)), metavar="N,N")
     parser.add_argument("--contexts", default=",".join(map(str, cost.CONTEXTS)), metavar="N,N")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument(
-        "--bandwidth", type=float, metavar="GB/S", help="do not measure; lower bounds for a device with this memory bandwidth"
-    )
+    add_settings(parser, CostSettings)
     add_dtype_option(parser, "bf16", "dtype of the weights (default: %(default)s)")
     add_device_option(parser, "auto")
     parser.add_argument("--project", metavar="FILE", help="a report.json whose host overhead is projected to this shape")

@@ -13,7 +13,7 @@ from sage.bench.measurement import BenchPrompt
 from sage.bench.runners import AUTOREGRESSIVE, on_device
 from sage.costs.measure import measure_costs
 from sage.costs.tables import Costs
-from sage.decoding.sampling import Sampling
+from sage.decoding.settings import Sampling
 from sage.planning.base import Policy
 from sage.replay.recording import WIDE, Recording, record
 from sage.replay.replay import ReplayResult, replay

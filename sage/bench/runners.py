@@ -23,7 +23,7 @@ from transformers import CompileConfig, GenerationConfig, StoppingCriteria, Stop
 
 import sage
 from sage.bench.report_table import TARGET_PREFILL_PHASES
-from sage.decoding.sampling import Sampling
+from sage.decoding.settings import Sampling
 from sage.drafts.model import check_pair
 from sage.drafts.pruning import KEEP_ALL, Pruning
 from sage.runtime.timing import PHASES, now_s, prepared_s

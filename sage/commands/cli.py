@@ -8,14 +8,17 @@ import os
 import platform
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_origin
 
 from sage.drafts.location import DRAFT_HELP, find_draft, target_of
+from sage.io.docstrings import key_meanings
 from sage.io.dtypes import LONG_NAMES, SHORT_NAMES, torch_dtype
 from sage.io.manifest import refuse_corrupt_draft
+from sage.io.ranges import field_types, plain_type
 from sage.runtime.pass_modes import PassMode
 
 if TYPE_CHECKING:
@@ -98,14 +101,25 @@ def add_device_option(parser: argparse._ActionsContainer, default: str) -> None:
     )
 
 
-def add_couple_option(parser: argparse._ActionsContainer) -> None:
-    """Adds `--no-couple`, the field `couple` of `sage.Sampling`."""
-    parser.add_argument(
-        "--no-couple",
-        dest="couple",
-        action="store_false",
-        help="with a temperature, draft without the noise of the target's draws: slower, same text",
-    )
+def add_settings(parser: argparse._ActionsContainer, kind: type, *names: str) -> None:
+    """Adds an option per field of a settings dataclass, with its type, default and meaning; `from_attributes` builds the
+    dataclass from the parsed options, and `check_fields` checks their ranges.
+
+    Args:
+        names: the fields; none: all.
+    """
+    hints, meanings = field_types(kind), key_meanings(kind)
+    for field in fields(kind):
+        if names and field.name not in names:
+            continue
+        hint, option, text = plain_type(hints[field.name]), field.name.replace("_", "-"), meanings[field.name].removesuffix(".")
+        if hint is bool:
+            parser.add_argument(f"--no-{option}", dest=field.name, action="store_false", help=f"turn off: {text}")
+        elif hint in (int, float):
+            default = "" if field.default is None else " (default: %(default)s)"
+            parser.add_argument(f"--{option}", type=hint, default=field.default, metavar="N", help=text + default)
+        elif get_origin(hint) is Collection:
+            parser.add_argument(f"--{option}", action="append", default=[], metavar="TEXT", help=f"{text}; can be repeated")
 
 
 def add_passes_option(parser: argparse._ActionsContainer) -> None:

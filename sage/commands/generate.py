@@ -7,7 +7,8 @@ import sys
 from typing import Any
 
 from sage.commands import cli
-from sage.trees import CHAIN, POLICIES
+from sage.decoding.settings import Sampling
+from sage.trees import FIRST_ANSWER_POLICY, POLICIES
 
 GREEN, RESET, DIM = "\x1b[32m", "\x1b[0m", "\x1b[2m"
 
@@ -20,27 +21,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--image", action="append", default=[], help="path or URL of an image; can be repeated")
     add("--video", action="append", default=[], help="video file or folder of frames; can be repeated")
     add("--prompt", help="text of the prompt")
-    text = (
-        "one of %s; cost_aware is the fastest for many answers of one process, chain for the first one (default: %%(default)s)"
-    )
-    add("--policy", default=CHAIN, help=text % ", ".join(POLICIES))
-    add("--max-new-tokens", type=int, default=256, help="maximum number of generated tokens (default: %(default)s)")
-    add("--temperature", type=float, default=0.0, help="sampling temperature; 0 = greedy decoding (default)")
-    add("--top-k", type=int, default=0, help="sample from the k most likely tokens; 0 = all (default)")
-    add("--top-p", type=float, default=1.0, help="nucleus sampling: total probability to sample from; 1 = all (default)")
-    add("--min-p", type=float, default=0.0, help="minimum probability relative to the most likely token; 0 = none (default)")
-    add("--repetition-penalty", type=float, default=1.0, help="penalty of tokens that occurred before; 1 = none (default)")
-    add("--min-new-tokens", type=int, default=0, help="minimum number of generated tokens (default: %(default)s)")
-    add("--stop", action="append", default=[], help="stop string; can be repeated")
-    add("--bad-words", action="append", default=[], help="text that is never generated; can be repeated")
+    text = f"one of {', '.join(POLICIES)}; cost_aware is the fastest for many answers of one process"
+    add("--policy", default=FIRST_ANSWER_POLICY, help=f"{text}, %(default)s (the default) for the first one")
+    cli.add_settings(parser, Sampling)
     add("--prune", type=float, default=0.0, help="share of visual tokens removed from the draft's input (default: %(default)s)")
     add(
         "--prune-method",
         default="attention",
         help="how visual tokens are selected: attention, uniform or random (default: %(default)s)",
     )
-    add("--seed", type=int, default=0, help="seed of the sampling noise (default: %(default)s)")
-    cli.add_couple_option(parser)
     cli.add_device_option(parser, "auto")
     cli.add_device_map_option(parser)
     cli.add_passes_option(parser)
@@ -88,7 +77,7 @@ def _generate(args: argparse.Namespace) -> None:
 
     logging.disable_progress_bar()
     messages = [{"role": "user", "content": _content(args)}]
-    policy, sampling = sage.policy(args.policy), sage.Sampling.from_attributes(args)
+    policy, sampling = sage.policy(args.policy), Sampling.from_attributes(args)
     if policy.num_candidates and not args.draft:
         raise ValueError(
             f"--draft: missing, and the policy {args.policy!r} needs one; give a draft folder or --policy autoregressive"

@@ -9,6 +9,7 @@ from sage.decoding.generation import CachedPrefix, Generation, Output, start
 from sage.drafts.draft import Draft
 from sage.planning.base import Policy
 from sage.targets import Target
+from sage.trees import DEFAULT_POLICY
 from sage.trees import policy as new_policy
 
 
@@ -18,7 +19,12 @@ class Chat:
     """
 
     def __init__(
-        self, target: Target, draft: Draft | None, policy: str | Policy = "sage", system: str | None = None, **options: Any
+        self,
+        target: Target,
+        draft: Draft | None,
+        policy: str | Policy = DEFAULT_POLICY,
+        system: str | None = None,
+        **options: Any,
     ) -> None:
         self.target, self.draft, self.options = target, draft, options
         self.policy = new_policy(policy) if isinstance(policy, str) else policy

@@ -26,6 +26,7 @@ from sage.runtime.host_tensors import CPU, long_tensor
 from sage.runtime.timing import PREPARATIONS, Clock
 from sage.targets import Features, Prompt, Target
 from sage.targets.tree_passes import TreePasses
+from sage.trees import DEFAULT_POLICY
 from sage.trees import policy as new_policy
 
 
@@ -131,7 +132,7 @@ def start(
     target: Target,
     draft: Draft | None,
     inputs: Any,
-    policy: str | Policy = "sage",
+    policy: str | Policy = DEFAULT_POLICY,
     *,
     sampling: Sampling | None = None,
     pruning: Pruning = KEEP_ALL,
@@ -215,7 +216,7 @@ def generate(
     target: Target,
     draft: Draft | None,
     inputs: Any,
-    policy: str | Policy = "sage",
+    policy: str | Policy = DEFAULT_POLICY,
     *,
     sampling: Sampling | None = None,
     pruning: Pruning = KEEP_ALL,
@@ -248,7 +249,7 @@ def stream(
     target: Target,
     draft: Draft | None,
     inputs: Any,
-    policy: str | Policy = "sage",
+    policy: str | Policy = DEFAULT_POLICY,
     *,
     sampling: Sampling | None = None,
     pruning: Pruning = KEEP_ALL,

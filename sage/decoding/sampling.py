@@ -22,8 +22,7 @@ Shapes: N tree nodes, V vocabulary, T prompt tokens, K candidates, F frontier no
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,71 +39,10 @@ from transformers import (
 )
 
 from sage.decoding.noise import PositionNoise
+from sage.decoding.settings import Sampling
 from sage.planning.tree import Tree
 from sage.runtime.greedy import NAN_TOKEN, greedy_tokens
 from sage.runtime.host_tensors import long_tensor
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """Sampling parameters of a request.
-
-    Attributes:
-        min_new_tokens: minimum number of tokens to generate before EOS is allowed.
-        temperature: 0 = greedy.
-        top_k: number of most probable tokens to keep; 0 = all.
-        top_p: cumulative probability of the most probable tokens to keep; 1 = all.
-        min_p: minimum probability of a token, relative to that of the most probable token; 0 = off.
-        couple: whether the draft proposes with the noise of the target's draws, for temperatures above 0; same text.
-        repetition_penalty: above 1 makes tokens of the prompt and the answer less probable; 1 = off.
-        stop: strings that end the answer; a single string or None is allowed.
-        bad_words: strings that are never generated; a single string or None is allowed.
-        logits_processor: Hugging Face logits processors, applied to each tree node with the prefix of that node; a single
-            processor or None is allowed.
-
-    Raises:
-        ValueError: a value out of range, an empty string, or a logits processor that is not callable.
-    """
-
-    max_new_tokens: int = 256
-    min_new_tokens: int = 0
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int = 0
-    couple: bool = True
-    stop: Sequence[str] | str | None = ()
-    bad_words: Sequence[str] | str | None = ()
-    logits_processor: Any = ()
-
-    def __post_init__(self) -> None:
-        for name, is_valid, allowed in (
-            ("max_new_tokens", self.max_new_tokens >= 1, ">= 1"),
-            ("min_new_tokens", self.min_new_tokens >= 0, ">= 0"),
-            ("temperature", self.temperature >= 0, ">= 0 (0 = greedy)"),
-            ("top_k", self.top_k >= 0, ">= 0 (0 = all)"),
-            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
-            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
-            ("repetition_penalty", self.repetition_penalty > 0, "> 0 (1 = off)"),
-        ):
-            if not is_valid:
-                raise ValueError(f"{name}: {getattr(self, name)} is not allowed; it must be {allowed}")
-        if self.is_greedy and not self.couple:
-            raise ValueError("couple: False has no effect on greedy decoding; set a temperature above 0 or leave couple out")
-        object.__setattr__(self, "stop", _strings("stop", self.stop, "end every answer"))
-        object.__setattr__(self, "bad_words", _strings("bad_words", self.bad_words, "forbid every answer"))
-        object.__setattr__(self, "logits_processor", _processors(self.logits_processor))
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0
-
-    @classmethod
-    def from_attributes(cls, source: object) -> Sampling:
-        """Builds from the attributes of `source` that have a field's name, for example of parsed arguments."""
-        return cls(**{field.name: getattr(source, field.name) for field in fields(cls) if hasattr(source, field.name)})
 
 
 class TargetSampler:
@@ -242,23 +180,6 @@ def _context_processors(
         processors.append(MinNewTokensLengthLogitsProcessor(num_prompt, sampling.min_new_tokens, list(eos), device=device))
     processors.extend(sampling.logits_processor)
     return processors
-
-
-def _processors(value: Any) -> tuple[Any, ...]:
-    found = () if value is None else value if isinstance(value, (list, tuple)) else (value,)
-    if wrong := [processor for processor in found if not callable(processor)]:
-        raise ValueError(f"logits_processor: {wrong[0]!r} is not callable; give one or more Hugging Face logits processors")
-    return tuple(found)
-
-
-def _strings(key: str, value: Sequence[str] | str | None, effect: str) -> tuple[str, ...]:
-    """Normalizes an option of several strings; `effect` describes what an empty string, which is refused, would do."""
-    found = (value,) if isinstance(value, str) else () if value is None else value
-    if not isinstance(found, Collection) or not all(isinstance(text, str) for text in found):
-        raise ValueError(f"{key}: {value!r} is not allowed; give a string or a list of strings")
-    if not all(found):
-        raise ValueError(f"{key}: an empty string would {effect}; remove it")
-    return tuple(found)
 
 
 def _warpers(sampling: Sampling) -> LogitsProcessorList:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from sage.decoding.sampling import Sampling
+from sage.decoding.settings import Sampling
 
 
 class StopCriterion:

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Annotated
 
+from sage.io.ranges import PositiveInt, Range
+
+Level = Annotated[int, Range(ge=0, remedy="0 is the embeddings; null gives low, middle and high levels")]
 TRAINING_ONLY = {"training_only": True}  # metadata of keys that a run reads and `sage.new_draft` does not take
 
 
@@ -38,9 +42,9 @@ class HeadOptions:
     """
 
     image_inputs: ImageInputs = ImageInputs.embed
-    intermediate_size: int | None = None
-    num_attention_heads: int | None = None
-    num_key_value_heads: int | None = None
+    intermediate_size: PositiveInt | None = None
+    num_attention_heads: PositiveInt | None = None
+    num_key_value_heads: PositiveInt | None = None
 
 
 @dataclass(kw_only=True)
@@ -63,8 +67,8 @@ class Eagle3Options(HeadOptions):
         draft_vocab_size: tokens of the draft vocabulary, the most frequent ones of the training answers; null: all.
     """
 
-    feature_levels: list[int] | None = None
-    draft_vocab_size: int | None = field(default=None, metadata=TRAINING_ONLY)
+    feature_levels: list[Level] | None = None
+    draft_vocab_size: PositiveInt | None = field(default=None, metadata=TRAINING_ONLY)
 
 
 @dataclass(kw_only=True)
@@ -76,5 +80,5 @@ class ModelOptions:
         train_part: trained part: decoder layers, also embedding and lm_head (text), or the vision tower as well (all).
     """
 
-    num_layers: int | None = None
+    num_layers: PositiveInt | None = None
     train_part: TrainedPart = field(default=TrainedPart.text, metadata=TRAINING_ONLY)

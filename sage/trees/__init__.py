@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from sage.planning.base import Policy
     from sage.trees import sage as sage
 
-AUTOREGRESSIVE, CHAIN, SAGE = "autoregressive", "chain", "sage"  # of special use: baseline, first answers, score of a draft
+AUTOREGRESSIVE, CHAIN, SAGE = "autoregressive", "chain", "sage"
+DEFAULT_POLICY = SAGE  # of `sage.generate` and all other answers of a process that may give many
+FIRST_ANSWER_POLICY = CHAIN  # of sage-generate, which gives one answer per process (docs/decoder.md, Which policy)
 POLICIES: tuple[str, ...] = tuple(module.name for module in iter_modules(__path__))
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+from sage.io.ranges import Range
 from sage.planning.base import Policy
-from sage.planning.options import Range
 from sage.planning.tree import Frontier, NextLevel
 
 _INNER: NextLevel = NextLevel([0], [0])

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from sage.planning.options import OptionError, Range
+from sage.io.ranges import PositiveInt, Range
+from sage.planning.options import OptionError
 from sage.trees.eagle2 import Eagle2
 
 
@@ -29,9 +30,9 @@ class Ddd(Eagle2):
 
     name = "ddd"
 
-    depth: Annotated[int, Range(ge=1)] = 11
+    depth: PositiveInt = 11
     threshold: Annotated[float, Range(gt=0, lt=1)] = 0.3
-    check_every: Annotated[int, Range(ge=1)] = 2
+    check_every: PositiveInt = 2
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+from sage.io.ranges import PositiveInt, Range
 from sage.planning.base import Policy
-from sage.planning.options import Range
 from sage.planning.ranking import best, best_children
 from sage.planning.tree import Frontier, NextLevel
 
@@ -36,7 +36,7 @@ class Eagle2(Policy):
 
     total: Annotated[int, Range(ge=2, remedy="the policy autoregressive drafts nothing")] = 60
     depth: Annotated[int, Range(ge=1, remedy="the policy autoregressive drafts nothing")] = 7
-    top_k: Annotated[int, Range(ge=1)] = 10
+    top_k: PositiveInt = 10
 
     def __post_init__(self) -> None:
         super().__post_init__()

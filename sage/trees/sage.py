@@ -20,8 +20,9 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from sage.io.ranges import NonNegativeFloat, PositiveInt, Range
 from sage.planning.base import Policy
-from sage.planning.options import OptionError, Range
+from sage.planning.options import OptionError
 from sage.planning.tree import Frontier, NextLevel, RoundOutcome
 from sage.trees.static import STATIC_TREE, Static
 
@@ -118,19 +119,19 @@ class Sage(Policy):
 
     name = "sage"
 
-    max_depth: Annotated[int, Range(ge=1)] = 8
-    min_depth: Annotated[int, Range(ge=1)] = 3
-    max_width: Annotated[int, Range(ge=1)] = 10
-    min_width: Annotated[int, Range(ge=1)] = 2
+    max_depth: PositiveInt = 8
+    min_depth: PositiveInt = 3
+    max_width: PositiveInt = 10
+    min_width: PositiveInt = 2
     top_k: Annotated[int, Range(ge=2)] = 10
     max_nodes: Annotated[int, Range(ge=2)] = 64
     threshold: Threshold = Threshold.CUMULATIVE
     alpha_from: AlphaSource = AlphaSource.ACCEPTED
     history: bool = True
     window: Annotated[int, Range(ge=1, remedy="history=false uses none")] = 10
-    history_low: Annotated[float, Range(ge=0)] = 2.0
-    history_high: Annotated[float, Range(ge=0)] = 3.0
-    max_depth_ceiling: Annotated[int, Range(ge=1)] = 12
+    history_low: NonNegativeFloat = 2.0
+    history_high: NonNegativeFloat = 3.0
+    max_depth_ceiling: PositiveInt = 12
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+from sage.io.ranges import NonNegativeInt, PositiveInt, Range
 from sage.planning.base import Policy
-from sage.planning.options import Range
 from sage.planning.ranking import best, best_children
 from sage.planning.tree import Frontier, NextLevel
 
@@ -36,8 +36,8 @@ class SpecLlava(Policy):
     name = "spec_llava"
 
     budget: Annotated[int, Range(ge=1, remedy="the policy autoregressive drafts nothing")] = 127
-    branch: Annotated[int, Range(ge=1)] = 31
-    steps: Annotated[int, Range(ge=0)] = 6
+    branch: PositiveInt = 31
+    steps: NonNegativeInt = 6
     min_confidence: Annotated[float, Range(ge=0, lt=1)] = 0.0
 
     def __post_init__(self) -> None:

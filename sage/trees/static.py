@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
 
+from sage.io.ranges import NonNegativeInt
 from sage.planning.base import Policy
-from sage.planning.options import OptionError, Range
+from sage.planning.options import OptionError
 from sage.planning.tree import Frontier, NextLevel
 
 Ranks = tuple[int, ...]
@@ -32,7 +32,7 @@ class Static(Policy):
 
     name = "static"
 
-    paths: Sequence[Sequence[Annotated[int, Range(ge=0)]]] = STATIC_TREE
+    paths: Sequence[Sequence[NonNegativeInt]] = STATIC_TREE
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+from sage.io.ranges import PositiveInt, Range
 from sage.planning.base import Policy
-from sage.planning.options import Range
 from sage.planning.ranking import best_children
 from sage.planning.tree import Frontier, NextLevel
 
@@ -32,9 +32,9 @@ class Talon(Policy):
     name = "talon"
 
     total: Annotated[int, Range(ge=2, remedy="the policy autoregressive drafts nothing")] = 60
-    top_k: Annotated[int, Range(ge=1)] = 10
+    top_k: PositiveInt = 10
     ratio: Annotated[float, Range(gt=0, lt=1)] = 0.03
-    max_depth: Annotated[int, Range(ge=1)] | None = None
+    max_depth: PositiveInt | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

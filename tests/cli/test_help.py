@@ -16,17 +16,18 @@ from support.messages import check_message
 from support.train_helpers import environment
 
 from checkpoints.export.__main__ import main as sage_export
-from data_prep.config import SourceConfig
+from data_prep.sources import SourceConfig
 from sage.bench.__main__ import main as bench
 from sage.commands.cli import run
 from sage.commands.generate import main as sage_generate
+from sage.io.docstrings import key_meanings, parse_section
 from sage.planning.options import defaults
 from sage.trees import POLICIES, policy_class
 from train.cli.data import DataCommand
 from train.cli.data import main as sage_data
 from train.cli.train import main as sage_train
 from train.cli.validate import main as sage_validate
-from train.config.descriptions import choice_meaning, key_meanings, parse_section, policy_options
+from train.config.descriptions import choice_meaning, policy_options
 from train.config.errors import keys
 from train.config.help import help_text
 from train.config.hydra_app import register_resolvers

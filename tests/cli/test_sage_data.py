@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,79 +16,18 @@ from typing import Any
 import datasets
 import pytest
 from support.chat_server import serving
-from support.data_helpers import assistant, make_image, make_processor, save_images, save_target, user
+from support.data_helpers import make_processor, save_images, save_target
 from support.messages import check_message, refused
 
 import sage
 from data_prep.build import build_dataset
-from data_prep.chat import build_example
-from data_prep.config import DataConfig, OnBad, RegenerateConfig, SourceConfig
-from data_prep.conversation import BadItem, Conversation
-from data_prep.dataset.mixing import sample
+from data_prep.config import DataConfig, OnBad, RegenerateConfig
+from data_prep.conversation import BadItem
 from data_prep.dialog import Outcome, TargetAnswer
+from data_prep.sources import SourceConfig
 from data_prep.splits import Split
 from data_prep.tools import cli
-from data_prep.tools.html_report import render_html
-from data_prep.tools.stats import measure
 from train.cli import data as data_cli
-
-
-def test_statistics_counted_by_hand() -> None:
-    processor = make_processor("qwen2_5_vl")
-    conversations = [
-        Conversation("a", [user(make_image(), "Hi?"), assistant("Yes.")], "one", "qa"),
-        Conversation("b", [user("Hi?"), assistant("Yes."), user("No"), assistant("ab")], "two", "talk"),
-    ]
-    items = [(conversation, build_example(conversation, processor)) for conversation in conversations]
-    found = measure(items, 10, processor)
-    found.skipped = Counter({"broken": 3})
-    assert found.values["tokens"] == [51, 70]
-    assert found.values["visual_tokens"] == [4, 0]
-    assert found.values["answer_tokens"] == [5, 8]
-    assert found.values["mask_share"] == [5 / 47, 8 / 70]
-    assert found.values["turns"] == [1, 2]
-    assert found.values["visuals"] == [1, 0]
-    text = found.as_text()
-    assert "10 examples, 2 measured" in text
-    assert "source one: 1" in text
-    assert "3 x broken" in text
-    assert re.search(r"tokens per example +51 +\S+ +60.5", text)
-    assert json.loads(json.dumps(found.as_json()))["measures"]["turns"]["mean"] == 1.5
-
-
-def test_sample() -> None:
-    assert list(sample(5, 0)) == list(sample(5, 9)) == [0, 1, 2, 3, 4]
-    assert len(set(sample(100, 10))) == 10
-    assert list(sample(100, 10)) == list(sample(100, 10)) == sorted(sample(100, 10))
-
-
-def test_report_marks_supervised_tokens() -> None:
-    processor = make_processor("llava_onevision")
-    answer = "a <b> & ü"
-    conversation = Conversation("<id>", [user(make_image(), [make_image(), make_image()], "Hi?"), assistant(answer)], "one")
-    example = build_example(conversation, processor)
-    statistics = measure([(conversation, example)], 1, processor)
-    statistics.skipped = Counter({"<why>": 2})
-    html = render_html("title", statistics, [(conversation, example)], processor)
-    supervised = "".join(re.findall(r'<span class="y">(.*?)</span>', html))
-    assert supervised.endswith("a &lt;b&gt; &amp; ü&lt;|im_end|&gt;")  # after the word in the legend
-    assert html.count("data:image/jpeg;base64,") == 3
-    assert "image &times; 10" in html
-    assert "video &times; 3" in html
-    assert "&lt;id&gt;" in html
-    assert "&lt;why&gt;" in html
-    assert "http" not in html.replace("viewport", "")
-    assert html.count("<svg") == 6
-
-
-def test_report_shows_the_segment_of_a_video() -> None:
-    processor = make_processor("llava_onevision")
-    question = user([make_image()] * 8, "Hi?")
-    question["content"][0] |= {"start": 1.0, "end": 2.0}  # two frames, at two per second
-    conversation = Conversation("c", [question, assistant("a")], "one")
-    example = build_example(conversation, processor)
-    html = render_html("title", measure([(conversation, example)], 1, processor), [(conversation, example)], processor)
-    assert html.count("data:image/jpeg;base64,") == 2
 
 
 def test_convert_and_back(tmp_path: Path) -> None:

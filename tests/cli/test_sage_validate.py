@@ -142,7 +142,7 @@ def test_run_and_draft_folders_are_distinguished(run):
         (["checkpoint={run}/state"], ["checkpoint: ", "config.yaml", "config.json"]),
         (["checkpoint={run}", "launch.gpus=7"], ["launch.gpus=7", "sage-validate"]),
         (["checkpoint={run}", "launch.plan=true"], ["launch.plan=true"]),
-        (["checkpoint={run}", "decode.num_prompts=0"], ["decode.num_prompts=0", "1 or more"]),
+        (["checkpoint={run}", "decode.num_prompts=0"], ["decode.num_prompts=0", "at least 1"]),
         (["checkpoint={run}", "target.path=/no/such"], ["target.path=/no/such"]),
         (["checkpoint={run}", "decode.policies=[sage,oracle]"], ["decode.policies", "oracle", "autoregressive, chain"]),
         (["checkpoint={run}", "decode.polices=[sage]"], ["decode.polices", "decode.policies"]),

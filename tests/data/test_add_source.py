@@ -10,8 +10,8 @@ from support.data_helpers import make_processor, save_target
 from support.messages import refused
 
 from data_prep.build import build_dataset
-from data_prep.config import DataConfig, SourceConfig, validate
-from data_prep.sources import KINDS, Kind
+from data_prep.config import DataConfig, validate
+from data_prep.sources import KINDS, Kind, SourceConfig
 from train.cli import data as data_cli
 
 MODULE = """

@@ -18,10 +18,11 @@ from support.messages import refused
 
 from data_prep.batching.loader import StepLoader
 from data_prep.build import build_dataset
-from data_prep.config import Cache, DataConfig, OnBad, SourceConfig
+from data_prep.config import Cache, DataConfig, OnBad
 from data_prep.conversation import BadItem
 from data_prep.dataset import index, prepare
 from data_prep.dataset.skip_log import count_reasons, read_skipped
+from data_prep.sources import SourceConfig
 
 FAMILIES = ("qwen2_5_vl", "llava_onevision")
 INVALID_INDEX = 2  # valid rows precede and follow it

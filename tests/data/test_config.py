@@ -12,8 +12,8 @@ import yaml
 from support.messages import refused
 
 import data_prep
-from data_prep.config import Cache, DataConfig, OnBad, SourceConfig, validate
-from data_prep.sources import KINDS
+from data_prep.config import Cache, DataConfig, OnBad, validate
+from data_prep.sources import KINDS, SourceConfig
 from data_prep.splits import Split
 
 

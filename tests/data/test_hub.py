@@ -11,8 +11,8 @@ from support.messages import refused
 
 from data_prep.batching.loader import StepLoader
 from data_prep.build import build_dataset, prompts
-from data_prep.config import DataConfig, OnBad, SourceConfig
-from data_prep.sources import hub
+from data_prep.config import DataConfig, OnBad
+from data_prep.sources import SourceConfig, hub
 from data_prep.sources.hub import TableRows, load_table
 
 README = """---

@@ -15,11 +15,12 @@ from support.messages import check_message, refused
 
 from data_prep.build import build_dataset, long_examples
 from data_prep.chat import Fit, Lengths, build_example
-from data_prep.config import Cache, DataConfig, OnBad, OnLong, SourceConfig
+from data_prep.config import Cache, DataConfig, OnBad, OnLong
 from data_prep.conversation import BadItem, Conversation, TooLong
 from data_prep.dataset import dataset as dataset_module
 from data_prep.dataset.lengths import find_long
 from data_prep.dataset.skip_log import read_skipped
+from data_prep.sources import SourceConfig
 from data_prep.tools import cli
 
 # 40, 239 and 116 tokens

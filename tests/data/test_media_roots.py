@@ -7,10 +7,10 @@ import pytest
 from support.data_helpers import save_images
 from support.messages import refused
 
-from data_prep.config import DataConfig, Images, SourceConfig
+from data_prep.config import DataConfig, Images
 from data_prep.conversation import BadItem
 from data_prep.server.chat_request import MediaPolicy
-from data_prep.sources import open_source
+from data_prep.sources import SourceConfig, open_source
 from data_prep.splits import Split
 
 

@@ -14,9 +14,10 @@ from support.data_helpers import make_image, make_processor, save_images
 from support.messages import refused
 
 from data_prep.build import build_dataset, prompts
-from data_prep.config import DataConfig, OnBad, SourceConfig
+from data_prep.config import DataConfig, OnBad
 from data_prep.conversation import BadItem, Conversation, Message, text_of
 from data_prep.multi_turn import expand_follow_ups
+from data_prep.sources import SourceConfig
 from data_prep.sources.prompt_layouts import ONE_LETTER, ONE_WORD
 from data_prep.sources.prompt_sets import EXPLAIN
 from data_prep.splits import Shares, Split

@@ -18,9 +18,10 @@ from support.messages import check_message, refused
 import sage
 from data_prep.build import build_dataset
 from data_prep.chat import build_example
-from data_prep.config import DataConfig, RegenerateConfig, SourceConfig
+from data_prep.config import DataConfig, RegenerateConfig
 from data_prep.conversation import Conversation, Message, text_of
 from data_prep.dialog import Outcome, TargetAnswer, one_by_one
+from data_prep.sources import SourceConfig
 from data_prep.tools import regenerate as regeneration
 from data_prep.tools.cli import regenerate_data
 from data_prep.tools.regenerate import part_path, regenerate, skipped_path, with_open_media

@@ -28,3 +28,9 @@ def test_shared_modules_import_no_room() -> None:
     found = {path.stem: rooms for path in ROOT.glob("*.py") if (rooms := imported_rooms(path))}
     assert found.keys() == {"__init__", "build", "config"}
     assert found["config"] == {"sources"}
+
+
+def test_sources_do_not_import_the_settings_of_a_run() -> None:
+    """They have settings of their own, `SourceConfig`, which `config` imports."""
+    found = [path for path in (ROOT / "sources").glob("*.py") if "data_prep.config" in path.read_text()]
+    assert found == [] and "data_prep.sources" in (ROOT / "config.py").read_text()

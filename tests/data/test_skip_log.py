@@ -9,8 +9,9 @@ import pytest
 from support.data_helpers import make_processor, share_turns
 
 from data_prep.build import build_dataset
-from data_prep.config import DataConfig, OnBad, SourceConfig
+from data_prep.config import DataConfig, OnBad
 from data_prep.dataset.skip_log import count_reasons, read_skipped
+from data_prep.sources import SourceConfig
 
 
 def row(index: str, reason: str) -> dict[str, str]:

@@ -13,9 +13,10 @@ from support.messages import refused
 
 from data_prep.batching.loader import StepLoader
 from data_prep.build import build_dataset
-from data_prep.config import DataConfig, SourceConfig
+from data_prep.config import DataConfig
 from data_prep.conversation import BadItem, Conversation
 from data_prep.dataset.stream import StreamDataset
+from data_prep.sources import SourceConfig
 from data_prep.sources.base import Stream
 
 

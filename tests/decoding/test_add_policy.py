@@ -20,8 +20,8 @@ MODULE = '''
 from dataclasses import dataclass
 from typing import Annotated
 
+from sage.io.ranges import Range
 from sage.planning.base import Policy
-from sage.planning.options import Range
 from sage.planning.tree import Frontier, NextLevel
 
 

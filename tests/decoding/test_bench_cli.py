@@ -162,7 +162,7 @@ def test_replay_and_calibration_of_a_learning_policy(folders, tmp_path):
         (["--prompts", "/no/such.jsonl"], ["--prompts /no/such.jsonl"]),
         (["--image", "/no/such.png"], ["such.png"]),
         (["--max-new-tokens", "1"], ["max_new_tokens: 1"]),
-        (["--num-prompts", "0"], ["no prompts"]),
+        (["--num-prompts", "0"], ["num_prompts: 0"]),
         (["--device", "cuda:99"], ["--device cuda:99"]),
         (["--device", "foo"], ["--device foo"]),
         (["--device-map", '{"": "disk"}'], ["device_map: the model", "disk"]),

@@ -119,7 +119,7 @@ def test_times_by_bandwidth_by_hand(monkeypatch, capsys):
     monkeypatch.setitem(shapes(), "tiny", TINY)
     main(["costs", "--shape", "tiny", "--bandwidth", "2000", "--contexts", "8"])
     assert "2000 GB/s; not measured" in capsys.readouterr().out
-    with refused("--bandwidth 0.0"):
+    with refused("bandwidth: 0.0", "gigabytes per second"):
         main(["costs", "--shape", "tiny", "--bandwidth", "0"])
 
 

@@ -138,10 +138,10 @@ def test_two_ranks_under_zero_3_of_which_one_has_no_image(folder: Path, tmp_path
 
 WRONG = {
     "draft/compressor=blur": ("draft/compressor=blur", "concat, conv, none, pool, prune"),
-    "draft/compressor=pool draft.compressor.ratio=0": ("draft.compressor.ratio=0", "1 or more"),
+    "draft/compressor=pool draft.compressor.ratio=0": ("draft.compressor.ratio=0", "at least 1"),
     "draft/compressor=pool draft.compressor.ratio=2.5": ("draft.compressor.ratio=2.5",),
-    "draft/compressor=concat draft.compressor.conv_ratio=0": ("draft.compressor.conv_ratio=0", "1 or more"),
-    "draft/compressor=resampler draft.compressor.queries=0": ("draft.compressor.queries=0", "1 or more"),
+    "draft/compressor=concat draft.compressor.conv_ratio=0": ("draft.compressor.conv_ratio=0", "at least 1"),
+    "draft/compressor=resampler draft.compressor.queries=0": ("draft.compressor.queries=0", "at least 1"),
     "draft/compressor=select draft.compressor.temperature=0": ("draft.compressor.temperature=0.0", "above 0"),
     "draft/compressor=select draft.compressor.temperature=inf": ("draft.compressor.temperature=inf", "above 0"),
     "draft/compressor=resampler draft.compressor.ratio=3": ("draft.compressor.ratio", "draft/compressor"),

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 from hydra.core.config_store import ConfigStore
 
-from data_prep.config import RegenerateConfig, validate
+from data_prep.config import RegenerateConfig, check_paths, validate
 from data_prep.server.address import check_server, read_key
-from data_prep.sources.paths import check_paths
 from data_prep.splits import Split
 from sage.commands.cli import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED
 from sage.drafts.location import find_draft
 from sage.io.files import check_writable
-from train.config.checks import check_path
+from sage.io.ranges import NonNegativeInt
+from train.config.checks import check_path, check_ranges
 from train.config.hydra_app import NOTHING_SAVED, configure_logging, run_app
 from train.config.overrides import launch_keys, refuse_unused, task_overrides
 from train.config.schema import ConfigError, DataConfig, LaunchConfig, TargetConfig
@@ -72,8 +72,8 @@ class DataCommand:
     action: Action = Action.check
     split: Split = Split.train
     out: str = ""
-    limit: int = 1000
-    shown: int = 24
+    limit: NonNegativeInt = 1000
+    shown: NonNegativeInt = 24
     debug: bool = False
     data: DataConfig = field(default_factory=lambda: DataConfig(sources={}))
     target: TargetConfig = field(default_factory=TargetConfig)
@@ -133,10 +133,8 @@ def check(config: DataCommand) -> None:
         raise ConfigError(f"out={config.out}: {config.action} writes rows; give out=FILE.jsonl")
     if config.action is Action.check and config.out and not config.out.endswith(".html"):
         raise ConfigError(f"out={config.out}: check writes a page; give out=FILE.html")
-    for name in ("limit", "shown"):
-        if getattr(config, name) < 0:
-            raise ConfigError(f"{name}={getattr(config, name)}; allowed: 0 or more")
     check_server(config.regenerate, os.environ)
+    check_ranges(config)
     if config.regenerate.draft:
         find_draft(config.regenerate.draft, "regenerate.draft")
 
@@ -235,12 +233,10 @@ def _answer(config: DataCommand, rank: int, world_size: int) -> RegenerationResu
 
 
 def _answer_from_server(config: DataCommand, rank: int, world_size: int) -> RegenerationResult:
-    import sage
     from data_prep.server.check import ServedTarget
     from data_prep.tools import cli
 
     settings = config.regenerate
-    sage.Sampling.from_attributes(settings)  # checks the values
     target, key = ServedTarget.load(config.target.path), read_key(settings, os.environ)
     arguments = (config.data, target, key, settings, str(config.split), Path(config.out))
     return cli.regenerate_from_server(*arguments, rank, world_size)

@@ -14,7 +14,7 @@ from checkpoints.run_folder import REPORT, draft_step
 from sage.commands.cli import EXIT_DONE, run
 from sage.io.files import check_writable
 from sage.io.manifest import refuse_corrupt_draft
-from train.config.checks import check_decode, check_path
+from train.config.checks import check_decode, check_path, check_ranges
 from train.config.hydra_app import configure_logging, run_app
 from train.config.overrides import key_of, launch_keys, refuse_unused, task_overrides
 from train.config.schema import ConfigError, ValidateConfig
@@ -56,6 +56,7 @@ def run_validation(config: ValidateConfig, overrides: Sequence[str] | None = Non
     checkpoint = find_checkpoint(config)
     refuse_corrupt_draft(checkpoint.draft)  # before a large target is loaded
     config = settle(config, checkpoint, given)
+    check_ranges(config)
     check_decode(config.decode)
     check_path("target.path", config.target.path)
     configure_logging(config.debug)

@@ -1,4 +1,4 @@
-"""Cross-field checks of the configuration; they need neither torch nor a model nor the data.
+"""Checks of the configuration: ranges of its fields, then combinations of fields; without torch, models or data.
 
 `check(config)` runs before anything is loaded or written. Properties of loaded objects (does the draft fit the target?) are
 checked where these are built, still before the first file is written. Does not own: the checks of the run folder
@@ -7,23 +7,24 @@ checked where these are built, still before the first file is written. Does not 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
+from data_prep.config import check_paths
 from data_prep.config import validate as check_data_fields
 from data_prep.sources import KINDS as SOURCE_KINDS
-from data_prep.sources.paths import check_paths
 from data_prep.splits import Split
 from sage.drafts.location import find_draft
 from sage.drafts.options import Eagle3Options, ModelOptions, TrainedPart
 from sage.drafts.registry import KINDS
+from sage.io.ranges import FieldError, check_fields
 from sage.trees import AUTOREGRESSIVE, POLICIES
 from train.config.draft import CompressorKind
 from train.config.resuming import check_same_run
 from train.config.run_checks import check_run_folder
 from train.config.schema import (
+    MAX_STAGE,
     Baseline,
     Config,
     ConfigError,
@@ -35,7 +36,6 @@ from train.config.schema import (
 )
 from train.config.store import subschemas
 
-MAX_STAGE = 3
 # Sizes of a saved draft, which may not be changed.
 SIZES = (
     *("intermediate_size", "num_attention_heads", "num_key_value_heads"),
@@ -53,6 +53,8 @@ def check(config: Config) -> None:
     if not config.launch.plan:  # a plan writes nothing and opens no data
         check_run_folder(config.run)
         check_same_run(config)
+    check_data_fields(config.data)
+    check_ranges(config)
     check_path("target.path", config.target.path)
     _check_draft(config)
     _check_data(config)
@@ -63,7 +65,14 @@ def check(config: Config) -> None:
     _check_launch(config)
     check_decode(config.decode)
     _check_score(config)
-    _at_least("seed", config.seed, 0)
+
+
+def check_ranges(config: Any) -> None:
+    """Refuses the first value of a configuration that the annotation of its field does not allow."""
+    try:
+        check_fields(config)
+    except FieldError as error:
+        raise ConfigError(f"{error.key}={_shown(error.value)}: not allowed; {error.allowed}") from None
 
 
 def check_path(key: str, path: str) -> None:
@@ -84,14 +93,6 @@ def check_decode(decode: DecodeConfig) -> None:
             _refuse(f"decode.options.{name}", options, "a mapping of options", f"for example decode.options.{name}={{}}")
     if not names or len(set(names)) < len(names):
         _refuse("decode.policies", names, "one or more different names", "list each policy once")
-    _at_least("decode.num_prompts", decode.num_prompts, 1)
-    _at_least("decode.max_new_tokens", decode.max_new_tokens, 2)  # the prefill yields the first token
-    _at_least("decode.repeats", decode.repeats, 1)
-    _at_least("decode.warmup", decode.warmup, 0)
-    _at_least("decode.top_k", decode.top_k, 0)
-    _at_least("decode.temperature", decode.temperature, 0)
-    if not 0 < decode.top_p <= 1:
-        _refuse("decode.top_p", decode.top_p, "above 0, at most 1", "1.0 keeps the complete distribution")
     if decode.temperature == 0 and not decode.couple:
         _refuse("decode.couple", "false", "true at decode.temperature=0", "greedy decoding has no noise; set a temperature")
     if decode.assistant is not None:
@@ -103,8 +104,6 @@ def check_decode(decode: DecodeConfig) -> None:
 def _check_draft(config: Config) -> None:
     if type(config.draft) is not subschemas().get(("draft", config.draft.kind)):
         _refuse("draft.kind", config.draft.kind, "the kind chosen by draft=KIND", "remove it")
-    for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads"):
-        _at_least(f"draft.{name}", getattr(config.draft, name, None), 1)
     heads = getattr(config.draft, "num_attention_heads", None)
     kv_heads = getattr(config.draft, "num_key_value_heads", None)
     if heads and kv_heads and heads % kv_heads:
@@ -115,12 +114,12 @@ def _check_draft(config: Config) -> None:
     if config.draft.path is not None:
         find_draft(config.draft.path, "draft.path")
     _check_compressor(config)
-    if isinstance(config.draft, Eagle3Options):
-        _check_eagle3(config.draft)
-    if isinstance(config.draft, ModelOptions):
-        _at_least("draft.num_layers", config.draft.num_layers, 1)
-        if config.draft.path is None and config.draft.num_layers is None:
-            raise ConfigError("draft=model: neither draft.path nor draft.num_layers is given; give one of them")
+    levels = config.draft.feature_levels if isinstance(config.draft, Eagle3Options) else None
+    if levels is not None and (not levels or len(set(levels)) < len(levels)):
+        allowed = "different layers counted from 0 (the embeddings)"
+        _refuse("draft.feature_levels", levels, allowed, "drop it for low, middle, high")
+    if isinstance(config.draft, ModelOptions) and config.draft.path is None and config.draft.num_layers is None:
+        raise ConfigError("draft=model: neither draft.path nor draft.num_layers is given; give one of them")
 
 
 def _check_compressor(config: Config) -> None:
@@ -130,24 +129,9 @@ def _check_compressor(config: Config) -> None:
         _refuse("draft/compressor", chosen.kind, "none with draft=model", remedy)
     if type(chosen) is not subschemas()[("draft/compressor", str(chosen.kind))]:
         raise ConfigError(f"draft.compressor.kind={chosen.kind}: has other keys; give draft/compressor={chosen.kind}")
-    for name in ("ratio", "conv_ratio", "queries"):
-        _at_least(f"draft.compressor.{name}", getattr(chosen, name, None), 1)
-    temperature = getattr(chosen, "temperature", 1.0)
-    if not 0 < temperature < float("inf"):
-        _refuse("draft.compressor.temperature", temperature, "above 0", "1.0 is the usual value")
-
-
-def _check_eagle3(draft: Eagle3Options) -> None:
-    _at_least("draft.draft_vocab_size", draft.draft_vocab_size, 1)
-    levels = draft.feature_levels
-    if levels is not None and (not levels or min(levels) < 0 or len(set(levels)) < len(levels)):
-        _refuse(
-            "draft.feature_levels", levels, "different layers counted from 0 (the embeddings)", "drop it for low, middle, high"
-        )
 
 
 def _check_data(config: Config) -> None:
-    check_data_fields(config.data)
     if config.launch.plan:
         return
     for label, source in config.data.resolved(Split.train).items():
@@ -158,15 +142,10 @@ def _check_data(config: Config) -> None:
 
 def _check_train(config: Config) -> None:
     train = config.train
-    for name in ("epochs", "max_steps", "global_batch_size", "micro_batch_size", "keep_last", "log_every", "length_window"):
-        _at_least(f"train.{name}", getattr(train, name), 1)
-    for name in ("save_every", "keep_every", "validate_every", "patience"):
-        _at_least(f"train.{name}", getattr(train, name), 0)
     if train.patience and not train.validate_every:
         _refuse("train.patience", train.patience, "0 without train.validate_every", "give train.validate_every=STEPS")
-    if train.profile is not None and not (len(train.profile) == 2 and 1 <= train.profile[0] <= train.profile[1]):
+    if train.profile is not None and not (len(train.profile) == 2 and train.profile[0] <= train.profile[1]):
         _refuse("train.profile", train.profile, "null or [first,last] step, counted from 1", "for example [10,12]")
-    _at_least("train.log_interval_s", train.log_interval_s, 0)
 
 
 def check_batch(config: Config, world_size: int) -> int:
@@ -186,14 +165,6 @@ def check_batch(config: Config, world_size: int) -> int:
 
 def _check_optim(config: Config) -> None:
     optim = config.optim
-    if not optim.lr > 0 or optim.lr == float("inf"):
-        _refuse("optim.lr", optim.lr, "above 0", "SpecVLM uses 8e-5 for a 7B target")
-    for name in ("beta1", "beta2", "min_lr_ratio"):
-        value = getattr(optim, name)
-        if not 0 <= value < 1:
-            _refuse(f"optim.{name}", value, "from 0 to below 1", "see conf/optim")
-    for name in ("eps", "weight_decay", "grad_clip", "warmup_steps"):
-        _at_least(f"optim.{name}", getattr(optim, name), 0)
     if optim.min_lr_ratio and optim.schedule is not Schedule.cosine:
         _refuse("optim.min_lr_ratio", optim.min_lr_ratio, "0 unless optim.schedule=cosine", "it would have no effect")
     if config.train.max_steps is not None and optim.warmup_steps >= config.train.max_steps:
@@ -203,16 +174,9 @@ def _check_optim(config: Config) -> None:
 def _check_objective(config: Config) -> None:
     objective = config.objective
     weights = [part.name for part in fields(objective) if part.name.endswith("_weight")]
-    for name in (*weights, "feature_noise"):
-        _at_least(f"objective.{name}", getattr(objective, name), 0)
     if not any(getattr(objective, name) for name in weights):
         shown = ", ".join(f"objective.{name}=0" for name in weights)
         raise ConfigError(f"{shown}: nothing to train on; raise one of them")
-    for name, usual in (("smooth_l1_beta", "1.0"), ("temperature", "1.0"), ("step_decay", "0.8")):
-        if not 0 < getattr(objective, name) < float("inf"):
-            _refuse(f"objective.{name}", getattr(objective, name), "above 0", f"{usual} is the usual value")
-    for name in ("chunk_tokens", "steps"):
-        _at_least(f"objective.{name}", getattr(objective, name), 1)
     if not KINDS[config.draft.kind].predicts_features and objective.feature_weight:
         remedy = f"it predicts no feature of the target; choose objective={config.draft.kind}"
         _refuse("objective.feature_weight", objective.feature_weight, f"0 with draft={config.draft.kind}", remedy)
@@ -248,11 +212,8 @@ def check_deepspeed(config: Config, world_size: int) -> None:
         ConfigError: a stage or an option that is not supported, or not with this draft, validation or number of ranks.
     """
     deepspeed = config.deepspeed
-    if not 0 <= deepspeed.stage <= MAX_STAGE:
-        _refuse("deepspeed.stage", deepspeed.stage, "0, 1, 2 or 3", "choose deepspeed=zero0..zero3")
     if deepspeed.offload_optimizer is not Offload.none and deepspeed.stage == 0:
         _refuse("deepspeed.offload_optimizer", deepspeed.offload_optimizer, "none with stage 0", "choose deepspeed=zero2")
-    _at_least("deepspeed.bucket_elements", deepspeed.bucket_elements, 1)
     derived = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"}
     if deepspeed.shard_target and config.decode.dtype not in (None, config.target.dtype):
         _refuse("decode.dtype", config.decode.dtype, "null with deepspeed.shard_target=true", "sharded weights cannot be cast")
@@ -280,11 +241,6 @@ def _check_sharded_model(config: Config, draft: ModelOptions, world_size: int) -
 
 def _check_launch(config: Config) -> None:
     launch = config.launch
-    for name in ("gpus", "ranks", "threads", "timeout_s"):
-        _at_least(f"launch.{name}", getattr(launch, name), 1)
-    for name in ("gpu_memory_gb", "gpu_tflops"):
-        if not getattr(launch, name) > 0:
-            _refuse(f"launch.{name}", getattr(launch, name), "above 0", "give the figure of one GPU")
     if launch.gpus is not None and launch.ranks is not None and launch.gpus != launch.ranks:
         _refuse("launch.ranks", launch.ranks, f"the same as launch.gpus={launch.gpus}", "give one of them")
     if launch.device == "cpu" and config.train.precision is not Precision.fp32 and config.target.dtype is Precision.fp32:
@@ -292,11 +248,9 @@ def _check_launch(config: Config) -> None:
     check_batch(config, launch.gpus or launch.ranks or 1)
 
 
-def _at_least(key: str, value: float | None, lowest: int) -> None:
-    if value is not None and not value >= lowest:
-        _refuse(key, value, f"{lowest} or more", "change it")
-
-
 def _refuse(key: str, value: Any, allowed: str, remedy: str) -> NoReturn:
-    shown = ",".join(map(str, value)) if isinstance(value, Iterable) and not isinstance(value, str) else value
-    raise ConfigError(f"{key}={shown}: allowed: {allowed}; {remedy}")
+    raise ConfigError(f"{key}={_shown(value)}: allowed: {allowed}; {remedy}")
+
+
+def _shown(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)

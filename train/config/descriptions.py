@@ -6,8 +6,6 @@ The options of policies are read from the source of their modules, whose import 
 from __future__ import annotations
 
 import ast
-import inspect
-import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,12 +16,10 @@ from omegaconf import OmegaConf
 import sage.trees
 from checkpoints.run_folder import dotted_keys
 from sage.drafts.registry import KINDS
+from sage.io.docstrings import first_sentence, parse_section
 from sage.io.files import config_dir
 from sage.trees import POLICIES
 from train.config.store import POLICY_GROUP
-
-SECTION = re.compile(r"(Attributes|Args):")
-ENTRY = re.compile(r"    (\w+(?:, \w+)*): (.+)")
 
 
 @dataclass(frozen=True)
@@ -32,38 +28,6 @@ class Option:
 
     default: str
     meaning: str
-
-
-def key_meanings(schema: type) -> dict[str, str]:
-    """Returns the meaning of every described field of a dataclass, inherited fields included."""
-    found: dict[str, str] = {}
-    for base in reversed(schema.__mro__):
-        found |= parse_section(base.__doc__ or "")
-    return found
-
-
-def parse_section(doc: str) -> dict[str, str]:
-    """Parses the entries `name: text` or `name, name: text` of a docstring's `Attributes:` or `Args:`."""
-    lines = iter(inspect.cleandoc(doc).splitlines())
-    found: dict[str, str] = {}
-    names: list[str] = []
-    for line in lines:
-        if SECTION.fullmatch(line):
-            break
-    for line in lines:
-        if line and not line.startswith("    "):
-            break
-        if entry := ENTRY.fullmatch(line):
-            names = entry.group(1).split(", ")
-            found |= dict.fromkeys(names, entry.group(2))
-        else:
-            found |= {name: f"{found[name]} {line.strip()}".strip() for name in names}
-    return found
-
-
-def first_sentence(doc: str | None) -> str:
-    """Returns the first sentence of a docstring without its full stop."""
-    return re.split(r"\.(?=\s|$)", " ".join((doc or "").split()), maxsplit=1)[0]
 
 
 def choice_meaning(group: str, choice: str) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, make_dataclass
 from enum import StrEnum
 from functools import cache
+from typing import Annotated
 
 from omegaconf import MISSING
 
 from sage.drafts.registry import KINDS, DraftKind
+from sage.io.ranges import PositiveInt, Range
 
 # The visual compressor of a draft head's input (see `sage.drafts.compressor.compressor`).
 CompressorKind = StrEnum(
@@ -35,7 +37,7 @@ class RatioConfig(CompressorConfig):
         ratio: visual pairs that become one row (for concat and select: by prune and pool).
     """
 
-    ratio: int = MISSING
+    ratio: PositiveInt = MISSING
 
 
 @dataclass(kw_only=True)
@@ -46,7 +48,7 @@ class ResamplerConfig(CompressorConfig):
         queries: rows that an image becomes.
     """
 
-    queries: int = MISSING
+    queries: PositiveInt = MISSING
 
 
 @dataclass(kw_only=True)
@@ -57,7 +59,7 @@ class ConcatConfig(RatioConfig, ResamplerConfig):
         conv_ratio: visual pairs that become one row by conv.
     """
 
-    conv_ratio: int = MISSING
+    conv_ratio: PositiveInt = MISSING
 
 
 @dataclass(kw_only=True)
@@ -68,7 +70,7 @@ class SelectConfig(ConcatConfig):
         temperature: temperature of the Gumbel-softmax gate in training.
     """
 
-    temperature: float = MISSING
+    temperature: Annotated[float, Range(gt=0, remedy="1.0 is the usual value")] = MISSING
 
 
 @dataclass(kw_only=True)

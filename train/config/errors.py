@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-import types
 import typing
 from collections.abc import Iterator
 from enum import Enum
@@ -14,6 +13,7 @@ from typing import Any
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import errors as oc
 
+from sage.io.ranges import UNIONS, plain_type
 from train.config.schema import ConfigError
 from train.config.store import group_choices, subschemas
 
@@ -149,8 +149,7 @@ def _kind(kind: Any, path: list[str]) -> Any:
     """Returns the type annotation at a path of keys and list indices; None if there is none."""
     if not path:
         return kind
-    if isinstance(kind, types.UnionType):
-        kind = next(part for part in typing.get_args(kind) if part is not type(None))
+    kind = plain_type(kind)
     if typing.get_origin(kind) in (list, dict):
         return _kind(typing.get_args(kind)[-1], path[1:])
     if not dataclasses.is_dataclass(kind):
@@ -162,7 +161,7 @@ def _kind(kind: Any, path: list[str]) -> Any:
 
 
 def _type_name(kind: Any) -> str:
-    if isinstance(kind, types.UnionType):
+    if typing.get_origin(kind) in UNIONS:
         return " or ".join(_type_name(part) for part in typing.get_args(kind))
     if typing.get_origin(kind) is list:
         return f"list of {_type_name(typing.get_args(kind)[0])}, as [a,b]"

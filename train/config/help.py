@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import textwrap
-import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,9 +19,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from sage.io.docstrings import key_meanings
 from sage.io.files import config_dir
+from sage.io.ranges import plain_type
 from sage.trees import POLICIES
-from train.config.descriptions import choice_meaning, choice_values, key_meanings, policy_options
+from train.config.descriptions import choice_meaning, choice_values, policy_options
 from train.config.schema import PolicyName
 from train.config.store import POLICY_GROUP, group_choices, subschemas
 
@@ -101,7 +102,7 @@ def _rows(schema: type, values: Any, prefix: str, chosen: Mapping[str, Any]) -> 
     owners = {choice: part for (where, choice), part in subschemas().items() if where == group} or {"": schema}
     names = dict.fromkeys(field for part in owners.values() for field in _fields(part))
     part_of = {name: next(part for part in owners.values() if name in _fields(part)) for name in names}
-    kind_of = {name: _not_null(typing.get_type_hints(part)[name]) for name, part in part_of.items()}
+    kind_of = {name: plain_type(typing.get_type_hints(part)[name]) for name, part in part_of.items()}
     for name in sorted(names, key=lambda name: _is_group(kind_of[name], prefix + name)):
         own = {choice: part for choice, part in owners.items() if name in _fields(part)}
         part, kind, key = part_of[name], kind_of[name], prefix + name
@@ -164,15 +165,6 @@ def _value(values: Any, name: str) -> Any:
     except OmegaConfBaseException:
         value = OmegaConf.to_container(values, resolve=False)[name]  # type: ignore[call-overload,index]
     return value
-
-
-def _not_null(hint: Any) -> Any:
-    """Returns X of `X | None`."""
-    return next(part for part in typing.get_args(hint) if part is not types.NoneType) if _is_union(hint) else hint
-
-
-def _is_union(hint: Any) -> bool:
-    return isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
 
 
 def _allowed(kind: Any) -> str:

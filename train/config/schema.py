@@ -1,17 +1,21 @@
-"""The typed configuration of a run: names, types, and defaults that are the same for every choice of a group.
+"""The typed configuration of a run: names, types, ranges, and defaults that are the same for every choice of a group.
 
-Does not own: numbers that differ between choices (`conf/`), cross-field checks (train.config.checks).
+Does not own: numbers that differ between choices (`conf/`), cross-field checks (train.config.checks), the settings of an answer
+(sage.decoding.settings).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
 from omegaconf import MISSING
 
 from data_prep.config import DataConfig
+from sage.bench.settings import MeasuredTokens, MeasurementSettings
+from sage.decoding.settings import AnswerSettings
+from sage.io.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range
 from sage.runtime.pass_modes import PassMode
 from sage.runtime.vision_attention import VisionAttention
 from sage.trees import POLICIES
@@ -21,6 +25,8 @@ from train.config.draft import DraftConfig
 class ConfigError(ValueError):
     """A user's mistake in the configuration: one line with key, value, allowed values and remedy."""
 
+
+MAX_STAGE = 3  # of ZeRO
 
 Device = StrEnum("Device", ["auto", "cpu", "cuda"])
 DeviceMap = StrEnum("DeviceMap", ["auto", "balanced", "sequential"])
@@ -65,14 +71,14 @@ class LaunchConfig:
         gpu_tflops: sustained speed of one GPU for the plan, in 10^12 floating-point operations per second.
     """
 
-    gpus: int | None = None
-    ranks: int | None = None
+    gpus: PositiveInt | None = None
+    ranks: PositiveInt | None = None
     device: Device = Device.auto
-    timeout_s: int = 7200
-    threads: int | None = None
+    timeout_s: PositiveInt = 7200
+    threads: PositiveInt | None = None
     plan: bool = False
-    gpu_memory_gb: float = 80.0
-    gpu_tflops: float = 400.0
+    gpu_memory_gb: Annotated[float, Range(gt=0, remedy="the figure of one GPU")] = 80.0
+    gpu_tflops: Annotated[float, Range(gt=0, remedy="the figure of one GPU")] = 400.0
 
 
 @dataclass(kw_only=True)
@@ -85,9 +91,9 @@ class TargetRecipe:
         micro_batch_size: default of `train.micro_batch_size`, in sequences.
     """
 
-    lr: float | None = None
-    global_batch_size: int | None = None
-    micro_batch_size: int | None = None
+    lr: PositiveFloat | None = None
+    global_batch_size: PositiveInt | None = None
+    micro_batch_size: PositiveInt | None = None
 
 
 @dataclass(kw_only=True)
@@ -110,7 +116,7 @@ class TargetConfig:
     dtype: Precision = MISSING
     attention: VisionAttention = VisionAttention.auto
     recipe: TargetRecipe = field(default_factory=TargetRecipe)
-    parameters_b: float | None = None
+    parameters_b: PositiveFloat | None = None
     architecture: dict[str, Any] | None = None
 
     def load_options(self) -> dict[str, Any]:
@@ -132,9 +138,9 @@ class DeepspeedConfig:
         extra: further keys of DeepSpeed's configuration, passed unchanged; added as +deepspeed.extra.KEY=VALUE.
     """
 
-    stage: int = MISSING
+    stage: Annotated[int, Range(ge=0, le=MAX_STAGE, remedy="choose deepspeed=zero0..zero3")] = MISSING
     overlap_comm: bool = False
-    bucket_elements: int = 500_000_000
+    bucket_elements: PositiveInt = 500_000_000
     offload_optimizer: Offload = Offload.none
     shard_target: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
@@ -159,16 +165,16 @@ class ObjectiveConfig:
     """
 
     name: str = ""
-    ce_weight: float = MISSING
-    feature_weight: float = MISSING
-    tv_weight: float = 0.0
-    lk_weight: float = 0.0
-    steps: int = 1
-    step_decay: float = 1.0
-    temperature: float = 1.0
-    smooth_l1_beta: float = 1.0
-    feature_noise: float = 0.0
-    chunk_tokens: int = 256
+    ce_weight: NonNegativeFloat = MISSING
+    feature_weight: NonNegativeFloat = MISSING
+    tv_weight: NonNegativeFloat = 0.0
+    lk_weight: NonNegativeFloat = 0.0
+    steps: PositiveInt = 1
+    step_decay: Annotated[float, Range(gt=0, remedy="0.8 is the usual value")] = 1.0
+    temperature: Annotated[float, Range(gt=0, remedy="1.0 is the usual value")] = 1.0
+    smooth_l1_beta: Annotated[float, Range(gt=0, remedy="1.0 is the usual value")] = 1.0
+    feature_noise: NonNegativeFloat = 0.0
+    chunk_tokens: PositiveInt = 256
 
 
 @dataclass(kw_only=True)
@@ -187,15 +193,15 @@ class OptimConfig:
         grad_clip: maximum norm of the gradient; 0: no clipping.
     """
 
-    lr: float = MISSING
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+    lr: Annotated[float, Range(gt=0, remedy="SpecVLM uses 8e-5 for a 7B target")] = MISSING
+    beta1: Annotated[float, Range(ge=0, lt=1, remedy="see conf/optim")] = 0.9
+    beta2: Annotated[float, Range(ge=0, lt=1, remedy="see conf/optim")] = 0.95
+    eps: NonNegativeFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
     schedule: Schedule = Schedule.constant
-    warmup_steps: int = 0
-    min_lr_ratio: float = 0.0
-    grad_clip: float = MISSING
+    warmup_steps: NonNegativeInt = 0
+    min_lr_ratio: Annotated[float, Range(ge=0, lt=1, remedy="see conf/optim")] = 0.0
+    grad_clip: NonNegativeFloat = MISSING
 
 
 @dataclass(kw_only=True)
@@ -223,26 +229,26 @@ class TrainConfig:
         log_interval_s: seconds between two progress lines where stderr is not a terminal.
     """
 
-    epochs: int | None = None
-    max_steps: int | None = None
-    global_batch_size: int = MISSING
-    micro_batch_size: int = MISSING
+    epochs: PositiveInt | None = None
+    max_steps: PositiveInt | None = None
+    global_batch_size: PositiveInt = MISSING
+    micro_batch_size: PositiveInt = MISSING
     precision: Precision = MISSING
-    save_every: int = 0
-    keep_last: int = 2
-    keep_every: int = 0
-    length_window: int = 16
-    validate_every: int = 0
+    save_every: NonNegativeInt = 0
+    keep_last: PositiveInt = 2
+    keep_every: NonNegativeInt = 0
+    length_window: PositiveInt = 16
+    validate_every: NonNegativeInt = 0
     validate_on: ValidateOn = ValidateOn.auto
-    patience: int = 0
+    patience: NonNegativeInt = 0
     deterministic: bool = False
-    profile: list[int] | None = None
-    log_every: int = 10
-    log_interval_s: float = 15.0
+    profile: list[PositiveInt] | None = None
+    log_every: PositiveInt = 10
+    log_interval_s: NonNegativeFloat = 15.0
 
 
 @dataclass(kw_only=True)
-class DecodeConfig:
+class DecodeConfig(MeasurementSettings):
     """How a draft is measured.
 
     Attributes:
@@ -250,14 +256,6 @@ class DecodeConfig:
         options: policy name -> options that differ from the policy's defaults; decode.options.POLICY.KEY=VALUE.
         baselines: decoders of Hugging Face that are measured beside the policies.
         num_prompts: number of held-out prompts.
-        max_new_tokens: maximum length of an answer, in tokens.
-        temperature: sampling temperature; 0: greedy decoding.
-        top_k: sample from the k most likely tokens; 0: all.
-        top_p: sample from the most likely tokens of this total probability.
-        seed: seed of the sampling noise.
-        couple: with a temperature, the draft proposes with the noise of the target's draws; the text is the same.
-        repeats: timed runs per prompt; the median counts.
-        warmup: untimed runs of every policy before the first prompt.
         dtype: dtype of both models; null: as trained.
         passes: how passes run; auto: captured on a GPU, compiled on a CPU if many answers are decoded, else eager.
         assistant: the smaller model of the baseline `hf_assisted`; not needed if the draft is a smaller model.
@@ -267,15 +265,9 @@ class DecodeConfig:
     policies: list[PolicyName] = MISSING
     options: dict[str, Any] = field(default_factory=dict)
     baselines: list[Baseline] = field(default_factory=list)
-    num_prompts: int = MISSING
-    max_new_tokens: int = MISSING
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    couple: bool = True
-    repeats: int = 1
-    warmup: int = 1
+    num_prompts: PositiveInt = MISSING
+    max_new_tokens: MeasuredTokens = AnswerSettings.max_new_tokens
+    repeats: PositiveInt = 1
     dtype: Precision | None = None
     passes: PassMode = PassMode.auto
     assistant: str | None = None
@@ -333,7 +325,7 @@ class Config:
         debug: detailed log.
     """
 
-    seed: int = 0
+    seed: NonNegativeInt = 0
     debug: bool = False
     run: RunConfig = field(default_factory=RunConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)

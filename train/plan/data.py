@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from huggingface_hub import try_to_load_from_cache
 
 from data_prep.build import build_dataset, long_examples, open_sources
-from data_prep.config import Cache
+from data_prep.config import Cache, check_paths
 from data_prep.sources import KINDS, Content
-from data_prep.sources.paths import check_paths
 from data_prep.splits import Split
 from sage.targets.loading import load_processor
 from train.config.schema import Config

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from sage.costs.tables import Costs
+from sage.io.ranges import PositiveInt, Range
 from sage.planning.base import Policy
-from sage.planning.options import Range
 from sage.planning.tree import Frontier, NextLevel, RoundOutcome
 from sage.trees.cost_aware.learner import Learner, PendingRound
 from sage.trees.cost_aware.planner import CostPlan, Planner
@@ -42,14 +42,14 @@ class CostAware(Policy):
     name = "cost_aware"
     needs_costs = True
 
-    max_depth: Annotated[int, Range(ge=1)] = 12
-    max_nodes: Annotated[int, Range(ge=1)] = 64
-    max_width: Annotated[int, Range(ge=1)] = 10
-    top_k: Annotated[int, Range(ge=1)] = 10
+    max_depth: PositiveInt = 12
+    max_nodes: PositiveInt = 64
+    max_width: PositiveInt = 10
+    top_k: PositiveInt = 10
     calibrate: bool = True
     stop: bool = True
     sees_ends: bool = True
-    retry_every: Annotated[int, Range(ge=1)] = 16
+    retry_every: PositiveInt = 16
     memory: Annotated[float, Range(ge=0, le=1)] = 0.98
     fresh_costs: bool = False
 

@@ -1,0 +1,42 @@
+"""Settings of measurements, for the options of `python -m sage.bench` and the keys `decode.*`. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from sage.decoding.settings import DraftedAnswerSettings
+from sage.io.ranges import NonNegativeInt, PositiveInt, Range
+
+MeasuredTokens = Annotated[int, Range(ge=2, remedy="the prefill yields the first token, which is not decoded")]
+
+
+@dataclass(kw_only=True)
+class MeasurementSettings(DraftedAnswerSettings):
+    """Settings of measured answers.
+
+    Attributes:
+        repeats: timed runs per prompt; the median counts.
+        warmup: untimed runs of every policy before the first prompt.
+        num_prompts: maximum number of prompts; without it, all.
+    """
+
+    max_new_tokens: MeasuredTokens = 128
+    repeats: PositiveInt = 3
+    warmup: NonNegativeInt = 1
+    num_prompts: PositiveInt | None = None
+
+
+@dataclass(kw_only=True)
+class CostSettings:
+    """Numbers of `python -m sage.bench costs`.
+
+    Attributes:
+        layers: layers to build; without it, all that fit, at most 2 on a CPU.
+        repeats: timed passes per point; the median counts.
+        bandwidth: memory bandwidth in GB/s of a device that is not measured: lower bounds by this bandwidth.
+    """
+
+    layers: PositiveInt | None = None
+    repeats: PositiveInt = 5
+    bandwidth: Annotated[float, Range(gt=0, remedy="in gigabytes per second")] | None = None

@@ -1,0 +1,160 @@
+"""Every setting has one home: its range beside its type, its default and meaning in one dataclass, one default policy."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin
+
+import pytest
+from support.messages import refused
+
+import sage
+from data_prep.config import RegenerateConfig
+from sage.bench.options import DEFAULT_POLICIES, compare_parser, costs_parser
+from sage.bench.settings import CostSettings, MeasurementSettings
+from sage.commands.generate import parse_args
+from sage.decoding.generation import start
+from sage.decoding.settings import AnswerSettings, DraftedAnswerSettings, Sampling
+from sage.io.docstrings import key_meanings
+from sage.io.ranges import check_fields, field_types, plain_type
+from sage.trees import AUTOREGRESSIVE, DEFAULT_POLICY, FIRST_ANSWER_POLICY, POLICIES, policy_class
+from train.cli.data import DataCommand
+from train.config.checks import check_ranges
+from train.config.hydra_app import compose
+from train.config.schema import Config, ConfigError, DecodeConfig, ValidateConfig
+from train.config.store import subschemas
+
+ROOT = Path(sage.__file__).parents[1]
+SETTINGS = (MeasurementSettings, CostSettings, Sampling)  # of the commands that argparse reads
+SCHEMAS = (Config, ValidateConfig, DataCommand, *dict.fromkeys(subschemas().values()))
+HAS_OWN_CHECK = {"prune"}  # sage.Pruning
+
+
+def without_range(hint: Any) -> bool:
+    """Whether an annotation allows a number of any size without saying so."""
+    return hint in (int, float) or (get_origin(hint) is not Annotated and any(map(without_range, get_args(hint))))
+
+
+def numbers_without_range(kind: type, key: str = "") -> Iterator[str]:
+    for field in dataclasses.fields(kind):
+        hint, name = field_types(kind)[field.name], f"{key}{field.name}"
+        for part in (plain_type(hint), *get_args(hint)):
+            if isinstance(part, type) and dataclasses.is_dataclass(part):
+                yield from numbers_without_range(part, f"{name}.")
+        if without_range(hint):
+            yield name
+
+
+@pytest.mark.parametrize("kind", [*SCHEMAS, *SETTINGS], ids=lambda kind: kind.__name__)
+def test_every_number_of_a_configuration_has_a_range(kind: type) -> None:
+    assert list(numbers_without_range(kind)) == []
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if dataclasses.is_dataclass(policy_class(name))])
+def test_every_number_of_a_policy_has_a_range(name: str) -> None:
+    assert list(numbers_without_range(policy_class(name))) == []
+
+
+def test_negative_control_a_number_without_range_is_found() -> None:
+    @dataclasses.dataclass
+    class Inner:
+        depth: int | None = None
+        ratio: Annotated[float, "no range needed"] = 0.0
+
+    outer = dataclasses.make_dataclass("Outer", [("inner", Inner), ("parts", dict[str, Inner]), ("sizes", list[int])])
+    Inner.__annotations__ = {"depth": int | None, "ratio": Annotated[float, "no range needed"]}
+    assert list(numbers_without_range(outer)) == ["inner.depth", "parts.depth", "sizes"]
+
+
+def numeric_keys(settings: Any, key: str = "") -> Iterator[tuple[Any, str, str]]:
+    """Yields the owner, name and key of every number of a configuration."""
+    for field in dataclasses.fields(settings):
+        value, name = getattr(settings, field.name), f"{key}{field.name}"
+        for label, part in value.items() if isinstance(value, dict) else [("", value)]:
+            if dataclasses.is_dataclass(part):
+                yield from numeric_keys(part, f"{name}.{label}." if label else f"{name}.")
+        if plain_type(field_types(type(settings))[field.name]) in (int, float):
+            yield settings, field.name, name
+
+
+def test_every_number_of_a_composed_configuration_is_checked() -> None:
+    config = compose("config", ["draft/compressor=select"], Config)
+    found = list(numeric_keys(config))
+    assert len(found) > 60
+    for owner, name, key in found:
+        before = getattr(owner, name)
+        setattr(owner, name, math.nan)
+        with pytest.raises(ConfigError, match=f"^{re.escape(key)}=nan: not allowed; give a"):
+            check_ranges(config)
+        setattr(owner, name, before)
+    check_ranges(config)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, True, "1", [1], None])
+def test_what_is_no_number_is_refused(value: object) -> None:
+    with refused("temperature: ", "number", "greedy"):
+        check_fields(dataclasses.replace(AnswerSettings(), temperature=value))  # type: ignore[arg-type]
+
+
+# -- the settings of an answer -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Sampling, DecodeConfig, RegenerateConfig, MeasurementSettings])
+def test_the_settings_of_an_answer_are_defined_once(kind: type) -> None:
+    """Only the length has another default elsewhere: a second definition would show in the annotations of a class."""
+    shared = {field.name for field in dataclasses.fields(DraftedAnswerSettings)}
+    own = [base for base in kind.__mro__ if base not in (AnswerSettings, DraftedAnswerSettings)]
+    assert issubclass(kind, AnswerSettings)
+    assert shared & {name for base in own for name in inspect.get_annotations(base)} <= {"max_new_tokens"}
+    described, meanings = key_meanings(kind), key_meanings(AnswerSettings)
+    assert meanings.items() <= described.items()
+
+
+def parsers(monkeypatch: pytest.MonkeyPatch) -> list[argparse.ArgumentParser]:
+    with monkeypatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_args", lambda self, argv: self)
+        generate: Any = parse_args([])
+    return [generate, compare_parser(), costs_parser()]
+
+
+def test_numbers_on_a_command_line_are_fields_of_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the default and the meaning of the field; their dataclass checks the range."""
+    fields = {field.name: field for kind in SETTINGS for field in dataclasses.fields(kind)}
+    defaults = {name: {getattr(kind, name) for kind in SETTINGS if hasattr(kind, name)} for name in fields}
+    meanings = {name: [key_meanings(kind).get(name, "-") for kind in SETTINGS] for name in fields}
+    for parser in parsers(monkeypatch):
+        numeric = [action for action in parser._actions if action.type in (int, float) and action.dest not in HAS_OWN_CHECK]
+        assert len(numeric) >= 3
+        for action in numeric:
+            assert action.default in defaults[action.dest], action.dest
+            assert (action.help or "").partition(" (default")[0] in [text.removesuffix(".") for text in meanings[action.dest]]
+
+
+# -- default policies ----------------------------------------------------------------------------------------------------
+
+
+def test_the_default_policy_is_one_constant() -> None:
+    assert DEFAULT_POLICY == "sage" and FIRST_ANSWER_POLICY == "chain"
+    for function in (sage.generate, sage.stream, sage.Chat, start):
+        assert inspect.signature(function).parameters["policy"].default is DEFAULT_POLICY
+    assert RegenerateConfig().policy is DEFAULT_POLICY
+    assert parse_args([]).policy is FIRST_ANSWER_POLICY
+    page = " ".join((ROOT / "docs" / "decoder.md").read_text().split())
+    assert f"`sage-generate` starts a process per answer, so its default is `{FIRST_ANSWER_POLICY}`" in page
+
+
+def test_no_other_module_writes_a_default_policy() -> None:
+    second = re.compile(rf"\bpolicy(?:: [\w |]+)? = \"(?:{'|'.join(POLICIES)})\"|--policy\", default=\"")
+    sources = [path for package in ("sage", "data_prep", "checkpoints", "train") for path in (ROOT / package).rglob("*.py")]
+    assert [str(path) for path in sources if second.search(path.read_text())] == []
+    assert second.search('    policy: str | Policy = "sage",')  # negative control
+
+
+def test_the_bench_and_a_run_measure_the_same_policies_by_default() -> None:
+    assert compose("config", [], Config).decode.policies == [AUTOREGRESSIVE, *DEFAULT_POLICIES.split(",")]
