@@ -37,7 +37,7 @@ def test_the_page_is_right(check: Check, page: str) -> None:
 
 
 def bash(script: str) -> str:
-    return f"```bash\n{script}\n```\n"
+    return f"```bash norun: wrong\n{script}\n```\n"
 
 
 @pytest.mark.parametrize(
@@ -53,6 +53,7 @@ def bash(script: str) -> str:
         (check_blocks, "```sh\nmake\n```\n", "language 'sh'"),
         (check_blocks, "```bash slow\nmake\n```\n", "only `norun: REASON`"),
         (check_blocks, "```text norun: output\nmake\n```\n", "only `norun: REASON`"),
+        (check_blocks, "```bash\nsage-generate --prom x\n```\n", "--prom"),
         (check_blocks, bash("# nothing"), "no command"),
         (check_blocks, bash("make demo; curl x"), "curl"),
         (check_blocks, bash("make 'demo"), "unexpected EOF"),

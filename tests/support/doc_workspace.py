@@ -18,9 +18,11 @@ from data_prep.pocket import world
 
 POCKET, DEMO = "data_prep/pocket/targets/pocket_qwen2_5_vl", "runs/demo_pocket_qwen2_5_vl"
 # What a command or `train.compose` gets before its own arguments: the same steps on less data.
-SHORTER_DECODING = ["decode.num_prompts=1", "decode.max_new_tokens=16", "decode.repeats=1", "decode.baselines=[]"]
+SHORTER_DECODING = [
+    *("decode.num_prompts=1", "decode.max_new_tokens=8", "decode.repeats=1", "decode.warmup=0", "decode.baselines=[]"),
+]
 SHORTER_TRAINING = [
-    *("train.max_steps=2", "train.epochs=null", "train.global_batch_size=8", "train.micro_batch_size=4"),
+    *("train.max_steps=2", "train.epochs=null", "train.global_batch_size=2", "train.micro_batch_size=1"),
     *("data.num_examples=24", "data.num_workers=0"),  # processes that import torch
     *("decode.policies=[autoregressive,sage]", "launch.ranks=1"),
 ]
@@ -29,8 +31,10 @@ SUBSTITUTIONS = {  # in every block and program, in this order
     '"Qwen/Qwen2.5-VL-7B-Instruct", dtype=torch.bfloat16, device="cuda"': f'"{POCKET}"',
     '"runs/x"': f'"{DEMO}"',
     'steps: str = "60"': 'steps: str = "10"',
-    "--num-prompts 4": "--num-prompts 2 --max-new-tokens 16 --repeats 1",
+    "--num-prompts 4": "--num-prompts 1 --max-new-tokens 8 --repeats 1",
     r"num_examples=\d\d+": "num_examples=24",
+    r"global_batch_size=\d+": "global_batch_size=2",
+    r"micro_batch_size=\d+": "micro_batch_size=1",
     r"max_steps=\d\d\b": "max_steps=2",
     r"max_steps=\d\d\d\b": "max_steps=4",
     r"train\.compose\(": f"train.compose(*{SHORTER['sage-train']}, ",
