@@ -17,17 +17,13 @@ from support.train_helpers import environment
 from data_prep.pocket import world
 
 POCKET, DEMO = "data_prep/pocket/targets/pocket_qwen2_5_vl", "runs/demo_pocket_qwen2_5_vl"
-# What a command or `train.compose` gets before its own arguments: the same steps on less data.
-SHORTER_DECODING = [
-    *("decode.num_prompts=1", "decode.max_new_tokens=8", "decode.repeats=1", "decode.warmup=0", "decode.baselines=[]"),
-]
-SHORTER_TRAINING = [
-    *("train.max_steps=2", "train.epochs=null", "train.global_batch_size=2", "train.micro_batch_size=1"),
-    *("data.num_examples=24", "data.num_workers=0"),  # processes that import torch
-    *("decode.policies=[autoregressive,sage]", "launch.ranks=1"),
-]
-SHORTER = {"sage-train": SHORTER_TRAINING + SHORTER_DECODING, "sage-validate": SHORTER_DECODING}
-SUBSTITUTIONS = {  # in every block and program, in this order
+# The same steps on less data: given before the arguments of a command or of `train.compose`, which count where both have a key.
+DECODING = "decode.num_prompts=1 decode.max_new_tokens=8 decode.repeats=1 decode.warmup=0 decode.baselines=[]"
+TRAINING = (
+    "train.max_steps=2 train.epochs=null train.global_batch_size=2 train.micro_batch_size=1 data.num_examples=24"
+    f" data.num_workers=0 decode.policies=[autoregressive,sage] launch.ranks=1 {DECODING}"
+)
+SUBSTITUTIONS = {  # in the Makefile, every block and every program, in this order
     '"Qwen/Qwen2.5-VL-7B-Instruct", dtype=torch.bfloat16, device="cuda"': f'"{POCKET}"',
     '"runs/x"': f'"{DEMO}"',
     'steps: str = "60"': 'steps: str = "10"',
@@ -37,17 +33,10 @@ SUBSTITUTIONS = {  # in every block and program, in this order
     r"micro_batch_size=\d+": "micro_batch_size=1",
     r"max_steps=\d\d\b": "max_steps=2",
     r"max_steps=\d\d\d\b": "max_steps=4",
-    r"train\.compose\(": f"train.compose(*{SHORTER['sage-train']}, ",
+    r"(sage-train (?:-m )?)(?![-.]|.*launch\.plan)": rf"\1{TRAINING} ",
+    r"(sage-validate )(?!-)": rf"\1{DECODING} ",
+    r"train\.compose\(": f"train.compose(*{TRAINING.split()}, ",
 }
-SCRIPT = """\
-import sys
-from {module} import main
-if __name__ == "__main__":
-    given = {{word.partition("=")[0] for word in sys.argv}}
-    if not given & {{"--help", "--resume", "--compare", "launch.plan"}}:
-        sys.argv += [word for word in {settings} if word.partition("=")[0] not in given]
-    sys.exit(main())
-"""
 
 
 class Workspace:
@@ -64,13 +53,9 @@ class Workspace:
         for name in tracked_files():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
-        for program in (folder / "examples").glob("*.py"):
+        for program in (folder / "Makefile", *(folder / "examples").glob("*.py")):
             program.write_text(shorter(program.read_text(encoding="utf-8")), encoding="utf-8")
-        scripts = {name: folder / ".venv/scripts" / f"{name}.py" for name in ENTRY_POINTS}
-        for name, path in scripts.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(SCRIPT.format(module=ENTRY_POINTS[name], settings=SHORTER.get(name, [])), encoding="utf-8")
-        commands.install(folder / ".venv/bin", {name: str(path) for name, path in scripts.items()} | {"python": None})
+        commands.install(folder / ".venv/bin", ENTRY_POINTS | {"python": None})
         (folder / ".venv/installed").touch()
         (folder / "RUN").symlink_to("runs/pocket_qwen2_5_vl-eagle3-chats")  # trained by README.md
         (folder / "TARGET").symlink_to(POCKET)
