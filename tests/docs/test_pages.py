@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from support.doc_commands import check_blocks, check_text, make_placeholders
-from support.doc_pages import ROOT, check_files, check_links, check_review, pages, read
-from support.doc_quotes import check_generated, check_messages, quoted_plan
+from support.doc_pages import REVIEW, REVIEW_ROW, ROOT, check_files, check_links, check_review, pages, read
+from support.doc_quotes import MESSAGES, PLAN, check_generated, check_messages, quoted_plan
 from support.messages import SNAPSHOT
 
 from sage.bench.policies import END, START
@@ -19,7 +19,7 @@ PAGES = pages()
 FAST, SLOW = (check_links, check_files, check_review, check_messages), (check_blocks, check_text, check_generated)
 CHECKS = [*FAST, *(pytest.param(check, marks=pytest.mark.slow) for check in SLOW)]
 Check = Callable[[str], None]
-REVIEW = "| # | finding | state | test or reason |\n| --: | :-- | :-- | :-- |\n"
+HEADER = "| # | finding | state | test or reason |\n| --: | :-- | :-- | :-- |\n"
 PLANNED = "target=qwen2_5_vl_7b data=llava_instruct launch.gpus=8 launch.gpu_memory_gb=48"
 
 
@@ -46,10 +46,10 @@ def bash(script: str) -> str:
         (check_links, "[x](gone.md)", "gone.md: no such file"),
         (check_links, "# A `b`, c\n[x](#a-b-c) [y](#a-b)", "#a-b: no such section"),
         (check_files, "`tests/docs/test_pages.py` `docs/gone.md`", "`docs/gone.md`: no such file"),
-        (check_review, REVIEW + "| 1 | x | open | |\n| 3 | x | open | |", "finding 3 follows 1"),
-        (check_review, REVIEW + "| 1 | x | fixed | |", "no state or evidence"),
-        (check_review, REVIEW + "| 1 | x | fixed | `test_pages.py`: `wrong_page`, `no_such_" + "name` |", "no such test"),
-        (check_review, REVIEW + "| 1 | x | fixed | `test_no_such_" + "file.py` |", "no such test"),
+        (check_review, HEADER + "| 1 | x | open | |\n| 3 | x | open | |", "finding 3 follows 1"),
+        (check_review, HEADER + "| 1 | x | fixed | |", "no state or evidence"),
+        (check_review, HEADER + "| 1 | x | fixed | `test_pages.py`: `wrong_page`, `no_such_" + "name` |", "no such test"),
+        (check_review, HEADER + "| 1 | x | fixed | `test_no_such_" + "file.py` |", "no such test"),
         (check_blocks, "```sh\nmake\n```\n", "language 'sh'"),
         (check_blocks, "```bash slow\nmake\n```\n", "only `norun: REASON`"),
         (check_blocks, "```text norun: output\nmake\n```\n", "only `norun: REASON`"),
@@ -116,6 +116,12 @@ def test_a_changed_figure_of_a_plan_is_renewed(tmp_path: Path) -> None:
     page.write_text(page.read_text().replace(" GB too much", "0 GB too much"), encoding="utf-8")
     with pytest.raises(AssertionError, match="make docs"):
         check_generated(str(page))
+
+
+def test_no_check_has_lost_its_subject() -> None:
+    text = "\n".join(map(read, PAGES))
+    assert {found[2] for found in PLAN.finditer(text)} == {"plan", "serving", "verdict"} and START in text
+    assert len(MESSAGES.findall(text)) >= 10 and len(REVIEW_ROW.findall("".join(REVIEW.findall(text)))) == 30
 
 
 def test_every_target_of_make_is_documented() -> None:
