@@ -27,12 +27,13 @@ from sage.commands.cli import (
     run,
 )
 from sage.costs.measure import draft_level, empty_cache, verify_pass
+from sage.drafts.draft import new_session
 from sage.io.dtypes import torch_dtype
 from sage.io.tables import text_table
-from sage.passes.package_folder import PACKAGE_SUFFIX, passes_folder
-from sage.passes.select import new_session, new_tree_passes
+from sage.runtime.package_folder import PACKAGE_SUFFIX, passes_folder
 from sage.runtime.pass_modes import PassMode
 from sage.runtime.timing import TimedCall, interleaved_s
+from sage.targets.tree_passes import TreePasses
 
 
 @dataclass
@@ -106,7 +107,7 @@ def measure(target: Any, draft: Any, nodes: Sequence[int], widths: Sequence[int]
     room = max(*nodes, *widths)
 
     def verify(count: int) -> TimedCall:
-        passes = new_tree_passes(target, draft.levels if draft is not None else ())
+        passes = TreePasses(target, draft.levels if draft is not None else ())
         return verify_pass(passes, target, empty_cache(passes, context + room), count, context)
 
     def level(width: int) -> TimedCall:

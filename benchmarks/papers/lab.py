@@ -19,7 +19,7 @@ from sage.bench.measurement import BenchPrompt, Measurement, measure
 from sage.bench.runners import AUTOREGRESSIVE, HF_ASSISTED, PolicyRunner, Runner, baseline_runner, find_assistant
 from sage.costs.measure import measure_costs
 from sage.costs.tables import Costs
-from sage.drafts.loading import Draft
+from sage.drafts.draft import Draft
 from sage.replay.recording import Recording, record
 from sage.targets import Target
 

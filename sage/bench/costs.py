@@ -25,14 +25,13 @@ from torch import Tensor
 from sage.bench.report import SCHEMA, machine, versions
 from sage.bench.shapes import Shape, random_target
 from sage.costs.measure import draft_level, empty_cache, verify_pass
-from sage.drafts.eagle import EagleDraft
+from sage.drafts.draft import new_session
 from sage.drafts.loading import new_draft
-from sage.drafts.session import EagleSession
 from sage.io.dtypes import dtype_name
 from sage.io.tables import text_table
-from sage.passes.select import new_session, new_tree_passes
 from sage.runtime.timing import TimedCall, interleaved_s
 from sage.targets import Target
+from sage.targets.tree_passes import TreePasses
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +87,7 @@ def verify_costs(
     target: Target, num_layers: int, nodes: Sequence[int], contexts: Sequence[int], capacity: int, repeats: int
 ) -> list[dict[str, float]]:
     """Measures one verification for every (nodes, context), extrapolated to `num_layers` if the target has fewer."""
-    passes = new_tree_passes(target, ())
+    passes = TreePasses(target, ())
     cache = empty_cache(passes, capacity)
     rows = []
     for context, count in product(contexts, nodes):
@@ -113,10 +112,9 @@ def draft_costs(
 ) -> list[dict[str, float]]:
     """Measures one draft level of an EAGLE head for every (width, context)."""
     draft = new_draft(target, "eagle", seed=0)
-    assert isinstance(draft, EagleDraft)
-    session = new_session(draft.eval(), target, capacity)
-    assert isinstance(session, EagleSession)
-    session.cache.zero_to(capacity)
+    draft.network.eval()
+    session = new_session(draft, target, capacity)
+    session.set_synthetic_state(capacity, 1)  # uninitialized memory may hold denormal numbers, which are slow on a CPU
     rows = []
     for context, width in product(contexts, widths):
         level = draft_level(session, target, width, context)

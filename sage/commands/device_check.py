@@ -24,12 +24,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage.costs.measure import empty_cache, verify_pass
 from sage.decoding.generation import Generation, start
-from sage.drafts.loading import Draft
+from sage.drafts.draft import Draft
 from sage.inputs.format import Inputs
 from sage.io.dtypes import dtype_name
-from sage.passes.select import new_tree_passes
 from sage.runtime.timing import TimedCall, interleaved_s
 from sage.targets import Prompt, Target
+from sage.targets.tree_passes import TreePasses
 from sage.trees import AUTOREGRESSIVE
 
 NODES, CONTEXT = 16, 512
@@ -58,7 +58,7 @@ def check_device(target: Target, draft: Draft | None, policy: str) -> Iterator[t
     prompt = target.embed(inputs)
     yield "vision attention", attention_used(TimedCall(lambda: target.embed(inputs)), device)
     yield "prefill attention", attention_used(TimedCall(lambda: _prefill(target, prompt)), device)
-    passes = new_tree_passes(target, ())
+    passes = TreePasses(target, ())
     cache = empty_cache(passes, CONTEXT + NODES)
     tree = verify_pass(passes, target, cache, NODES, CONTEXT)
     yield "tree attention", attention_used(tree, device)

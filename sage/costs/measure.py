@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from sage.costs.tables import Costs, Curve
-from sage.drafts.loading import Draft
+from sage.drafts.draft import Draft, new_session
 from sage.drafts.session import DraftSession
-from sage.passes.select import new_session, new_tree_passes
 from sage.runtime.cache import TreeCache
 from sage.runtime.pass_modes import PassMode
 from sage.runtime.timing import TimedCall, interleaved_s
@@ -46,7 +45,7 @@ def measure_costs(target: Target, draft: Draft, context: int, longer: int) -> Co
     limit = int(target.text_config.max_position_embeddings) - room
     longer = max(longer, min(context + MIN_CONTEXT_SPAN, limit))
     session = new_session(draft, target, context + room)
-    passes = new_tree_passes(target, session.levels)
+    passes = TreePasses(target, session.levels)
     cache = empty_cache(passes, longer + room)
     levels = _lower_quartiles([draft_level(session, target, width, context) for width in DRAFT_WIDTHS], target.device)
     calls = [verify_pass(passes, target, cache, nodes, context) for nodes in VERIFY_NODES]

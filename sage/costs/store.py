@@ -16,13 +16,14 @@ from typing import Any
 
 from sage.costs.measure import MIN_CONTEXT_SPAN, VERIFY_NODES, measure_costs
 from sage.costs.tables import Costs
-from sage.drafts.head import DraftHead
-from sage.drafts.loading import Draft
+from sage.drafts.draft import Draft
+from sage.drafts.registry import draft_kind
 from sage.io.files import json_digest, read_json, user_cache_dir, write_json
 from sage.io.machine import environment, processor_name
-from sage.passes.target_passes import describe_target, without_paths
 from sage.runtime.buckets import key_bucket
+from sage.runtime.timing import preparation
 from sage.targets import Target
+from sage.targets.tree_passes import describe_target, family_modules
 
 ROOM = max(VERIFY_NODES)
 
@@ -46,7 +47,8 @@ def known_costs(target: Target, draft: Draft, context: int, longer: int, is_fres
     path = costs_folder() / f"{json_digest(facts)}.json"
     if not is_fresh and (known := _read(path)):
         return known
-    costs = measure_costs(target, draft, *contexts)
+    with preparation():
+        costs = measure_costs(target, draft, *contexts)
     try:
         write_json(path, {"costs": costs.state(), "depends_on": facts})
     except OSError as error:
@@ -69,18 +71,14 @@ def _fill(context: int) -> int:
 
 
 def _facts(target: Target, draft: Draft, contexts: tuple[int, int]) -> dict[str, Any]:
-    if isinstance(draft, DraftHead):
-        drafting: dict[str, Any] = {**without_paths(draft.config), "dtype": draft.dtype, "is_training": draft.training}
-    else:
-        drafting = {**describe_target(draft.model), "dtype": draft.model.dtype}
     return {
         "machine": processor_name(target.device),
-        **environment(target.device),
+        **environment(target.device, __name__, *draft_kind(draft.kind).modules, *family_modules(target)),
         "layers_per_device": [target.layer_devices.count(device) for device in dict.fromkeys(target.layer_devices)],
         "passes": target.passes,
         "contexts": contexts,
         "target": {**describe_target(target), "dtype": target.dtype},
-        "draft": drafting,
+        "draft": draft.describe(),
     }
 
 

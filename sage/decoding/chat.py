@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sage.decoding.generation import CachedPrefix, Generation, Output, start
-from sage.drafts.loading import Draft
+from sage.drafts.draft import Draft
 from sage.planning.base import Policy
 from sage.targets import Target
 from sage.trees import policy as new_policy

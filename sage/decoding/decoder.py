@@ -15,9 +15,9 @@ from torch import Tensor
 
 from sage.decoding.stats import Stats
 from sage.decoding.stopping_rules import StopCriterion
-from sage.decoding.verify import Verdict, Verifier, refuse_nan
+from sage.decoding.verify import Verdict, Verifier
 from sage.drafts.pruning import KEEP_ALL, Pruning
-from sage.drafts.session import DraftSession
+from sage.drafts.session import DraftSession, check_probabilities
 from sage.planning.base import Policy
 from sage.planning.level import TreeBuilder
 from sage.planning.tree import RoundOutcome, Tree
@@ -106,8 +106,7 @@ def prefill(request: Request) -> Round:
     request.root = int(first)
     request.verifier.sampler.refuse_nan([request.root])
     clock.lap("target_prefill")
-    request.policy.is_coupled = request.verifier.sampler.is_coupled
-    request.policy.reset()
+    request.policy.reset(request.verifier.sampler.is_coupled)
     request.stats.prompt_tokens = request.prompt.input_ids.shape[1]
     if session:
         known = Features.join(request.features)
@@ -145,7 +144,7 @@ def draft_tree(request: Request) -> Tree:
         probs, tokens = session.propose(scores, policy.num_candidates_at(level))
         clock.lap("draft_steps", len(probs))
         frontier = builder.open_level(probs, tokens)
-        refuse_nan(frontier.rows, level, request.stats.new_tokens)
+        check_probabilities(frontier.rows, level, request.stats.new_tokens)
         next_level = policy.next_level(frontier)
         if next_level is None:
             break

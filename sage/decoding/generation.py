@@ -17,15 +17,15 @@ from sage.decoding.sampling import Sampling, TargetSampler
 from sage.decoding.stats import Stats
 from sage.decoding.stopping_rules import StopCriterion
 from sage.decoding.verify import Verifier
-from sage.drafts.loading import Draft, check_draft
+from sage.drafts.draft import Draft, new_session
+from sage.drafts.loading import check_draft
 from sage.drafts.pruning import KEEP_ALL, Pruning
-from sage.passes.package import COMPILATIONS
-from sage.passes.select import new_session, new_tree_passes
 from sage.planning.base import Policy
 from sage.runtime.cache import TreeCache
 from sage.runtime.host_tensors import CPU, long_tensor
-from sage.runtime.timing import Clock
+from sage.runtime.timing import PREPARATIONS, Clock
 from sage.targets import Features, Prompt, Target
+from sage.targets.tree_passes import TreePasses
 from sage.trees import policy as new_policy
 
 
@@ -146,7 +146,7 @@ def start(
             request takes over its cache.
         keep_prefix: whether `Generation.prefix` will be called; takes memory for the features of every token.
     """
-    clock = Clock(target.device, COMPILATIONS)
+    clock = Clock(target.device, PREPARATIONS)
     sampling = _sampling(sampling, options)
     policy = _policy(policy, draft)
     if draft is not None:
@@ -164,7 +164,7 @@ def start(
     prompt = target.embed(inputs, prefix.prompt if prefix else None)
     clock.lap("vision")
     session = new_session(draft, target, capacity) if draft is not None and policy.num_candidates else None
-    passes = new_tree_passes(target, session.levels if session else ())
+    passes = TreePasses(target, session.levels if session else ())
     cache, features = prefix.reuse(prompt, passes.capacity(capacity)) if prefix else (passes.new_cache(capacity), [])
     request = Request(
         target=target,

@@ -79,16 +79,6 @@ class Verifier:
         return verdict
 
 
-def refuse_nan(rows: Sequence[Sequence[float]], level: int, num_new: int) -> None:
-    """Raises ValueError if one of the draft's probabilities [F, K] of a level is NaN: one NaN logit makes the entire softmax of
-    its row NaN. `num_new`: tokens emitted before.
-    """
-    for row in rows:
-        if row[0] != row[0]:
-            where = f"level {level} after {num_new} new tokens"
-            raise ValueError(f"draft: its pass over {where} gave NaN; check its weights and dtype")
-
-
 def accept(tree: Tree, next_tokens: Sequence[int]) -> tuple[list[int], list[int]]:
     """Walks from the root along the target's next token after each node, [N]; returns `Verdict.path` and `Verdict.tokens`.
     Siblings in `tree` have distinct tokens.

@@ -89,6 +89,7 @@ class Eagle3Draft(DraftHead):
     """
 
     config_class = Eagle3Config
+    has_own_lm_head = True
     _no_split_modules = ["Eagle3Layer"]
 
     def __init__(self, config: Eagle3Config) -> None:
@@ -139,6 +140,10 @@ class Eagle3Draft(DraftHead):
     def levels(self) -> tuple[int, ...]:
         """Indices k of the target's hidden_states[k] that are fused."""
         return tuple(self.config.feature_levels)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return int(self.config.draft_vocab_size)
 
     @property
     def token_map(self) -> Tensor | None:

@@ -19,10 +19,14 @@ from transformers import PreTrainedModel
 from sage.drafts.compressor.compressor import Compressor, Gate
 from sage.drafts.compressor.operators import Conv, Resampler
 from sage.drafts.compressor.spans import HeadInput, PairMasks
+from sage.drafts.passes import CommitPass, LevelPass
 from sage.drafts.registry import MODEL_TYPE_PREFIX, DraftKind
 from sage.drafts.unroll import Chains
 from sage.io.model_files import load_weights, read_config
+from sage.runtime.cache import TreeCache
+from sage.runtime.pass_function import PassFunction
 from sage.targets import Features, Target
+from sage.targets.tree_passes import without_paths
 
 
 class DraftHead(PreTrainedModel):
@@ -37,8 +41,15 @@ class DraftHead(PreTrainedModel):
     """
 
     base_model_prefix = "draft"
+    reads_features = True
+    has_own_lm_head = False
+    assistant = None
     rope: nn.Module
     compressor: Compressor | None
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self._functions: dict[Any, tuple[PassFunction, PassFunction]] = {}
 
     @classmethod
     def new(cls, target: Target, kind: DraftKind, vocabulary: Tensor | None, **config: Any) -> Self:
@@ -73,7 +84,10 @@ class DraftHead(PreTrainedModel):
     @classmethod
     def load(cls, folder: Path, target: Target, dtype: torch.dtype) -> Self:
         """Loads a trained head; ValueError for corrupt files, or a head for another target (names both)."""
-        check_target(read_config(folder)["target"], target, folder)
+        sizes = read_config(folder)
+        check_target(sizes["target"], target, folder)
+        if target.is_meta:
+            return cls(cls.config_class(**sizes))
         head: Self = load_weights(cls, folder, "draft", dtype=dtype)
         return head.to(target.device).eval()
 
@@ -94,6 +108,40 @@ class DraftHead(PreTrainedModel):
     def kind(self) -> str:
         """Name of its row in `sage.drafts.registry.KINDS`."""
         return str(self.config.model_type).removeprefix(MODEL_TYPE_PREFIX)
+
+    @property
+    def network(self) -> Self:
+        return self
+
+    @property
+    def compressor_kind(self) -> str | None:
+        return None if self.compressor is None else self.config.compressor["kind"]
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Size U of the draft vocabulary."""
+        return int(self.config.vocab_size)
+
+    def options(self) -> dict[str, Any]:
+        names = ("image_inputs", "input_norm", "compressor")
+        return {name: getattr(self.config, name) for name in names if hasattr(self.config, name)}
+
+    def describe(self) -> dict[str, Any]:
+        return {**without_paths(self.config), "dtype": self.dtype, "is_training": self.training}
+
+    def new_cache(self, capacity: int) -> TreeCache:
+        """Returns an empty cache of its one layer, with a capacity in tokens."""
+        return TreeCache([self.device], self.config.num_key_value_heads, self.config.head_dim, capacity, self.dtype)
+
+    def pass_functions(self, target: Target) -> tuple[PassFunction, PassFunction]:
+        """Returns the functions of a level and of a commit, which live as long as the head."""
+        key = (target, self.dtype)
+        if key not in self._functions:
+            self._functions[key] = (LevelPass(self, target), CommitPass(self, target))
+        return self._functions[key]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_functions": {}}  # a copy has functions of its own
 
     @property
     def levels(self) -> tuple[int, ...]:

@@ -9,16 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage.drafts.head import DraftHead
+from sage.drafts.draft import Draft
 from sage.drafts.location import find_draft
-from sage.drafts.model import ModelDraft
 from sage.drafts.pruning import KEEP_ALL, Pruning
-from sage.drafts.registry import KINDS, DraftKind, StudentKind, draft_kind, head_kind
+from sage.drafts.registry import KINDS, DraftKind, draft_kind, head_kind
 from sage.io.manifest import refuse_corrupt_draft
 from sage.io.model_files import read_config
 from sage.targets import Target, is_target_folder
-
-Draft = DraftHead | ModelDraft
 
 
 def new_draft(
@@ -61,7 +58,7 @@ def load_draft(path: str | Path, target: Target, dtype: torch.dtype | None = Non
         ValueError: no draft there, a corrupt one, a head in another dtype, or one for another target (names both).
     """
     draft = open_draft(path, target, dtype or target.dtype)
-    if isinstance(draft, DraftHead) and draft.dtype != target.dtype:
+    if draft.reads_features and draft.dtype != target.dtype:
         raise ValueError(
             f"draft: {path}: in {draft.dtype}, but it reads the features of a target in {target.dtype}; leave dtype out"
         )
@@ -71,8 +68,10 @@ def load_draft(path: str | Path, target: Target, dtype: torch.dtype | None = Non
 def open_draft(path: str | Path, target: Target, dtype: torch.dtype) -> Draft:
     """`load_draft` in any dtype, with its other errors: training keeps a head in float32 beside a target in bfloat16."""
     folder = find_draft(path)
-    refuse_corrupt_draft(folder)
-    draft: Draft = kind_of_folder(folder).draft_class().load(folder, target, dtype)
+    if not target.is_meta:
+        refuse_corrupt_draft(folder)
+    with torch.device("meta") if target.is_meta else nullcontext():
+        draft: Draft = kind_of_folder(folder).draft_class().load(folder, target, dtype)
     return draft
 
 
@@ -80,7 +79,7 @@ def kind_of_folder(folder: Path) -> DraftKind:
     """Returns the kind of the draft in a folder, `model` for that of a target; ValueError if there is none."""
     stored = read_config(folder)
     if is_target_folder(folder):
-        return next(kind for kind in KINDS.values() if kind.student is StudentKind.model)
+        return next(kind for kind in KINDS.values() if kind.is_target)
     kind = head_kind(stored.get("model_type"))
     if kind is None or not stored.get("target"):
         raise ValueError(
@@ -93,9 +92,8 @@ def kind_of_folder(folder: Path) -> DraftKind:
 def check_draft(draft: Draft, target: Target, pruning: Pruning = KEEP_ALL) -> None:
     """Raises ValueError if the draft was made for another target, naming both, or cannot read a pruned prompt."""
     draft.check(target)
-    if pruning.ratio and isinstance(draft, DraftHead) and draft.compressor is not None:
-        compressor = draft.config.compressor["kind"]
+    if pruning.ratio and draft.compressor_kind is not None:
         raise ValueError(
-            f"pruning.ratio: {pruning.ratio}; allowed: 0 for a draft with a compressor ({compressor}), which was trained on "
-            f"unpruned images; drop it"
+            f"pruning.ratio: {pruning.ratio}; allowed: 0 for a draft with a compressor ({draft.compressor_kind}), which was "
+            f"trained on unpruned images; drop it"
         )

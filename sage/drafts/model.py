@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 from sage.drafts.registry import DraftKind
 from sage.drafts.session import DraftSession
+from sage.runtime.executors import EAGER, executor_of
 from sage.runtime.host_tensors import Tokens, TokenStagingBuffer
 from sage.targets import Features, Prompt, Target, load_target
-from sage.targets.tree_passes import EagerTreePasses, TreePasses
+from sage.targets.loading import meta_target
+from sage.targets.tree_passes import TreePasses, describe_target
 
 
 class ModelDraft:
@@ -26,14 +30,41 @@ class ModelDraft:
 
     kind = "model"
     levels: tuple[int, ...] = ()  # of the target's hidden states: it reads none
+    reads_features = False
+    has_own_lm_head = True
+    compressor_kind = None
 
     def __init__(self, model: Target, target: Target) -> None:
         check_pair(model, target)
         self.model, self.target = model, target
 
+    @property
+    def network(self) -> Any:
+        return self.model.model
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def assistant(self) -> Any:
+        return self.model.model
+
+    def options(self) -> dict[str, Any]:
+        return {}
+
+    def describe(self) -> dict[str, Any]:
+        return {**describe_target(self.model), "dtype": self.dtype}
+
     @classmethod
-    def new(cls, target: Target, kind: DraftKind, vocabulary: Tensor | None, num_layers: int | None = None) -> ModelDraft:
-        """Copies `num_layers` text layers of the target (see `shallow_model`); ValueError if missing or out of range."""
+    def new(
+        cls, target: Target, kind: DraftKind, vocabulary: Tensor | None, num_layers: int | None = None, **config: Any
+    ) -> ModelDraft:
+        """Copies `num_layers` text layers of the target (see `shallow_model`); ValueError if missing or out of range, and for
+        any other option.
+        """
+        if config:
+            raise ValueError(f"draft.{next(iter(config))}: unknown; choose from {', '.join(kind.keys)}")
         if num_layers is None:
             raise ValueError(f"draft.num_layers: missing; give 1 to {target.num_layers - 1}")
         return shallow_model(target, num_layers)
@@ -41,6 +72,8 @@ class ModelDraft:
     @classmethod
     def load(cls, folder: Path, target: Target, dtype: torch.dtype) -> ModelDraft:
         """Loads a smaller target; ValueError for corrupt files, or a model that cannot draft for `target`."""
+        if target.is_meta:
+            return cls(meta_target(AutoConfig.from_pretrained(folder)), target)
         return cls(load_target(folder, dtype, target.device), target)
 
     def check(self, target: Target) -> None:
@@ -87,16 +120,17 @@ def shallow_model(target: Target, num_layers: int) -> ModelDraft:
 
 
 class ModelSession(DraftSession):
-    """Session of a smaller target; its logits have the vocabulary size of the target.
+    """Session of a smaller target; its logits have the vocabulary size of the target. A draft in training runs eagerly.
 
     Args:
+        target: provides the pass mode.
         capacity: capacity of the cache for prompt, answer and one drafted tree, in tokens.
-        passes: tree passes of the smaller target; None for eager ones.
     """
 
-    def __init__(self, draft: ModelDraft, target: Target, capacity: int, passes: TreePasses | None = None) -> None:
+    def __init__(self, draft: ModelDraft, target: Target, capacity: int) -> None:
         self.model, self.vocab_size = draft.model, target.vocab_size
-        self.passes = EagerTreePasses(draft.model, ()) if passes is None else passes
+        executor = EAGER if draft.network.training else executor_of(target.passes)
+        self.passes = TreePasses(draft.model, (), executor)
         self.cache = self.passes.new_cache(capacity)
         self.committed = 0
         self._staging = TokenStagingBuffer(self.model.device)

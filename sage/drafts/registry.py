@@ -7,20 +7,12 @@ on demand, so that a command line can list the kinds without importing torch.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from enum import StrEnum
 from importlib import import_module
 from typing import Any
 
 from sage.drafts.options import Eagle3Options, EagleOptions, ModelOptions
 
 MODEL_TYPE_PREFIX = "sage_"  # of `model_type` in the config.json of a draft head
-
-
-class StudentKind(StrEnum):
-    """Input of a draft in training: the target's features, or the target's own inputs."""
-
-    head = "head"
-    model = "model"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +22,10 @@ class DraftKind:
     Attributes:
         name: the choice `draft=NAME`, and the second argument of `sage.new_draft`.
         options: dataclass of the kind's configuration keys.
-        draft: "module:Class" with the class methods `new` and `load`.
+        draft: "module:Class" that implements `sage.drafts.draft.Draft`.
         session: "module:Class" that implements `DraftSession`, called with draft, target and capacity.
-        student: how the kind is trained.
+        student: "module:Class" that trains the kind, a `train.distill.student.Student`; resolved by `train` alone.
+        is_target: whether such a draft is itself a model of a target's family, with the files of one.
         predicts_features: whether the output is trained to equal the target's next feature.
         export_formats: formats of serving engines that express it.
     """
@@ -41,7 +34,8 @@ class DraftKind:
     options: type
     draft: str
     session: str
-    student: StudentKind
+    student: str
+    is_target: bool = False
     predicts_features: bool = False
     export_formats: tuple[str, ...] = ()
 
@@ -60,6 +54,11 @@ class DraftKind:
         """Whether the draft can have a vocabulary of its own, smaller than the target's."""
         return "draft_vocab_size" in {one.name for one in fields(self.options)}
 
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Modules of the draft and its session."""
+        return tuple(path.partition(":")[0] for path in (self.draft, self.session))
+
     def draft_class(self) -> Any:
         """Imports the draft's class."""
         return _resolve(self.draft)
@@ -67,6 +66,10 @@ class DraftKind:
     def session_class(self) -> Any:
         """Imports the session's class."""
         return _resolve(self.session)
+
+    def student_class(self) -> Any:
+        """Imports the class that trains the kind."""
+        return _resolve(self.student)
 
 
 KINDS: dict[str, DraftKind] = {
@@ -76,8 +79,8 @@ KINDS: dict[str, DraftKind] = {
             name="eagle",
             options=EagleOptions,
             draft="sage.drafts.eagle:EagleDraft",
-            session="sage.drafts.session:EagleSession",
-            student=StudentKind.head,
+            session="sage.drafts.head_session:HeadSession",
+            student="train.distill.student:HeadStudent",
             predicts_features=True,
             export_formats=("eagle",),
         ),
@@ -85,8 +88,8 @@ KINDS: dict[str, DraftKind] = {
             name="eagle3",
             options=Eagle3Options,
             draft="sage.drafts.eagle3:Eagle3Draft",
-            session="sage.drafts.session:EagleSession",
-            student=StudentKind.head,
+            session="sage.drafts.head_session:HeadSession",
+            student="train.distill.student:HeadStudent",
             export_formats=("eagle3", "speculators"),
         ),
         DraftKind(
@@ -94,7 +97,8 @@ KINDS: dict[str, DraftKind] = {
             options=ModelOptions,
             draft="sage.drafts.model:ModelDraft",
             session="sage.drafts.model:ModelSession",
-            student=StudentKind.model,
+            student="train.distill.student:ModelStudent",
+            is_target=True,
         ),
     )
 }
@@ -109,8 +113,7 @@ def draft_kind(name: str) -> DraftKind:
 
 def head_kind(model_type: Any) -> DraftKind | None:
     """The row of the draft head with this `model_type` in its config.json; None for anything else."""
-    heads = (kind for kind in KINDS.values() if kind.student is StudentKind.head)
-    return next((kind for kind in heads if kind.model_type == model_type), None)
+    return next((kind for kind in KINDS.values() if kind.model_type == model_type and not kind.is_target), None)
 
 
 def _resolve(path: str) -> Any:

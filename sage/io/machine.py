@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import platform
 from functools import lru_cache
 from pathlib import Path
@@ -11,26 +10,21 @@ from typing import Any
 import torch
 import transformers
 
+from sage.io.source import source_digest
 
-def environment(device: torch.device) -> dict[str, Any]:
-    """Returns versions, source and processor that a compiled pass on `device` depends on; JSON-serializable."""
+
+def environment(device: torch.device, *modules: str) -> dict[str, Any]:
+    """Returns what a result computed on `device` by the code of `modules` depends on: versions, source and processor;
+    JSON-serializable.
+    """
     return {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "source": source_digest(),
+        "source": source_digest(*modules),
         "device": device.type,
         "threads": torch.get_num_threads(),
         "instructions": instructions(device),
     }
-
-
-@lru_cache(maxsize=1)
-def source_digest() -> str:
-    """Returns a digest of the source of this package."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def instructions(device: torch.device) -> str:

@@ -26,8 +26,6 @@ class Policy(ABC):
         num_candidates: K, candidates per node that the policy needs; 0 = it never drafts.
         tree_capacity: upper bound of the nodes verified or expanded in one round, root included; sizes the caches.
         needs_costs: whether it plans with measured costs and learns from its rounds.
-        is_coupled: whether the candidates of the current request are scored with the noise of the target's draws: their
-            numbers are then scores, not acceptance probabilities (`sage.decoding.sampling`). Set before `reset`.
         costs: cost tables of this machine; read from disk or measured when the first request starts if `needs_costs`.
         fresh_costs: whether to measure them although they are on disk.
     """
@@ -36,15 +34,19 @@ class Policy(ABC):
     num_candidates: int
     tree_capacity: int
     needs_costs: ClassVar[bool] = False
-    is_coupled: bool = False
     costs: Costs | None = None
     fresh_costs: bool = False
 
     def __post_init__(self) -> None:
         check_values(self)
 
-    def reset(self) -> None:  # noqa: B027 (optional hook)
-        """Clears the state of the last request."""
+    def reset(self, is_coupled: bool = False) -> None:  # noqa: B027 (optional hook)
+        """Clears the state of the last request.
+
+        Args:
+            is_coupled: whether the candidates of the next request are scored with the noise of the target's draws: their
+                numbers are then scores, not acceptance probabilities (`sage.decoding.sampling`).
+        """
 
     def begin(self) -> None:  # noqa: B027 (optional hook)
         """Starts a round."""

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from sage.decoding.generation import start
-from sage.drafts.loading import Draft
+from sage.drafts.draft import Draft
 from sage.drafts.session import DraftSession
 from sage.planning.base import Policy
 from sage.runtime.host_tensors import Tokens

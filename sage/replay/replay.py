@@ -100,8 +100,7 @@ def replay(recordings: Sequence[Recording], policy: Policy, costs: Costs | None 
         policy.costs = copy.deepcopy(costs)
     result = ReplayResult(policy.name, seconds=None if costs is None else 0.0)
     for recording in recordings:
-        policy.is_coupled = recording.is_coupled
-        policy.reset()
+        policy.reset(recording.is_coupled)
         num_unread = 0
         for recorded in recording.rounds:
             replayer = _RoundReplayer(recording, recorded, policy, costs)

@@ -64,7 +64,7 @@ def tree_attention(
     else:
         folded = query.reshape(batch, kv_heads, -1, size)
         out = nn.functional.scaled_dot_product_attention(folded, key, value, attn_mask=attention_mask, scale=scaling)
-        out = out.view(batch, heads, length, size)
+        out = out.reshape(batch, heads, length, size)  # kernels of GPUs return a transposed result
     return out.transpose(1, 2), None
 
 
@@ -207,8 +207,11 @@ def tile_mask(visible: Tensor, group: int, dtype: torch.dtype) -> Tensor:
 def repeat_mask(additive: Tensor, group: int) -> Tensor:
     """Additive [N, S] or [B, N, S] -> [1 or B, 1, group * N, S], as `tile_mask`.
 
-    The row stride is a multiple of 8 elements: otherwise the fused kernel copies the mask in every layer.
+    The row stride is a multiple of 8 elements: otherwise the fused kernel copies the mask in every layer. While a function is
+    exported its sizes are symbols, which the alignment would specialize.
     """
+    if torch.compiler.is_exporting():
+        return additive.repeat(group, 1)[None, None]
     *batch, nodes, keys = additive.shape
     rows = batch[0] if batch else 1
     mask = additive.new_zeros(rows, 1, group * nodes, -(-keys // MASK_ALIGNMENT) * MASK_ALIGNMENT)[..., :keys]

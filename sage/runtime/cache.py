@@ -83,7 +83,9 @@ class RowCache(Cache):
     """
 
     def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor], rows: Tensor, length: int) -> None:
-        super().__init__(layers=[_Rows(*states, rows, length) for states in zip(keys, values, strict=True)])
+        placed = {device: rows.to(device) for device in dict.fromkeys(layer.device for layer in keys)}
+        layers = zip(keys, values, strict=True)
+        super().__init__(layers=[_Rows(key, value, placed[key.device], length) for key, value in layers])
 
 
 class TreeCache(Cache):

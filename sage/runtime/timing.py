@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from bisect import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -12,10 +13,27 @@ from typing import Any
 
 import torch
 
+PREPARATIONS: list[tuple[float, float]] = []  # spent in `preparation`, in seconds of `time.perf_counter`
 PHASES = ("vision", "target_prefill", "draft_prefill", "draft_steps", "verify", "accept", "commit", "policy", "other")
 UNTIMED = "untimed"
 MAX_MARKS = 512  # events that may be pending when a round starts, and those of them that are kept then
 RECENT_MARKS = 128
+
+
+@contextmanager
+def preparation() -> Iterator[None]:
+    """Marks what is done once and kept, such as compiling a pass or measuring its cost: it counts for no decoding time."""
+    start, known = time.perf_counter(), len(PREPARATIONS)
+    try:
+        yield
+    finally:
+        del PREPARATIONS[known:]  # those within this one
+        PREPARATIONS.append((start, time.perf_counter()))
+
+
+def prepared_s(start: float, end: float) -> float:
+    """Returns the seconds between two times of `time.perf_counter` that were spent in `preparation`."""
+    return sum(last - first for first, last in PREPARATIONS if start <= first and last <= end)
 
 
 def synchronize(device: torch.device) -> None:

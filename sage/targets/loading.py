@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from sage.inputs.processing import Processor
@@ -146,3 +146,9 @@ def is_target_folder(path: str | Path) -> bool:
 
 def _looks_local(path: str) -> bool:
     return path.startswith((".", "/", "~")) or path.count("/") != 1 or Path(path).exists()
+
+
+def meta_target(architecture: PreTrainedConfig) -> Target:
+    """Returns a target without weights, on the meta device."""
+    with torch.device("meta"):
+        return Target(family_of(architecture).auto_class.from_config(architecture))

@@ -35,7 +35,7 @@ def check_device_map(device_map: str | Mapping[str, Any]) -> None:
         )
 
 
-def is_spread(model: nn.Module) -> bool:
+def is_multi_device(model: nn.Module) -> bool:
     """Whether the modules of a loaded model are on more than one device."""
     device_map: Mapping[str, Any] = getattr(model, "hf_device_map", {})
     return len({str(device) for device in device_map.values()}) > 1

@@ -1,8 +1,8 @@
-"""The frozen vision-language model: embedding, features, causal prefill and tree pass.
+"""The frozen vision-language model: embedding, features, causal prefill, and the one implementation of a pass.
 
-Does not own: loading (sage.targets.loading), acceptance, drafts, losses.
+Does not own: loading (sage.targets.loading), tree passes (sage.targets.tree_passes), acceptance, drafts, losses.
 
-Shapes: B batch, T tokens, N tree nodes, S keys, D hidden, V vocabulary.
+Shapes: B batch, T tokens, S keys, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sage.runtime.cache import TreeCache
 from sage.runtime.pass_modes import PassMode
 from sage.targets.families import family_of
 from sage.targets.family import Prompt
-from sage.targets.placement import connect, is_spread, layer_devices
+from sage.targets.placement import connect, is_multi_device, layer_devices
 from sage.targets.windows import Mask
 
 
@@ -69,7 +69,7 @@ class Target:
 
     Attributes:
         passes: how tree passes and draft passes run: eager, compiled or captured.
-        is_whole: whether all weights are on one device; else passes are eager.
+        is_whole: whether all weights are on one device and not sharded; else passes are eager.
 
     Raises:
         ValueError: the model is of no known family, or has text layers that a tree pass cannot run (names the reason).
@@ -86,10 +86,9 @@ class Target:
         self.embed_tokens: nn.Module = model.get_input_embeddings()
         self.lm_head: nn.Module = model.get_output_embeddings()
         self.passes = PassMode.eager
-        self.functions: dict[Any, Any] = {}  # passes as functions, see sage.passes
-        self._is_spread = is_spread(model)
-        self.is_whole = not self._is_spread
-        if self._is_spread:
+        self.functions: dict[Any, Any] = {}  # pass functions by levels and dtype, see sage.targets.tree_passes
+        self.is_whole = not is_multi_device(model)
+        if not self.is_whole:
             connect(model, self.text_model)
         self.family.optimize(model)
         select_backends(self.device)
@@ -127,7 +126,7 @@ class Target:
     @property
     def layer_devices(self) -> list[torch.device]:
         """Device of each text layer: `device`, unless the target is on several devices."""
-        return layer_devices(self.text_model) if self._is_spread else [self.device] * self.num_layers
+        return [self.device] * self.num_layers if self.is_whole else layer_devices(self.text_model)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -200,29 +199,6 @@ class Target:
 
     def _tile(self, visible: Tensor) -> Tensor:
         return tile_mask(visible, self.group, self.dtype)
-
-    @torch.no_grad()
-    def tree_pass(
-        self, token_N: Tensor, position_N: Tensor, visible_NX: Tensor, cache: TreeCache, levels: Sequence[int] = ()
-    ) -> Features:
-        """Runs one pass over a tree on top of the cache, and appends N rows to the cache.
-
-        Args:
-            token_N: LongTensor [N] node tokens, parents before children.
-            position_N: LongTensor [N] rope positions.
-            visible_NX: BoolTensor [N, X], X >= N: attention of each node to the last X - N cached tokens and to the N nodes;
-                earlier tokens are visible to all nodes. With X = N it is the tree's `ancestors`.
-
-        Returns:
-            Features [1, N, D], equal to those of a sequential pass along each node's path.
-        """
-        embeds = self.embed_tokens(token_N)[None]
-        mask: Mask = None
-        if visible_NX.shape[1] > 1 or self.family.window:
-            past = visible_NX.new_ones(len(token_N), cache.length + len(token_N) - visible_NX.shape[1])
-            mask = self.family.tree_mask(torch.cat((past, visible_NX), 1), self._tile)
-        with use_tree_attention(self.text_model):
-            return self.run(embeds, self.family.decode_positions(position_N), mask, cache, levels)
 
     def run(
         self,

@@ -1,54 +1,169 @@
-"""Tree passes of a target, and their eager form.
+"""The target's pass over a tree, as a function of tensors, and the tree passes of one request.
 
-Shapes: N tree nodes, X visible rows, D hidden, V vocabulary.
+Shapes: N tree nodes, X visible rows, S keys, C cache capacity, D hidden, V vocabulary, H KV heads, d head size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
+import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
-from sage.runtime.cache import TreeCache
+from sage.runtime.attention import tile_mask, use_tree_attention
+from sage.runtime.cache import RowCache, TreeCache
+from sage.runtime.executors import Executor, executor_of
+from sage.runtime.greedy import greedy_tokens
+from sage.runtime.pass_function import CAPACITY, KEYS, NODES, VISIBLE, Argument, Padding, PassFunction, Result
+from sage.targets.family import Family
 from sage.targets.target import Features, Target
+from sage.targets.windows import Mask
 
 
 @dataclass
 class TreeOutput:
-    """Result of a tree pass: features of all nodes [1, N, D], logits [N, V], and greedy tokens [N] if computed with them."""
+    """Result of a tree pass: features of all nodes [1, N, D], logits [N, V], and the greedy tokens [N]."""
 
     features: Features
     logits: Tensor
     greedy: Tensor | None = None
 
 
-class TreePasses(Protocol):
-    """Runs tree passes of a target."""
+class TreePass(PassFunction):
+    """The target's pass over a tree, with its lm_head and its greedy choice at every node.
 
-    def __call__(self, tokens: Tensor, positions: Tensor, visible: Tensor, cache: TreeCache) -> TreeOutput:
-        """Runs one pass and appends N rows to the cache; arguments as of `Target.tree_pass`."""
+    Args:
+        levels: indices k of `hidden_states` to return as well.
+    """
+
+    def __init__(self, target: Target, levels: Sequence[int]) -> None:
+        buffers = (1, target.num_kv_heads, CAPACITY, target.head_dim)
+        arguments = (
+            Argument("tokens", (NODES,), torch.long),
+            Argument("positions", (NODES,), torch.long),
+            Argument("rows", (NODES,), torch.long, Padding.spare_row),
+            Argument("visible", (NODES, VISIBLE), torch.bool, Padding.masked),
+            Argument("visible_rows", (VISIBLE,), torch.long, Padding.spare_row),
+            Argument("columns", (KEYS,), torch.long, Padding.counting),
+            Argument("keys", buffers, target.dtype, Padding.cache, target.num_layers),
+            Argument("values", buffers, target.dtype, Padding.cache, target.num_layers),
+        )
+        features = Result((1, NODES, target.hidden_size))
+        results = (Result((NODES,), False), Result((NODES, target.vocab_size), False), features, *[features] * len(levels))
+        names = ("the target's pass over one node", "the target's pass over several nodes")
+        super().__init__("target", names, arguments, results, (describe_target(target), tuple(levels)), family_modules(target))
+        self.text_model, self.embed_tokens, self.lm_head = target.text_model, target.embed_tokens, target.lm_head
+        self._target, self._levels = target, tuple(levels)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        visible: Tensor,
+        visible_rows: Tensor,
+        columns: Tensor,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+    ) -> tuple[Tensor, ...]:
+        """Runs the pass.
+
+        Args:
+            tokens, positions, rows: LongTensor [N], rope positions, and the cache rows of the nodes.
+            visible: BoolTensor [N, X], attention of each node to X cache rows, those of the nodes among them.
+            visible_rows: LongTensor [X], these rows; all before the first of them are visible to all nodes.
+            columns: LongTensor [S], 0 to S - 1.
+            keys, values: buffers of every layer, [1, H, C, d].
+
+        Returns:
+            greedy tokens [N] (`sage.runtime.greedy.greedy_tokens`), logits [N, V], the last features [1, N, D] and those of the
+            levels. Features equal those of a sequential pass along each node's path.
+        """
+        target = self._target
+        cache = RowCache(keys, values, rows, columns.shape[0])  # sizes come from `shape`: `len` is specialized in tracing
+        with use_tree_attention(self.text_model):
+            embeds = self.embed_tokens(tokens)[None]
+            mask = self._mask(visible, visible_rows, columns)
+            features = target.run(embeds, target.family.decode_positions(positions), mask, cache, self._levels)
+        logits = self.lm_head(features.last[0])
+        return greedy_tokens(logits), logits, features.last, *features.levels
+
+    def _mask(self, visible: Tensor, visible_rows: Tensor, columns: Tensor) -> Mask:
+        """Returns the additive masks of the pass; None if its single node attends to all keys."""
+        if visible.shape[1] == 1 and not self._target.family.window:
+            return None
+        seen = (columns < visible_rows[:1]).expand(visible.shape[0], -1).clone().index_copy_(1, visible_rows, visible)
+        return self._target.family.tree_mask(seen, self._tile)
+
+    def _tile(self, visible: Tensor) -> Tensor:
+        return tile_mask(visible, self._target.group, self._target.dtype)
+
+
+class TreePasses:
+    """Tree passes of a target for one request.
+
+    Args:
+        levels: indices k of `hidden_states` to return as well.
+        executor: None for that of the target's pass mode.
+    """
+
+    def __init__(self, target: Target, levels: Sequence[int], executor: Executor | None = None) -> None:
+        self.target, self.executor = target, executor or executor_of(target.passes)
+        key = (tuple(levels), target.dtype)
+        if key not in target.functions:
+            target.functions[key] = TreePass(target, levels)
+        self._run = self.executor.bind(target.functions[key])
+        self._steps = torch.empty(0, dtype=torch.long)
 
     def capacity(self, num_tokens: int) -> int:
         """Returns the capacity of a cache for `num_tokens` tokens."""
+        return self.executor.capacity(num_tokens)
 
     def new_cache(self, num_tokens: int) -> TreeCache:
         """Returns an empty cache for `num_tokens` tokens."""
-
-
-class EagerTreePasses:
-    """Tree passes kernel by kernel; `levels` are indices k of `hidden_states` to return as well."""
-
-    def __init__(self, target: Target, levels: Sequence[int]) -> None:
-        self.target, self.levels = target, tuple(levels)
-
-    def capacity(self, num_tokens: int) -> int:
-        return num_tokens
-
-    def new_cache(self, num_tokens: int) -> TreeCache:
-        return self.target.new_cache(num_tokens)
+        return self.executor.new_cache(self.target, num_tokens, self.target.new_cache)
 
     def __call__(self, tokens: Tensor, positions: Tensor, visible: Tensor, cache: TreeCache) -> TreeOutput:
-        features = self.target.tree_pass(tokens, positions, visible, cache, self.levels)
-        return TreeOutput(features, self.target.lm_head(features.last[0]))
+        """Runs one pass and appends N rows to the cache.
+
+        Args:
+            tokens: LongTensor [N] node tokens, parents before children.
+            positions: LongTensor [N] rope positions.
+            visible: BoolTensor [N, X], X >= N: attention of each node to the last X - N cached tokens and to the N nodes;
+                earlier tokens are visible to all nodes. With X = N it is the tree's `ancestors`.
+        """
+        nodes, seen = visible.shape
+        first = cache.reserve(nodes)
+        end = first + nodes
+        if len(self._steps) < end:
+            self._steps = torch.arange(max(end, cache.capacity), device=self.target.device)
+        steps = self._steps
+        greedy, logits, last, *levels = self._run(
+            tokens,
+            positions,
+            steps.narrow(0, first, nodes),
+            visible,
+            steps.narrow(0, end - seen, seen),
+            steps.narrow(0, 0, end),
+            cache.keys,
+            cache.values,
+        )
+        return TreeOutput(Features(last, tuple(levels)), logits, greedy)
+
+
+def family_modules(target: Target) -> list[str]:
+    """Returns the modules of the target's family, which are found by their names and imported by no module."""
+    return [kind.__module__ for kind in type(target.family).__mro__ if issubclass(kind, Family)]
+
+
+def describe_target(target: Target) -> dict[str, Any]:
+    """Returns what passes of a target depend on, besides weights: the configuration of its text layers."""
+    return {"model_type": target.family.model_type, **without_paths(target.text_config)}
+
+
+def without_paths(config: PreTrainedConfig) -> dict[str, Any]:
+    """Returns a configuration without the folders that it came from."""
+    return {key: value for key, value in config.to_dict().items() if key not in ("_name_or_path", "target_path")}

@@ -143,7 +143,7 @@ class Sage(Policy):
         self.tree_capacity = max(self.max_nodes, len(STATIC_TREE)) + 1
         self.reset()
 
-    def reset(self) -> None:
+    def reset(self, is_coupled: bool = False) -> None:
         self.alpha = 0.5
         self.ceiling = self.max_depth
         self._accepted: deque[int] = deque(maxlen=self.window)

@@ -1,6 +1,7 @@
 """Order of runs, times, counts, losslessness and intervals of the bench, with fake runners and tiny random targets."""
 
 import math
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -392,18 +393,32 @@ def test_decoding_time_of_a_policy_excludes_only_vision_and_target_prefill():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("is_first_answer", "is_fresh", "measured"), [(False, True, 1), (True, True, 3), (True, False, 1)])
-def test_a_first_answer_includes_reading_or_measuring_costs(is_first_answer, is_fresh, measured, monkeypatch, tmp_path):
+def test_a_first_answer_includes_reading_costs_and_no_answer_measuring_them(
+    is_first_answer, is_fresh, measured, monkeypatch, tmp_path
+):
     """A policy that decodes all prompts has costs once. A new policy for every run reads them; with `fresh_costs`, it
-    measures them in its time.
+    measures them. Measuring counts for no time of an answer.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     calls = []
-    monkeypatch.setattr(store, "measure_costs", lambda *args: calls.append(args) or measure_costs(*args))
+
+    def timed(*args):
+        start = time.perf_counter()
+        costs = measure_costs(*args)
+        calls.append(time.perf_counter() - start)
+        return costs
+
+    monkeypatch.setattr(store, "measure_costs", timed)
     target = make_qwen()
     draft = sage.new_draft(target, "eagle", seed=0)
     policy = sage.policy("cost_aware", fresh_costs=is_fresh)
     runner = PolicyRunner(target, draft, "cost_aware", policy, is_first_answer=is_first_answer)
-    runs = [runner.run(make_inputs(target), SAMPLING) for _ in range(3)]
+    runs = []
+    for _ in range(3):
+        start, before = time.perf_counter(), sum(calls)
+        runs.append(runner.run(make_inputs(target), SAMPLING))
+        assert runs[-1].wall_s <= time.perf_counter() - start - (sum(calls) - before)
+        assert sum(runs[-1].time_s.values()) == pytest.approx(runs[-1].wall_s)
     assert len(calls) == measured and len({tuple(run.tokens) for run in runs}) == 1
     learner = runner.policy.learner
     assert (learner.rounds < sum(run.stats.rounds for run in runs)) == is_first_answer

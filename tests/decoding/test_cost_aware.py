@@ -21,10 +21,11 @@ from sage.costs.tables import Costs, Curve
 from sage.decoding.decoder import decode
 from sage.decoding.sampling import Sampling, TargetSampler
 from sage.decoding.verify import Verdict, Verifier
+from sage.drafts.draft import new_session
 from sage.drafts.model import ModelDraft
-from sage.passes.select import new_session
 from sage.planning.tree import Frontier, RoundOutcome, Tree
 from sage.runtime.timing import RoundTimes
+from sage.targets.tree_passes import TreePass
 from sage.trees.cost_aware.learner import (
     LABELLED_RANKS,
     LEARN_ALL_ROUNDS,
@@ -164,9 +165,9 @@ class TestCurve:
     ) -> None:
         tiny_qwen.text_config.max_position_embeddings = limit = 4096
         seen: set[int] = set()
-        tree_pass = tiny_qwen.tree_pass
+        forward = TreePass.forward
         monkeypatch.setattr(probe, "REPEATS", 3)
-        monkeypatch.setattr(tiny_qwen, "tree_pass", lambda *args: (seen.add(args[3].length), tree_pass(*args))[1])
+        monkeypatch.setattr(TreePass, "forward", lambda *args: (seen.add(int(args[3][0])), forward(*args))[1])
         for context, longer, expected in ((10, 12, 10 + MIN_CONTEXT_SPAN), (10, 2000, 2000), (3900, 3901, limit - 64)):
             seen.clear()
             probe.measure_costs(tiny_qwen, sage.new_draft(tiny_qwen), context, longer)
@@ -309,8 +310,8 @@ class TestCoupledScores:
     def test_a_new_kind_starts_from_the_statistics_of_the_other(self) -> None:
         policy = make_policy("cost_aware", {"max_depth": 3, "top_k": 3})
         self.decoded(policy, couple=False)
-        before, policy.is_coupled = policy.learner, True
-        policy.reset()
+        before = policy.learner
+        policy.reset(is_coupled=True)
         ours, masses = policy.learner, before.mass.table(3)
         assert ours is not before and ours.rounds == 0 and float(ours.calibrator.curvature.abs().max()) == 0
         assert torch.equal(ours.calibrator.weights, before.calibrator.weights)

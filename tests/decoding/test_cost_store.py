@@ -77,7 +77,7 @@ def test_measured_again_where_something_differs(
     elif what == "processor":
         monkeypatch.setattr(store, "processor_name", lambda device: "another one")
     elif what == "source":
-        monkeypatch.setattr("sage.io.machine.source_digest", lambda: "another one")
+        monkeypatch.setattr("sage.io.machine.source_digest", lambda *modules: "another one")
     elif what == "passes":
         monkeypatch.setattr(target, "passes", PassMode.captured)
         monkeypatch.setattr(store, "measure_costs", lambda *args: measured.append(args) or flat_costs())

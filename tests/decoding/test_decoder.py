@@ -17,8 +17,8 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 import sage
 from sage.decoding import generation
 from sage.decoding.decoder import Round
+from sage.drafts.head_session import HeadSession
 from sage.drafts.model import ModelDraft
-from sage.drafts.session import EagleSession
 from sage.planning.base import Policy
 
 LENGTH = 32
@@ -260,14 +260,14 @@ def test_a_chain_is_drafted_without_a_mask(
     policy: str, has_masks: bool, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     masks: list[bool] = []
-    raw = EagleSession._visible_to
+    raw = HeadSession._visible_to
 
-    def spy(session: EagleSession, rows: torch.Tensor, first: int) -> torch.Tensor | None:
+    def spy(session: HeadSession, rows: torch.Tensor, first: int) -> torch.Tensor | None:
         mask = raw(session, rows, first)
         masks.append(mask is not None)
         return mask
 
-    monkeypatch.setattr(EagleSession, "_visible_to", spy)
+    monkeypatch.setattr(HeadSession, "_visible_to", spy)
     sage.generate(tiny_qwen, random_draft(tiny_qwen, seed=0), make_inputs(tiny_qwen), policy=policy, max_new_tokens=8)
     assert masks
     assert any(masks) is has_masks

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from sage.costs import timing
+from sage.runtime import timing
 from sage.runtime.host_tensors import CPU, TokenStagingBuffer, double_tensor, join_tokens, long_tensor, take_runs
 
 

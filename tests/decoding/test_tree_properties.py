@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import in_float64, make_inputs, make_llava, make_qwen
+from support.pass_helpers import tree_pass
 from support.slow_trees import SlowTree
 from support.toy_helpers import probability, target_probs
 
@@ -168,7 +169,7 @@ def test_a_tree_pass_equals_sequential_passes_of_its_paths(family: str, kv_heads
     target, inputs, prompt = prompted(family, kv_heads, tied)
     cache = target.new_cache(64)
     target.prefill(prompt, cache)
-    found = target.tree_pass(tree.tokens, prompt.next_position + tree.depths, tree.ancestors, cache).last[0]
+    found = tree_pass(target, tree.tokens, prompt.next_position + tree.depths, tree.ancestors, cache).last[0]
     for leaf in leaves(tree):
         path = walk(tree, leaf)
         ids = torch.cat((inputs["input_ids"], tree.tokens[path][None]), 1)

@@ -12,7 +12,7 @@ from support.pass_helpers import capture_with, head, slow_except
 from support.synchronizations import MAX_UPLOADS, count_rounds, new_policy
 
 import sage
-from sage.passes.capture import call_again
+from sage.runtime.captured import call_again
 from sage.runtime.pass_modes import PassMode
 
 pytestmark = pytest.mark.skipif(not IS_SUPPORTED, reason="this torch cannot register a device type written in Python")

@@ -16,7 +16,7 @@ from support.synchronizations import new_policy
 from transformers import LogitsProcessor
 
 import sage
-from sage.drafts.loading import Draft
+from sage.drafts.draft import Draft
 from sage.drafts.model import ModelDraft, shallow_model
 
 LENGTH = 7

@@ -11,6 +11,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 from support.accelerator import DEVICES, Traffic, on_device, on_host
 from support.messages import refused
 from support.models import in_float64, make_inputs, make_llava, make_qwen, random_draft
+from support.pass_helpers import tree_pass
 from support.processors import make_processor, random_image
 
 import sage
@@ -114,10 +115,10 @@ def test_a_pass_copies_each_tensor_once(traffic: Traffic) -> None:
     cache = target.new_cache(32)
     token, position = on_device((torch.tensor([5, 6]), torch.arange(2)), target.device)
     visible = on_device(torch.ones(2, 2, dtype=torch.bool).tril(), target.device)
-    target.tree_pass(token, position, visible, cache)
+    tree_pass(target, token, position, visible, cache)
     cache.keep_path(0, [0])
     traffic.reset()
-    target.tree_pass(token, position + 1, visible, cache)
+    tree_pass(target, token, position + 1, visible, cache)
     assert 2 <= traffic.between_devices <= 6, traffic.table()
 
 

@@ -26,7 +26,7 @@ import sage
 from sage.drafts.compressor.compressor import Compressor, Single, check_compressor, gumbel
 from sage.drafts.compressor.operators import Prune
 from sage.drafts.compressor.spans import HeadInput
-from sage.passes.select import new_session
+from sage.drafts.draft import new_session
 from sage.targets import Features, Prompt
 from train.distill.pairs import Pairs
 from train.distill.teacher import Teacher

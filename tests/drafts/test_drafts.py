@@ -15,11 +15,11 @@ from support.models import in_float64, make_inputs, random_draft
 
 import sage
 from sage.commands import cli
+from sage.drafts.draft import new_session
 from sage.drafts.eagle3 import Eagle3Draft, default_levels
 from sage.drafts.layer import fuse_linears
 from sage.drafts.loading import open_draft
 from sage.drafts.model import ModelDraft
-from sage.passes.select import new_session
 
 
 def test_unroll_equals_step_by_step(tiny_target: sage.Target) -> None:

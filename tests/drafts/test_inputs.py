@@ -17,6 +17,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import sage
 from sage.commands import cli
 from sage.commands.generate import _generate, main, parse_args
+from sage.targets.tree_passes import TreePass
 
 LENGTH = 10
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -91,8 +92,8 @@ def test_an_answer_may_fill_the_context_to_the_last_token(policy: str, monkeypat
     expected = sage.generate(target, None, inputs, policy="autoregressive", max_new_tokens=4).tokens.tolist()
     monkeypatch.setattr(target.text_config, "max_position_embeddings", length + 4)
     positions: list[int] = []
-    tree_pass = target.tree_pass
-    monkeypatch.setattr(target, "tree_pass", lambda *a: (positions.append(int(a[1].max())), tree_pass(*a))[1])
+    forward = TreePass.forward
+    monkeypatch.setattr(TreePass, "forward", lambda *a: (positions.append(int(a[2].max())), forward(*a))[1])
     out = sage.generate(target, draft, inputs, policy=make_policy(policy, {}), max_new_tokens=4)
     assert out.tokens.tolist() == expected
     # The answer's last token is never read, so no pass goes beyond the one before it.

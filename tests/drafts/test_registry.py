@@ -23,14 +23,14 @@ from checkpoints.export.source import load_trained
 from checkpoints.inspect import inspect_folder
 from sage.drafts.eagle import EagleConfig, EagleDraft
 from sage.drafts.options import EagleOptions
-from sage.drafts.registry import KINDS, DraftKind, StudentKind
+from sage.drafts.registry import KINDS, DraftKind
 from train.config import store
 from train.config.checks import check
 from train.config.errors import unknown_key
 from train.config.hydra_app import compose
 from train.config.schema import Config
 from train.distill.build import fresh_draft, new_student
-from train.distill.student import HeadStudent
+from train.distill.student import HeadStudent, Student
 
 
 @dataclass(kw_only=True)
@@ -59,8 +59,8 @@ ROW = DraftKind(
     name="scaled",
     options=ScaledOptions,
     draft=f"{__name__}:ScaledDraft",
-    session="sage.drafts.session:EagleSession",
-    student=StudentKind.head,
+    session="sage.drafts.head_session:HeadSession",
+    student="train.distill.student:HeadStudent",
     predicts_features=True,
 )
 ARGUMENTS = ["launch.plan=true", "draft=scaled", "objective=eagle", "draft.scale=0.5"]
@@ -144,8 +144,8 @@ def test_the_kind_cannot_be_changed_without_its_schema() -> None:
 def test_rows_agree_with_their_classes(kind: str) -> None:
     row = KINDS[kind]
     draft = row.draft_class()
-    assert row.name == kind and callable(row.session_class())
-    assert row.student is StudentKind.model or draft.config_class.model_type == row.model_type
+    assert row.name == kind and callable(row.session_class()) and issubclass(row.student_class(), Student)
+    assert row.is_target or draft.config_class.model_type == row.model_type
 
 
 @pytest.mark.slow

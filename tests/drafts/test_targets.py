@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from support.data_helpers import save_target
 from support.messages import refused
 from support.models import in_float64, make_inputs, make_llava, make_qwen
+from support.pass_helpers import tree_pass
 from support.processors import image_part, make_processor, random_image, user
 from transformers.video_utils import VideoMetadata
 
@@ -66,7 +67,7 @@ def test_tree_pass_equals_sequential_passes(tiny_target: sage.Target) -> None:
     depths = ancestors.sum(1) - 1
     cache = tiny_target.new_cache(64)
     tiny_target.prefill(prompt, cache)
-    tree = tiny_target.tree_pass(torch.tensor(tokens), prompt.next_position + depths, ancestors, cache).last[0]
+    tree = tree_pass(tiny_target, torch.tensor(tokens), prompt.next_position + depths, ancestors, cache).last[0]
     for node in range(5):
         path = ancestors[node].nonzero()[:, 0]
         ids = torch.cat((inputs["input_ids"], torch.tensor(tokens)[path][None]), 1)

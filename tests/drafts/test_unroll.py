@@ -8,8 +8,8 @@ from support.models import in_float64, make_inputs, random_draft
 from torch import Tensor, nn
 
 import sage
+from sage.drafts.draft import new_session
 from sage.drafts.unroll import Chains
-from sage.passes.select import new_session
 
 STEPS = 4
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sage.passes import package_folder
+from sage.runtime import package_folder
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,9 @@ import torch
 from support.messages import check_message
 from torch import nn
 
-from sage.passes import package, package_folder
-from sage.passes.package_folder import DAY_S, MIN_FREE_BYTES, UNUSED_DAYS, mark_used, only_process, prune, writable_path
+from sage.runtime import compiled as package
+from sage.runtime import package_folder
+from sage.runtime.package_folder import DAY_S, MIN_FREE_BYTES, UNUSED_DAYS, mark_used, only_process, prune, writable_path
 
 
 def new_package(folder: Path, name: str, age_days: float = 0.0, size: int = 10) -> Path:
@@ -94,5 +95,5 @@ def test_what_another_process_has_compiled_is_loaded(tmp_path: Path, monkeypatch
 def test_loading_counts_as_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(package, "Package", lambda *args: "loaded")
     path = new_package(tmp_path, "a", age_days=50)
-    assert package._loaded(path, nn.Linear(2, 2), (), "a pass") == "loaded"
+    assert package._loaded(path, nn.Linear(2, 2), torch.device("cpu")) == "loaded"
     assert time.time() - path.stat().st_mtime < DAY_S

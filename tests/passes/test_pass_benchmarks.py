@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from support.messages import refused
 from support.models import in_float64, make_inputs, random_draft
 from support.near_draft import near_draft
+from support.pass_helpers import without_compiler
 
 import sage
 from benchmarks import passes, texts
 from sage.bench.measurement import BenchPrompt
 from sage.decoding.noise import gumbel
 from sage.decoding.sampling import Sampling
-from sage.passes import package, sessions, target_passes
-from sage.passes.package import Eager
 from sage.runtime.pass_modes import PassMode
 from sage.runtime.timing import TimedCall
 
 
 @pytest.fixture(autouse=True)
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_eagerly(module: torch.nn.Module, example: package.Example, label: str, depends_on: Any) -> Eager:
-        return Eager(module, example()[0])
-
-    for module in (target_passes, sessions):
-        monkeypatch.setattr(module, "compiled", run_eagerly)
+    without_compiler(monkeypatch)
 
 
 def test_times_calls_and_memory_of_both_modes(tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

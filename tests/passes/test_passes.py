@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.kernel_layouts import use_cuda_layouts
 from support.messages import refused
 from support.models import in_float64, make_qwen
 from support.near_draft import near_draft
-from support.pass_helpers import answer, capture_with, head, run_chain, slow_except
-from torch import nn
+from support.pass_helpers import answer, capture_with, head, run_chain, slow_except, without_compiler
 
 import sage
 from sage.decoding.chat import Chat
-from sage.passes import package, sessions, target_passes
-from sage.passes.capture import CachePool, CapturedHead, CapturedTreePasses, call_again
-from sage.passes.package import Eager
 from sage.runtime.buckets import key_bucket, node_bucket
+from sage.runtime.captured import CachePool, Captured, CapturedFunction, call_again
+from sage.runtime.executors import EAGER, executor_of
 from sage.runtime.pass_modes import MANY_ANSWERS, PassMode, resolve_pass_mode
-from sage.targets.tree_passes import EagerTreePasses
+from sage.targets.tree_passes import TreePasses
 
 FORMS = ("functions", "captured")
 POLICIES = ("autoregressive", "chain", "static", "eagle2", "spec_llava", "ddd", "talon", "sage")
@@ -31,25 +30,12 @@ DRAFTS: dict[str, dict[str, Any]] = {
 }
 
 
-class Contiguous(Eager):
-    """A function called as it is, with arguments whose strides a compiled one does not look at."""
-
-    def __call__(self, args: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        assert all(arg.is_contiguous() for arg in args)
-        return super().__call__(args)
-
-
-def run_eagerly(module: nn.Module, example: package.Example, label: str, depends_on: Any) -> Eager:
-    """In place of `package.compiled`: the same function, not compiled."""
-    return Contiguous(module, example()[0])
-
-
 @pytest.fixture(params=FORMS)
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> PassMode:
     """Both forms without a compiler and without a GPU; returns the pass mode that selects them."""
-    for module in (target_passes, sessions):
-        monkeypatch.setattr(module, "compiled", run_eagerly)
+    without_compiler(monkeypatch)
     capture_with(monkeypatch, call_again)
+    use_cuda_layouts(monkeypatch)
     return PassMode.compiled if request.param == "functions" else PassMode.captured
 
 
@@ -125,7 +111,7 @@ class TestBuckets:
             captures.append(1)
             return call_again(function)
 
-        passes = CapturedTreePasses(tiny_qwen, (), counting)
+        passes = TreePasses(tiny_qwen, (), Captured(counting))
         for _ in range(2):
             cache = passes.new_cache(400)
             for nodes in (1, 2, 3, 5, 8, 1, 7):
@@ -136,31 +122,34 @@ class TestBuckets:
     @pytest.mark.parametrize("form", ["captured"], indirect=True)
     def test_levels_and_commits_are_graphs(self, tiny_qwen: sage.Target, form: PassMode) -> None:
         """Within a bucket each: commits of several lengths and levels of several widths are captured a few times."""
-        answer(tiny_qwen, head(tiny_qwen), form, "static")
-        (captured,) = (kept for kept in tiny_qwen.functions.values() if isinstance(kept, CapturedHead))
-        sizes = [(type(function).__name__, count) for function, count, *_ in captured._graphs._calls]
-        assert len(set(sizes)) == len(sizes) and {name for name, _ in sizes} == {"LevelPass", "CommitPass"}
+        draft = head(tiny_qwen)
+        answer(tiny_qwen, draft, form, "static")
+        for function in draft.pass_functions(tiny_qwen):
+            captured = function.kept[executor_of(form)]
+            assert isinstance(captured, CapturedFunction)
+            counts = [count for count, *_ in captured.graphs]
+            assert 1 <= len(set(counts)) == len(counts) <= 4
 
 
 class TestCaches:
     def test_buffers_are_used_again(self, tiny_qwen: sage.Target) -> None:
-        pool = CachePool(tiny_qwen.new_cache)
-        first = pool(100)
+        pool = partial(CachePool(), make=tiny_qwen.new_cache)
+        first = pool(256)
         address = first.buffers[0].data_ptr()
-        other = pool(100)
+        other = pool(256)
         assert other.buffers[0].data_ptr() != address
         del first
         again = pool(200)
         assert again.buffers[0].data_ptr() == address and again.length == 0 and again.capacity == 256
 
     def test_prompt_longer_than_every_bucket_so_far(self, tiny_qwen: sage.Target) -> None:
-        passes = CapturedTreePasses(tiny_qwen, (), call_again)
+        passes = TreePasses(tiny_qwen, (), Captured(call_again))
         cache = passes.new_cache(1500)
         cache.zero_to(1400)
         eager = tiny_qwen.new_cache(1500)
         eager.zero_to(1400)
         found = run_chain(passes, cache, 3)
-        expected = run_chain(EagerTreePasses(tiny_qwen, ()), eager, 3)
+        expected = run_chain(TreePasses(tiny_qwen, (), EAGER), eager, 3)
         torch.testing.assert_close(found.logits, expected.logits)
         assert cache.length == eager.length
 

@@ -12,7 +12,9 @@ import pytest
 import torch
 import transformers
 from support.data_helpers import assistant, byte_tokenizer_of, train_step
+from support.kernel_layouts import use_cuda_layouts
 from support.models import OracleSession, random_draft, text_sizes
+from support.pass_helpers import tree_pass
 from support.processors import image_part, random_image, user
 from support.toy_helpers import make_policy
 from torch import Tensor
@@ -24,12 +26,13 @@ from checkpoints.export import ExportOptions, export
 from data_prep.chat import segments
 from data_prep.conversation import Message
 from sage.decoding import generation
+from sage.drafts.draft import new_session
 from sage.inputs.format import Inputs
 from sage.inputs.processing import Processor
-from sage.passes.select import new_session
 from sage.targets.families import FAMILIES, family_of
 from sage.targets.family import Prompt
-from train.plan.meta import count, meta_target
+from sage.targets.loading import meta_target
+from train.plan.meta import count
 
 IMAGE, VIDEO, END = 60, 61, 1  # ids of the slots and of the token that ends an answer
 TREE_TOKENS, TREE_PARENTS = [70, 71, 72, 73, 74], [-1, 0, 0, 1, 3]
@@ -300,11 +303,13 @@ class FamilySuite:
         ids = target.model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
         expected = ids[0, inputs["input_ids"].shape[1] :].tolist()
         draft = sage.new_draft(target, "eagle", seed=0)
+        shapes = use_cuda_layouts(monkeypatch)
         sessions = lambda draft, target, capacity: OracleSession(expected, target.vocab_size, 1)  # noqa: E731
         monkeypatch.setattr(generation, "new_session", sessions)
         for name in sage.POLICIES:
             out = sage.generate(target, draft, inputs, make_policy(name, POLICIES.get(name, {})), max_new_tokens=NEW_TOKENS)
             assert out.tokens.tolist() == expected, name
+        assert any(heads > 1 for _, heads, *_ in shapes)
 
     @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
     def test_drafts_unroll_as_they_decode(self, target: sage.Target, kind: str) -> None:
@@ -404,7 +409,7 @@ def tree(target: sage.Target, prompt: Prompt, known: int = 0, nodes: int = len(T
         target.prefill(prompt.at(torch.arange(known)), cache)
     target.prefill(prompt.after(known), cache)
     positions = prompt.next_position + ancestors.sum(1) - 1
-    return target.tree_pass(torch.tensor(TREE_TOKENS[:nodes]), positions, ancestors, cache).last[0]
+    return tree_pass(target, torch.tensor(TREE_TOKENS[:nodes]), positions, ancestors, cache).last[0]
 
 
 def paths(target: sage.Target, inputs: Inputs) -> Tensor:

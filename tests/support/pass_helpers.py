@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,10 +10,16 @@ import torch
 from support.models import make_inputs, random_draft
 
 import sage
-from sage.passes import select
-from sage.passes.capture import Capture, CapturedHead, CapturedTreePasses
 from sage.planning.tree import Columns, Tree
+from sage.runtime import executors
+from sage.runtime.cache import TreeCache
+from sage.runtime.captured import Capture, Captured
+from sage.runtime.compiled import Compiled
+from sage.runtime.executors import EAGER, Run
+from sage.runtime.pass_function import PassFunction, flat
 from sage.runtime.pass_modes import PassMode
+from sage.targets import Features
+from sage.targets.tree_passes import TreePasses
 
 
 def slow_except(quick: Sequence[str], names: Sequence[str]) -> list[Any]:
@@ -29,8 +34,31 @@ def head(target: sage.Target, *args: Any, **options: Any) -> Any:
 
 def capture_with(monkeypatch: pytest.MonkeyPatch, capture: Capture) -> None:
     """Captures passes of target and draft with another function than `cuda_graph`, which needs a GPU."""
-    monkeypatch.setattr(select, "CapturedTreePasses", partial(CapturedTreePasses, capture=capture))
-    monkeypatch.setattr(select, "CapturedHead", partial(CapturedHead, capture=capture))
+    monkeypatch.setitem(executors._EXECUTORS, PassMode.captured, Captured(capture))
+
+
+class Uncompiled(Compiled):
+    """Runs functions as they are, with what a compiled one assumes: contiguous arguments."""
+
+    def bind(self, function: PassFunction) -> Run:
+        def run(*values: Any) -> Any:
+            assert all(value.is_contiguous() for value in flat(values))
+            return function(*values)
+
+        return run
+
+
+def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs the functions of compiled passes, not compiled."""
+    monkeypatch.setitem(executors._EXECUTORS, PassMode.compiled, Uncompiled())
+
+
+def tree_pass(
+    target: sage.Target, tokens: torch.Tensor, positions: torch.Tensor, visible: torch.Tensor, cache: TreeCache
+) -> Features:
+    """The features of an eager pass over a tree."""
+    with torch.no_grad():
+        return TreePasses(target, (), EAGER)(tokens, positions, visible, cache).features
 
 
 def answer(target: sage.Target, draft: Any, passes: PassMode, policy: str, **options: Any) -> tuple[list[int], list[Any]]:

@@ -22,7 +22,7 @@ from data_prep.pocket import world
 from sage.commands.cli import run
 from sage.costs.tables import Costs, Curve
 from sage.decoding import generation
-from sage.drafts.loading import Draft
+from sage.drafts.draft import Draft
 from sage.drafts.location import find_draft
 from sage.io.tables import markdown_table
 from sage.planning.base import Policy

@@ -28,7 +28,7 @@ from sage.planning.tree import Tree
 from sage.runtime.host_tensors import Tokens
 from sage.runtime.timing import RoundTimes
 from sage.targets import Features, Prompt
-from sage.targets.tree_passes import EagerTreePasses
+from sage.targets.tree_passes import TreeOutput
 
 Context = tuple[int, ...]
 Distribution = dict[Context, float]
@@ -116,12 +116,13 @@ class TableTarget:
         return self._features([()])
 
     def tree_pass(
-        self, tokens: torch.Tensor, positions: torch.Tensor, ancestors: torch.Tensor, cache: TableCache, *options: Any
-    ) -> Features:
+        self, tokens: torch.Tensor, positions: torch.Tensor, ancestors: torch.Tensor, cache: TableCache
+    ) -> TreeOutput:
         contexts = [(*cache.rows, *tokens[seen].tolist())[len(PROMPT) :] for seen in ancestors]
         assert positions.tolist() == [len(context) for context in contexts]
         cache.rows += tokens.tolist()
-        return self._features(contexts)
+        features = self._features(contexts)
+        return TreeOutput(features, self.lm_head(features.last[0]))
 
     def lm_head(self, features: torch.Tensor) -> torch.Tensor:
         self.evaluated = [self.contexts[int(index)] for index in features[:, 0]]
@@ -175,7 +176,7 @@ def toy_request(
     cache: Any = TableCache()
     session = TableSession(draft_probs) if policy.num_candidates else None
     sampling = replace(sampling, max_new_tokens=max_new_tokens)
-    stop, passes = StopCriterion(sampling, eos), EagerTreePasses(target, ())
+    stop, passes = StopCriterion(sampling, eos), target.tree_pass
     verifier, clock = Verifier(FixedDraws(target, fixed, sampling)), SteadyClock()
     return Request(target, session, policy, verifier, stop, prompt, cache, clock, passes)  # type: ignore[arg-type]
 

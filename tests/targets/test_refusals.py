@@ -15,7 +15,7 @@ from transformers import Gemma3TextConfig, LlamaConfig, LlavaOnevisionConfig, Mi
 import sage
 from sage.runtime.attention import tree_attention
 from sage.targets.families import family_of
-from train.plan.meta import meta_target
+from sage.targets.loading import meta_target
 
 
 def test_windows() -> None:

@@ -15,14 +15,15 @@ from support.models import make_qwen
 
 import sage
 from sage.drafts.compressor.spans import PairMasks
+from sage.targets.loading import meta_target
 from train.cli.train import train
 from train.config.checks import check
 from train.config.hydra_app import compose
-from train.config.schema import Config, ConfigError
+from train.config.schema import Config
 from train.plan.data import _local_folder
 from train.plan.estimate import LaunchPlan, estimate
 from train.plan.memory import draft_activations, draft_memory
-from train.plan.meta import build_on_meta, count, meta_target, target_architecture
+from train.plan.meta import build_on_meta, count, target_architecture
 from train.plan.search import find_change, fits_with, plan
 from train.plan.text import render
 
@@ -48,8 +49,8 @@ def test_presets_have_their_published_sizes(target: str) -> None:
     assert models.target_parameters / 1e9 == pytest.approx(config.target.parameters_b, rel=0.01)
     has_vision = bool(models.target.family.placeholders)
     assert has_vision <= (0 < models.vision_parameters < 0.15 * max(models.target_parameters, 10e9))
-    assert all(p.is_meta for p in [*models.target.model.parameters(), *models.draft.parameters()])
-    assert models.draft.config.hidden_size == models.target.hidden_size
+    assert all(p.is_meta for p in [*models.target.model.parameters(), *models.draft.network.parameters()])
+    assert models.draft.network.config.hidden_size == models.target.hidden_size
 
 
 def test_negative_control_another_width_has_another_size() -> None:
@@ -82,7 +83,7 @@ def test_a_planned_draft_has_the_parameters_of_the_real_one(target: Path, tmp_pa
     with refused("draft", "config.json"):
         build_on_meta(configure(f"target.path={target}", f"draft.path={tmp_path / 'draft'}"))
     (tmp_path / "draft" / "config.json").write_text('{"model_type": "gpt2"}')
-    with refused("draft.path", "config.json", error=ConfigError):
+    with refused("draft", "gpt2"):
         build_on_meta(configure(f"target.path={target}", f"draft.path={tmp_path / 'draft'}"))
 
 

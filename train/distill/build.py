@@ -11,15 +11,13 @@ from torch import Tensor
 
 import sage
 from data_prep.dataset.vocabulary import count_tokens, most_frequent
-from sage.drafts.loading import Draft, open_draft
+from sage.drafts.draft import Draft
+from sage.drafts.loading import open_draft
 from sage.drafts.location import find_draft
-from sage.drafts.model import ModelDraft
-from sage.drafts.options import ModelOptions, TrainedPart
 from sage.drafts.registry import KINDS
 from train.config.draft import CompressorConfig, CompressorKind, DraftConfig
 from train.config.schema import Config, ConfigError
-from train.distill.objective import Objective
-from train.distill.student import HeadStudent, ModelStudent, Student
+from train.distill.student import Student
 from train.launch.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -52,17 +50,16 @@ def check_kind(chosen: DraftConfig, draft: Draft) -> None:
         raise ConfigError(f"draft.path={chosen.path}: holds draft={draft.kind}, but draft={chosen.kind} is configured")
 
 
-def _check_same(chosen: DraftConfig, draft: Any) -> None:
-    """Refuses a saved head whose `config.json` contradicts the configuration."""
-    if isinstance(draft, ModelDraft):
-        return
-    for name in ("image_inputs", "input_norm"):
-        if hasattr(chosen, name) and getattr(draft.config, name) != getattr(chosen, name):
-            made = str(getattr(draft.config, name)).lower()
+def _check_same(chosen: DraftConfig, draft: Draft) -> None:
+    """Refuses a saved draft whose options contradict the configuration."""
+    options = draft.options()
+    saved = options.pop("compressor", None)
+    for name, value in options.items():
+        if hasattr(chosen, name) and value != getattr(chosen, name):
+            made = str(value).lower()
             given = f"draft.{name}={getattr(chosen, name)}"
             raise ConfigError(f"{given}: {chosen.path} was made with {made}; give draft.{name}={made}")
-    saved = getattr(draft.config, "compressor", None)
-    if compressor_options(chosen.compressor) != saved:
+    if draft.reads_features and compressor_options(chosen.compressor) != saved:
         kind, *numbers = (saved or {"kind": CompressorKind.none}).items()
         overrides = [f"draft/compressor={kind[1]}", *(f"draft.compressor.{key}={value}" for key, value in numbers)]
         given = f"draft/compressor={chosen.compressor.kind}"
@@ -119,19 +116,7 @@ def end_tokens(target: sage.Target) -> list[int]:
     return sorted({*target.eos_token_ids, *own})
 
 
-def new_student(draft: Any, config: Config) -> Student:
+def new_student(draft: Draft, config: Config) -> Student:
     """Returns the student of a draft; its trained part is in float32 and requires gradients."""
-    objective = Objective(config.objective)
-    if not isinstance(draft, ModelDraft):
-        return HeadStudent(draft.float().train().requires_grad_(True), objective)
-    assert isinstance(config.draft, ModelOptions)
-    model = draft.model
-    parts = {
-        TrainedPart.layers: [model.text_model.layers, model.text_model.norm],
-        TrainedPart.text: [model.text_model, model.lm_head],
-        TrainedPart.all: [model.model],
-    }
-    model.model.float().train()
-    for module in parts[config.draft.train_part]:
-        module.requires_grad_(True)
-    return ModelStudent(draft, objective)
+    student: Student = KINDS[draft.kind].student_class().of(draft, config)
+    return student

@@ -10,21 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from sage.drafts.draft import Draft
 from sage.drafts.head import DraftHead
-from sage.drafts.loading import Draft
 from sage.drafts.model import ModelDraft
+from sage.drafts.options import ModelOptions, TrainedPart
 from sage.drafts.registry import KINDS
+from train.config.schema import Config
 from train.distill.objective import DraftOutput, Objective
 from train.distill.pairs import Pairs, with_noise
 
 
 class Student(nn.Module):
     """Base class: a draft, the module that is trained and saved, with its objective.
+
+    The row of a kind in `sage.drafts.registry` names its student.
 
     Attributes:
         levels: indices of the target's hidden states that the draft reads beside the last feature.
@@ -40,6 +44,11 @@ class Student(nn.Module):
         super().__init__()
         self.draft: Any = draft
         self.objective = objective
+
+    @classmethod
+    def of(cls, draft: Any, config: Config) -> Self:
+        """Returns the student of a draft; the trained part is in float32 and requires gradients."""
+        raise NotImplementedError
 
     def forward(self, pairs: Pairs, target_lm_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the loss, a sum over supervised positions, `LossSums.stacked()`, and agreement, BoolTensor [K, S].
@@ -66,6 +75,10 @@ class HeadStudent(Student):
         super().__init__(draft, objective)
         self.levels = draft.levels
 
+    @classmethod
+    def of(cls, draft: DraftHead, config: Config) -> Self:
+        return cls(draft.float().train().requires_grad_(True), Objective(config.objective))
+
     @property
     def token_map(self) -> Tensor | None:  # type: ignore[override]
         """The draft's own buffer, read anew on each access since a loaded checkpoint replaces it."""
@@ -88,9 +101,25 @@ class HeadStudent(Student):
 class ModelStudent(Student):
     """A smaller model of the target's family, which embeds the inputs itself and is trained on logits alone."""
 
+    decoding_draft: ModelDraft
+
     def __init__(self, draft: ModelDraft, objective: Objective) -> None:
-        super().__init__(draft.model.model, objective)
+        super().__init__(draft.network, objective)
         self.decoding_draft = draft
+
+    @classmethod
+    def of(cls, draft: ModelDraft, config: Config) -> Self:
+        assert isinstance(config.draft, ModelOptions)
+        model = draft.model
+        parts = {
+            TrainedPart.layers: [model.text_model.layers, model.text_model.norm],
+            TrainedPart.text: [model.text_model, model.lm_head],
+            TrainedPart.all: [model.model],
+        }
+        model.model.float().train()
+        for module in parts[config.draft.train_part]:
+            module.requires_grad_(True)
+        return cls(draft, Objective(config.objective))
 
     def predict(self, pairs: Pairs, target_lm_head: Tensor) -> DraftOutput:
         model: Any = self.decoding_draft.model

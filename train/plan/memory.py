@@ -110,8 +110,8 @@ def _activations(work: Workload) -> float:
     tokens, size = work.micro_batch_tokens, BYTES[config.target.dtype]
     hidden, intermediate = target.hidden_size, target.family.mlp_width
     text = tokens * size * (3 * hidden + 3 * intermediate)
-    features = tokens * size * hidden * (2 + len(work.models.levels))
-    draft = draft_activations(config, work.models.draft, config.train.micro_batch_size, work.length, work.num_visual)
+    features = tokens * size * hidden * (2 + len(work.models.draft.levels))
+    draft = draft_activations(config, work.models.draft.network, config.train.micro_batch_size, work.length, work.num_visual)
     return features + max(text, _vision(work), draft)
 
 
@@ -155,4 +155,4 @@ def _objective(work: Workload) -> float:
     chunk = min(config.objective.chunk_tokens, supervised) * work.draft_vocab_size * CHUNK_BYTES
     states = (1 + 2 * config.objective.steps) * supervised * hidden * size
     own_head = work.draft_vocab_size * hidden * (MASTER_BYTES + (size if size < MASTER_BYTES else 0))  # the sum, and its cast
-    return chunk + states + models.has_own_lm_head * own_head
+    return chunk + states + models.draft.has_own_lm_head * own_head

@@ -16,26 +16,22 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
 import sage
-from sage.drafts.head import DraftHead
-from sage.drafts.loading import Draft
+from sage.drafts.draft import Draft
+from sage.drafts.loading import open_draft
 from sage.drafts.location import find_draft
-from sage.drafts.model import ModelDraft
-from sage.drafts.registry import head_kind
 from sage.io.files import config_dir
 from sage.io.hub import require_hub
-from sage.io.model_files import read_config
-from sage.targets import is_target_folder
-from sage.targets.families import family_of
+from sage.targets.loading import meta_target
 from train.config.schema import Config, ConfigError, TargetConfig
 from train.distill.build import check_kind, fresh_draft, new_student
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetaModels:
-    """A target and its draft on the meta device. `draft` is the head, or the complete smaller model."""
+    """A target and its draft on the meta device."""
 
     target: sage.Target
-    draft: nn.Module
+    draft: Draft
 
     @cached_property
     def target_parameters(self) -> int:
@@ -59,21 +55,11 @@ class MetaModels:
 
     @cached_property
     def draft_parameters(self) -> int:
-        return count(self.draft)
+        return count(self.draft.network)
 
     @cached_property
     def trained_parameters(self) -> int:
-        return sum(p.numel() for p in self.draft.parameters() if p.requires_grad)
-
-    @property
-    def levels(self) -> tuple[int, ...]:
-        """Hidden states of the target that the draft reads beside the last feature."""
-        return tuple(getattr(self.draft, "levels", ()))
-
-    @property
-    def has_own_lm_head(self) -> bool:
-        """Whether the draft trains an lm_head of its own; EAGLE borrows the target's."""
-        return hasattr(self.draft, "lm_head")
+        return sum(p.numel() for p in self.draft.network.parameters() if p.requires_grad)
 
 
 def count(module: nn.Module) -> int:
@@ -92,38 +78,21 @@ def build_on_meta(config: Config) -> MetaModels:
     return MetaModels(target=target, draft=meta_draft(config, target))
 
 
-def meta_target(architecture: PreTrainedConfig) -> sage.Target:
-    """Returns a target without weights."""
-    with torch.device("meta"):
-        return sage.Target(family_of(architecture).auto_class.from_config(architecture))
-
-
-def meta_draft(config: Config, target: sage.Target) -> nn.Module:
+def meta_draft(config: Config, target: sage.Target) -> Draft:
     """Returns the draft of `config` without weights; its trained parameters require gradients.
 
     Raises:
-        ConfigError: `draft.path` holds no draft of that kind.
+        ConfigError: `draft.path` holds a draft of another kind.
+        ValueError: `draft.path` holds no draft, or one for another target.
     """
     chosen = config.draft
     if chosen.path is None:
         size = getattr(chosen, "draft_vocab_size", None)
-        draft: Draft = fresh_draft(config, target, None if size is None else torch.arange(size))
-    elif is_target_folder(folder := find_draft(chosen.path, "draft.path")):
-        draft = ModelDraft(meta_target(AutoConfig.from_pretrained(folder)), target)
+        draft = fresh_draft(config, target, None if size is None else torch.arange(size))
     else:
-        draft = _meta_head(folder)
+        draft = open_draft(find_draft(chosen.path, "draft.path"), target, torch.float32)
     check_kind(chosen, draft)
-    return new_student(draft, config).draft
-
-
-def _meta_head(folder: Path) -> DraftHead:
-    sizes = read_config(folder)
-    kind = head_kind(sizes.get("model_type"))
-    if kind is None:
-        raise ConfigError(f"draft.path={folder}: config.json is not that of a draft head; give a run's draft/ folder")
-    head_class = kind.draft_class()
-    with torch.device("meta"):
-        return head_class(head_class.config_class(**sizes))
+    return new_student(draft, config).decoding_draft
 
 
 def target_architecture(target: TargetConfig) -> PreTrainedConfig:

@@ -203,7 +203,7 @@ def _evaluating(target: Any, draft: Any, dtype: torch.dtype) -> Iterator[None]:
         if draft is None:
             yield
             return
-        module = draft if isinstance(draft, nn.Module) else draft.model.model  # a smaller target as the draft
+        module = draft.network
         was_training = module.training
         module.eval()
         try:

@@ -59,7 +59,8 @@ class CostAware(Policy):
         self.tree_capacity = max(self.max_nodes + 1, self.max_depth * self.max_width)
         self.costs: Costs | None = None
         self.learner = Learner(self.calibrate, self.memory, self.max_depth)  # of the kind of the current request
-        self._learners = {False: self.learner}  # by `is_coupled`: a score needs another calibration than a probability
+        self._is_coupled = False
+        self._learners = {False: self.learner}  # by `_is_coupled`: a score needs another calibration than a probability
         self._planner = Planner(self, self.learner.acceptance)
         self._prices: Prices | None = None
         self._priced_costs: Costs | None = None  # the tables that `_prices` are based on
@@ -96,18 +97,18 @@ class CostAware(Policy):
         self.costs = Costs.from_state(state["costs"]) if state["costs"] else None
         self._prices = None
 
-    def reset(self) -> None:
-        self._num_skipped = 0
+    def reset(self, is_coupled: bool = False) -> None:
+        self._num_skipped, self._is_coupled = 0, is_coupled
         self._use_learner()
 
     def _use_learner(self) -> None:
         """Switches to the learner of the current kind of candidates; a new one starts from that of the other kind."""
-        if self._learners.get(self.is_coupled) is self.learner:
+        if self._learners.get(self._is_coupled) is self.learner:
             return
         self._learn()
-        learner = self._learners.get(self.is_coupled)
+        learner = self._learners.get(self._is_coupled)
         if learner is None:
-            learner = self._learners[self.is_coupled] = self.learner.successor()
+            learner = self._learners[self._is_coupled] = self.learner.successor()
         self.learner, self._planner.acceptance, self._prices = learner, learner.acceptance, None
 
     def should_draft(self) -> bool:

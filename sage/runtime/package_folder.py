@@ -69,7 +69,7 @@ def only_process(path: Path, label: str) -> Iterator[None]:
     try:
         yield
     finally:
-        Path(lock.lock_file).unlink(missing_ok=True)  # one who waits for this file finds the package, and a third one too
+        Path(lock.lock_file).unlink(missing_ok=True)  # waiters check again and find the package
         lock.release()
 
 

@@ -1,1 +1,0 @@
-"""How passes run: functions of tensors, and their eager, compiled and captured form."""

@@ -1,0 +1,193 @@
+"""Pass functions compiled ahead of time by AOTInductor, kept on disk.
+
+`torch.export` traces a function once, Inductor compiles it to a shared library, and loading that takes milliseconds. Compared
+with `torch.compile`, a call evaluates no guards and has no Python wrapper, which take as long as a third of a small pass, and a
+new process traces nothing. Weights are not in the file: the library uses the tensors of the loaded model.
+
+A file is named by a digest of all that it depends on: package versions, the source of the function, the model's configuration,
+dtype, processor and number of threads.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sage.io.files import atomic_path, json_digest
+from sage.io.machine import environment
+from sage.io.model_files import in_one_line
+from sage.runtime.executors import Executor, Run
+from sage.runtime.package_folder import PACKAGE_SUFFIX, mark_used, only_process, passes_folder, prune, warn_once, writable_path
+from sage.runtime.pass_function import PassFunction, Value, flat
+from sage.runtime.timing import preparation
+
+OPTIONS = {
+    "aot_inductor.package_constants_in_so": False,
+    "always_keep_tensor_constants": True,  # otherwise weights of up to 8 elements become part of the code
+    "realize_reads_threshold": 1,  # otherwise every layer computes cos and sin again, for every head, if they read little
+}
+SPARE_ROWS = 1  # a compiled pass assumes more cache rows than keys
+Example = Callable[[], tuple[tuple[Any, ...], tuple[Any, ...]]]
+
+
+class Compiled(Executor):
+    """Runs functions compiled: one package for a single entry, one for several."""
+
+    def bind(self, function: PassFunction) -> Run:
+        if self not in function.kept:
+            function.kept[self] = CompiledFunction(function)
+        run: CompiledFunction = function.kept[self]
+        run.refresh()
+        return run
+
+    def capacity(self, num_tokens: int) -> int:
+        return num_tokens + SPARE_ROWS
+
+
+class CompiledFunction:
+    """The packages of a function by variant; None for a variant that cannot be compiled or has failed, and runs eagerly."""
+
+    def __init__(self, function: PassFunction) -> None:
+        self._function = function
+        self.packages: dict[tuple[bool, ...], Package | None] = {}
+
+    def refresh(self) -> None:
+        """Looks up the addresses of the weights again."""
+        for package in self.packages.values():
+            if package is not None:
+                package.refresh()
+
+    def __call__(self, *values: Value) -> Sequence[Tensor]:
+        variant = self._function.variant(values)
+        package = self.packages[variant] if variant in self.packages else self._compile(variant, flat(values)[0].device)
+        if package is None:
+            out: Sequence[Tensor] = self._function(*values)
+            return out
+        try:
+            return package(flat(values))
+        except RuntimeError as error:
+            warn_once(f"passes: {self._label(variant)} cannot run compiled ({_reason(error)}); it runs eagerly")
+            self.packages[variant] = None
+            return self(*values)
+
+    def _compile(self, variant: tuple[bool, ...], device: torch.device) -> Package | None:
+        function = self._function
+
+        def example() -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+            return function.example(variant, device)
+
+        depends_on = (variant, function.depends_on)
+        self.packages[variant] = compiled(function, example, self._label(variant), depends_on, function.modules)
+        return self.packages[variant]
+
+    def _label(self, variant: tuple[bool, ...]) -> str:
+        return self._function.names[0 if variant[0] else 1]
+
+
+class Package:
+    """A compiled function with the weights of a model, to which the library holds pointers; called with flat arguments."""
+
+    def __init__(self, path: Path, module: nn.Module, device: torch.device) -> None:
+        from torch._inductor import aoti_load_package
+
+        index = -1 if device.index is None else device.index
+        self._compiled = aoti_load_package(str(path), run_single_threaded=True, device_index=index)
+        self._owners = {name: _owner(module, name) for name in self._compiled.get_constant_fqns()}
+        self._pointers: list[int] = []
+        self._run: Callable[..., Any] = self._compiled.loader.run  # without the flattening of arguments, 60 us per call
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Looks up the addresses of the weights again. Call it when they may have moved, as by a cast."""
+        found = {name: getattr(owner, key) for name, (owner, key) in self._owners.items()}
+        pointers = [weight.data_ptr() for weight in found.values()]
+        if pointers != self._pointers:
+            self._found = {name: weight.detach() for name, weight in found.items()}
+            self._compiled.load_constants(self._found, check_full_update=True, user_managed=True)
+            self._pointers = pointers
+
+    def __call__(self, args: Sequence[Tensor]) -> Sequence[Tensor]:
+        out: Sequence[Tensor] = self._run(args)
+        return out
+
+
+def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Returns the submodule that has a weight, and the weight's name there."""
+    prefix, _, key = name.rpartition(".")
+    return module.get_submodule(prefix), key
+
+
+@preparation()
+def compiled(module: nn.Module, example: Example, label: str, depends_on: Any, modules: Sequence[str] = ()) -> Package | None:
+    """Returns `module` compiled, from disk if it was compiled before; None, with a warning, if that fails.
+
+    Args:
+        example: returns example arguments of `forward`, and of each the dynamic dimensions, as `dynamic_shapes` of
+            `torch.export.export`.
+        label: names the pass in messages.
+        depends_on: JSON-serializable description of the model.
+        modules: of the code that `module` runs; a package is used as long as this code is the same.
+    """
+    try:
+        return _known_or_new(module, example, label, (depends_on, environment(_device(module), __name__, *modules)))
+    except Exception as error:
+        warn_once(f"passes: cannot be compiled ({_reason(error)}); they run eagerly")
+        return None
+
+
+def _known_or_new(module: nn.Module, example: Example, label: str, depends_on: Any) -> Package:
+    with torch.inference_mode(False):  # an inference tensor cannot be traced
+        args, dims = example()
+    device = args[0].device
+    facts = [type(module).__name__, label, depends_on, str(next(module.parameters()).dtype)]
+    path = passes_folder() / f"{json_digest(facts)}{PACKAGE_SUFFIX}"
+    if known := _loaded(path, module, device):
+        return known
+    path = writable_path(path)
+    with only_process(path, label):
+        return _loaded(path, module, device) or _newly_compiled(path, module, args, dims, label)
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {in_one_line(error)}"[:300]
+
+
+def _loaded(path: Path, module: nn.Module, device: torch.device) -> Package | None:
+    """Returns the package in a file; None if there is none or it is damaged."""
+    if not path.is_file():
+        return None
+    try:
+        package = Package(path, module, device)
+    except (RuntimeError, ValueError, OSError):
+        return None
+    mark_used(path)
+    return package
+
+
+def _newly_compiled(path: Path, module: nn.Module, args: tuple[Any, ...], dims: tuple[Any, ...], label: str) -> Package:
+    """Compiles to a file and loads it; deletes packages that are no longer used."""
+    print(f"passes: compiling {label}, once; kept in {path.parent}", file=sys.stderr)
+    _compile_to(path, module, args, dims)
+    prune(path.parent)
+    return Package(path, module, args[0].device)
+
+
+def _compile_to(path: Path, module: nn.Module, args: tuple[Any, ...], dims: tuple[Any, ...]) -> None:
+    with atomic_path(path) as temporary, warnings.catch_warnings(action="ignore"), torch.inference_mode(False), torch.no_grad():
+        program = torch.export.export(
+            module, args, dynamic_shapes=dims, strict=False, prefer_deferred_runtime_asserts_over_guards=True
+        )
+        package = BytesIO()  # torch ends the process where it cannot write a file
+        torch._inductor.aoti_compile_and_package(program, package_path=package, inductor_configs=OPTIONS)
+        temporary.write_bytes(package.getvalue())
+
+
+def _device(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device

@@ -1,0 +1,69 @@
+"""Executors: how pass functions run. Targets and drafts bind their functions to one and do not know which."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from sage.runtime.cache import TreeCache
+from sage.runtime.pass_function import PassFunction
+from sage.runtime.pass_modes import PassMode
+
+
+class Run(Protocol):
+    """A pass function bound to an executor and to the present weights of its model."""
+
+    def __call__(self, *values: Any) -> Sequence[Tensor]:
+        """Runs the function on its described arguments."""
+
+
+class Executor(ABC):
+    """Runs pass functions in one way."""
+
+    @abstractmethod
+    def bind(self, function: PassFunction) -> Run:
+        """Returns what runs `function`. Call it for every request: weights may have moved since the last one."""
+
+    def capacity(self, num_tokens: int) -> int:
+        """Returns the capacity of a cache that is to hold `num_tokens` tokens."""
+        return num_tokens
+
+    def new_cache(self, owner: Any, num_tokens: int, make: Callable[[int], TreeCache]) -> TreeCache:
+        """Returns an empty cache for `num_tokens` tokens of a request.
+
+        Args:
+            owner: target or draft, whose caches all have the same layers.
+            make: returns a new cache of a capacity.
+        """
+        return make(self.capacity(num_tokens))
+
+
+class Eager(Executor):
+    """Kernel by kernel: the reference."""
+
+    def bind(self, function: PassFunction) -> Run:
+        return function
+
+
+EAGER = Eager()
+_EXECUTORS: dict[PassMode, Executor] = {PassMode.eager: EAGER}
+
+
+def executor_of(mode: PassMode) -> Executor:
+    """Returns the executor of a resolved pass mode."""
+    if mode not in _EXECUTORS:
+        _EXECUTORS[mode] = _new_executor(mode)
+    return _EXECUTORS[mode]
+
+
+def _new_executor(mode: PassMode) -> Executor:
+    if mode is PassMode.compiled:
+        from sage.runtime.compiled import Compiled
+
+        return Compiled()
+    from sage.runtime.captured import Captured
+
+    return Captured()

@@ -1,0 +1,168 @@
+"""A kind of draft is one module and one row of the registry.
+
+With a session, pass functions and training of its own, it trains, resumes, decodes under every policy in every pass mode, is
+planned and inspected, and an export is refused by name.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra.core.config_store import ConfigStore
+from safetensors.torch import load_file
+from support.accelerator import IS_SUPPORTED, Traffic, on_device
+from support.bigram_kind import ROW, BigramDraft
+from support.models import make_inputs
+from support.pass_helpers import capture_with, head, without_compiler
+from support.synchronizations import count_rounds, new_policy
+from support.train_helpers import command, make_target, single_process, train_quickly
+
+import sage
+from checkpoints.export import export
+from checkpoints.inspect import inspect_folder
+from sage.drafts.registry import KINDS
+from sage.runtime.captured import call_again
+from sage.runtime.compiled import Compiled
+from sage.runtime.pass_modes import PassMode
+from train.config import store
+from train.config.hydra_app import compose
+from train.config.schema import Config
+from train.plan.search import plan
+from train.plan.text import render
+
+BIGRAM = ["draft=bigram", "objective=model", "draft.scale=0.5"]
+
+
+@pytest.fixture(autouse=True)
+def row(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(KINDS, ROW.name, ROW)
+    monkeypatch.setattr(store, "_registered", None)
+    yield
+    ConfigStore.instance().repo.get("draft", {}).pop("bigram.yaml", None)
+
+
+@pytest.fixture
+def draft(tiny_qwen: sage.Target) -> Any:
+    return sage.new_draft(tiny_qwen, "bigram", seed=0, scale=0.5).eval()
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled", "captured"])
+@pytest.mark.parametrize("policy", sage.POLICIES)
+def test_it_decodes(
+    policy: str, mode: str, tiny_qwen: sage.Target, draft: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    without_compiler(monkeypatch)
+    capture_with(monkeypatch, call_again)
+    inputs = make_inputs(tiny_qwen)
+    plain = sage.generate(tiny_qwen, None, inputs, "autoregressive", max_new_tokens=8)
+    tiny_qwen.passes = PassMode(mode)
+    out = sage.generate(tiny_qwen, draft, inputs, new_policy(policy), max_new_tokens=8)
+    assert torch.equal(out.tokens, plain.tokens)
+    assert (out.stats.draft_steps > 0) == (policy != "autoregressive") or policy == "cost_aware"
+
+
+@pytest.mark.slow
+def test_its_function_is_compiled(tiny_qwen: sage.Target, draft: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    function, _ = draft.pass_functions(tiny_qwen)
+    run = Compiled().bind(function)
+    for tokens in (torch.tensor([5]), torch.tensor([5, 6, 7])):
+        with torch.no_grad():
+            torch.testing.assert_close(run(tokens)[0], function(tokens)[0])
+    (compiled,) = function.kept.values()
+    assert len(compiled.packages) == 2 and None not in compiled.packages.values()
+
+
+@pytest.mark.skipif(not IS_SUPPORTED, reason="this torch cannot register a device type written in Python")
+def test_it_is_captured_on_a_device(
+    traffic: Traffic, tiny_qwen: sage.Target, draft: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture_with(monkeypatch, call_again)
+    inputs = make_inputs(tiny_qwen)
+    expected = sage.generate(tiny_qwen, draft, inputs, "static", max_new_tokens=8).tokens.tolist()
+    tiny_qwen.passes = PassMode.captured
+    on_device(draft)
+    on_device(tiny_qwen)
+    counts = count_rounds(traffic, tiny_qwen, draft, inputs, new_policy("static"), max_new_tokens=8)
+    assert counts.tokens == expected
+    assert all(one.synchronizations <= one.levels + 1 for one in counts.rounds)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, Path]]:
+    """A target's folder, and a run of six steps that was resumed after three."""
+    target = make_target(tmp_path)
+    with single_process(monkeypatch):
+        for folder, lengths in (("straight", (6,)), ("resumed", (3, 6))):
+            for steps in lengths:
+                given = [
+                    "train.save_every=3",
+                    f"train.max_steps={steps}",
+                    f"run.resume={steps > lengths[0]}",
+                ]
+                fixed = ["deepspeed=zero0", "launch.device=cpu", f"data.cache_dir={tmp_path}/cache"]
+                arguments = [*command(target, tmp_path / folder, *BIGRAM), *fixed, *given]
+                assert train_quickly(compose("config", arguments, Config)) == 0
+        yield target, tmp_path
+
+
+@pytest.mark.slow
+def test_it_trains_resumes_and_is_loaded_inspected_and_not_exported(run: tuple[Path, Path]) -> None:
+    path, folder = run
+    straight, resumed = (load_file(folder / name / "draft" / "model.safetensors") for name in ("straight", "resumed"))
+    assert all(torch.equal(value, resumed[name]) for name, value in straight.items())
+    losses = [json.loads(line)["loss"] for line in (folder / "straight" / "metrics.jsonl").read_text().splitlines()]
+    assert losses[-1] < losses[0]
+    target = sage.load_target(path, dtype=torch.float32)
+    draft = sage.load_draft(folder / "straight", target)
+    assert isinstance(draft, BigramDraft) and draft.config.scale == 0.5
+    assert torch.equal(draft.next_hidden.weight, straight["next_hidden.weight"])
+    assert inspect_folder(folder / "straight" / "draft").facts["architecture"] == "sage_bigram"
+    with pytest.raises(ValueError, match="sage_bigram; formats for it: none"):
+        export(folder / "straight" / "draft", folder / "out", "eagle3")
+    assert not (folder / "out").exists()
+
+
+def test_it_is_planned(tmp_path: Path) -> None:
+    arguments = ["launch.plan=true", "target=qwen2_5_vl_7b", "launch.gpus=8", *BIGRAM]
+    found = plan(compose("config", arguments, Config))
+    assert found.models.draft_parameters == 3584**2
+    assert "draft=bigram (it has no export" in render(found)
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled", "captured"])
+@pytest.mark.parametrize("kind", ["bigram", "eagle", "model"])
+def test_a_draft_does_not_outlive_its_use(
+    kind: str, mode: str, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of the target refers to it, also after three validations."""
+    without_compiler(monkeypatch)
+    capture_with(monkeypatch, call_again)
+    tiny_qwen.passes = PassMode(mode)
+    alive: list[Any] = []
+    for seed in range(3):
+        options = {"num_layers": 1} if kind == "model" else {"seed": seed}
+        made: Any = sage.new_draft(tiny_qwen, kind, **options)
+        made.network.eval()
+        sage.generate(tiny_qwen, made, make_inputs(tiny_qwen), "static", max_new_tokens=4)
+        alive.append(weakref.ref(made))
+        del made
+    gc.collect()
+    assert [one() for one in alive] == [None] * 3
+
+
+def test_heads_keep_no_functions_of_a_copy(tiny_qwen: sage.Target) -> None:
+
+    draft = head(tiny_qwen)
+    functions = draft.pass_functions(tiny_qwen)
+    copied = copy.deepcopy(draft)
+    assert copied.pass_functions(tiny_qwen)[0].draft is copied and draft.pass_functions(tiny_qwen) == functions
