@@ -38,11 +38,9 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The generated parts of docs/: the table of policies, the quoted messages and plans.
+# The generated parts of docs/: the table of policies and the quoted plans.
 docs: $(VENV)/installed
-	$(BIN)/python -m sage.bench policies --write docs/decoder.md
-	$(BIN)/python tests/support/quoted_messages.py
-	$(BIN)/python tests/support/quoted_plans.py
+	PYTHONPATH=tests $(BIN)/python -m support.doc_quotes
 
 # docs/results.md: about an hour and a half on two cores; finished runs and figures are reused. RESULTS_ARGS=--quick is a smoke test.
 results: $(VENV)/installed

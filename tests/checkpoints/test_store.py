@@ -132,7 +132,7 @@ def test_corrupt_state_is_named_and_the_previous_one_is_used(
         verify_state(bad)
     with caplog.at_level(logging.WARNING):
         assert store.newest() == good
-    assert all(part in caplog.text for part in parts)
+    check_message(caplog.messages[0], *parts, "using the previous state")
 
 
 def test_no_intact_state_is_an_error(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from typing import Any, cast
 
 import pytest
 from PIL import Image, ImageDraw
-from support.doc_blocks import make_tools
 from support.fork_server import ForkServer
 from support.messages import refused
 from support.train_helpers import ROOT, environment
@@ -81,7 +80,7 @@ def variables(tmp_path_factory: pytest.TempPathFactory, commands: ForkServer) ->
     """The environment of a user with an empty home and our commands in PATH."""
     home, tools = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("tools")
     made = environment() | {"HOME": str(home), "XDG_CACHE_HOME": str(home / ".cache"), "PATH": f"{tools}:{os.environ['PATH']}"}
-    make_tools(tools, {name: commands.script(module) for name, module in MODULES.items()})
+    commands.install(tools, MODULES)
     return made
 
 

@@ -4,127 +4,109 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
-from collections.abc import Mapping
 from pathlib import Path
 
-from support.doc_blocks import ROOT, Block, make_tools, tracked_files
+from support.doc_commands import ENTRY_POINTS
+from support.doc_pages import ROOT, blocks, tracked_files
 from support.fork_server import ForkServer
+from support.train_helpers import environment
 
 from data_prep.pocket import world
 
-ENTRY_POINTS = {
-    "sage-train": "train.cli.train",
-    "sage-validate": "train.cli.validate",
-    "sage-data": "train.cli.data",
-    "sage-generate": "sage.commands.generate",
-    "sage-export": "checkpoints.export.__main__",
+POCKET, DEMO = "data_prep/pocket/targets/pocket_qwen2_5_vl", "runs/demo_pocket_qwen2_5_vl"
+# The same steps on less data: given before the arguments of a command or of `train.compose`, which count where both have a key.
+DECODING = "decode.num_prompts=1 decode.max_new_tokens=8 decode.repeats=1 decode.warmup=0 decode.baselines=[]"
+TRAINING = (
+    "train.max_steps=2 train.epochs=null train.global_batch_size=2 train.micro_batch_size=1 data.num_examples=24"
+    f" data.num_workers=0 decode.policies=[autoregressive,sage] launch.ranks=1 {DECODING}"
+)
+SUBSTITUTIONS = {  # in the Makefile, every block and every program, in this order
+    '"Qwen/Qwen2.5-VL-7B-Instruct", dtype=torch.bfloat16, device="cuda"': f'"{POCKET}"',
+    '"runs/x"': f'"{DEMO}"',
+    'steps: str = "60"': 'steps: str = "10"',
+    "--num-prompts 4": "--num-prompts 1 --max-new-tokens 8 --repeats 1",
+    r"num_examples=\d\d+": "num_examples=24",
+    r"global_batch_size=\d+": "global_batch_size=2",
+    r"micro_batch_size=\d+": "micro_batch_size=1",
+    r"max_steps=\d\d\b": "max_steps=2",
+    r"max_steps=\d\d\d\b": "max_steps=4",
+    r"(sage-train (?:-m )?)(?![-.]|.*launch\.plan)": rf"\1{TRAINING} ",
+    r"(sage-validate )(?!-)": rf"\1{DECODING} ",
+    r"train\.compose\(": f"train.compose(*{TRAINING.split()}, ",
 }
-# Appended to a command for every key that its line leaves open: the same steps on less data.
-SHORTER_DECODING = {
-    "decode.num_prompts": "1",
-    "decode.max_new_tokens": "16",
-    "decode.repeats": "1",
-    "decode.baselines": "[]",
-}
-SHORTER_TRAINING = {
-    "train.max_steps": "2",
-    "train.epochs": "null",
-    "train.global_batch_size": "8",
-    "train.micro_batch_size": "4",
-    "data.num_examples": "16",
-    "data.num_workers": "0",  # processes that import torch
-    "decode.policies": "[autoregressive,sage]",
-    "launch.ranks": "1",
-}
-SHORTER = {"sage-train": SHORTER_TRAINING | SHORTER_DECODING, "sage-validate": SHORTER_DECODING}
-SCRIPT = """\
-import sys
-from {module} import main
-if __name__ == "__main__":
-    given = {{word.partition("=")[0] for word in sys.argv}}
-    if not given & {{"--help", "--resume", "--compare", "launch.plan"}}:
-        sys.argv += [f"{{key}}={{value}}" for key, value in {settings}.items() if key not in given]
-    sys.exit(main())
-"""
 
 
 class Workspace:
-    """Executes blocks in a copy of the checkout.
+    """Executes the blocks of pages in a copy of the checkout, where RUN and TARGET lead to a run and a target.
 
     Args:
         folder: where to make it; must not exist.
-
-    Attributes:
-        output: of the demo.
+        commands: executes Python.
     """
 
-    output: str
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, commands: ForkServer) -> None:
+        self.folder, self._commands = folder, commands
+        self._outputs: dict[str, list[str]] = {}
         for name in tracked_files():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
-        (folder / "train" / "_conf").symlink_to(folder / "conf")  # as in an installed package
-        self._tools, scripts = folder / ".venv" / "bin", folder / ".venv" / "scripts"
-        self.commands = ForkServer(self._environment())
-        for name, module in ENTRY_POINTS.items():
-            path = scripts / f"{name}.py"
-            make_tools(scripts, {path.name: SCRIPT.format(module=module, settings=SHORTER.get(name, {}))})
-            make_tools(self._tools, {name: self.commands.script(str(path))})
-        make_tools(self._tools, {"python": self.commands.script(None)})
-        (folder / ".venv" / "installed").touch()
+        for program in (folder / "Makefile", *(folder / "examples").glob("*.py")):
+            program.write_text(shorter(program.read_text(encoding="utf-8")), encoding="utf-8")
+        commands.install(folder / ".venv/bin", ENTRY_POINTS | {"python": None})
+        (folder / ".venv/installed").touch()
+        (folder / "RUN").symlink_to("runs/pocket_qwen2_5_vl-eagle3-chats")  # trained by README.md
+        (folder / "TARGET").symlink_to(POCKET)
         _write_own_files(folder)
 
-    def run(self, block: Block, substitutions: Mapping[str, str]) -> str:
-        """Executes a block with bash, or a block of Python; returns its output.
+    def execute(self, page: str) -> list[str]:
+        """Executes, once, the blocks of a page that carry no reason against it; returns what they print.
 
         Raises:
-            AssertionError: it fails.
+            AssertionError: one fails.
         """
-        text = block.text
-        for placeholder, value in substitutions.items():
-            text = text.replace(placeholder, value)
-        if block.language == "bash":
-            return self.shell(text, block.place)
-        script = self.folder / "block.py"
-        script.write_text(text, encoding="utf-8")
-        return self._call(self.commands.command(str(script)), block.place)
+        if page not in self._outputs:
+            executed = [block for block in blocks(page) if block.language in ("bash", "python") and not block.reason]
+            self._outputs[page] = [self.run(block.language, block.text, block.place) for block in executed]
+        return self._outputs[page]
 
-    def shell(self, script: str, name: str = "") -> str:
-        """Executes a script with bash, up to its first error; returns its output."""
-        return self._call(["bash", "-euxo", "pipefail", "-c", script], name or script)
-
-    def _call(self, command: list[str], name: str) -> str:
+    def run(self, language: str, text: str, name: str) -> str:
+        """Executes a script of bash, up to its first error, or of Python; returns its output."""
+        command = ["bash", "-euxo", "pipefail", "-c", shorter(text)]
+        if language == "python":
+            (self.folder / "block.py").write_text(shorter(text), encoding="utf-8")
+            command = self._commands.command(str(self.folder / "block.py"))
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         done = subprocess.run(command, cwd=self.folder, env=self._environment(), **streams)
         assert done.returncode == 0, f"{name}: exit code {done.returncode}\n{done.stdout[-4000:]}"
         return done.stdout
 
     def _environment(self) -> dict[str, str]:
-        outside = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTEST_CURRENT_TEST"}
-        return {name: value for name, value in os.environ.items() if name not in outside} | {
-            "PATH": f"{self._tools}:{os.environ['PATH']}",
-            "PYTHONPATH": str(self.folder),
+        return environment() | {
+            "PATH": f"{self.folder / '.venv/bin'}:{os.environ['PATH']}",
             "XDG_CACHE_HOME": str(self.folder / ".cache"),
-            "HF_HUB_OFFLINE": "1",
             "WANDB_MODE": "offline",
-            "OMP_NUM_THREADS": "1",
         }
+
+
+def shorter(text: str) -> str:
+    """Returns a block or a program with smaller figures, and with what exists in place of what it stands for."""
+    for pattern, value in SUBSTITUTIONS.items():
+        text = re.sub(pattern, value, text)
+    return text
 
 
 def _write_own_files(folder: Path) -> None:
     """Writes photo.jpg, and chats.jsonl with 24 rows about images in images/."""
     (folder / "images").mkdir()
-    rows = []
-    for number in range(24):
-        question, answer = world.sample("train", number, ["caption"]).messages[:2]
-        image, text = (part for part in question["content"])
-        path = folder / "images" / f"{number}.jpg"
-        image["image"].save(path)
-        content = [{"type": "image", "image": f"images/{path.name}"}, {"type": "text", "text": text["text"]}]
-        rows.append({"messages": [{"role": "user", "content": content}, answer]})
-    (folder / "chats.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    shutil.copy(folder / "images" / "0.jpg", folder / "photo.jpg")
+    with (folder / "chats.jsonl").open("w", encoding="utf-8") as file:
+        for number in range(24):
+            question, answer = world.sample("train", number, ["caption"]).messages[:2]
+            image, text = question["content"]
+            name = f"images/{number}.jpg"
+            image["image"].save(folder / name)
+            content = [{"type": "image", "image": name}, {"type": "text", "text": text["text"]}]
+            file.write(json.dumps({"messages": [{"role": "user", "content": content}, answer]}) + "\n")
+    shutil.copy(folder / name, folder / "photo.jpg")

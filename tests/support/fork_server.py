@@ -5,7 +5,7 @@ has them already, and is otherwise a process of its own: arguments, working dire
 Commands with another PYTHONPATH need a server of their own.
 
     server = ForkServer(environment)
-    path.write_text(server.script("train.cli.train"))  # an executable
+    server.install(folder, {"sage-train": "train.cli.train"})  # executables, for PATH
     server.close()
 """
 
@@ -39,15 +39,18 @@ PRELOADED = (
 )
 READY = b"ready\n"
 # Isolated and without site-packages: 0.02 s. Stands for the command: passes on its signals, and ends as it does. `python`
-# passes on what it does not run as a module.
+# passes on what it runs neither as a module nor as a file.
 CLIENT = """\
 #!{python} -SE
 import json, os, signal, socket, sys
 target, arguments = {target!r}, sys.argv[1:]
 if target is None:
-    if arguments[:1] != ["-m"]:
+    if arguments[:1] == ["-m"]:
+        target, arguments = arguments[1], arguments[2:]
+    elif arguments and arguments[0].endswith(".py"):
+        target, arguments = os.path.abspath(arguments[0]), arguments[1:]
+    else:
         os.execv({python!r}, [{python!r}, *arguments])
-    target, arguments = arguments[1], arguments[2:]
 request = json.dumps([target, arguments, os.getcwd(), dict(os.environ)]).encode()
 connection = socket.socket(socket.AF_UNIX)
 connection.connect({address!r})
@@ -92,8 +95,15 @@ class ForkServer:
         assert READY in self._process.stdout, "the server of commands did not start"  # after what imports print
 
     def script(self, target: str | None) -> str:
-        """Returns an executable's text: runs a module (`a.b`) or a file (`/a/b.py`) in a fork; None = `python [-m MODULE]`."""
+        """Returns an executable's text: runs a module (`a.b`) or a file (`/a/b.py`) in a fork; None = `python`."""
         return CLIENT.format(python=sys.executable, target=target, address=self._address)
+
+    def install(self, folder: Path, targets: Mapping[str, str | None]) -> None:
+        """Writes executables into a folder for PATH, each with its target for `script`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, target in targets.items():
+            (folder / name).write_text(self.script(target), encoding="utf-8")
+            (folder / name).chmod(0o755)
 
     def command(self, target: str) -> list[str]:
         """Returns a command line that runs a module or a file in a fork; arguments follow."""

@@ -310,9 +310,10 @@ def test_a_corrupt_state_is_skipped_and_that_of_another_draft_refused(
     assert train_quickly(configure(target, run, cache, "train.save_every=1")) == 0
     newest = run / "state" / "step_00000002"
     (newest / "exp_avg.safetensors").write_bytes(b"rubbish")
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         assert train_quickly(configure(target, run, cache, "run.resume=true")) == 0
     assert "exp_avg.safetensors" in caplog.text
+    check_message(next(message for message in caplog.messages if "resumed" in message), "step_00000001")
     assert [line["step"] for line in metrics(run)] == [1, 2]  # step 2 was repeated and is logged once
     moments = load_file(newest / "exp_avg.safetensors")
     save_file({"other": next(iter(moments.values()))}, newest / "exp_avg.safetensors", metadata={"step": "2"})
