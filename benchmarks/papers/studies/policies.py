@@ -1,71 +1,81 @@
-"""Section: policies and task families."""
+"""Policies and baselines on every task family. Ref: SAGE, arXiv 2602.00523, Table 1."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+import sage
+from benchmarks.papers.comparison import compare
 from benchmarks.papers.figures import Json
-from benchmarks.papers.measure.policies import MOST_TOKENS, PUBLISHED
-from benchmarks.papers.page.headline import CAPTIONS, OURS, decoders, part_of, tuned_policies
-from benchmarks.papers.page.markdown import (
-    Expectation,
-    Figures,
-    by_target,
-    cells,
-    fill,
-    interval,
-    join,
-    options_text,
-    times,
-    times_with_interval,
-    title_of,
-)
-from benchmarks.papers.page.plots import bar_labels, legend_below, policy_line, target_panels
-from sage.bench.runners import AUTOREGRESSIVE
+from benchmarks.papers.headline import CAPTIONS, decoders, part_of, tuned_policies
+from benchmarks.papers.lab import Lab
+from benchmarks.papers.markdown import options_text, times, times_with_interval
+from benchmarks.papers.plots import Curve, bar_panels, label_bars, legend_below, plot_curves, policy_curve
+from benchmarks.papers.study import OURS, PUBLISHED, Expectation, Study
+from benchmarks.papers.tuning import most_tokens, tuned_options
+from sage.bench.runners import AUTOREGRESSIVE, HF_ASSISTED, HF_GENERATE, HF_STATIC, PROMPT_LOOKUP
 from sage.io.tables import markdown_table
 from sage.runtime.timing import PHASES
 from train.report import style
 
+DRAFTING = tuple(name for name in sage.POLICIES if name != AUTOREGRESSIVE)
+BASELINES = (HF_GENERATE, HF_STATIC, PROMPT_LOOKUP, HF_ASSISTED)
+MOST_TOKENS = "sage (most tokens)"
 CAPTION_SPEEDUP = 2.0  # our goal
 SAGE_LEAD = 1.2  # over static, in tokens per pass
-DRAFTED, TREE = ("tokens/pass", "accepted"), ("nodes", "levels")
-DECODED = ("tokens/s", "speedup", "95%")
 BASELINE_LINE: dict[str, Any] = {"color": style.INK, "linewidth": 1.0, "linestyle": (0, (4, 3))}
 
 
-def values(figures: Figures) -> dict[str, Any]:
-    """Returns the placeholders of policies.md."""
-    tables = by_target(figures, "policies")
-    first = next(iter(tables.values()))
-    blocks = [_target(target, part, figures.get(f"tuning_{target}", {})) for target, part in tables.items()]
-    counts = {"prompts": first["prompts"], "repeats": first["repeats"], "passes": first["passes"]}
-    return {**counts, "most_tokens": MOST_TOKENS, "targets": join(*blocks)}
+def _measure(lab: Lab) -> None:
+    """Measures `tuning_TARGET` and `policies_TARGET` for every target."""
+    for target in lab.targets:
+        policy_figures(lab, target)
 
 
-def _target(target: str, figures: Json, tuning: Json) -> str:
+def policy_figures(lab: Lab, target: str) -> Json:
+    """Returns the figures of all variants and baselines on the test split."""
+    sizes, assistant = lab.sizes["policies"], lab.settings.assistant_runs.get(target)
+    variants = policy_variants(lab, target)
+    drafts = [*lab.main_runs(target), *([assistant] if assistant else [])]
+
+    def compute() -> Json:
+        runners = [lab.runner(target, label, policy, options) for label, (policy, options) in variants.items()]
+        prompts, others = lab.test_prompts(target, "policies"), {"baselines": BASELINES, "also_as_policies": [AUTOREGRESSIVE]}
+        compared = compare(lab, target, runners, prompts, sizes["repeats"], **others)
+        described = {label: {"policy": policy, "options": options} for label, (policy, options) in variants.items()}
+        return {"target": target, "variants": described, **compared}
+
+    return lab.figures("policies", f"policies_{target}", compute, drafts, study=sizes, variants=variants)
+
+
+def policy_variants(lab: Lab, target: str) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Returns policy and options by label: as tuned, `sage` with the most tokens per pass, and as published if different."""
+    tuned = {name: (name, tuned_options(lab, target, name)) for name in DRAFTING}
+    published: dict[str, Any] = {PUBLISHED.format(name): (name, {}) for name, (_, options) in tuned.items() if options}
+    return tuned | {MOST_TOKENS: ("sage", most_tokens(lab, target, "sage"))} | published
+
+
+def _values(found: Mapping[str, Json]) -> Json:
+    return {"most_tokens": MOST_TOKENS, "targets": {title: _target_values(part) for title, part in found.items()}}
+
+
+def _target_values(figures: Json) -> Json:
+    drafting = {name: part for name, part in figures["policies"].items() if name != AUTOREGRESSIVE}
     failed = [f"`{name}` is not measured: {reason}." for name, reason in figures["failed_baselines"].items()]
-    speeds = figures["baselines"] | {name: part for name, part in figures["policies"].items() if name != AUTOREGRESSIVE}
-    head = ["decoder", *DRAFTED, *DECODED, "end to end", "95%", *TREE, "identical"]
-    return fill(
-        "policies_target",
-        title=title_of(target),
-        speeds=markdown_table(head, [_speed_row(name, part) for name, part in speeds.items()]),
-        failed=" ".join(failed),
-        families=_families(figures),
-        fastest=_fastest(figures),
-        options=_options(figures, tuning),
-    )
-
-
-def _speed_row(name: str, part: Json) -> list[str]:
-    drafted = part if part.get("nodes_per_round", 0) > 0 else {}
-    end_to_end = [times(part["speedup_end_to_end"]), interval(part.get("speedup_end_to_end_ci"))]
-    drafted_cells, tree = cells(drafted, *DRAFTED), cells(drafted, *TREE)
-    return [f"`{name}`", *drafted_cells, *cells(part, *DECODED), *end_to_end, *tree, *cells(part, "identical")]
+    return {
+        "decoders": {
+            name: {**part, "drafted": part if part.get("nodes_per_round", 0) > 0 else {}}
+            for name, part in (figures["baselines"] | drafting).items()
+        },
+        "failed": " ".join(failed),
+        "families": _families(figures),
+        "fastest": _fastest(figures),
+        "options": _options(figures),
+    }
 
 
 def _families(figures: Json) -> str:
@@ -76,8 +86,15 @@ def _families(figures: Json) -> str:
 
 
 def _family_cell(part: Json) -> str:
-    speedup, accepted = cells(part, "speedup", "accepted")
-    return f"{speedup} ({accepted})" if accepted else speedup
+    speedup = times(part["speedup"]) if part else ""
+    return f"{speedup} ({part['mean_accepted_draft']:.2f})" if "mean_accepted_draft" in part else speedup
+
+
+def _options(figures: Json) -> str:
+    tried = {label: str(part["tried"]) for label, part in figures["tuning"].get("policies", {}).items()}
+    tuned = {label: variant["options"] for label, variant in figures["variants"].items() if variant["options"]}
+    rows = [[f"`{label}`", options_text(options), tried.get(label, "")] for label, options in tuned.items()]
+    return markdown_table(["policy", "tuned options", "configurations replayed"], rows, "<<>") if rows else ""
 
 
 def _by_speed(figures: Json) -> list[str]:
@@ -118,18 +135,12 @@ def _round_text(name: str, part: Mapping[str, Any]) -> str:
     )
 
 
-def _options(figures: Json, tuning: Json) -> str:
-    tried = {label: str(part["tried"]) for label, part in tuning.get("policies", {}).items()}
-    tuned = {label: variant["options"] for label, variant in figures["variants"].items() if variant["options"]}
-    rows = [[f"`{label}`", options_text(options), tried.get(label, "")] for label, options in tuned.items()]
-    return markdown_table(["policy", "tuned options", "configurations replayed"], rows, "<<>") if rows else ""
-
-
-def expectations(figures: Figures) -> list[Expectation]:
-    """Returns the expectations for every target."""
+def _expectations(found: Mapping[str, Json]) -> Iterator[Expectation]:
     checks = (_caption_speedup, _faster_than_policies, _faster_than_baselines, _sage_over_static, _identical_text)
-    results = [check(title_of(target), part) for target, part in by_target(figures, "policies").items() for check in checks]
-    return [one for one in results if one is not None]
+    for title, part in found.items():
+        for check in checks:
+            if (expectation := check(title, part)) is not None:
+                yield expectation
 
 
 def _caption_speedup(title: str, figures: Json) -> Expectation | None:
@@ -180,7 +191,7 @@ def _sage_over_static(title: str, figures: Json) -> Expectation | None:
     return Expectation(claim, lead >= SAGE_LEAD * base, evidence)
 
 
-def _identical_text(title: str, figures: Json) -> Expectation:
+def _identical_text(title: str, figures: Json) -> Expectation | None:
     policies = figures["policies"]
     different = [name for name, part in policies.items() if part["match"] < part["total"]]
     evidence = f"all {len(policies)} policies on all {figures['prompts']} prompts"
@@ -190,24 +201,22 @@ def _identical_text(title: str, figures: Json) -> Expectation:
     return Expectation(f"{title}: every policy generates the target's own text", not different, evidence)
 
 
-def draw_headline(figures: Figures) -> Figure:
-    """Draws the speedup on captions as bars and over all families as dots; a panel per target."""
-    tables = by_target(figures, "policies")
-    names = decoders(tables)
+def _draw_headline(found: Mapping[str, Json]) -> Figure:
+    """Draws the speedup on captions as bars and over all families as dots."""
+    names = decoders(found)
     subtitle = "over the fastest autoregressive decoder, decoding only; bars: captions, 95% interval; dots: all families"
     figure = style.figure(1.5 + 0.33 * len(names), "Speedup of lossless decoding on two CPU cores", subtitle)
-    panels, first = target_panels(figure, tables, "x")
-    for target, axes in panels.items():
+    for title, axes in bar_panels(figure, found).items():
         for place, name in enumerate(names):
-            _headline_bar(axes, place, name, tables[target])
+            _headline_bar(axes, place, name, found[title])
         axes.axvline(1.0, **BASELINE_LINE)
         axes.set_xlim(left=0)
         axes.margins(x=0.16)
-    bar_labels(first, names)
+    label_bars(figure.axes[0], names)
     return figure
 
 
-def _headline_bar(axes: Axes, place: int, name: str, figures: Any) -> None:
+def _headline_bar(axes: Axes, place: int, name: str, figures: Json) -> None:
     captions, overall = part_of(figures["by_family"].get(CAPTIONS, {}), name), part_of(figures, name)
     if not captions or not overall:
         axes.text(0.04, place, "not measured", va="center", fontsize=9, color=style.FAINT)
@@ -224,41 +233,39 @@ def _headline_bar(axes: Axes, place: int, name: str, figures: Any) -> None:
     axes.annotate(f"{captions['speedup']:.2f}x", right, xytext=(7, 0), textcoords="offset points", bbox=box, **text)
 
 
-def draw_families(figures: Figures) -> Figure:
+def _draw_families(found: Mapping[str, Json]) -> Figure:
     """Draws the speedup by task family, a line per tuned policy."""
-    tables = by_target(figures, "policies")
-    figure = style.figure(3.6, "Speedup by task family", "tuned policies, decoding only")
-    panels, first = target_panels(figure, tables)
-    for target, axes in panels.items():
-        families = tables[target]["by_family"]
-        for name in tuned_policies(tables[target]):
-            speedups = [family["policies"][name]["speedup"] for family in families.values()]
-            policy_line(axes, list(families), speedups, name, linewidth=2.2 if name in (OURS, "sage") else 1.0)
+    families = list(next(iter(found.values()))["by_family"])
+
+    def curve(part: Json, name: str) -> Curve:
+        speedups = [part["by_family"][family]["policies"][name]["speedup"] for family in families]
+        return policy_curve(name, families, speedups, linewidth=2.2 if name in (OURS, "sage") else 1.0)
+
+    panels = {title: [curve(part, name) for name in tuned_policies(part)] for title, part in found.items()}
+    looks: dict[str, Any] = {"ylabel": "speedup", "height": 3.6, "from_zero": False, "legend": 5}
+    figure = plot_curves("Speedup by task family", "tuned policies, decoding only", panels, **looks)
+    for axes in figure.axes:
         axes.axhline(1.0, **BASELINE_LINE)
-        axes.set_xticks(range(len(families)), list(families), rotation=35, ha="right", rotation_mode="anchor")
-    first.set_ylabel("speedup")
-    legend_below(figure, first, 5)
+        axes.set_xticks(range(len(families)), families, rotation=35, ha="right", rotation_mode="anchor")
     return figure
 
 
-def draw_time(figures: Figures) -> Figure:
+def _draw_time(found: Mapping[str, Json]) -> Figure:
     """Draws the milliseconds per token by phase, a bar per tuned policy. Ref: SAGE, arXiv 2602.00523, Table 6."""
-    tables = by_target(figures, "policies")
-    names = [AUTOREGRESSIVE, *tuned_policies(next(iter(tables.values())))]
+    names = [AUTOREGRESSIVE, *tuned_policies(next(iter(found.values())))]
     subtitle = "ms per generated token, without vision tower and target prefill"
     figure = style.figure(1.9 + 0.3 * len(names), "Decoding time by phase", subtitle)
-    panels, first = target_panels(figure, tables, "x")
-    for target, axes in panels.items():
+    for title, axes in bar_panels(figure, found).items():
         for place, name in enumerate(names):
-            if name in tables[target]["policies"]:
-                _phases(axes, place, tables[target]["policies"][name])
+            if name in found[title]["policies"]:
+                _phases(axes, place, found[title]["policies"][name])
         axes.margins(x=0.12)
-    bar_labels(first, names)
-    legend_below(figure, first, 4)
+    label_bars(figure.axes[0], names)
+    legend_below(figure, figure.axes[0], 4)
     return figure
 
 
-def _phases(axes: Axes, place: int, part: Any) -> None:
+def _phases(axes: Axes, place: int, part: Json) -> None:
     left = 0.0
     for phase, (name, shade) in style.PHASES.items():
         width = 1e3 * part["time_s"].get(phase, 0.0) / max(part["tokens"], 1)
@@ -268,4 +275,12 @@ def _phases(axes: Axes, place: int, part: Any) -> None:
     axes.text(left, place, f" {left:.2f}", va="center", fontsize=8.5)
 
 
-PLOTS = {"headline.png": draw_headline, "families.png": draw_families, "time.png": draw_time}
+STUDY = Study(
+    name="policies",
+    measure=_measure,
+    expectations=_expectations,
+    values=_values,
+    plots={"headline.png": _draw_headline, "families.png": _draw_families, "time.png": _draw_time},
+    is_per_target=True,
+    beside="tuning",
+)
