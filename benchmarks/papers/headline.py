@@ -6,10 +6,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from benchmarks.papers.figures import Json
-from benchmarks.papers.markdown import times
+from benchmarks.papers.markdown import fill
 from benchmarks.papers.study import OURS, Figures, by_target
 from sage.bench.runners import AUTOREGRESSIVE, HF_COMPILED, HF_GENERATE
-from sage.io.tables import markdown_table
 
 CAPTIONS = "caption"
 
@@ -17,28 +16,25 @@ CAPTIONS = "caption"
 def headline_table(figures: Figures) -> str:
     """Returns the table; empty before the policies are measured."""
     tables = by_target(figures, "policies")
-    columns = [cell for title in tables for cell in (f"{title}: captions", "all families", "tokens/pass")]
     rows = [_row(name, tables.values()) for name in decoders(tables)]
-    return markdown_table(["decoder", *columns, "identical"], rows) if tables else ""
+    return fill("headline_table", {"targets": tables, "rows": rows}) if tables else ""
 
 
-def _row(name: str, tables: Iterable[Json]) -> list[str]:
-    cells, parts = [f"`{name}`"], [part_of(figures, name) for figures in tables]
-    for figures, part in zip(tables, parts, strict=True):
-        captions, tokens = part_of(figures["by_family"].get(CAPTIONS, {}), name), part.get("tokens_per_target_pass")
-        cells += [times(one["speedup"]) if one else "" for one in (captions, part)]
-        cells.append("" if tokens is None else f"{tokens:.2f}")
-    mark = "**" if name == OURS else ""
-    same, total = (sum(part.get(key, 0) for part in parts) for key in ("match", "total"))
-    return [*(f"{mark}{cell}{mark}" if cell else "" for cell in cells), f"{same}/{total}" if total else ""]
+def _row(name: str, tables: Iterable[Json]) -> Json:
+    parts = [
+        {"captions": part_of(figures["by_family"].get(CAPTIONS, {}), name), "overall": part_of(figures, name)}
+        for figures in tables
+    ]
+    same, total = (sum(part["overall"].get(key, 0) for part in parts) for key in ("match", "total"))
+    identical = f"{same}/{total}" if total else ""
+    return {"name": name, "mark": "**" if name == OURS else "", "parts": parts, "identical": identical}
 
 
 def engines_table(figures: Figures) -> str:
     """Returns the decoders that a user can choose from, slowest first, by tokens per second; empty before they are measured."""
     for title, part in by_target(figures, "engines").items():
         ordered = sorted(_choices(part).items(), key=lambda choice: float(choice[1]["tokens_per_s"]))
-        rows = [[text, *(f"{one[key]:.0f}" for key in ("tokens_per_s", "end_to_end_tokens_per_s"))] for text, one in ordered]
-        return markdown_table([f"{title}, one request at a time", "tokens/s", "end to end"], rows)
+        return fill("engines_table", {"target": title, "choices": dict(ordered)})
     return ""
 
 

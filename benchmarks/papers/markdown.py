@@ -11,16 +11,16 @@ from typing import Any
 from benchmarks.papers.figures import Json
 
 TEMPLATES = Path(__file__).with_name("page")
-EACH = re.compile(r"<!-- each ([\w\[\]]+) -->\n(.*?)<!-- end \1 -->\n", re.DOTALL)
+EACH = re.compile(r"<!-- each ([\w\[\]]+) -->(\n?)(.*?)<!-- end \1 -->\2", re.DOTALL)
 
 
 def fill(template: str, values: Mapping[str, Any]) -> str:
     """Returns `TEMPLATE.md` with its placeholders replaced; empty paragraphs are removed.
 
-    Placeholders are those of `str.format`; beside Python's formats, `x` writes 2.31x, `interval` 1.94-2.31, and `(interval)`
-    the same after a blank, in brackets. A placeholder with a format is empty where its figure is missing. What stands between
-    `<!-- each KEY -->` and `<!-- end KEY -->`, such as the row of a table, is repeated for every element of the list or
-    mapping `KEY`; `name` is the key of an element.
+    Placeholders are those of `str.format`; beside Python's formats, `x` writes 2.31x and `interval` 1.94-2.31; a format in
+    brackets adds a blank and brackets. A placeholder with a format is empty where its figure is missing. What stands between
+    `<!-- each KEY -->` and `<!-- end KEY -->`, such as the row of a table or a cell of a row, is repeated for every element of
+    the list or mapping `KEY`; `name` is the key of an element, `value` an element that has no keys of its own.
     """
     text = (TEMPLATES / f"{template}.md").read_text(encoding="utf-8")
     return re.sub(r"\n{3,}", "\n\n", _filled(text, values)).strip()
@@ -29,14 +29,15 @@ def fill(template: str, values: Mapping[str, Any]) -> str:
 def _filled(text: str, values: Mapping[str, Any]) -> str:
     first, *parts = EACH.split(text)
     filled = _Figures().vformat(first, (), values)
-    for key, block, rest in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
+    for key, _, block, rest in zip(*(parts[place::4] for place in range(4)), strict=True):
         filled += "".join(_filled(block, {**values, **one}) for one in _rows(_Figures().get_field(key, (), values)[0]))
         filled += _Figures().vformat(rest, (), values)
     return filled
 
 
 def _rows(parts: Any) -> list[Json]:
-    return [{"name": name, **part} for name, part in parts.items()] if isinstance(parts, Mapping) else parts
+    named = parts.items() if isinstance(parts, Mapping) else enumerate(parts)
+    return [{"name": name, "value": part, **(part if isinstance(part, Mapping) else {})} for name, part in named]
 
 
 class _Missing(str):
@@ -55,9 +56,11 @@ class _Figures(Formatter):
             raise ValueError(f"{{{value}}}: a placeholder without a value")
         if value is None or isinstance(value, _Missing):
             return ""
-        if format_spec in ("interval", "(interval)"):
-            text = interval(value)
-            return f" ({text})" if text and format_spec != "interval" else text
+        if format_spec.startswith("("):
+            text = self.format_field(value, format_spec[1:-1])
+            return f" ({text})" if text else ""
+        if format_spec == "interval":
+            return interval(value)
         return times(value) if format_spec == "x" else format(value, format_spec)
 
 

@@ -24,7 +24,6 @@ from benchmarks.papers.plots import COLORS, Curve, plot_curves
 from benchmarks.papers.study import Expectation, Study
 from sage.bench.measurement import BenchPrompt
 from sage.costs.calibration import Reliability
-from sage.io.tables import markdown_table
 from sage.replay.recording import Recording
 from sage.trees.cost_aware.policy import CostAware
 from sage.trees.sage import confidence_of
@@ -100,14 +99,7 @@ def correlation(first: Series, second: Series, lag: int) -> float | None:
 
 
 def _entropy_values(found: Json) -> Json:
-    targets = found["targets"]
-    lags = range(1, len(next(iter(targets.values()))["by_token"]) + 1)
-    rows = [
-        [title, f"{unit}s ({part[f'{unit}s']})", *("-" if one is None else f"{one:+.2f}" for one in part[f"by_{unit}"])]
-        for title, part in targets.items()
-        for unit in LINE_STYLES
-    ]
-    return {"autocorrelation": markdown_table(["target", "lag in", *map(str, lags)], rows, "<<>")}
+    return {"lags": range(1, len(next(iter(found["targets"].values()))["by_token"]) + 1)}
 
 
 def _entropy_expectations(found: Json) -> Iterator[Expectation]:

@@ -17,8 +17,8 @@ from benchmarks.papers.markdown import options_text, times, times_with_interval
 from benchmarks.papers.plots import Curve, bar_panels, label_bars, legend_below, plot_curves, policy_curve
 from benchmarks.papers.study import OURS, PUBLISHED, Expectation, Study
 from benchmarks.papers.tuning import most_tokens, tuned_options
+from sage.bench.report_table import HOST_PHASES
 from sage.bench.runners import AUTOREGRESSIVE, HF_ASSISTED, HF_GENERATE, HF_STATIC, PROMPT_LOOKUP
-from sage.io.tables import markdown_table
 from sage.runtime.timing import PHASES
 from train.report import style
 
@@ -65,89 +65,64 @@ def _values(found: Mapping[str, Json]) -> Json:
 
 def _target_values(figures: Json) -> Json:
     drafting = {name: part for name, part in figures["policies"].items() if name != AUTOREGRESSIVE}
-    failed = [f"`{name}` is not measured: {reason}." for name, reason in figures["failed_baselines"].items()]
+    names = [name for name in figures["baselines"] if name != AUTOREGRESSIVE] + tuned_policies(figures)
+    tuned = {name: variant["options"] for name, variant in figures["variants"].items() if variant["options"]}
+    tried, (first, second, *_) = figures["tuning"].get("policies", {}), _by_speed(figures)
+    margin = _margin(figures, first, second)
     return {
+        **figures,
         "decoders": {
             name: {**part, "drafted": part if part.get("nodes_per_round", 0) > 0 else {}}
             for name, part in (figures["baselines"] | drafting).items()
         },
-        "failed": " ".join(failed),
-        "families": _families(figures),
-        "fastest": _fastest(figures),
-        "options": _options(figures),
+        "failed": " ".join(f"`{name}` is not measured: {why}." for name, why in figures["failed_baselines"].items()),
+        "by_decoder": {name: {"families": [part_of(one, name) for one in figures["by_family"].values()]} for name in names},
+        "first": first,
+        "second": second,
+        "lead": f", {times_with_interval(margin['ratio'], margin.get('ci'))} paired by prompt" if margin else "",
+        "rounds": _explain_speeds(figures["policies"], first, second),
+        "options": {
+            name: {"text": options_text(options), "tried": tried.get(name, {}).get("tried", "")}
+            for name, options in tuned.items()
+        },
     }
-
-
-def _families(figures: Json) -> str:
-    names = [name for name in figures["baselines"] if name != AUTOREGRESSIVE] + tuned_policies(figures)
-    families = figures["by_family"].values()
-    rows = [[f"`{name}`", *(_family_cell(part_of(family, name)) for family in families)] for name in names]
-    return markdown_table(["speedup (accepted)", *figures["by_family"]], rows)
-
-
-def _family_cell(part: Json) -> str:
-    speedup = times(part["speedup"]) if part else ""
-    return f"{speedup} ({part['mean_accepted_draft']:.2f})" if "mean_accepted_draft" in part else speedup
-
-
-def _options(figures: Json) -> str:
-    tried = {label: str(part["tried"]) for label, part in figures["tuning"].get("policies", {}).items()}
-    tuned = {label: variant["options"] for label, variant in figures["variants"].items() if variant["options"]}
-    rows = [[f"`{label}`", options_text(options), tried.get(label, "")] for label, options in tuned.items()]
-    return markdown_table(["policy", "tuned options", "configurations replayed"], rows, "<<>") if rows else ""
 
 
 def _by_speed(figures: Json) -> list[str]:
     return sorted(tuned_policies(figures), key=lambda name: -float(figures["policies"][name]["tokens_per_s"]))
 
 
-def _fastest(figures: Json) -> str:
-    """Compares the fastest tuned policy with the second fastest."""
-    order = _by_speed(figures)
-    if len(order) < 2:
-        return ""
-    first, second = order[:2]
-    margin = _margin(figures, first, second)
-    paired = f", {times_with_interval(margin['ratio'], margin.get('ci'))} paired by prompt" if margin else ""
-    rounds = _explain_speeds(figures["policies"], first, second)
-    return f"Fastest tuned policy: `{first}`, followed by `{second}`{paired}. {rounds}."
-
-
 def _margin(figures: Json, first: str, second: str) -> Json:
+    """Returns the lead of `first` over `second`, paired by prompt; empty if `first` is not the fastest of all variants."""
     margins = figures["margins"]
-    margin: Json = margins.get("over", {}).get(second, {}) if margins.get("policy") == first else {}
-    return margin
+    return dict(margins.get("over", {}).get(second, {})) if margins.get("policy") == first else {}
 
 
-def _explain_speeds(parts: Mapping[str, Any], *names: str) -> str:
+def _explain_speeds(parts: Mapping[str, Json], *names: str) -> str:
     """Returns tokens per round and the cost of a round of each policy."""
     return "; ".join(_round_text(name, parts[name]) for name in names)
 
 
-def _round_text(name: str, part: Mapping[str, Any]) -> str:
-    rounds = max(part["rounds"], 1)
-    ms = {phase: 1e3 * part["time_s"].get(phase, 0.0) / rounds for phase in PHASES}
-    draft_ms, host_ms = ms["draft_prefill"] + ms["draft_steps"], ms["accept"] + ms["commit"] + ms["policy"] + ms["other"]
-    round_ms = ms["verify"] + draft_ms + host_ms
+def _round_text(name: str, part: Json) -> str:
+    ms = {phase: 1e3 * part["time_s"].get(phase, 0.0) / max(part["rounds"], 1) for phase in PHASES}
+    draft_ms, host_ms = ms["draft_prefill"] + ms["draft_steps"], sum(ms[phase] for phase in HOST_PHASES)
     return (
-        f"`{name}`: {part['tokens_per_target_pass']:.2f} tokens per round of {round_ms:.2f} ms (target "
-        f"{ms['verify']:.2f} ms for {part['nodes_per_round']:.1f} nodes, draft {draft_ms:.2f} ms, host {host_ms:.2f} ms)"
+        f"`{name}`: {part['tokens_per_target_pass']:.2f} tokens per round of {ms['verify'] + draft_ms + host_ms:.2f} ms "
+        f"(target {ms['verify']:.2f} ms for {part['nodes_per_round']:.1f} nodes, draft {draft_ms:.2f} ms, host {host_ms:.2f} ms)"
     )
 
 
 def _expectations(found: Mapping[str, Json]) -> Iterator[Expectation]:
     checks = (_caption_speedup, _faster_than_policies, _faster_than_baselines, _sage_over_static, _identical_text)
     for title, part in found.items():
-        for check in checks:
-            if (expectation := check(title, part)) is not None:
-                yield expectation
+        yield from filter(None, (check(title, part) for check in checks))
 
 
 def _caption_speedup(title: str, figures: Json) -> Expectation | None:
-    family = figures["by_family"].get(CAPTIONS, {})
-    part = part_of(family, OURS)
-    if not part:
+    family = figures["by_family"].get(CAPTIONS)
+    if family is None:
         return None
+    part = family["policies"][OURS]
     evidence = times_with_interval(part["speedup"], part.get("speedup_ci"))
     if part["speedup"] < CAPTION_SPEEDUP:
         evidence += f". {_explain_speeds(family['policies'], OURS, AUTOREGRESSIVE)}"
@@ -155,43 +130,36 @@ def _caption_speedup(title: str, figures: Json) -> Expectation | None:
     return Expectation(claim, part["speedup"] >= CAPTION_SPEEDUP, evidence)
 
 
-def _faster_than_policies(title: str, figures: Json) -> Expectation | None:
-    first, *rest = _by_speed(figures)
-    policies = figures["policies"]
-    if OURS not in policies or not rest:
-        return None
+def _faster_than_policies(title: str, figures: Json) -> Expectation:
+    (first, second, *_), policies = _by_speed(figures), figures["policies"]
     claim = f"{title}: `{OURS}` faster than every other tuned policy"
     if first != OURS:
         return Expectation(claim, False, _explain_speeds(policies, first, OURS))
-    margin = _margin(figures, OURS, rest[0]) or {"ratio": policies[OURS]["speedup"] / policies[rest[0]]["speedup"]}
+    margin = _margin(figures, OURS, second) or {"ratio": policies[OURS]["speedup"] / policies[second]["speedup"]}
     speed = times_with_interval(margin["ratio"], margin.get("ci"))
-    return Expectation(claim, True, f"{speed} the speed of the second fastest, `{rest[0]}`")
+    return Expectation(claim, True, f"{speed} the speed of the second fastest, `{second}`")
 
 
-def _faster_than_baselines(title: str, figures: Json) -> Expectation | None:
-    others = {name: part["speedup"] for name, part in figures["baselines"].items() if name != AUTOREGRESSIVE}
-    if OURS not in figures["policies"] or not others:
-        return None
-    best, speedup = max(others, key=lambda name: float(others[name])), figures["policies"][OURS]["speedup"]
+def _faster_than_baselines(title: str, figures: Json) -> Expectation:
+    others = {name: float(part["speedup"]) for name, part in figures["baselines"].items() if name != AUTOREGRESSIVE}
+    best, speedup = max(others, key=others.__getitem__), figures["policies"][OURS]["speedup"]
     evidence = f"{times(speedup)}; fastest Hugging Face decoder: `{best}`, {times(others[best])}"
     return Expectation(f"{title}: `{OURS}` faster than every Hugging Face decoder", speedup > others[best], evidence)
 
 
-def _sage_over_static(title: str, figures: Json) -> Expectation | None:
+def _sage_over_static(title: str, figures: Json) -> Expectation:
     policies = figures["policies"]
-    static = policies.get(PUBLISHED.format("static"), policies.get("static"))
-    if static is None or MOST_TOKENS not in policies:
-        return None
-    base, lead = static["tokens_per_target_pass"], policies[MOST_TOKENS]["tokens_per_target_pass"]
+    static = policies.get(PUBLISHED.format("static"), policies["static"])
     names = [name for name in (MOST_TOKENS, "sage", PUBLISHED.format("sage")) if name in policies]
-    gains = [f"`{name}` {policies[name]['tokens_per_target_pass'] / base - 1:+.0%}" for name in names]
-    claim = f"{title}: `sage` at least 20% more tokens per pass than the static tree of 25 nodes"
+    leads = {name: policies[name]["tokens_per_target_pass"] / static["tokens_per_target_pass"] for name in names}
+    gains = ", ".join(f"`{name}` {lead - 1:+.0%}" for name, lead in leads.items())
     speedups = ", ".join(times(policies[name]["speedup"]) for name in names)
-    evidence = f"{', '.join(gains)}; speedups {speedups}, static tree {times(static['speedup'])}"
-    return Expectation(claim, lead >= SAGE_LEAD * base, evidence)
+    claim = f"{title}: `sage` at least 20% more tokens per pass than the static tree of 25 nodes"
+    evidence = f"{gains}; speedups {speedups}, static tree {times(static['speedup'])}"
+    return Expectation(claim, leads[MOST_TOKENS] >= SAGE_LEAD, evidence)
 
 
-def _identical_text(title: str, figures: Json) -> Expectation | None:
+def _identical_text(title: str, figures: Json) -> Expectation:
     policies = figures["policies"]
     different = [name for name, part in policies.items() if part["match"] < part["total"]]
     evidence = f"all {len(policies)} policies on all {figures['prompts']} prompts"

@@ -24,7 +24,6 @@ from sage.bench.roofline import roofline_costs
 from sage.bench.runners import AUTOREGRESSIVE
 from sage.bench.shapes import shape_named
 from sage.costs.tables import Costs
-from sage.io.tables import markdown_table
 from sage.replay.recording import Recording
 from sage.replay.replay import replay
 
@@ -33,7 +32,6 @@ REPLAYED = ("tokens_per_target_pass", "nodes_per_round", "draft_steps_per_round"
 MAX_MEASURED, MAX_PROJECTED = 0.05, 0.01  # share of decoding time
 SMALL_SHAPE = "qwen2_5_vl_7b"
 HOST_OVERHEAD = SHARES[-1]
-SHARE_COLUMNS = ["decoder", "target", "draft", "accept", "commit", "policy", "other", f"**{HOST_OVERHEAD}**", "host per round"]
 
 
 def _measure(lab: Lab) -> None:
@@ -109,30 +107,18 @@ def _size(shape: str) -> str:
 
 
 def _values(found: Json) -> Json:
-    overhead, here = found["overhead"], _size(found["costs"]["shape"]["name"])
-    tables = {title: {"table": _overhead_table(rows, here)} for title, rows in overhead.items()}
-    return {"overhead": tables, "projected": _projected_table(found["projection"]["rows"])}
+    shapes = next(iter(next(iter(found["overhead"].values())).values()))["projected"]
+    columns = [{"shape": shape, "size": _size(shape), "context": one} for shape, contexts in shapes.items() for one in contexts]
 
+    def projected(row: Json) -> list[float | None]:
+        return [row["projected"].get(one["shape"], {}).get(one["context"]) for one in columns]
 
-def _overhead_table(policies: Mapping[str, Json], here: str) -> str:
-    shapes = next(iter(policies.values()))["projected"]
-    columns = [(shape, context) for shape, contexts in shapes.items() for context in contexts]
-    lines = []
-    for name, row in policies.items():
-        beside = [row["on_this_machine"], *(row["projected"].get(shape, {}).get(context) for shape, context in columns)]
-        shares = [f"{share:.1%}" for share in row["shares"].values()]
-        cells = [f"{share:.3%}" if share is not None else "" for share in beside]
-        lines.append([f"`{name}`", *shares, f"{row['host_ms_per_round']:.3f} ms", *cells])
-    projected = [f"{_size(shape)}, L {context}" for shape, context in columns]
-    return markdown_table([*SHARE_COLUMNS, f"{here}, this machine", *projected], lines)
-
-
-def _projected_table(rows: Sequence[Json]) -> str:
-    lines = []
-    for row in rows:
-        speeds = [f"{times(part['speedup'])} ({part['tokens_per_target_pass']:.2f})" for part in row["policies"].values()]
-        lines.append([row["target"], _size(row["shape"]), row["device"], str(row["context"]), *speeds])
-    return markdown_table(["target", "shape", "device", "L", *(f"`{name}`" for name in rows[0]["policies"])], lines, "<<<>")
+    overhead = {
+        title: {"policies": {name: {**row, "projected": projected(row)} for name, row in policies.items()}}
+        for title, policies in found["overhead"].items()
+    }
+    rows = [{**row, "size": _size(row["shape"])} for row in found["projection"]["rows"]]
+    return {"here": _size(found["costs"]["shape"]["name"]), "columns": columns, "overhead": overhead, "rows": rows}
 
 
 def _expectations(found: Json) -> Iterator[Expectation]:
