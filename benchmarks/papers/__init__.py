@@ -7,4 +7,6 @@ lab.py        targets, drafts, prompts, recordings and runners, created on first
 study.py      the record of a study: how it is measured, and the tables, expectations and plots of its section
 studies/      the records; comparison.py, tuning.py and answers.py are what their measurements share
 page/         the prose of docs/results.md, one Markdown template per study; render.py fills them, with markdown.py and plots.py
+
+A study is added by its record in studies/, its template in page/ and, for what a user may change, its sizes in full.yaml.
 """

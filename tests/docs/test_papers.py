@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,8 +56,12 @@ def narrow(shape: Shape) -> Shape:
     return replace(shape, hidden_size=256, intermediate_size=512, num_heads=2, num_kv_heads=1, vocab_size=2000)
 
 
-def rendered(docs: Path) -> str:
-    return render.render(FigureStore(docs / FIGURES_DIR).read_all())
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Restores the number of threads, which a lab sets."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.mark.slow
@@ -77,29 +82,23 @@ def test_every_study_has_a_section_with_plots(measured: Path) -> None:
 
 
 @pytest.mark.slow
-def test_page_depends_on_the_figures_only(measured: Path, tmp_path: Path) -> None:
-    docs = measured / "docs"
-    text = (docs / "results.md").read_text()
-    assert rendered(docs) == text
-    changed = tmp_path / FIGURES_DIR
-    changed.mkdir()
-    for path in (docs / FIGURES_DIR).iterdir():
-        (changed / path.name).write_bytes(path.read_bytes())
-    content = json.loads((changed / "policies_qwen.json").read_text())
-    content["figures"]["policies"]["sage"]["tokens_per_target_pass"] += 1
-    (changed / "policies_qwen.json").write_text(json.dumps(content))
-    assert rendered(tmp_path) != text
+def test_page_depends_on_the_figures_only(measured: Path) -> None:
+    files = FigureStore(measured / "docs" / FIGURES_DIR).read_all()
+    text = (measured / "docs" / "results.md").read_text()
+    assert render.render(files) == text
+    files["policies_qwen"]["figures"]["policies"]["sage"]["tokens_per_target_pass"] += 1
+    assert render.render(files) != text
 
 
 def test_committed_page_and_readme_are_current() -> None:
     docs, readme = ROOT / "docs", (ROOT / "README.md").read_text()
-    assert rendered(docs) == (docs / "results.md").read_text(), "outdated: make results RESULTS_ARGS=--page-only"
     files = FigureStore(docs / FIGURES_DIR).read_all()
+    assert render.render(files) == (docs / "results.md").read_text(), "outdated: make results RESULTS_ARGS=--page-only"
     assert render.README_START in readme
     assert render.with_headline(readme, {name: content["figures"] for name, content in files.items()}) == readme
 
 
-def test_committed_figures_are_current(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_committed_figures_are_current(monkeypatch: pytest.MonkeyPatch, threads: None) -> None:
     """`make results` measures nothing after a rename of keys or settings."""
     store = FigureStore(ROOT / "docs" / FIGURES_DIR)
     monkeypatch.chdir(ROOT)
@@ -112,26 +111,21 @@ def test_committed_figures_are_current(monkeypatch: pytest.MonkeyPatch) -> None:
         return content["figures"]
 
     monkeypatch.setattr(store, "get_or_measure", get)
-    threads = torch.get_num_threads()
-    try:
-        lab = Lab(load_settings(), store)
-        for study in STUDIES.values():
-            study.measure(lab)
-    finally:
-        torch.set_num_threads(threads)
+    lab = Lab(load_settings(), store)
+    for study in STUDIES.values():
+        study.measure(lab)
 
 
-def test_figures_depend_on_their_runs_targets_and_passes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_figures_depend_on_their_runs_targets_and_passes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, threads: None
+) -> None:
     monkeypatch.chdir(ROOT)
-    settings, threads = load_settings(), torch.get_num_threads()
+    settings = load_settings()
     inputs: dict[str, Any] = {}
     store = FigureStore(tmp_path)
     monkeypatch.setattr(store, "get_or_measure", lambda name, found, *_: inputs.setdefault(name, found))
-    try:
-        for settings.passes in ("eager", "compiled"):
-            Lab(settings, store).figures("policies", settings.passes, dict, ["eagle_qwen"])
-    finally:
-        torch.set_num_threads(threads)
+    for settings.passes in ("eager", "compiled"):
+        Lab(settings, store).figures("policies", settings.passes, dict, ["eagle_qwen"])
     assert inputs["compiled"] == inputs["eager"] | {"passes": "compiled"}
     assert inputs["eager"]["targets"] == {"qwen": runs.weights_digest(settings.targets["qwen"])}
 

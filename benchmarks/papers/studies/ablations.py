@@ -146,8 +146,8 @@ def _best_depth(reachable: int, left: int, costs: Costs, price: float) -> tuple[
 
 
 def _values(found: Json) -> Json:
-    options = options_text(found["options"]) or "defaults"
-    return {"options_text": options, "assumed_costs": ASSUMED_COSTS, "assumed_level": f"{ASSUMED_LEVEL:.0%}"}
+    text = options_text(found["options"]) or "defaults"
+    return {"options_text": text, "assumed_costs": ASSUMED_COSTS, "assumed_level": f"{ASSUMED_LEVEL:.0%}"}
 
 
 def _expectations(found: Json) -> Iterator[Expectation]:

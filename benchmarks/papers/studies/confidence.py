@@ -98,10 +98,6 @@ def correlation(first: Series, second: Series, lag: int) -> float | None:
         return None
 
 
-def _entropy_values(found: Json) -> Json:
-    return {"lags": range(1, len(next(iter(found["targets"].values()))["by_token"]) + 1)}
-
-
 def _entropy_expectations(found: Json) -> Iterator[Expectation]:
     for title, part in found["targets"].items():
         tokens, rounds = part["by_token"][0] or 0.0, part["by_round"][0] or 0.0
@@ -136,7 +132,7 @@ ENTROPY = Study(
     name="entropy",
     measure=measure_entropy,
     expectations=_entropy_expectations,
-    values=_entropy_values,
+    values=lambda found: {"lags": range(1, len(next(iter(found["targets"].values()))["by_token"]) + 1)},
     plots={"entropy.png": _draw_entropy},
 )
 
@@ -246,18 +242,14 @@ def lemma(nodes: Sequence[PathNode]) -> Json:
     }
 
 
-def _calibration_values(found: Mapping[str, Json]) -> Json:
-    return {"targets": {title: {**part, "examples": _examples(part["lemma"]["examples"])} for title, part in found.items()}}
-
-
-def _examples(examples: Sequence[Json]) -> list[Json]:
+def _examples(part: Json) -> list[Json]:
     return [
         {
             **one,
             "largest": ", ".join(f"{prob:.3f}" for prob in one["probs"]),
             "outcome": "accepted" if one["accepted"] else "rejected",
         }
-        for one in examples
+        for one in part["lemma"]["examples"]
     ]
 
 
@@ -334,7 +326,7 @@ CALIBRATION = Study(
     name="calibration",
     measure=measure_calibration,
     expectations=_calibration_expectations,
-    values=_calibration_values,
+    values=lambda found: {"targets": {title: {**part, "examples": _examples(part)} for title, part in found.items()}},
     plots={"reliability.png": _draw_reliability, "calibration.png": _draw_errors},
     is_per_target=True,
 )

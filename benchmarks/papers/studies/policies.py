@@ -59,11 +59,7 @@ def policy_variants(lab: Lab, target: str) -> dict[str, tuple[str, dict[str, Any
     return tuned | {MOST_TOKENS: ("sage", most_tokens(lab, target, "sage"))} | published
 
 
-def _values(found: Mapping[str, Json]) -> Json:
-    return {"most_tokens": MOST_TOKENS, "targets": {title: _target_values(part) for title, part in found.items()}}
-
-
-def _target_values(figures: Json) -> Json:
+def _values(figures: Json) -> Json:
     drafting = {name: part for name, part in figures["policies"].items() if name != AUTOREGRESSIVE}
     names = [name for name in figures["baselines"] if name != AUTOREGRESSIVE] + tuned_policies(figures)
     tuned = {name: variant["options"] for name, variant in figures["variants"].items() if variant["options"]}
@@ -100,16 +96,16 @@ def _margin(figures: Json, first: str, second: str) -> Json:
 
 def _explain_speeds(parts: Mapping[str, Json], *names: str) -> str:
     """Returns tokens per round and the cost of a round of each policy."""
-    return "; ".join(_round_text(name, parts[name]) for name in names)
-
-
-def _round_text(name: str, part: Json) -> str:
-    ms = {phase: 1e3 * part["time_s"].get(phase, 0.0) / max(part["rounds"], 1) for phase in PHASES}
-    draft_ms, host_ms = ms["draft_prefill"] + ms["draft_steps"], sum(ms[phase] for phase in HOST_PHASES)
-    return (
-        f"`{name}`: {part['tokens_per_target_pass']:.2f} tokens per round of {ms['verify'] + draft_ms + host_ms:.2f} ms "
-        f"(target {ms['verify']:.2f} ms for {part['nodes_per_round']:.1f} nodes, draft {draft_ms:.2f} ms, host {host_ms:.2f} ms)"
-    )
+    texts = []
+    for name in names:
+        part, rounds = parts[name], max(parts[name]["rounds"], 1)
+        ms = {phase: 1e3 * part["time_s"].get(phase, 0.0) / rounds for phase in PHASES}
+        draft_ms, host_ms = ms["draft_prefill"] + ms["draft_steps"], sum(ms[phase] for phase in HOST_PHASES)
+        target = f"target {ms['verify']:.2f} ms for {part['nodes_per_round']:.1f} nodes"
+        total_ms, tokens = ms["verify"] + draft_ms + host_ms, part["tokens_per_target_pass"]
+        spent = f"{total_ms:.2f} ms ({target}, draft {draft_ms:.2f} ms, host {host_ms:.2f} ms)"
+        texts.append(f"`{name}`: {tokens:.2f} tokens per round of {spent}")
+    return "; ".join(texts)
 
 
 def _expectations(found: Mapping[str, Json]) -> Iterator[Expectation]:
@@ -247,7 +243,7 @@ STUDY = Study(
     name="policies",
     measure=_measure,
     expectations=_expectations,
-    values=_values,
+    values=lambda found: {"targets": {title: _values(part) for title, part in found.items()}},
     plots={"headline.png": _draw_headline, "families.png": _draw_families, "time.png": _draw_time},
     is_per_target=True,
     beside="tuning",

@@ -78,10 +78,6 @@ def _same_texts(claim: str, rows: Sequence[Json]) -> Expectation:
 # -- temperature -----------------------------------------------------------------------------------------------------------
 
 
-def _temperature_values(found: Json) -> Json:
-    return {"rows": [{**row, **_texts([row])} for row in found["rows"]]}
-
-
 def _temperature_expectations(found: Json) -> Iterator[Expectation]:
     yield _same_texts("Ours: one seed gives one text, under every policy and at every temperature", found["rows"])
     for title, rows in grouped(found["rows"], "target").items():
@@ -100,7 +96,7 @@ def _draw_temperature(found: Json) -> Figure:
 TEMPERATURE = Study(
     name="temperature",
     measure=measure_temperature,
-    values=_temperature_values,
+    values=lambda found: {"rows": [{**row, **_texts([row])} for row in found["rows"]]},
     expectations=_temperature_expectations,
     plots={"temperature.png": _draw_temperature},
 )

@@ -48,20 +48,13 @@ def measure_compressor(lab: Lab) -> None:
     target = trained[sizes["runs"][0]].target
     options = {name: tuned_options(lab, target, name) for name in sizes["policies"]}
 
+    def variant(run: str, policy: str) -> tuple[PolicyRunner, Json]:
+        trained_by = {"command": runs.command_line(lab.settings, run), "choice": list(trained[run].extra)}
+        runner = lab.runner(target, f"{run} {policy}", policy, options[policy], run)
+        return runner, {"run": run, "policy": policy, **trained_by}
+
     def compute() -> Json:
-        variants = [
-            (
-                lab.runner(target, f"{run} {policy}", policy, options[policy], run),
-                {
-                    "run": run,
-                    "policy": policy,
-                    "command": runs.command_line(lab.settings, run),
-                    "choice": list(trained[run].extra),
-                },
-            )
-            for run in sizes["runs"]
-            for policy in sizes["policies"]
-        ]
+        variants = [variant(run, policy) for run in sizes["runs"] for policy in sizes["policies"]]
         return _rows(lab, "compressor", target, variants)
 
     lab.figures("compressor", "compressor", compute, sizes["runs"], study=sizes, options=options)
@@ -96,10 +89,6 @@ def _labelled(found: Json) -> list[Json]:
         {**row, "label": " ".join(word.rpartition("compressor=")[2].rpartition("compressor.")[2] for word in row["choice"])}
         for row in found["rows"]
     ]
-
-
-def _compressor_values(found: Json) -> Json:
-    return {"rows": _labelled(found)}
 
 
 def _compressor_expectations(found: Json) -> Iterator[Expectation]:
@@ -143,7 +132,7 @@ COMPRESSOR = Study(
     name="compressor",
     measure=measure_compressor,
     expectations=_compressor_expectations,
-    values=_compressor_values,
+    values=lambda found: {"rows": _labelled(found)},
     plots={"compressor.png": _draw_compressors},
 )
 
