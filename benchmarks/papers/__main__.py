@@ -13,10 +13,11 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks.papers.figures import FIGURES_DIR, FigureStore
 from benchmarks.papers.lab import Lab
-from benchmarks.papers.measure.studies import STUDIES, select_studies
-from benchmarks.papers.page.render import write_page
+from benchmarks.papers.render import write_page
 from benchmarks.papers.runs import TrainingFailed
 from benchmarks.papers.settings import QUICK, load_settings
+from benchmarks.papers.studies import STUDIES, select_studies
+from benchmarks.papers.study import Study
 from sage.commands.cli import run
 
 logger = logging.getLogger(__name__)
@@ -31,27 +32,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    names = select_studies(args.studies)
+    studies = select_studies(args.studies)
     settings = load_settings(*([QUICK] if args.quick else []), *args.settings)
     docs = Path(settings.docs_dir)
     store = FigureStore(docs / FIGURES_DIR)
-    failed = [] if args.page_only else _measure(names, Lab(settings, store))
+    failed = [] if args.page_only else _measure(studies, Lab(settings, store))
     print(f"written: {write_page(store.read_all(), docs)}")
     if failed:
         print(f"skipped, because a training run failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
 
 
-def _measure(names: Sequence[str], lab: Lab) -> list[str]:
+def _measure(studies: Sequence[Study], lab: Lab) -> list[str]:
     """Returns the studies whose training run failed; the other studies do not need that run."""
     failed, start = [], time.perf_counter()
-    for name in names:
+    for study in studies:
         try:
-            STUDIES[name](lab)
+            study.measure(lab)
         except TrainingFailed as error:
-            logger.error("%s: %s", name, error)
-            failed.append(name)
-        logger.info("%s: %.1f minutes since the start", name, (time.perf_counter() - start) / 60)
+            logger.error("%s: %s", study.name, error)
+            failed.append(study.name)
+        logger.info("%s: %.1f minutes since the start", study.name, (time.perf_counter() - start) / 60)
     return failed
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +11,9 @@ import torch
 import sage
 from benchmarks.papers import runs
 from benchmarks.papers.figures import FigureStore, Json
-from benchmarks.papers.settings import Settings, StudySettings
+from benchmarks.papers.settings import Settings
 from data_prep.pocket import world
-from sage.bench.measurement import BenchPrompt, Measurement, measure
+from sage.bench.measurement import BenchPrompt
 from sage.bench.runners import AUTOREGRESSIVE, HF_ASSISTED, PolicyRunner, Runner, baseline_runner, find_assistant
 from sage.costs.measure import measure_costs
 from sage.costs.tables import Costs
@@ -23,7 +21,6 @@ from sage.drafts.draft import Draft
 from sage.replay.recording import Recording, record
 from sage.targets import Target
 
-logger = logging.getLogger(__name__)
 NUM_CANDIDATES = max(sage.policy(name).num_candidates for name in sage.POLICIES)  # recorded per node: enough for every policy
 
 
@@ -31,7 +28,7 @@ class Lab:
     """Creates and caches what the studies measure with; figures are written to `store`."""
 
     def __init__(self, settings: Settings, store: FigureStore) -> None:
-        self.settings, self.store = settings, store
+        self.settings, self.sizes, self.store = settings, settings.sizes, store
         self._cache: dict[Any, Any] = {}
         torch.set_num_threads(settings.threads)
 
@@ -39,6 +36,11 @@ class Lab:
         if key not in self._cache:
             self._cache[key] = make()
         return self._cache[key]
+
+    @property
+    def targets(self) -> list[str]:
+        """Short names of the targets; studies of one target measure the first."""
+        return list(self.settings.targets)
 
     def target(self, name: str) -> Target:
         """Returns the target with that short name, in fp32, its passes as the settings say."""
@@ -58,6 +60,10 @@ class Lab:
         """Returns the draft that the target is measured with."""
         return self.draft(self.settings.main_runs[target])
 
+    def main_runs(self, *targets: str) -> list[str]:
+        """Returns the runs of the main drafts of these targets, by default of all."""
+        return [self.settings.main_runs[target] for target in targets or self.targets]
+
     def prompts(self, target: str, split: str, families: Sequence[str], per_family: int, start: int = 0) -> list[BenchPrompt]:
         """Returns first questions of held-out conversations, one task family after the other."""
 
@@ -70,13 +76,13 @@ class Lab:
 
         return self._cached(("prompts", target, split, *families, per_family, start), make)
 
-    def test_prompts(self, target: str, study: StudySettings) -> list[BenchPrompt]:
+    def test_prompts(self, target: str, study: str) -> list[BenchPrompt]:
         """Returns the prompts of a study, from the test split."""
-        return self.prompts(target, "test", study.families, study.prompts)
+        return self.prompts(target, "test", self.sizes[study]["families"], self.sizes[study]["prompts"])
 
     def tuning_prompts(self, target: str) -> list[BenchPrompt]:
         """Returns the prompts that policies are tuned on, from the validation split."""
-        return self.prompts(target, "validation", self.settings.families, self.settings.tuning.prompts)
+        return self.prompts(target, "validation", self.settings.families, self.sizes["tuning"]["prompts"])
 
     def recordings(self, target: str, prompts: Sequence[BenchPrompt]) -> list[Recording]:
         """Records the distributions of the target's main draft while these prompts are decoded greedily."""
@@ -94,10 +100,12 @@ class Lab:
 
         return self._cached(("costs", target), make)
 
-    def variant(self, target: str, label: str, policy: str, options: Mapping[str, Any], run: str | None = None) -> PolicyRunner:
-        """Returns a labelled runner of a policy with options, on the target's main draft or on the draft of `run`."""
-        draft = self.main_draft(target) if run is None else self.draft(run)
-        return PolicyRunner(self.target(target), draft, label, sage.policy(policy, **options))
+    def runner(
+        self, target: str, label: str, policy: str, options: Mapping[str, Any] | None = None, run: str = "", **others: Any
+    ) -> PolicyRunner:
+        """Returns a labelled runner of a policy, on the target's main draft or on the draft of `run`."""
+        draft = self.draft(run) if run else self.main_draft(target)
+        return PolicyRunner(self.target(target), draft, label, sage.policy(policy, **(options or {})), **others)
 
     def baselines(self, target: str, names: Sequence[str] = ()) -> list[Runner]:
         """Returns our autoregressive loop and the named decoders; assisted generation only if the target has an assistant."""
@@ -109,49 +117,18 @@ class Lab:
             assistant = find_assistant(self.target(target), None, self.draft(run))
         return [baseline_runner(self.target(target), name, assistant) for name in names]
 
-    def run_comparison(
-        self, target: str, runners: Sequence[Runner], prompts: Sequence[BenchPrompt], repeats: int, **sampling: Any
-    ) -> Measurement:
-        """Runs every runner on every prompt, interleaved; greedy unless `sampling` is given.
-
-        Policies that learn online decode the tuning prompts first.
-        """
-        chosen = sage.Sampling(**{"max_new_tokens": self.settings.max_new_tokens, **sampling})
-        for runner in runners:
-            if isinstance(runner, PolicyRunner) and runner.policy.needs_costs:
-                for prompt in self.tuning_prompts(target):
-                    runner.run(prompt.inputs, chosen)
-        return measure(runners, prompts, chosen, repeats, 1, _log_progress)
-
-    def main_runs(self) -> list[str]:
-        """Returns the runs of the main drafts of all targets."""
-        return [self.settings.main_runs[target] for target in self.settings.targets]
-
-    def figures(
-        self, study: str, name: str, measure_figures: Callable[[], Json], names: Sequence[str] = (), /, **others: Any
-    ) -> Json:
+    def figures(self, study: str, name: str, measure: Callable[[], Json], names: Sequence[str] = (), /, **inputs: Any) -> Json:
         """Returns the figures `name` of a study; measures them if they are missing or outdated.
 
-        They depend on the runs `names`, their command lines and targets, and on `others` (settings, options).
+        They depend on the runs `names`, their command lines and targets, and on `inputs` (sizes, options).
         """
         settings = self.settings
-        targets = {settings.training.runs[run].target for run in names}
         commands = {"runs": {run: runs.overrides(settings, run) for run in names}} if names else {}
-        plain = {
-            key: asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-            for key, value in others.items()
-        }
-        inputs = {
-            **commands,
-            **plain,
+        targets = sorted({settings.training.runs[run].target for run in names})
+        shared = {
             "threads": settings.threads,
-            "targets": {target: runs.weights_digest(settings.targets[target]) for target in sorted(targets)},
+            "targets": {target: runs.weights_digest(settings.targets[target]) for target in targets},
             "max_new_tokens": settings.max_new_tokens,
             "passes": settings.passes,
         }
-        return self.store.get_or_measure(name, inputs, measure_figures, f"make results-{study}")
-
-
-def _log_progress(done: int, total: int) -> None:
-    if done == total or done % max(total // 4, 1) == 0:
-        logger.info("  %d of %d", done, total)
+        return self.store.get_or_measure(name, {**commands, **inputs, **shared}, measure, f"make results-{study}")

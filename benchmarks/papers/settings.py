@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
+
+from benchmarks.papers.figures import Json
 
 FULL, QUICK = "full", "quick"
 
@@ -36,126 +38,8 @@ class TrainingSettings:
 
 
 @dataclass(kw_only=True)
-class TuningSettings:
-    """`grids`: per policy, products of the listed values; all are replayed, the `timed` best of each policy are timed."""
-
-    prompts: int = MISSING
-    timed_prompts: int = MISSING
-    timed_repeats: int = MISSING
-    timed: int = MISSING
-    static_sizes: list[int] = MISSING
-    grids: dict[str, Any] = MISSING
-
-
-@dataclass(kw_only=True)
-class StudySettings:
-    """Common to all studies: number of prompts per task family, test split."""
-
-    prompts: int = MISSING
-    families: list[str] = MISSING
-
-
-@dataclass(kw_only=True)
-class TimedSettings(StudySettings):
-    repeats: int = MISSING
-
-
-@dataclass(kw_only=True)
-class EpochsSettings:
-    """`runs`: runs with one validation after each epoch."""
-
-    runs: list[str] = MISSING
-
-
-@dataclass(kw_only=True)
-class PruningSettings(TimedSettings):
-    ratios: list[float] = MISSING
-
-
-@dataclass(kw_only=True)
-class CompressorSettings(TimedSettings):
-    """`runs` are compared under each of `policies`; the first run is the uncompressed reference."""
-
-    policies: list[str] = MISSING
-    runs: list[str] = MISSING
-
-
-@dataclass(kw_only=True)
-class LengthSettings(TimedSettings):
-    """`edges`: starts of the segments of free-running answers, in tokens."""
-
-    lengths: list[int] = MISSING
-    edges: list[int] = MISSING
-
-
-@dataclass(kw_only=True)
-class EntropySettings(StudySettings):
-    """`candidates`: k of SAGE."""
-
-    lags: int = MISSING
-    candidates: int = MISSING
-
-
-@dataclass(kw_only=True)
-class CalibrationSettings(StudySettings):
-    """`rounds`: decoding rounds of the validation split to calibrate on before errors are counted on the test split."""
-
-    rounds: int = MISSING
-
-
-@dataclass(kw_only=True)
-class TemperatureSettings(TimedSettings):
-    values: list[float] = MISSING
-
-
-@dataclass(kw_only=True)
-class CouplingSettings(TimedSettings):
-    """`points`: temperature and top_p; `seeds`: number of seeds of each prompt."""
-
-    points: list[list[float]] = MISSING
-    seeds: int = MISSING
-
-
-@dataclass(kw_only=True)
-class ProjectionSettings(StudySettings):
-    """`bandwidths`: memory bandwidth of the device of each shape, in GB/s; `policies` are replayed as published."""
-
-    policies: list[str] = MISSING
-    shapes: list[str] = MISSING
-    bandwidths: dict[str, float] = MISSING
-    contexts: list[int] = MISSING
-
-
-@dataclass(kw_only=True)
-class CostsSettings:
-    """Costs of passes of a large shape on this machine; only `layers` of its text layers are built."""
-
-    shape: str = MISSING
-    layers: int = MISSING
-    nodes: list[int] = MISSING
-    widths: list[int] = MISSING
-    contexts: list[int] = MISSING
-    repeats: int = MISSING
-
-
-@dataclass(kw_only=True)
-class EnginesSettings:
-    """`runs`: by target, the runs of the drafts by label, first the one that vLLM serves too; `depths`: num_speculative_tokens;
-    `policies`: ours, as for `python -m sage.bench --policy`; `passes`: ours; `python`: interpreter of vLLM's environment.
-    """
-
-    python: str = MISSING
-    runs: dict[str, dict[str, str]] = MISSING
-    policies: list[str] = MISSING
-    depths: list[int] = MISSING
-    passes: str = MISSING
-    prompts: int = MISSING
-    repeats: int = MISSING
-
-
-@dataclass(kw_only=True)
 class Settings:
-    """All settings."""
+    """All settings: what the studies share, and under `sizes` all other keys of full.yaml."""
 
     threads: int = MISSING
     runs_dir: str = MISSING
@@ -167,20 +51,7 @@ class Settings:
     training: TrainingSettings = field(default_factory=TrainingSettings)
     main_runs: dict[str, str] = MISSING  # by target, the run whose draft it is measured with
     assistant_runs: dict[str, str] = MISSING  # by target, the run of a smaller model of the same family
-    tuning: TuningSettings = field(default_factory=TuningSettings)
-    policies: TimedSettings = field(default_factory=TimedSettings)
-    epochs: EpochsSettings = field(default_factory=EpochsSettings)
-    pruning: PruningSettings = field(default_factory=PruningSettings)
-    compressor: CompressorSettings = field(default_factory=CompressorSettings)
-    length: LengthSettings = field(default_factory=LengthSettings)
-    entropy: EntropySettings = field(default_factory=EntropySettings)
-    calibration: CalibrationSettings = field(default_factory=CalibrationSettings)
-    ablations: TimedSettings = field(default_factory=TimedSettings)
-    temperature: TemperatureSettings = field(default_factory=TemperatureSettings)
-    coupling: CouplingSettings = field(default_factory=CouplingSettings)
-    projection: ProjectionSettings = field(default_factory=ProjectionSettings)
-    costs: CostsSettings = field(default_factory=CostsSettings)
-    engines: EnginesSettings = field(default_factory=EnginesSettings)
+    sizes: dict[str, Any] = field(default_factory=dict)  # of each study, of `tuning` and of `costs`, by name
 
 
 def load_settings(*names_or_paths: str | Path) -> Settings:
@@ -192,9 +63,22 @@ def load_settings(*names_or_paths: str | Path) -> Settings:
     here = Path(__file__).parent
     files = [here / f"{one}.yaml" if one in (FULL, QUICK) else Path(one) for one in (FULL, *names_or_paths)]
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Settings), *(OmegaConf.load(file) for file in files))
-        settings = OmegaConf.to_object(merged)
+        full, *changes = (cast(DictConfig, OmegaConf.load(file)) for file in files)
+        merged = cast(DictConfig, OmegaConf.merge(full, *changes))
+        known = {str(key): full[key] for key in full if key not in Settings.__annotations__}
+        sizes = {name: merged.pop(name) for name in known}
+        settings = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Settings), merged, {"sizes": sizes}))
     except (OmegaConfBaseException, YAMLError) as error:
         raise ValueError(f"{files[-1]}: {str(error).splitlines()[0]}") from error
     assert isinstance(settings, Settings)
+    for name, part in settings.sizes.items():
+        _check_sizes(f"{files[-1]}: {name}", part, cast(Json, OmegaConf.to_container(known[name])))
     return settings
+
+
+def _check_sizes(where: str, sizes: Json, known: Json) -> None:
+    for key, value in sizes.items():
+        if key not in known:
+            raise ValueError(f"{where}.{key}: unknown; choose from {', '.join(known)}")
+        if type(value) is not type(known[key]):
+            raise ValueError(f"{where}.{key}: {value!r} is not of type {type(known[key]).__name__}")

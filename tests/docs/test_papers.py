@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,14 +20,12 @@ from support.papers_helpers import tiny_world
 from support.shortcuts import save_rendered
 
 from benchmarks.papers import __main__ as command
-from benchmarks.papers import runs
+from benchmarks.papers import answers, render, runs, tuning
 from benchmarks.papers.figures import FIGURES_DIR, FigureStore, digest
 from benchmarks.papers.lab import Lab
-from benchmarks.papers.measure import ablations, answers, calibration, entropy, tuning
-from benchmarks.papers.measure import projection as projection_figures
-from benchmarks.papers.measure.studies import STUDIES, select_studies
-from benchmarks.papers.page import epochs, policies, projection, render
+from benchmarks.papers.markdown import fill
 from benchmarks.papers.settings import load_settings
+from benchmarks.papers.studies import SECTIONS, STUDIES, ablations, confidence, epochs, projection, select_studies
 from sage.bench.costs import measure_shape_costs
 from sage.bench.shapes import Shape
 from sage.costs.tables import Costs, Curve
@@ -48,7 +47,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (where / "README.md").write_text(f"first\n{render.README_START}\nold\n{render.README_END}\nlast\n", encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(style, "save", save_rendered)
-        patch.setattr(projection_figures, "measure_shape_costs", lambda shape, *rest: measure_shape_costs(narrow(shape), *rest))
+        patch.setattr(projection, "measure_shape_costs", lambda shape, *rest: measure_shape_costs(narrow(shape), *rest))
         assert command.main(["--quick", "--settings", str(settings)]) == 0
     return where
 
@@ -57,51 +56,49 @@ def narrow(shape: Shape) -> Shape:
     return replace(shape, hidden_size=256, intermediate_size=512, num_heads=2, num_kv_heads=1, vocab_size=2000)
 
 
-def rendered(docs: Path) -> str:
-    return render.render(FigureStore(docs / FIGURES_DIR).read_all())
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Restores the number of threads, which a lab sets."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.mark.slow
 def test_every_study_has_a_section_with_plots(measured: Path) -> None:
     text = (measured / "docs" / "results.md").read_text()
-    assert set(render.SECTIONS) == set(STUDIES)
+    assert set(SECTIONS) == set(STUDIES)
     assert not list((measured / "docs" / FIGURES_DIR).glob("engines*")), "vLLM is not installed here"
-    for number, (study, section) in enumerate(render.SECTIONS.items(), start=1):
+    for number, study in enumerate(SECTIONS, start=1):
         if study == "engines":
             continue
         assert f"\n## {number}. " in text
         assert f"`make results-{study}`" in text
-        for file in section.PLOTS:
+        for file in STUDIES[study].plots:
             assert (measured / "docs" / FIGURES_DIR / file).stat().st_size > 5000
             assert f"({FIGURES_DIR}/{file})" in text
-    assert "nan" not in text and "None" not in text and "$" not in text
+    assert "nan" not in text and "None" not in text and not re.search(r"[{}]|<!-- (each|end)", text)
     assert "\n## Expectations\n" in text
 
 
 @pytest.mark.slow
-def test_page_depends_on_the_figures_only(measured: Path, tmp_path: Path) -> None:
-    docs = measured / "docs"
-    text = (docs / "results.md").read_text()
-    assert rendered(docs) == text
-    changed = tmp_path / FIGURES_DIR
-    changed.mkdir()
-    for path in (docs / FIGURES_DIR).iterdir():
-        (changed / path.name).write_bytes(path.read_bytes())
-    content = json.loads((changed / "policies_qwen.json").read_text())
-    content["figures"]["policies"]["sage"]["tokens_per_target_pass"] += 1
-    (changed / "policies_qwen.json").write_text(json.dumps(content))
-    assert rendered(tmp_path) != text
+def test_page_depends_on_the_figures_only(measured: Path) -> None:
+    files = FigureStore(measured / "docs" / FIGURES_DIR).read_all()
+    text = (measured / "docs" / "results.md").read_text()
+    assert render.render(files) == text
+    files["policies_qwen"]["figures"]["policies"]["sage"]["tokens_per_target_pass"] += 1
+    assert render.render(files) != text
 
 
 def test_committed_page_and_readme_are_current() -> None:
     docs, readme = ROOT / "docs", (ROOT / "README.md").read_text()
-    assert rendered(docs) == (docs / "results.md").read_text(), "outdated: make results RESULTS_ARGS=--page-only"
     files = FigureStore(docs / FIGURES_DIR).read_all()
+    assert render.render(files) == (docs / "results.md").read_text(), "outdated: make results RESULTS_ARGS=--page-only"
     assert render.README_START in readme
     assert render.with_headline(readme, {name: content["figures"] for name, content in files.items()}) == readme
 
 
-def test_committed_figures_are_current(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_committed_figures_are_current(monkeypatch: pytest.MonkeyPatch, threads: None) -> None:
     """`make results` measures nothing after a rename of keys or settings."""
     store = FigureStore(ROOT / "docs" / FIGURES_DIR)
     monkeypatch.chdir(ROOT)
@@ -114,26 +111,21 @@ def test_committed_figures_are_current(monkeypatch: pytest.MonkeyPatch) -> None:
         return content["figures"]
 
     monkeypatch.setattr(store, "get_or_measure", get)
-    threads = torch.get_num_threads()
-    try:
-        lab = Lab(load_settings(), store)
-        for measure in STUDIES.values():
-            measure(lab)
-    finally:
-        torch.set_num_threads(threads)
+    lab = Lab(load_settings(), store)
+    for study in STUDIES.values():
+        study.measure(lab)
 
 
-def test_figures_depend_on_their_runs_targets_and_passes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_figures_depend_on_their_runs_targets_and_passes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, threads: None
+) -> None:
     monkeypatch.chdir(ROOT)
-    settings, threads = load_settings(), torch.get_num_threads()
+    settings = load_settings()
     inputs: dict[str, Any] = {}
     store = FigureStore(tmp_path)
     monkeypatch.setattr(store, "get_or_measure", lambda name, found, *_: inputs.setdefault(name, found))
-    try:
-        for settings.passes in ("eager", "compiled"):
-            Lab(settings, store).figures("policies", settings.passes, dict, ["eagle_qwen"])
-    finally:
-        torch.set_num_threads(threads)
+    for settings.passes in ("eager", "compiled"):
+        Lab(settings, store).figures("policies", settings.passes, dict, ["eagle_qwen"])
     assert inputs["compiled"] == inputs["eager"] | {"passes": "compiled"}
     assert inputs["eager"]["targets"] == {"qwen": runs.weights_digest(settings.targets["qwen"])}
 
@@ -205,7 +197,9 @@ def test_failed_training_run_skips_only_its_study(tmp_path: Path, monkeypatch: p
         raise runs.TrainingFailed("sage-train ended with exit code 2")
 
     done: list[str] = []
-    monkeypatch.setattr(command, "STUDIES", {"policies": fails, "epochs": lambda lab: done.append("epochs")})
+    studies = {"policies": fails, "epochs": lambda lab: done.append("epochs")}
+    made = [replace(STUDIES[name], measure=measure) for name, measure in studies.items()]
+    monkeypatch.setattr(command, "select_studies", lambda names: made)
     (tmp_path / "where.yaml").write_text(f"docs_dir: {tmp_path}/docs\n")
     assert command.main(["policies", "epochs", "--settings", str(tmp_path / "where.yaml")]) == 1
     assert done == ["epochs"]
@@ -215,12 +209,19 @@ def test_failed_training_run_skips_only_its_study(tmp_path: Path, monkeypatch: p
 def test_unknown_names_are_refused(tmp_path: Path) -> None:
     with refused("tables", "policies, "):
         select_studies(["tables"])
-    assert select_studies(["entropy", "policies"]) == ["policies", "entropy"]
-    (tmp_path / "bad.yaml").write_text("tabel: {prompts: 1}\n")
-    with refused("bad.yaml", "tabel"):
-        load_settings(tmp_path / "bad.yaml")
+    assert select_studies(["entropy", "policies"]) == [STUDIES["policies"], STUDIES["entropy"]]
+    for text, parts in {
+        "tabel: {prompts: 1}": ["tabel"],
+        "pruning: {ratio: [0.5]}": ["pruning.ratio", "ratios"],
+        "pruning: {ratios: 0.5}": ["pruning.ratios", "0.5", "list"],
+    }.items():
+        (tmp_path / "bad.yaml").write_text(text)
+        with refused("bad.yaml", *parts):
+            load_settings(tmp_path / "bad.yaml")
     with refused("training.runs", "'other'", "eagle_qwen, "):
         runs.overrides(load_settings(), "other")
+    with refused("placeholder", "number"):
+        fill("temperature", {})
 
 
 @pytest.mark.slow
@@ -229,9 +230,10 @@ def test_every_run_in_the_settings_composes() -> None:
     settings = load_settings()
     for name in settings.training.runs:
         check(compose("config", [*runs.overrides(settings, name), "run.dir=somewhere"], Config))
-    named = [*settings.main_runs.values(), *settings.assistant_runs.values(), *settings.epochs.runs, *settings.compressor.runs]
-    drafts = [name for runs in settings.engines.runs.values() for name in runs.values()]
-    assert {*named, *drafts} == set(settings.training.runs)
+    named = [*settings.main_runs.values(), *settings.assistant_runs.values()]
+    named += [name for study in ("epochs", "compressor") for name in settings.sizes[study]["runs"]]
+    named += [name for drafts in settings.sizes["engines"]["runs"].values() for name in drafts.values()]
+    assert set(named) == set(settings.training.runs)
 
 
 # -- computations ----------------------------------------------------------------------------------------------------------
@@ -260,7 +262,7 @@ def test_most_frequent_paths() -> None:
 
 
 def test_nodes_on_path() -> None:
-    found = [(one.depth, one.is_accepted) for one in calibration.nodes_on_path(ANSWER, "p", 2)]
+    found = [(one.depth, one.is_accepted) for one in confidence.nodes_on_path(ANSWER, "p", 2)]
     assert found == [(1, True), (2, False), (3, False), (1, False)]
 
 
@@ -283,15 +285,15 @@ def test_auc_and_correlation_against_naive_versions() -> None:
     outcomes = [draw.random() < value for value in predicted]
     pairs = [(a, b) for a, hit in zip(predicted, outcomes, strict=True) if hit for b in _refused(predicted, outcomes)]
     naive = sum((a > b) + 0.5 * (a == b) for a, b in pairs) / len(pairs)
-    assert calibration.auc(predicted, outcomes) == pytest.approx(naive, abs=1e-12)
-    assert calibration.auc([0.3, 0.4], [True, True]) == 0.5
+    assert confidence.auc(predicted, outcomes) == pytest.approx(naive, abs=1e-12)
+    assert confidence.auc([0.3, 0.4], [True, True]) == 0.5
     series = [[draw.random() for _ in range(length)] for length in (9, 4, 1)]
     first = [value for one in series for value in one[:-2]]
     second = [value for one in series for value in one[2:]]
-    assert entropy.correlation(series, series, 2) == pytest.approx(numpy.corrcoef(first, second)[0, 1], abs=1e-12)
-    assert entropy.correlation([[1.0, 1.0]], [[1.0, 1.0]], 1) is None
+    assert confidence.correlation(series, series, 2) == pytest.approx(numpy.corrcoef(first, second)[0, 1], abs=1e-12)
+    assert confidence.correlation([[1.0, 1.0]], [[1.0, 1.0]], 1) is None
     shorter = [*series, [1.0]]  # than the lag: it has nothing to add
-    assert entropy.correlation(shorter, shorter, 2) == entropy.correlation(series, series, 2)
+    assert confidence.correlation(shorter, shorter, 2) == confidence.correlation(series, series, 2)
 
 
 def _refused(predicted: list[float], outcomes: list[bool]) -> list[float]:
@@ -302,8 +304,8 @@ def test_lemma_fails_for_a_tie_and_holds_for_a_certain_token() -> None:
     """p = (.5, .5, 0, ...) with k = 10 has alpha 0.699 and a claimed bound of 0.729."""
     tie, certain = [0.5, 0.5, *[0.0] * 8], [1.0, *[0.0] * 9]
     assert confidence_of(tie) == pytest.approx(0.699, abs=5e-4)
-    assert calibration.bound(confidence_of(tie), 10) == pytest.approx(0.729, abs=5e-4)
-    found = calibration.lemma([calibration.PathNode("p", 1, tie, False), calibration.PathNode("p", 2, certain, True)])
+    assert confidence.bound(confidence_of(tie), 10) == pytest.approx(0.729, abs=5e-4)
+    found = confidence.lemma([confidence.PathNode("p", 1, tie, False), confidence.PathNode("p", 2, certain, True)])
     assert (found["below_bound"], found["above_threshold"], found["above_threshold_accepted"]) == (1, 2, 1)
     assert found["examples"][0]["probs"][:2] == [0.5, 0.5]
 
@@ -322,7 +324,7 @@ def test_expectations_depend_on_the_figures() -> None:
     rising, falling = ([{"epoch": n, "policies": {"static": {"tokens_per_target_pass": v}}} for n, v in enumerate(curve)]
                        for curve in ((2.0, 3.0), (3.0, 2.5)))  # fmt: skip
     runs_of = {"a": {"points": rising, "prompts": 8}, "b": {"points": falling, "prompts": 8}}
-    first, second = epochs.expectations({"epochs": {"runs": runs_of}})
+    first, second = epochs.STUDY.expectations({"runs": runs_of})
     assert first.is_met and not second.is_met
     assert "-0.50" in second.evidence
 
@@ -347,6 +349,7 @@ def test_slow_policy_is_explained_by_its_rounds(measured: Path) -> None:
     claim = "pocket Qwen2.5-VL: `cost_aware` at least 2.00x on captions"
     for speedup, is_met in ((1.9, False), (2.1, True)):
         captions["speedup"] = speedup
-        [one] = [one for one in policies.expectations(found) if one.claim == claim]
+        study = STUDIES["policies"]
+        [one] = [one for one in study.expectations(study.select(found)) if one.claim == claim]
         assert one.is_met is is_met
         assert ("tokens per round of" in one.evidence) is not is_met

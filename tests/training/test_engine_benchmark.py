@@ -27,11 +27,9 @@ from benchmarks.engines.comparison import Answer, figures, report, take_turns
 from benchmarks.engines.prompts import FAMILIES, pocket_prompts
 from benchmarks.papers.figures import FigureStore
 from benchmarks.papers.lab import Lab
-from benchmarks.papers.measure import engines as study
-from benchmarks.papers.page import engines as page
-from benchmarks.papers.page.markdown import fill
-from benchmarks.papers.page.render import with_headline
+from benchmarks.papers.render import section, with_headline
 from benchmarks.papers.settings import load_settings
+from benchmarks.papers.studies import STUDIES
 from checkpoints.engines import vllm_worker
 from checkpoints.engines.prompts import collapsed, write_prompts
 from checkpoints.engines.vllm_process import EngineFailed, EngineSetting, VllmProcess
@@ -232,11 +230,12 @@ def study_figures() -> dict[str, Any]:
 
 
 def test_section_of_the_page_shows_decoders_ratios_and_what_is_unmet() -> None:
-    text = fill("engines", number=12, source="made up", **page.values(study_figures()))
+    study, figures = STUDIES["engines"], study_figures()
+    text = section(12, study, figures, "made up")
     assert "vLLM 0.32.0 (torch 2.13.0+cpu" in text and "### pocket Qwen2.5-VL" in text and "Our passes are compiled" in text
     assert "| vLLM | `vllm 3 tokens` | 2.50 | 500 | 499-501 | 250 | 31/32 |" in text
     assert "| same draft | `chain, eagle3` | `vllm 3 tokens` | 1.40x (1.30-1.50) |" in text
-    assert [one.is_met for one in page.expectations(study_figures())] == [False, True, True]
+    assert [one.is_met for one in study.expectations(study.select(figures))] == [False, True, True]
 
 
 def test_readme_lists_what_a_user_can_choose_from_slowest_first() -> None:
@@ -256,9 +255,9 @@ def test_readme_lists_what_a_user_can_choose_from_slowest_first() -> None:
 
 def test_study_is_skipped_without_the_environment(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     settings = load_settings()
-    settings.engines.python = str(tmp_path / "python")
+    settings.sizes["engines"]["python"] = str(tmp_path / "python")
     settings.threads = torch.get_num_threads()  # which Lab sets
-    study.measure(Lab(settings, FigureStore(tmp_path)))
+    STUDIES["engines"].measure(Lab(settings, FigureStore(tmp_path)))
     (message,) = caplog.messages[-1:]
     check_message(message, "engines: SKIPPED", str(tmp_path / "python"), "make engines-env")
     assert not list(tmp_path.iterdir())

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from matplotlib.figure import Figure
+
 import sage
+from benchmarks.papers.answers import depth_on_path
+from benchmarks.papers.comparison import compare, select
 from benchmarks.papers.figures import Json
 from benchmarks.papers.lab import Lab
-from benchmarks.papers.measure.answers import depth_on_path
-from benchmarks.papers.measure.comparison import compare, select
-from benchmarks.papers.measure.tuning import tuned_options
+from benchmarks.papers.markdown import options_text
+from benchmarks.papers.plots import label_bars
+from benchmarks.papers.study import OURS, Expectation, Study
+from benchmarks.papers.tuning import tuned_options
 from sage.bench.runners import PolicyRunner
 from sage.costs.tables import Costs, Curve
 from sage.planning.base import Policy
@@ -18,6 +23,7 @@ from sage.planning.tree import RoundOutcome
 from sage.replay.recording import Recording
 from sage.replay.replay import replay
 from sage.trees.cost_aware.policy import CostAware
+from train.report import style
 
 SAGE_CHANGES = ({"alpha_from": "root"}, {"alpha_from": "current"}, {"history": False}, {"top_k": 4}, {"top_k": 16})
 COST_AWARE_CHANGES = ({"calibrate": False}, {"stop": False}, {"sees_ends": False})
@@ -26,6 +32,8 @@ ASSUMED_LEVEL = 0.1  # of a pass
 ASSUMED_NODES = 65
 REPLAYED = ("tokens_per_target_pass", "nodes_per_round", "tokens_per_s", "coverage")
 TIMED = ("tokens_per_target_pass", "nodes_per_round", "draft_steps_per_round", "speedup", "speedup_ci", "match", "total")
+NOISE = 1.001  # of replayed speeds
+ORACLE_SHARE = 0.75
 
 
 class AssumedCosts(CostAware):
@@ -47,12 +55,28 @@ class AssumedCosts(CostAware):
         return figures
 
 
-def measure(lab: Lab) -> None:
+def _measure(lab: Lab) -> None:
     """Measures `ablations` for the first target."""
-    target = next(iter(lab.settings.targets))
-    study, options = lab.settings.ablations, tuned_options(lab, target, "sage")
-    run = lab.settings.main_runs[target]
-    lab.figures("ablations", "ablations", lambda: _measure(lab, target, options), [run], study=study, options=options)
+    target, sizes = lab.targets[0], lab.sizes["ablations"]
+    tuned = tuned_options(lab, target, "sage")
+
+    def compute() -> Json:
+        costs, prompts = lab.costs(target), lab.test_prompts(target, "ablations")
+        model, draft, pass_s = lab.target(target), lab.main_draft(target), costs.verify(1)
+        runners = [PolicyRunner(model, draft, label, policy) for label, policy in ablation_policies(tuned, pass_s).items()]
+        timed = compare(lab, target, runners, prompts, sizes["repeats"])["policies"]
+        recordings = lab.recordings(target, prompts)
+        replayed = {label: _replay(recordings, policy, costs) for label, policy in ablation_policies(tuned, pass_s).items()}
+        return {
+            "target": target,
+            "prompts": len(prompts),
+            "options": tuned,
+            "rows": [{"label": label, **select(timed[label], TIMED), "replayed": part} for label, part in replayed.items()],
+            "oracle": oracle(recordings, costs, CostAware().max_depth),
+            "autoregressive_tokens_per_s": 1 / (costs.verify(1) + costs.overhead),
+        }
+
+    lab.figures("ablations", "ablations", compute, lab.main_runs(target), study=sizes, options=tuned)
 
 
 def ablation_policies(tuned: Mapping[str, Any], pass_s: float) -> dict[str, Policy]:
@@ -61,32 +85,14 @@ def ablation_policies(tuned: Mapping[str, Any], pass_s: float) -> dict[str, Poli
     return {
         "sage": sage.policy("sage", **tuned),
         **{f"sage, {_label(change)}": sage.policy("sage", **{**tuned, **change}) for change in changes},
-        "cost_aware": sage.policy("cost_aware"),
-        **{f"cost_aware, {_label(change)}": sage.policy("cost_aware", **change) for change in COST_AWARE_CHANGES},
-        f"cost_aware, {ASSUMED_COSTS}": AssumedCosts(pass_s),
+        OURS: sage.policy(OURS),
+        **{f"{OURS}, {_label(change)}": sage.policy(OURS, **change) for change in COST_AWARE_CHANGES},
+        f"{OURS}, {ASSUMED_COSTS}": AssumedCosts(pass_s),
     }
 
 
 def _label(change: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}={str(value).lower()}" for key, value in change.items())
-
-
-def _measure(lab: Lab, target: str, tuned: Mapping[str, Any]) -> Json:
-    study, costs = lab.settings.ablations, lab.costs(target)
-    pass_s, prompts = costs.verify(1), lab.test_prompts(target, study)
-    model, draft = lab.target(target), lab.main_draft(target)
-    variants = [PolicyRunner(model, draft, label, policy) for label, policy in ablation_policies(tuned, pass_s).items()]
-    timed = compare(lab, target, variants, prompts, study.repeats)["policies"]
-    recordings = lab.recordings(target, prompts)
-    replayed = {label: _replay(recordings, policy, costs) for label, policy in ablation_policies(tuned, pass_s).items()}
-    return {
-        "target": target,
-        "prompts": len(prompts),
-        "options": dict(tuned),
-        "rows": [{"label": label, **select(timed[label], TIMED), "replayed": summary} for label, summary in replayed.items()],
-        "oracle": oracle(recordings, costs, CostAware().max_depth),
-        "autoregressive_tokens_per_s": 1 / (costs.verify(1) + costs.overhead),
-    }
 
 
 def _replay(recordings: Sequence[Recording], policy: Policy, costs: Costs) -> Json:
@@ -137,3 +143,42 @@ def _best_depth(reachable: int, left: int, costs: Costs, price: float) -> tuple[
         seconds = costs.verify_s(depth + 1, costs.context) + depth * costs.draft(1) + costs.overhead
         options.append((min(depth + 1, left), seconds, depth))
     return max(options, key=lambda one: one[0] - price * one[1])
+
+
+def _values(found: Json) -> Json:
+    text = options_text(found["options"]) or "defaults"
+    return {"options_text": text, "assumed_costs": ASSUMED_COSTS, "assumed_level": f"{ASSUMED_LEVEL:.0%}"}
+
+
+def _expectations(found: Json) -> Iterator[Expectation]:
+    """The replay decides, because replays share every draft; the timed difference is reported with it."""
+    rows = {row["label"]: row for row in found["rows"]}
+    speeds = {label: row["replayed"]["tokens_per_s"] for label, row in rows.items()}
+    for name, whose in ((OURS, "Ours"), ("sage", "SAGE")):
+        for label in (label for label in rows if label.startswith(f"{name}, ")):
+            timed = rows[label]["speedup"] / rows[name]["speedup"] - 1
+            claim = f"{whose}: `{name}` at least as fast as with *{label.removeprefix(f'{name}, ')}*"
+            evidence = f"variant {speeds[label] / speeds[name] - 1:+.1%} replayed, {timed:+.1%} timed"
+            yield Expectation(claim, speeds[label] <= speeds[name] * NOISE, evidence)
+    share = speeds[OURS] / found["oracle"]["tokens_per_s"]
+    claim = f"Ours: `{OURS}` within {1 - ORACLE_SHARE:.0%} of the oracle's speed, replayed"
+    yield Expectation(claim, share >= ORACLE_SHARE, f"{share:.0%} of it")
+
+
+def _draw(found: Json) -> Figure:
+    """Draws the replayed tokens per second of every variant, the oracle last."""
+    speeds = {row["label"]: row["replayed"]["tokens_per_s"] for row in found["rows"]}
+    speeds["oracle"] = found["oracle"]["tokens_per_s"]
+    figure = style.figure(1.2 + 0.31 * len(speeds), "Ablations", "tokens per second, replayed on the same drafts")
+    axes = figure.subplots()
+    for place, (label, speed) in enumerate(speeds.items()):
+        color = style.BAND if label == "oracle" else style.policy_color(label.split(",")[0])
+        axes.barh(place, speed, height=0.62, color=color)
+        axes.text(speed, place, f" {speed:.0f}", va="center", fontsize=9)
+    axes.margins(x=0.1)
+    label_bars(axes, list(speeds))
+    style.despine(axes, "x")
+    return figure
+
+
+STUDY = Study(name="ablations", measure=_measure, expectations=_expectations, values=_values, plots={"ablations.png": _draw})

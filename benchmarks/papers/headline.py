@@ -1,0 +1,71 @@
+"""The headline tables: decoders that a user can choose from, in the README; every policy on every target, also on the page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from benchmarks.papers.figures import Json
+from benchmarks.papers.markdown import fill
+from benchmarks.papers.study import OURS, Figures, by_target
+from sage.bench.runners import AUTOREGRESSIVE, HF_COMPILED, HF_GENERATE
+
+CAPTIONS = "caption"
+
+
+def headline_table(figures: Figures) -> str:
+    """Returns the table; empty before the policies are measured."""
+    tables = by_target(figures, "policies")
+    rows = [_row(name, tables.values()) for name in decoders(tables)]
+    return fill("headline_table", {"targets": tables, "rows": rows}) if tables else ""
+
+
+def _row(name: str, tables: Iterable[Json]) -> Json:
+    parts = [
+        {"captions": part_of(figures["by_family"].get(CAPTIONS, {}), name), "overall": part_of(figures, name)}
+        for figures in tables
+    ]
+    same, total = (sum(part["overall"].get(key, 0) for part in parts) for key in ("match", "total"))
+    identical = f"{same}/{total}" if total else ""
+    return {"name": name, "mark": "**" if name == OURS else "", "parts": parts, "identical": identical}
+
+
+def engines_table(figures: Figures) -> str:
+    """Returns the decoders that a user can choose from, slowest first, by tokens per second; empty before they are measured."""
+    for title, part in by_target(figures, "engines").items():
+        ordered = sorted(_choices(part).items(), key=lambda choice: float(choice[1]["tokens_per_s"]))
+        return fill("engines_table", {"target": title, "choices": dict(ordered)})
+    return ""
+
+
+def _choices(part: Json) -> dict[str, Json]:
+    """Returns the figures of what a user can run, by description: other libraries, and our fastest decoder with each draft."""
+    ratios, vllm = part["ratios"], f"vLLM {part['engine']['vllm']}"
+    speculative = ratios["same draft"]["theirs"]
+    words = {
+        HF_GENERATE: "Hugging Face `generate`",
+        HF_COMPILED: "Hugging Face `generate`, compiled",
+        ratios["autoregressive"]["theirs"]: vllm,
+        speculative: f"{vllm} with our `{part['decoders'][speculative]['draft']}`",
+        AUTOREGRESSIVE: "**sage-draft** without a draft",
+    }
+    for label in (ratios[name]["ours"] for name in ("same draft", "any draft")):
+        words[label] = "**sage-draft**: `{}` with `{}`".format(*label.split(", "))
+    return {text: part["decoders"][label] for label, text in words.items() if label in part["decoders"]}
+
+
+def tuned_policies(figures: Json) -> list[str]:
+    """Returns the names of the tuned policies, in the order of the figures."""
+    return [label for label, variant in figures["variants"].items() if label == variant["policy"]]
+
+
+def decoders(tables: Mapping[str, Json]) -> list[str]:
+    """Returns the names of all baselines and tuned policies."""
+    parts = [names for figures in tables.values() for names in (figures["baselines"], tuned_policies(figures))]
+    return list(dict.fromkeys(name for names in parts for name in names))
+
+
+def part_of(figures: Mapping[str, Any], name: str) -> Json:
+    """Returns the figures of a policy or baseline; empty if it was not measured."""
+    part: Json = {**figures.get("baselines", {}), **figures.get("policies", {})}.get(name, {})
+    return part

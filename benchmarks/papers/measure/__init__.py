@@ -1,1 +1,0 @@
-"""The studies: one module each, from targets, drafts and prompts of the lab to figures as JSON."""

@@ -1,0 +1,102 @@
+"""Plots of the page: panels of curves, and elements that the other plots share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from benchmarks.papers.figures import Json
+from train.report import style
+
+COLORS = ("#2f6fa7", "#b23a6b", "#6f9e74", "#c97b4a")
+DOTTED = {"marker": "", "linestyle": ":", "linewidth": 1}
+
+
+@dataclass
+class Curve:
+    """One curve with markers; without a label it is not in the legend. `options`: as for `Axes.plot`."""
+
+    label: str | None
+    x: Sequence[Any]
+    y: Sequence[float]
+    color: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def policy_curve(label: str, x: Sequence[Any], y: Sequence[float], **options: Any) -> Curve:
+    """Returns a curve in the color of the policy that the label starts with."""
+    return Curve(label, x, y, style.policy_color(label.split(" ")[0]), options)
+
+
+def policy_curves(rows: Sequence[Json], x: str, y: str) -> list[Curve]:
+    """Returns the figure `y` of every policy by the figure `x` of the rows."""
+    places = [row[x] for row in rows]
+    return [policy_curve(name, places, [row["policies"][name][y] for row in rows]) for name in rows[0]["policies"]]
+
+
+def plot_curves(
+    title: str,
+    subtitle: str,
+    panels: Mapping[str, Sequence[Curve]],
+    xlabel: str = "",
+    ylabel: str = "",
+    *,
+    height: float = 3.3,
+    share_y: bool = True,
+    from_zero: bool = True,
+    legend: str | int = "best",
+) -> Figure:
+    """Plots curves in titled panels.
+
+    Args:
+        from_zero: whether the y axes start at 0.
+        legend: its place in the first panel, or its number of columns below all panels.
+    """
+    figure = style.figure(height, title, subtitle)
+    for curves, axes in zip(panels.values(), _panels(figure, panels, share_y), strict=True):
+        for one in curves:
+            look = {"marker": "o", "markersize": 4.5, "linewidth": 1.6, **one.options}
+            axes.plot(one.x, one.y, color=one.color, label=one.label, **look)
+        axes.set_xlabel(xlabel)
+        if all(isinstance(place, int) for one in curves for place in one.x):
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    first = figure.axes[0]
+    first.set_ylabel(ylabel)
+    for axes in figure.axes if from_zero else ():  # a limit ends the scaling of a shared axis: set it after all curves
+        axes.set_ylim(bottom=0)
+    if isinstance(legend, int):
+        legend_below(figure, first, legend)
+    else:
+        first.legend(**{"loc": legend, "handlelength": 1.4})
+    return figure
+
+
+def bar_panels(figure: Figure, names: Iterable[str]) -> dict[str, Axes]:
+    """Adds a titled panel per name for horizontal bars; returns the panels by name."""
+    names = list(names)
+    return dict(zip(names, _panels(figure, names, True, "x"), strict=True))
+
+
+def label_bars(axes: Axes, labels: Sequence[str]) -> None:
+    """Labels horizontal bars, the first one at the top."""
+    axes.set_yticks(range(len(labels)), labels)
+    axes.invert_yaxis()
+
+
+def _panels(figure: Figure, names: Iterable[str], share_y: bool, grid: str = "y") -> list[Axes]:
+    names = list(names)
+    found = list(figure.subplots(1, len(names), sharey=share_y, squeeze=False)[0])
+    for name, axes in zip(names, found, strict=True):
+        axes.set_title(name, fontsize=10.5, loc="left")
+        style.despine(axes, grid)
+    return found
+
+
+def legend_below(figure: Figure, axes: Axes, num_columns: int) -> None:
+    """Adds the legend of `axes` below all panels."""
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=num_columns, handlelength=1.4)

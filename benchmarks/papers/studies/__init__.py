@@ -1,0 +1,31 @@
+"""The studies by name, in the order in which they run: the most important first. The page has an order of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks.papers.studies import ablations, confidence, engines, epochs, length, policies, projection, sampling, visual
+from benchmarks.papers.study import Study
+
+STUDIES: dict[str, Study] = {
+    study.name: study
+    for study in (
+        *(policies.STUDY, confidence.CALIBRATION, projection.STUDY, epochs.STUDY, ablations.STUDY, sampling.TEMPERATURE),
+        *(sampling.COUPLING, visual.COMPRESSOR, visual.PRUNING, length.STUDY, confidence.ENTROPY, engines.STUDY),
+    )
+}
+SECTIONS = (
+    *("policies", "epochs", "compressor", "pruning", "length", "entropy", "calibration", "ablations", "temperature"),
+    *("coupling", "projection", "engines"),
+)
+
+
+def select_studies(names: Sequence[str]) -> list[Study]:
+    """Returns the named studies in the order of `STUDIES`; all of them if `names` is empty.
+
+    Raises:
+        ValueError: an unknown study.
+    """
+    if unknown := [name for name in names if name not in STUDIES]:
+        raise ValueError(f"{unknown[0]}: unknown study; choose from {', '.join(STUDIES)}")
+    return [study for name, study in STUDIES.items() if not names or name in names]
