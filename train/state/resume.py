@@ -63,6 +63,14 @@ class TrainState:
         """Whether `patience` validations in a row have brought no better score; never with 0."""
         return 0 < patience <= self.stale
 
+    def stalls_next(self, patience: int) -> bool:
+        """Whether the next validation makes `has_stalled` true if it brings no better score."""
+        return 0 < patience <= self.stale + 1
+
+    def has_progress_of(self, other: TrainState) -> bool:
+        """Whether step and best score are those of `other`."""
+        return (self.step, self.best_step, self.stale) == (other.step, other.best_step, other.stale)
+
 
 def save_state(store: StateStore, engine: Engine, ranks: Ranks, state: TrainState) -> None:
     """Saves a state as that of `state.step`. Every rank has to call it.
