@@ -100,7 +100,7 @@ def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
         transformers_logging.disable_progress_bar()
     if config.launch.threads is not None:
         torch.set_num_threads(config.launch.threads)
-    build_policies(config.decode)
+    policies = build_policies(config.decode)
     held_out = prompts(config.data, "validation", config.decode.num_prompts)  # before the target, which takes minutes to load
     dtype = torch_dtype(config.decode.dtype or config.target.dtype)
     device = pick_device(str(config.launch.device), 0)
@@ -109,7 +109,7 @@ def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     )
     draft = load_any(checkpoint.draft, target)
     prompt_set, progress = PromptSet(target, config.decode, held_out), progress_callback("measuring")
-    report = validate(config.decode, target, draft, prompt_set, info, progress=progress)
+    report = validate(config.decode, target, draft, prompt_set, info, policies=policies, progress=progress)
     assert report is not None
     return report | {"table": format_table(report)}
 

@@ -6,6 +6,7 @@ Owns: writing `draft/` and `draft_best/`, the early-stopping counters of the run
 
 from __future__ import annotations
 
+import copy
 import logging
 import shutil
 from contextlib import nullcontext
@@ -22,6 +23,7 @@ from checkpoints.run_folder import BEST_DRAFT, DRAFT, METRICS, read_metrics
 from checkpoints.run_folder import score as score_of
 from checkpoints.store import saving
 from sage.io.manifest import write_manifest
+from sage.planning.base import Policy
 from train.config.schema import Config
 from train.engine.engine import Engine
 from train.engine.sharded_teacher import ShardedTarget
@@ -61,6 +63,7 @@ class InLoopValidation:
         tracker: receives the figures of the report.
         state: `best`, `best_step` and `stale` are updated.
         shard: the prompts that this rank decodes.
+        policies: every validation decodes with copies of them, which have learned nothing.
     """
 
     config: Config
@@ -72,6 +75,7 @@ class InLoopValidation:
     state: TrainState
     stop: StopFlag
     shard: DecodeShard
+    policies: dict[str, Policy]
     validate: Validate
 
     def __call__(self) -> ValidationOutcome:
@@ -133,6 +137,7 @@ class InLoopValidation:
                 draft,
                 shard.prompts,
                 ReportInfo(run_dir=self._run_dir, step=self.state.step, draft_name=str(folder)),
+                policies=copy.deepcopy(self.policies),
                 progress=partial(shard.check_stop, self.stop),
                 merge=shard.merge,
             )
