@@ -22,7 +22,6 @@ from sage.io.files import config_dir
 from sage.planning.options import defaults
 from sage.trees import POLICIES, policy_class
 from train.cli.train import main, train
-from train.config import hydra_app
 from train.config.checks import check, check_batch
 from train.config.hydra_app import compose, run_app
 from train.config.schema import (
@@ -34,6 +33,7 @@ from train.config.schema import (
     Schedule,
     ValidateConfig,
 )
+from train.console.errors import report
 from train.distill.chunked_loss import weighted_terms
 from train.engine.engine import deepspeed_config, make_optimizer
 from train.engine.lr_schedule import learning_rate
@@ -478,7 +478,7 @@ def test_commands_run_as_modules(tmp_path: Path, module: str, script: str) -> No
 
 def test_rank_0_alone_reports(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("RANK", "1")
-    assert not is_main_rank() and hydra_app.report(ConfigError("seed=-1"), Config, is_main_rank()) == 2
+    assert not is_main_rank() and report(ConfigError("seed=-1"), is_main_rank()) == 2
     assert capsys.readouterr().err == ""
 
 

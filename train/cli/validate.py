@@ -15,9 +15,10 @@ from data_prep.files import check_writable
 from sage.commands.cli import EXIT_DONE, run
 from sage.io.manifest import refuse_corrupt_draft
 from train.config.checks import check_decode, check_path
-from train.config.hydra_app import configure_logging, run_app
+from train.config.hydra_app import run_app
 from train.config.overrides import key_of, launch_keys, refuse_unused, task_overrides
 from train.config.schema import ConfigError, ValidateConfig
+from train.console.log import configure_logging
 from train.launch import cluster_env
 from train.report.compare import run_command
 from train.validation.selection import Checkpoint, find_checkpoint, settle

@@ -21,8 +21,8 @@ from typing import NoReturn
 from sage.commands.cli import EXIT_STOPPED
 from sage.io.files import write_text
 from train.config.checks import check_batch, check_deepspeed
-from train.config.hydra_app import configure_logging
 from train.config.schema import Config, ConfigError, Device, LaunchConfig
+from train.console.log import configure_logging
 from train.launch import cluster_env
 from train.launch.failures import Failure, describe, interrupted
 from train.launch.signals import StopFlag, ignore_sigterm
