@@ -47,7 +47,7 @@ class TrainState:
         best_step: its step.
         stale: validations since then.
         validated_step: step of the last validation; 0: none yet.
-        data: fingerprints of the data (see train.state.data_fingerprint); None in states of older versions.
+        data: fingerprints of the data (see train.state.data_fingerprint); None: not recorded.
     """
 
     step: int = 0
@@ -120,7 +120,6 @@ def load_state(store: StateStore, engine: Engine, ranks: Ranks) -> TrainState:
         return TrainState()
     trainer = json.loads((folder / TRAINER).read_text())
     saved_by = trainer.pop("world_size")
-    trainer.setdefault("validated_step", trainer["step"])  # missing in states of older versions
     engine.load(folder)
     if ranks.rank < saved_by:
         set_rng_state(read_tensors(folder / _rank_file(ranks.rank)), ranks.device)
