@@ -95,19 +95,6 @@ def building(
         tracker = stack.enter_context(closing(open_run_folder(config, ranks, target, loader.dataset.fingerprint, state)))
         display = stack.enter_context(closing(open_display(steps, state.step, config.train.log_interval_s, ranks.is_main)))
         profile = stack.enter_context(closing(ProfileWindow(config.run.dir, config.train.profile, ranks.rank)))
-        validation = InLoopValidation(
-            config=config,
-            ranks=ranks,
-            engine=engine,
-            target=target,
-            sharded=inputs.sharded,
-            tracker=tracker,
-            state=state,
-            stop=stop,
-            shard=inputs.shard,
-            policies=inputs.policies,
-            validate=validate or measure_draft,
-        )
         yield TrainingRun(
             config=config,
             ranks=ranks,
@@ -120,7 +107,19 @@ def building(
             metrics=TrainingMetrics(loader, state.tokens, chain_depth(config.decode)),
             state=state,
             total_steps=steps,
-            validate=validation,
+            validate=InLoopValidation(
+                config=config,
+                ranks=ranks,
+                engine=engine,
+                target=target,
+                sharded=inputs.sharded,
+                tracker=tracker,
+                state=state,
+                stop=stop,
+                shard=inputs.shard,
+                policies=inputs.policies,
+                validate=validate or measure_draft,
+            ),
             profile=profile,
             stop=stop,
         )
