@@ -15,10 +15,10 @@ from support.train_helpers import environment
 
 from sage.io.files import config_dir
 from train.cli.train import main, train
-from train.config import hydra_app
 from train.config.checks import check
 from train.config.hydra_app import compose, run_app
 from train.config.schema import Config, ConfigError
+from train.console.errors import report
 from train.launch.cluster_env import is_main_rank
 
 REFUSED_WITHIN_S = 5  # of this process's own time, so that a busy machine does not count
@@ -280,7 +280,7 @@ def test_the_command_itself_refuses_without_torch(tmp_path: Path, arguments: lis
 
 def test_rank_0_alone_reports(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("RANK", "1")
-    assert not is_main_rank() and hydra_app.report(ConfigError("seed=-1"), Config, is_main_rank()) == 2
+    assert not is_main_rank() and report(ConfigError("seed=-1"), is_main_rank()) == 2
     assert capsys.readouterr().err == ""
 
 

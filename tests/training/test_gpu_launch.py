@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import nullcontext
-from dataclasses import replace
 from datetime import timedelta
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -27,7 +25,6 @@ from train.job.loop import deterministic
 from train.launch.launcher import check_devices
 from train.launch.ranks import NCCL_TIMEOUT_S, Ranks, check_own_gpu, pick_device, process_group
 from train.state.resume import TrainState
-from train.validation.in_loop import ValidationOutcome
 
 __all__ = ["fake_cuda"]
 GPU = torch.device("cuda", 0)
@@ -157,20 +154,7 @@ def test_every_step_of_a_deterministic_run_is_restricted(monkeypatch: pytest.Mon
     monkeypatch.setattr(loop, "train_step", lambda *_: seen.append(torch.are_deterministic_algorithms_enabled()) or 0.0)
     for is_on in ("true", "false"):
         config = compose("config", [f"train.deterministic={is_on}", "train.max_steps=2"], Config)
-        run: Any = SimpleNamespace(
-            config=config,
-            state=TrainState(),
-            total_steps=2,
-            is_stopping=False,
-            has_stalled=False,
-            callbacks=(),
-            profile=SimpleNamespace(at=lambda step: None),
-            metrics=SimpleNamespace(reduce=lambda *_, **__: {}, latest={}, paused=nullcontext),
-            tracker=SimpleNamespace(log=lambda *_: None),
-            display=SimpleNamespace(update=lambda *_: None),
-            ranks=None,
-            validate=lambda: ValidationOutcome(report=None, is_interrupted=False),
-        )
-        monkeypatch.setattr(loop, "_save", lambda run: replace(run.state))
-        loop._fit(run, iter([[], []]))
+        run: Any = SimpleNamespace(config=config, state=TrainState(), total_steps=2)
+        loop.take_step(run, [])
+        loop.take_step(run, [])
     assert seen == [True, True, False, False]

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from support.messages import refused
 from support.train_helpers import command, make_target, quick_report, single_process
 
-from checkpoints.run_folder import read_metrics
 from checkpoints.store import SaveFailed
 from data_prep.conversation import Conversation
 from data_prep.multi_turn import FOLLOW_UPS
@@ -130,16 +129,6 @@ def test_a_run_without_progress_ends_early_and_keeps_its_best_draft(tmp_path: Pa
     steps = [event for event in trace["traceEvents"] if event.get("name") == "Optimizer.step#AdamW.step"]
     assert len(steps) == 2
     assert (run / "report.md").read_text().startswith("# Run `run`")
-
-
-@pytest.mark.slow
-def test_a_run_that_ends_early_between_two_log_steps_has_metrics_report_and_curves(tmp_path: Path) -> None:
-    """No step is due for the log before the run ends at step 4, after the validations at 2 and 4."""
-    length = ["train.max_steps=9", "train.validate_every=2", "train.patience=1", "train.log_every=100"]
-    assert run_rank(configure(tmp_path, *length, "score.metric=speedup"), Scores(2.0, 1.0)) == 0
-    run = tmp_path / "run"
-    assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [2, 4]
-    assert "4 steps, " in (run / "report.md").read_text() and (run / "curves.png").is_file()
 
 
 @pytest.mark.slow

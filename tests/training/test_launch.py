@@ -24,8 +24,9 @@ from support.train_helpers import ROOT, command, environment
 
 from checkpoints.store import SaveFailed
 from sage.commands.cli import run as run_command
-from train.config.hydra_app import NOTHING_SAVED, compose, run_app
+from train.config.hydra_app import compose, run_app
 from train.config.schema import Config, ConfigError
+from train.console.errors import NOTHING_SAVED
 from train.job.rank import run_rank
 from train.launch.cluster_env import detect_launcher, first_host
 from train.launch.failures import RankFailed, describe, interrupted

@@ -192,13 +192,13 @@ def test_one_batch_is_overfitted(targets: dict[str, Path], cache: Path, tmp_path
     assert last["agreement"] > max(0.5, first["agreement"])
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_stage_on_one_rank_equals_no_sharding(targets: dict[str, Path], cache: Path, tmp_path: Path, stage: int) -> None:
-    plain, sharded = tmp_path / "plain", tmp_path / "sharded"
-    assert train_quickly(configure(targets["qwen2_5_vl"], plain, cache)) == 0
-    assert train_quickly(configure(targets["qwen2_5_vl"], sharded, cache, f"deepspeed=zero{stage}")) == 0
-    assert_close(weights(plain), weights(sharded), 5e-6)
-    assert metrics(plain)[-1]["grad_norm"] == pytest.approx(metrics(sharded)[-1]["grad_norm"], rel=1e-5)
+def test_every_stage_on_one_rank_equals_no_sharding(targets: dict[str, Path], cache: Path, tmp_path: Path) -> None:
+    plain, *sharded = (tmp_path / f"zero{stage}" for stage in range(4))
+    for run in (plain, *sharded):
+        assert train_quickly(configure(targets["qwen2_5_vl"], run, cache, f"deepspeed={run.name}")) == 0
+    for run in sharded:
+        assert_close(weights(plain), weights(run), 5e-6)
+        assert metrics(plain)[-1]["grad_norm"] == pytest.approx(metrics(run)[-1]["grad_norm"], rel=1e-5), run.name
 
 
 def test_bf16_without_sharding_takes_the_same_first_step(targets: dict[str, Path], cache: Path, tmp_path: Path) -> None:
@@ -362,16 +362,13 @@ def test_a_flipped_byte_in_a_draft_is_found_when_loaded(targets: dict[str, Path]
     assert not (tmp_path / "other" / "state").exists()
 
 
-def test_seeding_differs_between_ranks_and_restores() -> None:
-    device = torch.device("cpu")
-
+def test_seeding_differs_between_ranks() -> None:
     def draw() -> tuple[float, float, float]:
         return random.random(), float(np.random.rand()), float(torch.rand(()))
 
     seed_everything(3, 0)
-    state = rng_state(device)
     first = draw()
     seed_everything(3, 1)
     assert all(one != other for one, other in zip(first, draw(), strict=True))
-    set_rng_state(state, device)
+    seed_everything(3, 0)
     assert draw() == first

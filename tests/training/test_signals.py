@@ -14,8 +14,9 @@ from support.messages import refused
 from support.train_helpers import command, quick_report, single_process, train_until_signal
 
 from checkpoints.store import StateStore
-from train.config.hydra_app import NOTHING_SAVED, compose
+from train.config.hydra_app import compose
 from train.config.schema import Config
+from train.console.errors import NOTHING_SAVED
 from train.job.rank import run_rank
 from train.launch.failures import RankFailed
 from train.launch.launcher import launch

@@ -21,9 +21,11 @@ from sage.drafts.location import find_draft
 from sage.io.files import check_writable
 from sage.io.ranges import NonNegativeInt
 from train.config.checks import check_path, check_ranges
-from train.config.hydra_app import NOTHING_SAVED, configure_logging, run_app
+from train.config.hydra_app import run_app
 from train.config.overrides import launch_keys, refuse_unused, task_overrides
 from train.config.schema import ConfigError, DataConfig, LaunchConfig, TargetConfig
+from train.console.errors import NOTHING_SAVED
+from train.console.log import configure_logging
 from train.launch import cluster_env
 from train.launch.launcher import check_devices
 

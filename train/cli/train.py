@@ -8,10 +8,11 @@ from dataclasses import replace
 
 from sage.commands.cli import EXIT_DONE, EXIT_USER
 from train.config.checks import check
-from train.config.hydra_app import configure_logging, run_app
+from train.config.hydra_app import run_app
 from train.config.overrides import given_keys
 from train.config.resuming import changes
 from train.config.schema import Config
+from train.console.log import configure_logging
 from train.launch import cluster_env
 from train.report.compare import SweepComparison
 

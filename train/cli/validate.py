@@ -15,9 +15,10 @@ from sage.commands.cli import EXIT_DONE, run
 from sage.io.files import check_writable
 from sage.io.manifest import refuse_corrupt_draft
 from train.config.checks import check_decode, check_path, check_ranges
-from train.config.hydra_app import configure_logging, run_app
+from train.config.hydra_app import run_app
 from train.config.overrides import key_of, launch_keys, refuse_unused, task_overrides
 from train.config.schema import ConfigError, ValidateConfig
+from train.console.log import configure_logging
 from train.launch import cluster_env
 from train.report.compare import run_command
 from train.validation.selection import Checkpoint, find_checkpoint, settle
@@ -101,7 +102,7 @@ def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
         transformers_logging.disable_progress_bar()
     if config.launch.threads is not None:
         torch.set_num_threads(config.launch.threads)
-    build_policies(config.decode)
+    policies = build_policies(config.decode)
     held_out = prompts(config.data, "validation", config.decode.num_prompts)  # before the target, which takes minutes to load
     dtype = torch_dtype(config.decode.dtype or config.target.dtype)
     device = pick_device(str(config.launch.device), 0)
@@ -110,7 +111,7 @@ def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     )
     draft = load_any(checkpoint.draft, target)
     prompt_set, progress = PromptSet(target, config.decode, held_out), progress_callback("measuring")
-    report = validate(config.decode, target, draft, prompt_set, info, progress=progress)
+    report = validate(config.decode, target, draft, prompt_set, info, policies=policies, progress=progress)
     assert report is not None
     return report | {"table": format_table(report)}
 

@@ -25,15 +25,14 @@ PLUGINS = {  # choices that need a package
 }
 
 
-def is_config_mistake(error: BaseException) -> bool:
-    """Whether an error was raised by Hydra, OmegaConf or the checks of the configuration."""
-    return isinstance(error, (ConfigError, HydraException, oc.OmegaConfBaseException))
+def as_mistake(error: Exception, schema: type) -> Exception:
+    """Returns an error of Hydra or OmegaConf as a ConfigError, and any other error as it is."""
+    is_foreign = isinstance(error, (HydraException, oc.OmegaConfBaseException))
+    return ConfigError(explain(error, schema)) if is_foreign else error
 
 
-def explain(error: BaseException, schema: type) -> str:
-    """Returns one line for an error of `is_config_mistake`."""
-    if isinstance(error, ConfigError):
-        return str(error)
+def explain(error: Exception, schema: type) -> str:
+    """Returns one line for an error of Hydra or OmegaConf."""
     if isinstance(error, MissingConfigException):
         return _missing_choice(error)
     if isinstance(error, OverrideParseException):

@@ -1,20 +1,19 @@
 """Runs a command line through Hydra: composes and types the configuration, turns errors into one line and an exit code.
 
-Owns: composition, the jobs of a sweep, logging of the command line process. Does not own: the work of a command. Imports no
+Owns: composition, the jobs of a sweep. Does not own: the work of a command, the classes of errors (train.console). Imports no
 torch, so that `--help` and mistakes are answered at once.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import logging
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -25,7 +24,7 @@ from checkpoints.run_folder import is_run
 from sage.commands.cli import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_USER, pop_debug_flag, version_text
 from sage.io.files import config_dir
 from train.config import sweep
-from train.config.errors import explain, is_config_mistake, refuse_unknown
+from train.config.errors import as_mistake, refuse_unknown
 from train.config.help import help_text
 from train.config.overrides import task_overrides, with_resume
 from train.config.resuming import with_own_choices, with_own_config
@@ -34,9 +33,9 @@ from train.config.schema import ConfigError
 from train.config.store import register
 from train.config.sweep import SweepScore
 from train.config.target_path import lr_for_width, target_dtype, target_name, with_choice
+from train.console.errors import NOTHING_SAVED, is_crash, message_of, print_error, report
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
-NOTHING_SAVED = "stopped before anything was saved"
 
 Task = Callable[[Any], int]
 
@@ -74,7 +73,7 @@ def run_app(
     try:
         sys.argv[1:] = with_own_choices(with_choice(with_resume(sys.argv[1:])))
     except ConfigError as error:
-        return report(error, schema, is_main())
+        return report(error, is_main())
     before = {name: os.environ.get(name) for name in (FULL_ERROR, sweep.FOLDER)}
     job = SweepJob(schema, task, is_main, sweep_score, pop_debug_flag(), sweep.swept_keys(sys.argv[1:]))
     if {"-h", "--help"} & set(sys.argv):
@@ -168,58 +167,31 @@ class SweepJob:
             return work()
         except KeyboardInterrupt:
             self.error = NOTHING_SAVED
-            return _print_error(self.error, EXIT_CRASH, self.is_main())
+            return print_error(self.error, EXIT_CRASH, self.is_main())
         except SweepStopped as stopped:
-            return _print_error("stopped; the remaining jobs are not started", stopped.exit_code, self.is_main())
+            return print_error("stopped; the remaining jobs are not started", stopped.exit_code, self.is_main())
         except BrokenPipeError:  # the reader of the output, `head` for example, has exited
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return EXIT_DONE
-        except Exception as error:
+        except Exception as raised:
+            error = as_mistake(raised, self.schema)
             if self.show_traceback and not is_crash(error):
                 traceback.print_exc()
-            self.error = message_of(error, self.schema)
-            return report(error, self.schema, self.is_main())
+            self.error = message_of(error)
+            return report(error, self.is_main())
 
     def summarize(self, jobs: list[sweep.Job]) -> int:
         """Compares the finished jobs and prints the failed ones; returns the largest of their exit codes."""
         if self.is_main() and self.sweep_score is not None:
             self.sweep_score.compare(jobs)
         if failed := sweep.failures(jobs):
-            _print_error(failed, EXIT_USER, self.is_main())
+            print_error(failed, EXIT_USER, self.is_main())
         return max(job.code for job in jobs)
 
 
 def is_sweep() -> bool:
     """Whether Hydra is running the jobs of a sweep."""
     return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
-
-
-def report(error: Exception, schema: type, is_main: bool = True) -> int:
-    """Prints an error: a user's mistake as one line (exit code 2), any other with its traceback (exit code 1).
-
-    An exception may have an `exit_code` of its own, and `details` to print above the line.
-    """
-    message = message_of(error, schema)
-    if hasattr(error, "exit_code"):
-        print(getattr(error, "details", ""), end="", file=sys.stderr)
-        return _print_error(message, int(error.exit_code), is_main)
-    if not is_crash(error):
-        return _print_error(message, EXIT_USER, is_main)
-    traceback.print_exception(error)
-    return _print_error(message, EXIT_CRASH, is_main)
-
-
-def message_of(error: Exception, schema: type) -> str:
-    """Returns an error as one line."""
-    if is_config_mistake(error):
-        return explain(error, schema)
-    is_expected = not is_crash(error) or hasattr(error, "exit_code")
-    return " ".join((str(error) if is_expected else f"{type(error).__name__}: {error}").split())
-
-
-def is_crash(error: BaseException) -> bool:
-    """Whether an error is a bug rather than a user's mistake, so that its traceback is printed."""
-    return isinstance(error, UnicodeError) or not (isinstance(error, (ValueError, OSError)) or is_config_mistake(error))
 
 
 def name_of_job(swept_keys: Sequence[str]) -> str:
@@ -258,8 +230,8 @@ def compose(config_name: str, overrides: list[str], schema: type) -> Any:
             words = with_own_choices(with_choice(overrides))
             return to_object(hydra.compose(config_name, overrides=words), schema, words)
     except Exception as error:
-        if is_config_mistake(error):
-            raise ConfigError(explain(error, schema)) from error
+        if (mistake := as_mistake(error, schema)) is not error:
+            raise mistake from error
         raise
 
 
@@ -282,35 +254,7 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver("lr_for_width", lr_for_width, replace=True)
 
 
-def configure_logging(debug: bool, is_main: bool = True) -> None:
-    """Logs to stderr: everything on rank 0, only errors on the other ranks."""
-    level = (logging.DEBUG if debug else logging.INFO) if is_main else logging.ERROR
-    handler = StderrHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
-    for name in ("train", "data_prep", "checkpoints", "sage"):
-        own = logging.getLogger(name)
-        own.handlers, own.propagate = [handler], False
-        own.setLevel(level)
-
-
-class StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to the current `sys.stderr`, which a live progress bar replaces in order to redraw itself below the messages."""
-
-    def __init__(self) -> None:
-        super().__init__(sys.stderr)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.stream = sys.stderr
-        super().emit(record)
-
-
 def _package_dir(name: str) -> str:
     spec = importlib.util.find_spec(name)
     assert spec is not None and spec.submodule_search_locations, name
     return str(Path(list(spec.submodule_search_locations)[0]).resolve())
-
-
-def _print_error(message: str, code: int, is_main: bool) -> int:
-    if is_main:
-        print(f"error: {' '.join(message.split())}", file=sys.stderr)
-    return code

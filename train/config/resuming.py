@@ -17,10 +17,10 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from checkpoints.run_folder import CONFIG, RECIPE, dotted_keys, is_run, read_run_config
+from checkpoints.run_folder import CONFIG, RECIPE, dotted_keys, is_run
 from train.config.overrides import key_of
+from train.config.run_config import kinds_of, read_plain, with_types
 from train.config.schema import Config, ConfigError
-from train.config.store import subschemas
 from train.config.target_path import CHOICE
 
 # Prefixes of the keys that may not change when a run is resumed.
@@ -34,7 +34,7 @@ UNRECORDED = ("run.", "debug", "launch.plan")  # settings of the command rather 
 IDENTITIES = {"target": "target.path", "draft": "draft.kind", "draft/compressor": "draft.compressor.kind", "data": "data.name"}
 UNUSED_GROUPS = ("experiment", "sweep")  # compositions to start with; a run's own configuration contains their values
 POLICY_GROUP = "decode/policy"
-TYPED_GROUPS = ("draft", "draft/compressor", "tracking")  # their choices have different keys
+OTHER_RUN = "give another run.dir"
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,8 @@ def with_own_choices(overrides: Sequence[str]) -> list[str]:
     folder = Path(given.get("run.dir", ""))
     if given.get("run.resume", "").lower() != "true" or not is_run(folder):
         return list(overrides)
-    saved = dotted_keys(_read(folder))
-    kinds = {group: saved.get(f"{group.replace('/', '.')}.kind") for group in TYPED_GROUPS}
-    return [*(f"{group}={kind}" for group, kind in kinds.items() if kind and group not in given), *overrides]
+    kinds = kinds_of(read_plain(folder, OTHER_RUN))
+    return [*(f"{group}={kind}" for group, kind in kinds.items() if group not in given), *overrides]
 
 
 def with_own_config(composed: DictConfig, overrides: Sequence[str]) -> DictConfig:
@@ -139,27 +138,10 @@ def _settings(config: DictConfig) -> dict[str, Any]:
     return {key: value for key, value in dotted_keys(tree).items() if value != {}}
 
 
-def _read(folder: Path) -> dict[str, Any]:
-    try:
-        return read_run_config(folder)
-    except ValueError as error:
-        raise ConfigError(f"{error}; give another run.dir") from error
-
-
 def _read_typed(folder: Path) -> DictConfig:
     """The run's configuration with the types of the schema; keys that its version did not have get their defaults."""
-    saved = _read(folder)
-    if "holdout" in (data := saved.get("data") or {}):
-        data.setdefault("test_holdout", data["holdout"])  # earlier versions held out a test share of the same size
-    config = OmegaConf.structured(Config)
     try:
-        for group in TYPED_GROUPS:
-            key = group.replace("/", ".")
-            if kind := dotted_keys(saved).get(f"{key}.kind"):
-                OmegaConf.update(config, key, OmegaConf.structured(subschemas()[(group, str(kind))]), merge=False)
-        merged = OmegaConf.merge(config, saved)
+        return with_types(read_plain(folder, OTHER_RUN))
     except (OmegaConfBaseException, KeyError) as error:
         reason = " ".join(str(error).split("\n")[0].split())
         raise ConfigError(f"{folder}: its configuration does not fit this version ({reason}); start another run.dir") from error
-    assert isinstance(merged, DictConfig)
-    return merged

@@ -15,6 +15,7 @@ from train.config.schema import Config, ConfigError
 from train.job.callbacks import Callback
 from train.job.rank import run_rank
 from train.launch.launcher import launch
+from train.monitor.sinks import check_tracking
 
 
 def compose(*overrides: str) -> Config:
@@ -43,6 +44,7 @@ def run(config: Config, callbacks: Sequence[Callback] = ()) -> dict[str, Any]:
     if config.launch.plan:
         raise ConfigError("launch.plan=true: has no effect in train.run; use sage-train")
     check(config)
+    check_tracking(config)
     if launch(config, partial(run_rank, callbacks=tuple(callbacks))) != EXIT_DONE:
         raise KeyboardInterrupt(f"stopped and saved; continue {config.run.dir} with run.resume=true")
     _, report = read_reports(Path(config.run.dir))[-1]

@@ -29,7 +29,8 @@ from data_prep.build import check_rows, long_examples
 from sage.drafts.options import ImageInputs
 from sage.io.dtypes import torch_dtype
 from sage.io.files import write_text
-from train.config.checks import check_batch, zero_stage
+from sage.planning.base import Policy
+from train.config.checks import zero_stage
 from train.config.resuming import changes
 from train.config.run_checks import check_run_folder
 from train.config.run_length import repetition_line, total_steps
@@ -48,14 +49,14 @@ from train.monitor.acceptance_estimate import chain_depth
 from train.monitor.metrics import TrainingMetrics
 from train.monitor.profiler import ProfileWindow
 from train.monitor.progress import open_display
-from train.monitor.sinks import Tracker, check_tracking, open_tracker
+from train.monitor.sinks import Tracker, open_tracker
 from train.state.data_fingerprint import check_same_data, fingerprint_data
 from train.state.provenance import write_provenance
 from train.state.resume import TrainState, load_state, seed_everything
 from train.validation.decode_ranks import DecodeShard, all_ranks_decode, shard_prompts
 from train.validation.in_loop import InLoopValidation
 from train.validation.prompts import PromptSet
-from train.validation.validate import Validate, build_policies, build_runners
+from train.validation.validate import Validate, build_policies, check_assistant
 from train.validation.validate import validate as measure_draft
 
 logger = logging.getLogger(__name__)
@@ -79,50 +80,46 @@ def building(
     set_threads(config, ranks)
     seed_everything(config.seed, ranks.rank)
     inputs = build_inputs(config, ranks)
-    target, dataset = inputs.target, inputs.dataset
-    loader = partial(build_loader, config, ranks, dataset, target)
-    per_epoch = loader(0).steps_per_epoch
-    steps, accumulation = total_steps(config, per_epoch), check_batch(config, ranks.world_size)
+    target, loader = inputs.target, inputs.loader
+    steps = total_steps(config, loader.steps_per_epoch)
     store = StateStore(state_folder(config.run.dir), config.train.keep_last, config.train.keep_every)
     stop = stop or StopFlag()
-    _log_run(config, ranks, inputs, steps, accumulation)
-    if repetition := repetition_line(config, per_epoch):
-        logger.info("%s", repetition)
+    _log_run(config, ranks, inputs, steps)
     with ExitStack() as stack:
         if ranks.is_main:
             stack.enter_context(locked_run(Path(config.run.dir)))
             check_run_folder(config.run)  # again: another process may have trained there since
-        engine = stack.enter_context(_open_engine(config, ranks, inputs.student, accumulation))
-        state = restore(config, store, engine, ranks, dataset)
-        tracker = stack.enter_context(closing(open_run_folder(config, ranks, target, dataset.fingerprint, state)))
+        engine = stack.enter_context(_open_engine(config, ranks, inputs.student, loader.accumulation))
+        state = restore(config, store, engine, ranks, loader.dataset)
+        loader.start_step = state.step
+        tracker = stack.enter_context(closing(open_run_folder(config, ranks, target, loader.dataset.fingerprint, state)))
         display = stack.enter_context(closing(open_display(steps, state.step, config.train.log_interval_s, ranks.is_main)))
         profile = stack.enter_context(closing(ProfileWindow(config.run.dir, config.train.profile, ranks.rank)))
-        feed = loader(state.step)
-        validation = InLoopValidation(
-            config=config,
-            ranks=ranks,
-            engine=engine,
-            target=target,
-            sharded=inputs.sharded,
-            tracker=tracker,
-            state=state,
-            stop=stop,
-            shard=inputs.shard,
-            validate=validate or measure_draft,
-        )
         yield TrainingRun(
             config=config,
             ranks=ranks,
             engine=engine,
             teacher=build_teacher(config, target, inputs.student),
-            loader=feed,
+            loader=loader,
             store=store,
             tracker=tracker,
             display=display,
-            metrics=TrainingMetrics(feed, state.tokens, chain_depth(config.decode)),
+            metrics=TrainingMetrics(loader, state.tokens, chain_depth(config.decode)),
             state=state,
             total_steps=steps,
-            validate=validation,
+            validate=InLoopValidation(
+                config=config,
+                ranks=ranks,
+                engine=engine,
+                target=target,
+                sharded=inputs.sharded,
+                tracker=tracker,
+                state=state,
+                stop=stop,
+                shard=inputs.shard,
+                policies=inputs.policies,
+                validate=validate or measure_draft,
+            ),
             profile=profile,
             stop=stop,
         )
@@ -133,22 +130,23 @@ class RunInputs:
     """The loaded models and data of a run.
 
     Attributes:
+        policies: configured, for validations; they have decoded nothing.
         target: frozen; its text layers are sharded over the ranks if `sharded` is not None.
+        loader: starts at the first step.
         shard: the prompts that this rank decodes in validations.
     """
 
+    policies: dict[str, Policy]
     target: sage.Target
     sharded: ShardedTarget | None
-    dataset: Any
+    loader: StepLoader
     student: Student
     shard: DecodeShard
 
 
 def build_inputs(config: Config, ranks: Ranks) -> RunInputs:
-    """Loads target, data, draft and prompts; settings that can be checked before are checked first."""
-    check_tracking(config)
-    build_policies(config.decode)
-    check_batch(config, ranks.world_size)
+    """Loads target, data, draft and prompts; what reveals a mistake soonest comes first."""
+    policies = build_policies(config.decode)
     check_rows(config.data)
     target, sharded = build_target(config, ranks)
     assert target.processor is not None
@@ -156,8 +154,14 @@ def build_inputs(config: Config, ranks: Ranks) -> RunInputs:
     if (long := long_examples(config.data, dataset)) is not None:
         logger.log(logging.WARNING if long.num_long else logging.INFO, "%s", long.line())
     student = build_student(config, target, dataset, ranks)
-    shard = prepare_prompts(config, target, student.decoding_draft, ranks)
-    return RunInputs(target=target, sharded=sharded, dataset=dataset, student=student, shard=shard)
+    return RunInputs(
+        policies=policies,
+        target=target,
+        sharded=sharded,
+        loader=build_loader(config, ranks, dataset, target),
+        student=student,
+        shard=prepare_prompts(config, target, student.decoding_draft, ranks),
+    )
 
 
 @contextmanager
@@ -203,8 +207,8 @@ def build_teacher(config: Config, target: sage.Target, student: Student) -> Teac
     return Teacher(target, image_inputs, student.levels, student.token_map)
 
 
-def build_loader(config: Config, ranks: Ranks, dataset: Any, target: sage.Target, start_step: int) -> StepLoader:
-    """Builds the loader of this rank's micro-batches, starting at `start_step`."""
+def build_loader(config: Config, ranks: Ranks, dataset: Any, target: sage.Target) -> StepLoader:
+    """Builds the loader of this rank's micro-batches."""
     assert target.processor is not None
     return StepLoader(
         dataset,
@@ -214,7 +218,6 @@ def build_loader(config: Config, ranks: Ranks, dataset: Any, target: sage.Target
         rank=ranks.rank,
         world_size=ranks.world_size,
         seed=config.seed,
-        start_step=start_step,
         num_workers=config.data.num_workers,
         length_window=config.train.length_window,
         stage=Staging(target, ranks.device, torch.promote_types(target.dtype, torch_dtype(config.train.precision))),
@@ -224,16 +227,17 @@ def build_loader(config: Config, ranks: Ranks, dataset: Any, target: sage.Target
 def prepare_prompts(config: Config, target: sage.Target, draft: Any, ranks: Ranks) -> DecodeShard:
     """Loads the held-out prompts and prepares them on rank 0, so that a mistake is found before training.
 
-    The runners are built for the same reason.
+    The model of assisted generation is checked for the same reason.
     """
-    prompts = PromptSet(target, config.decode, [])
+    found: list[Any] = []
     if ranks.is_main:
-        build_runners(config.decode, target, draft)
-        prompts = PromptSet(target, config.decode, held_out_prompts(config.data, "validation", config.decode.num_prompts))
-        prompts.prepare_first_turns()
+        check_assistant(config.decode, target, draft)
+        found = held_out_prompts(config.data, "validation", config.decode.num_prompts)
     if all_ranks_decode(config, ranks):
-        loaded = ranks.broadcast(prompts.prompts)
-        prompts = prompts if ranks.is_main else PromptSet(target, config.decode, loaded)
+        found = ranks.broadcast(found)
+    prompts = PromptSet(target, config.decode, found)
+    if ranks.is_main:
+        prompts.prepare_first_turns()
     return shard_prompts(config, ranks, prompts)
 
 
@@ -266,12 +270,14 @@ def set_threads(config: Config, ranks: Ranks) -> None:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // cluster_env.local_world_size()))
 
 
-def _log_run(config: Config, ranks: Ranks, inputs: RunInputs, steps: int, accumulation: int) -> None:
+def _log_run(config: Config, ranks: Ranks, inputs: RunInputs, steps: int) -> None:
     size = f"{sum(p.numel() for p in inputs.student.draft.parameters() if p.requires_grad) / 1e6:.2f}M"
-    split = f"{ranks.world_size} rank(s) x {config.train.micro_batch_size} x {accumulation}"
+    split = f"{ranks.world_size} rank(s) x {config.train.micro_batch_size} x {inputs.loader.accumulation}"
     target = Path(config.target.path).name
     logger.info("%s: %s draft, %s parameters to train, for %s", config.run.dir, config.draft.kind, size, target)
     logger.info("%d steps of %d = %s, ZeRO %d", steps, config.train.global_batch_size, split, zero_stage(config))
     logger.info("learning rate %g, %s", config.optim.lr, config.optim.schedule)
     logger.info("%s", serving_line(inputs.student.draft, inputs.target.model.config))
     logger.info("%s on %s, %d held-out prompt(s)", config.train.precision, ranks.device.type, inputs.shard.num_turns)
+    if repetition := repetition_line(config, inputs.loader.steps_per_epoch):
+        logger.info("%s", repetition)

@@ -1,9 +1,8 @@
-"""The training loop: one optimizer step, and the schedule of logging, validating and saving around it."""
+"""The training loop: an optimizer step, and what is due after it. When that is, is data (train.job.schedule)."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -20,6 +19,7 @@ from train.distill.teacher import Teacher
 from train.engine.engine import Engine
 from train.engine.lr_schedule import learning_rate
 from train.job.callbacks import Callback
+from train.job.schedule import Due, RunSchedule
 from train.launch.ranks import Ranks
 from train.launch.signals import StopFlag
 from train.monitor.metrics import TrainingMetrics
@@ -29,7 +29,6 @@ from train.monitor.sinks import Tracker
 from train.state.resume import TrainState, save_state
 from train.validation.in_loop import ValidationOutcome
 
-logger = logging.getLogger(__name__)
 MicroBatches = list[dict[str, Any]]
 
 
@@ -47,13 +46,16 @@ class TrainingError(RuntimeError):
 
 @dataclass(kw_only=True)
 class TrainingRun:
-    """The objects of the training loop, built in train.job.build.
+    """The objects of the training loop, built in train.job.build, and what the loop keeps between two steps.
 
     Attributes:
         validate: validates the draft; updates the best score in `state`.
         stop: set by a signal on this rank; `is_stopping` is the same on every rank.
-        report: of the last validation, on rank 0.
         callbacks: on rank 0; empty on the others.
+        figures: learning rate and gradient norm of the last step.
+        saved: the state when it was last saved, or at the start.
+        validated_at: step of the last complete validation by this process.
+        report: of that validation, on rank 0.
     """
 
     config: Config
@@ -70,84 +72,85 @@ class TrainingRun:
     validate: Callable[[], ValidationOutcome]
     profile: ProfileWindow
     stop: StopFlag = field(default_factory=StopFlag)
-    is_stopping: bool = False
-    report: dict[str, Any] | None = None
     callbacks: Sequence[Callback] = ()
+    is_stopping: bool = field(default=False, init=False)
+    figures: dict[str, float] = field(default_factory=dict, init=False)
+    saved: TrainState = field(init=False)
+    validated_at: int | None = field(default=None, init=False)
+    report: dict[str, Any] | None = field(default=None, init=False)
 
-    @property
-    def has_stalled(self) -> bool:
-        """Whether `train.patience` validations in a row have brought no better score."""
-        return self.state.has_stalled(self.config.train.patience)
+    def __post_init__(self) -> None:
+        self.saved = replace(self.state)
 
 
 def fit(run: TrainingRun) -> bool:
-    """Trains to the end, or to the step boundary after a signal.
+    """Trains to the end, or to the step boundary after a signal: for each batch, a step, then what is due after it.
 
     Returns:
         whether the end was reached. In both cases the state is saved; at the end the draft is validated. A validation that
         was interrupted or skipped because of a signal is repeated when the run is resumed.
     """
-    with closing(run.loader.__iter__()) as steps:
-        return _fit(run, steps)
-
-
-def _fit(run: TrainingRun, steps: Iterator[MicroBatches]) -> bool:
-    train, state, saved, validated_at = run.config.train, run.state, replace(run.state), None
-    if _is_due(state.step, train.validate_every) and state.validated_step != state.step < run.total_steps:
-        validated_at = _validate(run)
-    while state.step < run.total_steps and not (run.is_stopping or run.has_stalled):
-        run.profile.at(state.step)
-        lr = learning_rate(run.config.optim, state.step, run.total_steps)
-        with deterministic(train.deterministic):
-            grad_norm = train_step(run, next(steps), lr)
-        state.step += 1
-        if _is_due(state.step, train.log_every) or state.step == run.total_steps or run.is_stopping or _may_stall(run):
-            line = run.metrics.reduce(run.ranks, state, lr=lr, grad_norm=grad_norm)
-            run.tracker.log(line, state.step)
-            for callback in run.callbacks:
-                callback.on_log(state.step, line)
-        run.display.update(state.step, run.metrics.latest)
-        if _is_due(state.step, train.validate_every) and not run.is_stopping:
-            validated_at = _validate(run)
-        if _is_due(state.step, train.save_every) or run.is_stopping:
-            saved = _save(run)
-    if saved.step != state.step:  # before the last validation, which takes long and may be interrupted
-        saved = _save(run)
-    if validated_at != state.step and not run.is_stopping:
-        _validate(run)
-    if (state.best_step, state.stale) != (saved.best_step, saved.stale):
-        _save(run)
+    schedule = RunSchedule(run.config.train, run.total_steps)
+    with closing(run.loader.__iter__()) as batches:
+        perform(run, schedule.before_steps(run.state))
+        while not schedule.is_over(run.state, run.is_stopping):
+            run.profile.at(run.state.step)
+            take_step(run, next(batches))
+            perform(run, schedule.after_step(run.state, run.is_stopping))
+        perform(run, schedule.at_end(run.state, run.is_stopping, run.validated_at))
     return not run.is_stopping
 
 
-def _may_stall(run: TrainingRun) -> bool:
-    """Whether a validation is due that ends the run if it brings no better score; its step is logged for the run's report."""
-    train, after = run.config.train, replace(run.state, stale=run.state.stale + 1)
-    return _is_due(run.state.step, train.validate_every) and after.has_stalled(train.patience)
+def perform(run: TrainingRun, due: Iterable[Due]) -> None:
+    """Performs what is due, in order."""
+    actions = {Due.log: _log, Due.show: _show, Due.validate: _validate, Due.save: _save}
+    for action in due:
+        actions[action](run)
 
 
-def _validate(run: TrainingRun) -> int | None:
-    """Validates the draft; returns the step, None if a signal interrupted it."""
+def take_step(run: TrainingRun, micro_batches: MicroBatches) -> None:
+    """Takes the next optimizer step of the run and counts it."""
+    lr = learning_rate(run.config.optim, run.state.step, run.total_steps)
+    with deterministic(run.config.train.deterministic):
+        grad_norm = train_step(run, micro_batches, lr)
+    run.state.step += 1
+    run.figures = {"lr": lr, "grad_norm": grad_norm}
+
+
+def _log(run: TrainingRun) -> None:
+    line = run.metrics.reduce(run.ranks, run.state, **run.figures)
+    run.tracker.log(line, run.state.step)
+    for callback in run.callbacks:
+        callback.on_log(run.state.step, line)
+
+
+def _show(run: TrainingRun) -> None:
+    run.display.update(run.state.step, run.metrics.latest)
+
+
+def _validate(run: TrainingRun) -> None:
+    """Validates the draft; a signal that interrupts it stops the run."""
     with run.metrics.paused():
         outcome = run.validate()
     run.is_stopping = outcome.is_interrupted
     if outcome.is_interrupted:
-        return None
+        return
     if outcome.report is not None:
         run.report = outcome.report
         for callback in run.callbacks:
             callback.on_validate(run.state.step, outcome.report)
-    run.state.validated_step = run.state.step
-    return run.state.step
+    run.validated_at = run.state.validated_step = run.state.step
 
 
-def _save(run: TrainingRun) -> TrainState:
-    """Saves a checkpoint; returns a copy of the saved `TrainState`."""
+def _save(run: TrainingRun) -> None:
+    """Saves a checkpoint unless the last one holds the same progress."""
+    if run.state.has_progress_of(run.saved):
+        return
     with run.metrics.paused():
         save_state(run.store, run.engine, run.ranks, run.state)
     for callback in run.callbacks:
         callback.on_save(run.state.step, state_folder(run.config.run.dir) / step_name(run.state.step))
-    return replace(run.state)
+    run.saved = replace(run.state)
 
 
 def train_step(run: TrainingRun, micro_batches: MicroBatches, lr: float) -> float:
@@ -209,7 +212,3 @@ def _not_finite_message(run: TrainingRun, micro_batches: MicroBatches, is_bad: T
 
 def _ids(micro_batches: MicroBatches) -> list[str]:
     return [str(name) for batch in micro_batches for name in batch.get("ids", ["unnamed"])]
-
-
-def _is_due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0

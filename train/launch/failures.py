@@ -13,7 +13,7 @@ from pathlib import Path
 
 from checkpoints.run_folder import list_steps, state_folder
 from sage.commands.cli import EXIT_CRASH, EXIT_STOPPED, EXIT_USER
-from train.config.hydra_app import NOTHING_SAVED, is_crash
+from train.console.errors import NOTHING_SAVED, is_crash
 
 LOST_CONNECTION = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket|timed out|recvvalue|remote (worker|process)|nccl",

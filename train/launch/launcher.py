@@ -21,8 +21,8 @@ from typing import NoReturn
 from sage.commands.cli import EXIT_STOPPED
 from sage.io.files import write_text
 from train.config.checks import check_batch, check_deepspeed
-from train.config.hydra_app import configure_logging
 from train.config.schema import Config, ConfigError, Device, LaunchConfig
+from train.console.log import configure_logging
 from train.launch import cluster_env
 from train.launch.failures import Failure, describe, interrupted
 from train.launch.signals import StopFlag, ignore_sigterm
@@ -36,8 +36,12 @@ RankWork = Callable[[Config], int]  # the work of one rank, picklable; returns a
 def launch(config: Config, work: RankWork) -> int:
     """Runs `work(config)` on the configured number of ranks; returns 0 when done, 3 if stopped by a signal after saving.
 
+    Args:
+        config: checked (train.config.checks.check).
+
     Raises:
-        ConfigError: the number of ranks contradicts the external launcher, or the batch or the draft does not support it.
+        ConfigError: the number of ranks contradicts the external launcher, or the batch or the draft does not support the
+            launcher's number.
         RankFailed: a rank failed.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # lost connections are reported by train.launch.failures
@@ -49,12 +53,12 @@ def launch(config: Config, work: RankWork) -> int:
         if configured is not None and configured != started:
             key = ranks_key(config.launch)
             raise ConfigError(f"{key}={configured}: an external launcher has started {started} rank(s); leave {key} unset")
-        check_batch(config, started)
-        check_deepspeed(config, started)
+        if configured is None:  # `check` has checked the configured number
+            check_batch(config, started)
+            check_deepspeed(config, started)
         configure_logging(config.debug, is_main=cluster_env.is_main_rank())
         return _run_external_rank(config, work)
     num_ranks = configured or 1
-    check_batch(config, num_ranks)
     check_devices(config.launch, num_ranks)
     return run_single_rank(config, work) if num_ranks == 1 else spawn(config, work, num_ranks)
 

@@ -21,7 +21,7 @@ def fingerprint_data(config: Config, dataset: Any) -> dict[str, str]:
 
 
 def check_same_data(config: Config, saved: dict[str, str] | None, current: dict[str, str]) -> None:
-    """Compares the fingerprints of the data with the saved ones; None: saved by a version without fingerprints.
+    """Compares the fingerprints of the data with the saved ones; None: a new run.
 
     Raises:
         ConfigError: names the first source whose content has changed.

@@ -47,7 +47,7 @@ class TrainState:
         best_step: its step.
         stale: validations since then.
         validated_step: step of the last validation; 0: none yet.
-        data: fingerprints of the data (see train.state.data_fingerprint); None in states of older versions.
+        data: fingerprints of the data (see train.state.data_fingerprint); None: not recorded.
     """
 
     step: int = 0
@@ -62,6 +62,14 @@ class TrainState:
     def has_stalled(self, patience: int) -> bool:
         """Whether `patience` validations in a row have brought no better score; never with 0."""
         return 0 < patience <= self.stale
+
+    def stalls_next(self, patience: int) -> bool:
+        """Whether the next validation makes `has_stalled` true if it brings no better score."""
+        return 0 < patience <= self.stale + 1
+
+    def has_progress_of(self, other: TrainState) -> bool:
+        """Whether step and best score are those of `other`."""
+        return (self.step, self.best_step, self.stale) == (other.step, other.best_step, other.stale)
 
 
 def save_state(store: StateStore, engine: Engine, ranks: Ranks, state: TrainState) -> None:
@@ -112,7 +120,6 @@ def load_state(store: StateStore, engine: Engine, ranks: Ranks) -> TrainState:
         return TrainState()
     trainer = json.loads((folder / TRAINER).read_text())
     saved_by = trainer.pop("world_size")
-    trainer.setdefault("validated_step", trainer["step"])  # missing in states of older versions
     engine.load(folder)
     if ranks.rank < saved_by:
         set_rng_state(read_tensors(folder / _rank_file(ranks.rank)), ranks.device)

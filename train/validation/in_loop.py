@@ -6,9 +6,11 @@ Owns: writing `draft/` and `draft_best/`, the early-stopping counters of the run
 
 from __future__ import annotations
 
+import copy
 import logging
 import shutil
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +24,7 @@ from checkpoints.run_folder import BEST_DRAFT, DRAFT, METRICS, read_metrics
 from checkpoints.run_folder import score as score_of
 from checkpoints.store import saving
 from sage.io.manifest import write_manifest
+from sage.planning.base import Policy
 from train.config.schema import Config
 from train.engine.engine import Engine
 from train.engine.sharded_teacher import ShardedTarget
@@ -61,6 +64,7 @@ class InLoopValidation:
         tracker: receives the figures of the report.
         state: `best`, `best_step` and `stale` are updated.
         shard: the prompts that this rank decodes.
+        policies: every validation decodes with copies of them, which have learned nothing.
     """
 
     config: Config
@@ -72,6 +76,7 @@ class InLoopValidation:
     state: TrainState
     stop: StopFlag
     shard: DecodeShard
+    policies: dict[str, Policy]
     validate: Validate
 
     def __call__(self) -> ValidationOutcome:
@@ -102,12 +107,9 @@ class InLoopValidation:
         folder = self._run_dir / DRAFT
         weights = self.engine.draft_state()
         if self.ranks.is_main:
-            part = part_path(folder)
-            with saving(folder):
-                shutil.rmtree(part, ignore_errors=True)
+            with _replacing(folder) as part:
                 self.engine.student.save(part, weights)
                 write_manifest(part, self.state.step)
-                replace_folder(part, folder)
         self.ranks.barrier()  # other ranks load it next
         return folder
 
@@ -133,6 +135,7 @@ class InLoopValidation:
                 draft,
                 shard.prompts,
                 ReportInfo(run_dir=self._run_dir, step=self.state.step, draft_name=str(folder)),
+                policies=copy.deepcopy(self.policies),
                 progress=partial(shard.check_stop, self.stop),
                 merge=shard.merge,
             )
@@ -149,17 +152,28 @@ class InLoopValidation:
             return
         state.best, state.best_step, state.stale = score, state.step, 0
         if self.ranks.is_main:
-            best = folder.with_name(BEST_DRAFT)
-            with saving(best):
-                shutil.rmtree(part_path(best), ignore_errors=True)
-                shutil.copytree(folder, part_path(best))
-                replace_folder(part_path(best), best)
+            with _replacing(folder.with_name(BEST_DRAFT)) as part:
+                shutil.copytree(folder, part)
 
     def _write_run_page(self) -> None:
         """Draws the curves of the run once a step is logged."""
         if self.ranks.is_main and read_metrics(self._run_dir / METRICS):
             with saving(self._run_dir):
                 write_run_report(self._run_dir)
+
+
+@contextmanager
+def _replacing(folder: Path) -> Iterator[Path]:
+    """Yields a temporary path for a folder, which replaces `folder` at the end of the block.
+
+    Raises:
+        SaveFailed: it could not be written.
+    """
+    part = part_path(folder)
+    with saving(folder):
+        shutil.rmtree(part, ignore_errors=True)
+        yield part
+        replace_folder(part, folder)
 
 
 def flatten(report: dict[str, Any]) -> dict[str, float]:

@@ -15,9 +15,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from checkpoints.run_folder import CONFIG as RUN_CONFIG
-from checkpoints.run_folder import config_files, run_of
+from checkpoints.run_folder import run_of
 from sage.drafts.location import find_draft, target_of
 from train.config.overrides import key_of
+from train.config.run_config import read_plain, with_types
 from train.config.schema import ConfigError, DataConfig, DecodeConfig, TargetConfig, ValidateConfig
 from train.config.target_path import CHOICE, target_dtype, target_name
 
@@ -59,7 +60,7 @@ def settle(config: ValidateConfig, checkpoint: Checkpoint, overrides: Sequence[s
     """
     overrides = [override for override in overrides if override != CHOICE]  # inserted by `with_choice`
     if checkpoint.run is not None:
-        saved = _load(config_files(checkpoint.run)[-1][1])
+        saved = read_plain(checkpoint.run, "give a complete run folder")
         return replace(
             config,
             target=overlay(config.target, _group(saved, "target", TargetConfig, checkpoint.run), "target", overrides),
@@ -96,25 +97,15 @@ def _merged(saved: Any, composed: Any) -> Any:
     return saved | {key: _merged(saved.get(key), value) for key, value in composed.items()}
 
 
-def _load(path: Path) -> Any:
-    try:
-        return OmegaConf.load(path)
-    except Exception as error:  # PyYAML has a dozen error classes of its own
-        raise ConfigError(f"{path}: cannot be read ({' '.join(str(error).split())}); give a complete run folder") from error
-
-
-def _group(saved: Any, name: str, schema: type[Group], run: Path) -> Group:
+def _group(saved: dict[str, Any], name: str, schema: type[Group], run: Path) -> Group:
     """Returns one group of the run's configuration, typed; a field that this version does not have is an error."""
     if name not in saved:
         raise ConfigError(f"{run / RUN_CONFIG}: has no {name}; give a folder that sage-train made")
     known = {field.name for field in fields(schema)}
     if unknown := sorted(set(saved[name]) - known):
         raise ConfigError(f"{run / RUN_CONFIG}: {name}.{unknown[0]} is unknown to this version; give {name}=NAME instead")
-    defaults = OmegaConf.structured(schema)
-    for mapping in [key for key in saved[name] if OmegaConf.get_type(defaults, key) is dict]:
-        defaults[mapping] = {}  # merging would keep the entries of the default, such as its data source
     try:
-        found = OmegaConf.to_object(OmegaConf.merge(defaults, saved[name]))
+        found = OmegaConf.to_object(with_types({name: saved[name]})[name])
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{run / RUN_CONFIG}: {name}: {reason}; give {name}=NAME, or a complete run folder") from error

@@ -78,6 +78,7 @@ def validate(
     prompts: PromptSet,
     info: ReportInfo,
     *,
+    policies: Mapping[str, Policy] | None = None,
     progress: Callable[[int, int], None] | None = None,
     merge: Callable[[Measurement], Measurement | None] = lambda own: own,
 ) -> dict[str, Any] | None:
@@ -89,6 +90,7 @@ def validate(
         decode: the measured policies and settings; `decode.dtype` unset keeps the target's dtype.
         target: a `sage.Target`, complete on one device or sharded over the ranks.
         draft: None if only `autoregressive` is measured.
+        policies: of `build_policies`; they learn from the measurement. None: builds them.
         progress: called with (done, total), counting prompts once per repeat.
         merge: merges the measurements of several processes; where it returns None, nothing is written.
 
@@ -98,7 +100,8 @@ def validate(
     Raises:
         ValueError: an unknown policy, option or baseline, no prompts, or a prompt that cannot be prepared.
     """
-    runners, sampling = build_runners(decode, target, draft), Sampling.from_attributes(decode)
+    runners = build_runners(decode, target, draft, build_policies(decode) if policies is None else policies)
+    sampling = Sampling.from_attributes(decode)
     with _measuring(target, draft, decode):
         measured = merge(measure(runners, prompts.turns, sampling, decode.repeats, decode.warmup, progress))
         if measured is None:
@@ -137,20 +140,29 @@ def write(report: Mapping[str, Any], folder: Path) -> None:
     logger.info("validation: %s", folder / REPORT_PAGE)
 
 
-def build_runners(decode: DecodeConfig, target: Any, draft: Any) -> list[Runner]:
-    """Builds the policies with their options, then the baselines; `autoregressive` is always among them.
+def build_runners(decode: DecodeConfig, target: Any, draft: Any, policies: Mapping[str, Policy]) -> list[Runner]:
+    """Builds the runners of the policies, then those of the baselines; `autoregressive` is always among them.
 
     Raises:
-        ValueError: an unknown policy, option or baseline, a drafting policy without a draft, or `hf_assisted` without a model.
+        ValueError: an unknown baseline, a drafting policy without a draft, or `hf_assisted` without a model.
     """
     names = [str(name) for name in decode.policies]
-    policies = build_policies(decode)
     if needing := [name for name in names if name != AUTOREGRESSIVE and draft is None]:
         raise ValueError(f"decode.policies: {', '.join(needing)} need a draft; give one, or measure autoregressive alone")
     runners: list[Runner] = [PolicyRunner(target, draft, name, policies[name]) for name in names]
     others = dict.fromkeys([AUTOREGRESSIVE, *(str(name) for name in decode.baselines)])
     assistant = find_assistant(target, decode.assistant, draft) if HF_ASSISTED in others else None
     return runners + [baseline_runner(target, name, assistant) for name in others if name not in names]
+
+
+def check_assistant(decode: DecodeConfig, target: Any, draft: Any) -> None:
+    """Refuses `hf_assisted` without a fitting model. Keeps no model, which would occupy memory during training.
+
+    Raises:
+        ValueError: there is none, or it is of another family or vocabulary.
+    """
+    if HF_ASSISTED in decode.baselines:
+        baseline_runner(target, HF_ASSISTED, find_assistant(target, decode.assistant, draft))
 
 
 def build_policies(decode: DecodeConfig) -> dict[str, Policy]:

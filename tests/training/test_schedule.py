@@ -1,0 +1,97 @@
+"""The schedule of a run: what is due before the first step, after each step and at the end."""
+
+from __future__ import annotations
+
+import pytest
+
+from train.config.schema import TrainConfig
+from train.job.schedule import RunSchedule
+from train.state.resume import TrainState
+
+TOTAL = 10
+
+
+def schedule(**settings: int) -> RunSchedule:
+    every = {"log_every": 4, "validate_every": 3, "save_every": 2, "patience": 0} | settings
+    return RunSchedule(TrainConfig(**every), TOTAL)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("step", "settings", "stale", "is_stopping", "expected"),
+    [
+        (1, {}, 0, False, "show"),
+        (2, {}, 0, False, "show save"),
+        (3, {}, 0, False, "show validate"),
+        (4, {}, 0, False, "log show save"),
+        (6, {}, 0, False, "show validate save"),
+        (10, {}, 0, False, "log show save"),  # the last step is logged
+        (10, {"save_every": 0, "log_every": 99}, 0, False, "log show"),
+        (9, {"save_every": 3, "validate_every": 0}, 9, False, "show save"),
+        (3, {"patience": 2}, 0, False, "show validate"),
+        (3, {"patience": 2}, 1, False, "log show validate"),  # without a better score the run ends here
+        (2, {"patience": 2}, 1, False, "show save"),
+        (3, {}, 0, True, "log show"),  # a signal: validated when the run is resumed, saved at the end
+        (6, {}, 0, True, "log show save"),
+    ],
+)
+def test_what_is_due_after_a_step(step: int, settings: dict[str, int], stale: int, is_stopping: bool, expected: str) -> None:
+    assert " ".join(schedule(**settings).after_step(TrainState(step=step, stale=stale), is_stopping)) == expected
+
+
+@pytest.mark.parametrize(
+    ("step", "validated_step", "validate_every", "expected"),
+    [
+        (0, 0, 3, ""),  # a new run
+        (6, 3, 3, "validate"),  # the validation of step 6 was interrupted
+        (6, 6, 3, ""),
+        (5, 3, 3, ""),
+        (6, 0, 0, ""),
+        (10, 0, 5, ""),  # at the end there is a validation anyway
+        (12, 0, 3, ""),
+    ],
+)
+def test_an_interrupted_validation_is_due_before_the_first_step(
+    step: int, validated_step: int, validate_every: int, expected: str
+) -> None:
+    state = TrainState(step=step, validated_step=validated_step)
+    assert " ".join(schedule(validate_every=validate_every).before_steps(state)) == expected
+
+
+@pytest.mark.parametrize(
+    ("is_stopping", "validated_at", "expected"),
+    [
+        (False, None, "save validate save"),
+        (False, 3, "save validate save"),
+        (False, 10, "save"),
+        (True, None, "save"),
+        (True, 10, "save"),
+    ],
+)
+def test_what_is_due_at_the_end(is_stopping: bool, validated_at: int | None, expected: str) -> None:
+    assert " ".join(schedule().at_end(TrainState(step=10), is_stopping, validated_at)) == expected
+
+
+@pytest.mark.parametrize(
+    ("step", "stale", "patience", "is_stopping", "expected"),
+    [
+        (9, 0, 0, False, False),
+        (10, 0, 0, False, True),
+        (12, 0, 0, False, True),  # resumed with a smaller train.max_steps
+        (1, 0, 0, True, True),
+        (3, 1, 2, False, False),
+        (3, 2, 2, False, True),
+        (3, 9, 0, False, False),
+    ],
+)
+def test_a_run_is_over_at_its_length_after_a_signal_or_without_progress(
+    step: int, stale: int, patience: int, is_stopping: bool, expected: bool
+) -> None:
+    assert schedule(patience=patience).is_over(TrainState(step=step, stale=stale), is_stopping) is expected
+
+
+@pytest.mark.parametrize(
+    ("change", "is_same"), [({}, True), ({"step": 7}, False), ({"best_step": 6}, False), ({"stale": 1}, False)]
+)
+def test_a_state_is_saved_again_only_with_other_progress(change: dict[str, int], is_same: bool) -> None:
+    saved = TrainState(step=6, best_step=3)
+    assert TrainState(**{"step": 6, "best_step": 3, "tokens": 5} | change).has_progress_of(saved) is is_same  # type: ignore[arg-type]

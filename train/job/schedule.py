@@ -1,0 +1,69 @@
+"""The schedule of a run: what is due before the first step, after each step, and at the end.
+
+Pure functions of the settings and the state of a run. Does not own: performing what is due (train.job.loop), the learning rate
+(train.engine.lr_schedule).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum, auto
+
+from train.config.schema import TrainConfig
+from train.state.resume import TrainState
+
+
+class Due(StrEnum):
+    """What the training loop does between two steps."""
+
+    log = auto()  # a line of metrics.jsonl
+    show = auto()  # the progress display
+    validate = auto()
+    save = auto()  # skipped if the last save holds the same progress
+
+
+@dataclass(frozen=True)
+class RunSchedule:
+    """What is due when, in order.
+
+    Args:
+        train: `log_every`, `validate_every`, `save_every` and `patience` are read.
+        total_steps: optimizer steps of the run.
+    """
+
+    train: TrainConfig
+    total_steps: int
+
+    def is_over(self, state: TrainState, is_stopping: bool) -> bool:
+        """Whether no step is left, or a signal or a lack of progress ends the run."""
+        return state.step >= self.total_steps or is_stopping or state.has_stalled(self.train.patience)
+
+    def before_steps(self, state: TrainState) -> list[Due]:
+        """Repeats the validation of the step that a run is resumed from, if a signal interrupted or prevented it."""
+        is_missing = state.validated_step != state.step < self.total_steps
+        return [Due.validate] if is_missing and _is_multiple(state.step, self.train.validate_every) else []
+
+    def after_step(self, state: TrainState, is_stopping: bool) -> list[Due]:
+        """The step of a validation that may end the run is logged, for the run's report; a stop postpones the validation."""
+        step, train = state.step, self.train
+        has_validation = _is_multiple(step, train.validate_every)
+        may_end = step >= self.total_steps or is_stopping or (has_validation and state.stalls_next(train.patience))
+        due = {
+            Due.log: may_end or _is_multiple(step, train.log_every),
+            Due.show: True,
+            Due.validate: has_validation and not is_stopping,
+            Due.save: _is_multiple(step, train.save_every),
+        }
+        return [action for action, is_due in due.items() if is_due]
+
+    def at_end(self, state: TrainState, is_stopping: bool, validated_at: int | None) -> list[Due]:
+        """Saves before the last validation, which takes long and may be interrupted, and again if that changes the best score.
+
+        Args:
+            validated_at: step of the last complete validation by this process.
+        """
+        return [Due.save] if is_stopping or validated_at == state.step else [Due.save, Due.validate, Due.save]
+
+
+def _is_multiple(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
