@@ -19,9 +19,6 @@ import sage
 from benchmarks.engines.comparison import Decoder, OurDecoder, VllmDecoder, figures, take_turns
 from benchmarks.engines.prompts import pocket_prompts
 from benchmarks.engines.server import Refused, ServerClient, ServerDecoder, served_model
-from checkpoints.engines.prompts import write_prompts
-from checkpoints.engines.validation_prompts import prompt_data, validation_prompts
-from checkpoints.engines.vllm_process import EngineSetting, VllmProcess
 from checkpoints.export import ExportOptions, Format, export
 from checkpoints.run_folder import run_of
 from data_prep.config import Images
@@ -33,6 +30,9 @@ from sage.bench.runners import AUTOREGRESSIVE, PolicyRunner, baseline_runner
 from sage.commands.cli import resolve_device
 from sage.decoding.sampling import Sampling
 from sage.targets import Target
+from train.engines.prompts import write_prompts
+from train.engines.validation_prompts import prompt_data, validation_prompts
+from train.engines.vllm_process import EngineSetting, VllmProcess
 
 logger = logging.getLogger(__name__)
 ENGINE_PYTHON = Path(".venv-engines/bin/python")

@@ -14,9 +14,9 @@ from support.train_helpers import ROOT, command
 
 import sage
 from checkpoints.export import TargetFacts, check_folder
-from checkpoints.export.__main__ import main
 from data_prep import DataConfig, prompts
 from sage.io.dtypes import dtype_name
+from train.cli.export import main
 from train.config.hydra_app import compose
 from train.config.schema import Config
 from train.job.rank import run_rank

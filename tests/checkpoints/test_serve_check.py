@@ -16,14 +16,14 @@ from support.messages import check_message, refused
 from support.train_helpers import make_target
 
 import sage
-from checkpoints.engines import serve_check
-from checkpoints.engines.acceptance import Answers
-from checkpoints.engines.validation_prompts import prompt_data, validation_prompts
-from checkpoints.engines.verdict import MIN_FIRST, Measured, verdict
-from checkpoints.engines.vllm_process import EngineSetting, VllmProcess
 from checkpoints.export import ExportOptions, Flavour, export
 from data_prep import pocket
 from data_prep.config import Cache, DataConfig, OnBad, data_config
+from train.engines import serve_check
+from train.engines.acceptance import Answers
+from train.engines.validation_prompts import prompt_data, validation_prompts
+from train.engines.verdict import MIN_FIRST, Measured, verdict
+from train.engines.vllm_process import EngineSetting, VllmProcess
 
 PYTHON = sys.executable
 RUN_DATA = {"name": "pocket", "sources": {"pocket": {"kind": "pocket", "families": ["caption"]}}}

@@ -14,12 +14,12 @@ from support.models import text_sizes
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig
 
 import sage
-from checkpoints.export.__main__ import main
 from checkpoints.export.formats.layout import Flavour, Format
 from checkpoints.export.model_card import serve_commands
 from checkpoints.export.serving import serving_line
 from checkpoints.export.target_facts import TargetFacts
 from sage.io.files import config_dir
+from train.cli.export import main
 
 POOL = {"kind": "pool", "ratio": 4}
 

@@ -17,11 +17,11 @@ from support.export_helpers import REDUCED, edit_json, export_draft, sage_export
 from support.messages import check_message, refused
 
 from checkpoints.export import Flavour, Format
-from checkpoints.export.__main__ import main
 from checkpoints.export.export_folder import push_to_hub
 from checkpoints.export.model_card import serve_commands
 from checkpoints.export.source import find_source
 from checkpoints.export.target_facts import TargetFacts
+from train.cli.export import main
 
 ID = "Qwen/Qwen2.5-VL-7B-Instruct"
 
@@ -149,7 +149,7 @@ class TestCommand:
 
     @pytest.mark.slow
     def test_help_needs_no_torch(self) -> None:
-        code = "import sys; from checkpoints.export.__main__ import parse_args; print('torch' in sys.modules)"
+        code = "import sys; from train.cli.export import parse_args; print('torch' in sys.modules)"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert done.stdout.strip() == "False"
 

@@ -197,7 +197,7 @@ EXAMPLE = re.compile(r"vipllava")  # the family that docs/adding_a_family.md add
 
 
 def _export(words: list[str]) -> None:
-    from checkpoints.export.__main__ import parse_args
+    from train.cli.export import parse_args
 
     with _complete_options():
         args = parse_args(words)

@@ -19,7 +19,7 @@ ENTRY_POINTS = {
     "sage-validate": "train.cli.validate",
     "sage-data": "train.cli.data",
     "sage-generate": "sage.commands.generate",
-    "sage-export": "checkpoints.export.__main__",
+    "sage-export": "train.cli.export",
 }
 # Appended to a command for every key that its line leaves open: the same steps on less data.
 SHORTER_DECODING = {

@@ -14,11 +14,11 @@ from support.models import make_llava, make_qwen
 
 import sage
 from checkpoints.export import ExportOptions, ExportResult, export
-from checkpoints.export.__main__ import main
 from checkpoints.export.formats.layout import Flavour
 from checkpoints.store import StateStore
 from sage.drafts.head import DraftHead
 from sage.io.manifest import write_manifest
+from train.cli.export import main
 
 LEVELS = [0, 1, 2]  # the tiny targets have three layers, too few for the engines' default
 REDUCED = torch.arange(3, 330, 3)

@@ -32,9 +32,9 @@ from benchmarks.papers.page import engines as page
 from benchmarks.papers.page.markdown import fill
 from benchmarks.papers.page.render import with_headline
 from benchmarks.papers.settings import load_settings
-from checkpoints.engines import vllm_worker
-from checkpoints.engines.prompts import collapsed, write_prompts
-from checkpoints.engines.vllm_process import EngineFailed, EngineSetting, VllmProcess
+from train.engines import vllm_worker
+from train.engines.prompts import collapsed, write_prompts
+from train.engines.vllm_process import EngineFailed, EngineSetting, VllmProcess
 
 PYTHON = Path(sys.executable)
 

@@ -236,7 +236,7 @@ def _options(args: argparse.Namespace) -> ExportOptions:
 
 
 def _serve_check(args: argparse.Namespace) -> int:
-    from checkpoints.engines.serve_check import ServeCheck, serve_check
+    from train.engines.serve_check import ServeCheck, serve_check
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     numbers: dict[str, Any] = {name: getattr(args, name) for name in SERVE_ONLY[1:] if getattr(args, name) is not None}

@@ -1,7 +1,7 @@
 """`sage-export --serve-check`: an export served by vLLM, beside the trained draft in our decoder, and which part is at fault.
 
-Owns: the order of steps and the refusals. Does not own: the rules (checkpoints.engines.verdict), the engine's process
-(checkpoints.engines.vllm_process), the checks of files (checkpoints.export.validator).
+Owns: the order of steps and the refusals. Does not own: the rules (train.engines.verdict), the engine's process
+(train.engines.vllm_process), the checks of files (checkpoints.export.validator).
 """
 
 from __future__ import annotations
@@ -18,12 +18,6 @@ from typing import Any
 import torch
 
 import sage
-from checkpoints.engines.acceptance import Answers, decode_chain
-from checkpoints.engines.installed import check_engine
-from checkpoints.engines.prompts import PROMPTS_FILE, write_prompts
-from checkpoints.engines.validation_prompts import prompt_data, validation_prompts
-from checkpoints.engines.verdict import Measured, is_short_of, verdict
-from checkpoints.engines.vllm_process import EngineFailed, EngineSetting, VllmProcess
 from checkpoints.export.compatibility import ENGINE_FORMATS, FED_INPUTS
 from checkpoints.export.formats.layout import Format
 from checkpoints.export.reload_check import read_export
@@ -33,6 +27,12 @@ from checkpoints.export.validator.findings import CheckResult
 from checkpoints.export.validator.validator import check_folder
 from sage.io.dtypes import dtype_name
 from sage.io.tables import text_table
+from train.engines.acceptance import Answers, decode_chain
+from train.engines.installed import check_engine
+from train.engines.prompts import PROMPTS_FILE, write_prompts
+from train.engines.validation_prompts import prompt_data, validation_prompts
+from train.engines.verdict import Measured, is_short_of, verdict
+from train.engines.vllm_process import EngineFailed, EngineSetting, VllmProcess
 
 logger = logging.getLogger(__name__)
 ENGINE = "vLLM"
