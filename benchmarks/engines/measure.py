@@ -19,7 +19,7 @@ import sage
 from benchmarks.engines.comparison import Decoder, OurDecoder, VllmDecoder, figures, take_turns
 from benchmarks.engines.prompts import pocket_prompts
 from benchmarks.engines.server import Refused, ServerClient, ServerDecoder, served_model
-from checkpoints.export import ExportOptions, Format, export
+from checkpoints.export.exporter import ExportOptions, export
 from checkpoints.run_folder import run_of
 from data_prep.config import Images
 from data_prep.server.chat_request import MediaPolicy, request_messages
@@ -159,9 +159,9 @@ def vllm_decoders(
     comparison: Comparison, prompts_file: Path, scratch: Path, processes: ExitStack
 ) -> tuple[list[Decoder], dict[str, str]]:
     """Returns vLLM with each setting, loaded, and the versions of its packages."""
-    export_folder = scratch / Format.eagle3
+    export_folder = scratch / "export"
     options = ExportOptions(target=comparison.target, dtype=torch.float32)
-    export(comparison.drafts[comparison.served_draft], export_folder, Format.eagle3, options)
+    export(comparison.drafts[comparison.served_draft], export_folder, "eagle3", options)
     found: list[Decoder] = []
     versions: dict[str, str] = {}
     for label, setting in engine_settings(comparison, export_folder).items():

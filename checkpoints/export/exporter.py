@@ -13,10 +13,8 @@ from torch import Tensor
 
 from checkpoints.export.compatibility import COMPRESSOR, check_compatible
 from checkpoints.export.export_folder import EXPORT_INFO, new_export
-from checkpoints.export.formats.eagle import eagle_config, eagle_tensors
-from checkpoints.export.formats.eagle3 import eagle3_config, eagle3_tensors
-from checkpoints.export.formats.layout import Flavour, Format
-from checkpoints.export.formats.speculators import speculators_config, speculators_tensors
+from checkpoints.export.formats.base import ExportFormat
+from checkpoints.export.formats.registry import find_format
 from checkpoints.export.model_card import ModelCard, render_card
 from checkpoints.export.reload_check import RoundingError, check_reload
 from checkpoints.export.source import DraftSource, find_source, load_trained, summarize_report, with_report
@@ -39,11 +37,11 @@ class ExportOptions:
     """Options of an export.
 
     Attributes:
-        flavour: the engine, for the format `eagle`.
+        flavour: the engine, for a format that differs between engines.
         dtype: dtype of the weights.
         target: the target's folder or hub id; None = the one in the draft's config.json.
         target_name: the target's name in configs and commands; None = as it was loaded.
-        embedding: write the target's embedding too; None = only for `speculators`.
+        embedding: write the target's embedding too; None = the format's default.
         overwrite: replace an existing export.
         name: the export's name in the card's commands; None = its folder.
         report: the report.json with the card's measurements, or its folder; None = the run's own.
@@ -52,7 +50,7 @@ class ExportOptions:
         allow_uncompressed: export without the draft's visual compressor.
     """
 
-    flavour: Flavour | None = None
+    flavour: str | None = None
     dtype: torch.dtype = torch.bfloat16
     target: str | None = None
     target_name: str | None = None
@@ -77,14 +75,18 @@ class ExportResult:
     warnings: list[str]
 
 
-def export(path: Path | str, out: Path | str, format_: Format | str, options: ExportOptions | None = None) -> ExportResult:
+def export(path: Path | str, out: Path | str, name: str, options: ExportOptions | None = None) -> ExportResult:
     """Exports a draft, from its folder or that of its run, to a format that engines serve; `out` is written atomically.
+
+    Args:
+        name: of the format.
 
     Raises:
         ValueError: the format cannot express the draft, `out` exists, or the target is unknown.
         InvalidExport: the written export would not compute what the draft computes; `out` is unchanged.
     """
-    out, format_, options = Path(out), _parse_format(format_), options or ExportOptions()
+    out, options = Path(out), options or ExportOptions()
+    format_ = find_format(name, options.flavour)
     source = find_source(Path(path))
     if options.report is not None:
         source = with_report(source, Path(options.report))
@@ -94,26 +96,23 @@ def export(path: Path | str, out: Path | str, format_: Format | str, options: Ex
         trained.config,
         facts,
         format_,
-        options.flavour,
         allow_unserved=options.allow_unserved,
         allow_uncompressed=options.allow_uncompressed,
     )
-    tensors = _tensors(trained, format_, options)
-    has_embedding = format_ == Format.speculators if options.embedding is None else options.embedding
-    if has_embedding:
+    tensors = _tensors(trained, format_, options.dtype)
+    if format_.has_embedding if options.embedding is None else options.embedding:
         tensors[EMBEDDING] = read_target_embedding(facts).to(options.dtype)
     if options.target_name:
         facts = replace(facts, name=options.target_name)
     with new_export(out, source.step or 0, options.overwrite) as part:
         save_file(tensors, part / WEIGHTS, metadata={"format": "pt"})
-        write_json(part / CONFIG, _config(trained.config, facts, format_, options))
+        write_json(part / CONFIG, format_.config(trained.config, facts, options.dtype))
         check, rounding = _verify(part, out, trained, facts)
         info = _export_info(trained, source, facts, format_, options)
         write_json(part / EXPORT_INFO, info | _measurements(source, rounding, warnings))
         card = ModelCard(
             name=options.name or str(out),
             format=format_,
-            flavour=options.flavour,
             facts=facts,
             source=source,
             rounding=rounding,
@@ -151,43 +150,24 @@ def _verify(part: Path, out: Path, trained: DraftHead, facts: TargetFacts) -> tu
         raise InvalidExport(str(error).replace(str(part), str(out))) from error
 
 
-def _parse_format(name: Format | str) -> Format:
-    try:
-        return Format(name)
-    except ValueError as error:
-        raise ValueError(f"--format {name}: unknown; choose one of {', '.join(Format)}") from error
-
-
-def _tensors(trained: DraftHead, format_: Format, options: ExportOptions) -> dict[str, Tensor]:
+def _tensors(trained: DraftHead, format_: ExportFormat, dtype: torch.dtype) -> dict[str, Tensor]:
     state = {name: tensor.detach().cpu() for name, tensor in trained.state_dict().items() if not _is_omitted(name)}
-    if format_ == Format.eagle:
-        assert options.flavour is not None
-        tensors = eagle_tensors(state, options.dtype, options.flavour)
-    else:
-        tensors = {Format.eagle3: eagle3_tensors, Format.speculators: speculators_tensors}[format_](state, options.dtype)
-    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+    return {name: tensor.contiguous() for name, tensor in format_.tensors(state, dtype).items()}
 
 
 def _is_omitted(name: str) -> bool:
     return name.startswith(f"{COMPRESSOR}.")  # allowed by the user, see check_compatible
 
 
-def _config(draft: Any, facts: TargetFacts, format_: Format, options: ExportOptions) -> dict[str, Any]:
-    if format_ == Format.eagle:
-        assert options.flavour is not None
-        return eagle_config(draft, facts, options.dtype, options.flavour)
-    return {Format.eagle3: eagle3_config, Format.speculators: speculators_config}[format_](draft, facts, options.dtype)
-
-
 def _export_info(
-    trained: DraftHead, source: DraftSource, facts: TargetFacts, format_: Format, options: ExportOptions
+    trained: DraftHead, source: DraftSource, facts: TargetFacts, format_: ExportFormat, options: ExportOptions
 ) -> dict[str, Any]:
     """The facts in sage_export.json for which the engines' config.json has no field."""
     config = trained.config
     return {
         "schema": SCHEMA,
-        "format": str(format_),
-        "flavour": str(options.flavour) if options.flavour else None,
+        "format": format_.name,
+        "flavour": format_.flavour,
         "dtype": dtype_name(options.dtype),
         "step": source.step or 0,
         "steps_trained": source.step,

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpoints.export.compatibility import engines_for
-from checkpoints.export.formats.layout import Flavour, Format
-from checkpoints.export.formats.speculators import SPECULATIVE_TOKENS
+from checkpoints.export.compatibility import ENGINES, engines_for
+from checkpoints.export.formats.base import ExportFormat
 from checkpoints.export.reload_check import RoundingError
 from checkpoints.export.source import DraftSource
 from checkpoints.export.target_facts import TargetFacts
@@ -23,8 +22,6 @@ from sage.io.tables import markdown_table
 RECIPE_KEYS = ("seed", "data.num_examples", "data.max_length", "launch.gpus", "launch.ranks")
 RECIPE_GROUPS = ("draft", "objective", "optim", "train", "deepspeed")
 POLICY_COLUMNS = ("policy", "tokens per target pass", "mean accepted draft", "tokens/s", "speedup", "end to end", "identical")
-SGLANG_TOPK, SGLANG_NODES = 4, 16
-NOT_RUN = {"SGLang": " (as it documents; this project has not run it)"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +36,7 @@ class ModelCard:
     """
 
     name: str
-    format: Format
-    flavour: Flavour | None
+    format: ExportFormat
     facts: TargetFacts
     source: DraftSource
     rounding: RoundingError
@@ -57,28 +53,9 @@ def render_card(card: ModelCard) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def serve_commands(format_: Format, flavour: Flavour | None, facts: TargetFacts, draft: str) -> dict[str, str]:
+def serve_commands(format_: ExportFormat, facts: TargetFacts, draft: str) -> dict[str, str]:
     """Returns the command line for each engine with the export's folder or hub id; empty if no engine serves the family."""
-    target = facts.name or "TARGET"
-    method = "eagle3" if format_ == Format.eagle3 else "eagle"
-    commands = {"vLLM": _vllm_command(target, draft, method), "SGLang": _sglang_command(target, draft, method)}
-    if format_ == Format.speculators:
-        commands["vLLM"] = f"vllm serve {draft}"
-    return {engine: commands[engine] for engine in engines_for(format_, flavour, facts)}
-
-
-def _vllm_command(target: str, draft: str, method: str) -> str:
-    options = {"method": method, "model": draft, "num_speculative_tokens": SPECULATIVE_TOKENS}
-    return f"vllm serve {target} \\\n  --speculative-config '{json.dumps(options)}'"
-
-
-def _sglang_command(target: str, draft: str, method: str) -> str:
-    return (
-        f"python -m sglang.launch_server --model-path {target} \\\n"
-        f"  --speculative-algorithm {method.upper()} --speculative-draft-model-path {draft} \\\n"
-        f"  --speculative-num-steps {SPECULATIVE_TOKENS} --speculative-eagle-topk {SGLANG_TOPK} "
-        f"--speculative-num-draft-tokens {SGLANG_NODES}"
-    )
+    return {engine: format_.serve_command(engine, facts.name or "TARGET", draft) for engine in engines_for(format_, facts)}
 
 
 def _front_matter(card: ModelCard) -> str:
@@ -91,7 +68,7 @@ def _front_matter(card: ModelCard) -> str:
     if _is_hub_id(card.facts.name):
         fields |= {"base_model": card.facts.name, "base_model_relation": "adapter"}
     task = "image-text-to-text" if card.facts.has_images else "text-generation"
-    fields |= {"pipeline_tag": task, "tags": ["speculative-decoding", str(card.format), "sage-draft"]}
+    fields |= {"pipeline_tag": task, "tags": ["speculative-decoding", card.format.name, "sage-draft"]}
     return "\n".join(["---", *(f"{key}: {json.dumps(value)}" for key, value in fields.items()), "---"])
 
 
@@ -100,7 +77,7 @@ def _is_hub_id(name: str | None) -> bool:
 
 
 def _summary(card: ModelCard) -> str:
-    facts, kind = card.facts, f"`{card.format}`" + (f" ({card.flavour})" if card.flavour else "")
+    facts, kind = card.facts, f"`{card.format.name}`" + (f" ({card.format.flavour})" if card.format.flavour else "")
     steps = f"trained for {card.source.step} steps" if card.source.step is not None else "number of training steps unknown"
     return (
         f"# {Path(card.name).name}\n\n"
@@ -142,11 +119,11 @@ def _policy_row(name: str, figures: dict[str, Any]) -> list[str]:
 
 
 def _serving(card: ModelCard) -> str:
-    commands = serve_commands(card.format, card.flavour, card.facts, card.name)
-    parts = [f"{engine}{NOT_RUN.get(engine, '')}:\n\n```\n{command}\n```" for engine, command in commands.items()]
+    commands = serve_commands(card.format, card.facts, card.name)
+    parts = [f"{engine}{ENGINES[engine].note}:\n\n```\n{command}\n```" for engine, command in commands.items()]
     if not commands:
         parts = [f"No engine serves drafts for {card.facts.model_type}."]
-    if card.format != Format.eagle:
+    if card.format.row.imports:
         target = card.facts.name or "TARGET"
         parts.append(
             f"This project's decoder, which also separates a bad draft from a misconfigured engine:\n\n```\n"
@@ -157,13 +134,11 @@ def _serving(card: ModelCard) -> str:
 
 
 def _checks(card: ModelCard) -> str:
-    is_eagle = card.format == Format.eagle
-    difference = "largest difference of a feature" if is_eagle else "largest difference of a logit"
-    agreement = "cosine similarity of the features" if is_eagle else "positions with the same top-1 token"
     return (
         f"## Checks\n\n`sage-export --check` reports no errors, and the reloaded files compute, bit for bit, what the trained "
-        f"draft computes in {card.dtype}. Rounding error in {card.dtype} on a fixed batch: {difference} "
-        f"{card.rounding.max_abs_difference:.3g}, {agreement} {card.rounding.agreement:.1%}. The hashes are in `manifest.json`."
+        f"draft computes in {card.dtype}. Rounding error in {card.dtype} on a fixed batch: largest difference "
+        f"of {card.format.difference_of} {card.rounding.max_abs_difference:.3g}, {card.format.agreement_is} "
+        f"{card.rounding.agreement:.1%}. The hashes are in `manifest.json`."
     )
 
 

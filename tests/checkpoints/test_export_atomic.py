@@ -17,10 +17,10 @@ from support.export_helpers import export_draft, save_draft, save_target
 from support.messages import refused
 
 from checkpoints import files
-from checkpoints.export import check_folder
 from checkpoints.export.export_folder import new_export, verify_export
 from checkpoints.export.exporter import find_facts
 from checkpoints.export.source import load_trained
+from checkpoints.export.validator.validator import check_folder
 from checkpoints.files import restore_interrupted
 from sage.io.manifest import CorruptFolder
 

@@ -13,7 +13,8 @@ import torch
 from support.train_helpers import ROOT, command
 
 import sage
-from checkpoints.export import TargetFacts, check_folder
+from checkpoints.export.target_facts import TargetFacts
+from checkpoints.export.validator.validator import check_folder
 from data_prep import DataConfig, prompts
 from sage.io.dtypes import dtype_name
 from train.cli.export import main

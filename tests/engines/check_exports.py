@@ -41,8 +41,9 @@ from transformers.utils import logging as transformers_logging
 
 import sage
 from benchmarks.engines.prompts import FAMILIES, pocket_prompts
-from checkpoints.export import ExportOptions, Flavour, export
+from checkpoints.export.exporter import ExportOptions, export
 from checkpoints.export.formats.layout import LEVELS_KEY
+from checkpoints.export.formats.registry import variants
 from checkpoints.run_folder import DRAFT
 from sage.io.tables import markdown_table
 from train.engines.acceptance import Answers, decode_chain
@@ -271,17 +272,16 @@ class Lab:
     def _setting(self, case: Case) -> EngineSetting:
         """Exports the draft of a case."""
         folder = self.scratch / case.name
-        flavour = Flavour.vllm if case.format == "eagle" else None
-        options = ExportOptions(target=str(TARGET), dtype=DTYPES[case.dtype], flavour=flavour)
+        format_ = next(one for one in variants([case.format]) if "vLLM" in one.engines)
+        options = ExportOptions(target=str(TARGET), dtype=DTYPES[case.dtype], flavour=format_.flavour)
         export(self.runs / case.run / DRAFT, folder, case.format, options)
         if case.damage:
             case.damage(folder)
-        method = "eagle" if case.format == "eagle" else "eagle3"
         return EngineSetting(
             target=str(TARGET),
             draft=folder,
             depth=DEPTH,
-            method=method,
+            speculative=format_.vllm_options,
             is_compiled=False,
             corrects_slots=not case.is_released,
         )

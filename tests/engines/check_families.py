@@ -30,7 +30,7 @@ import transformers
 from transformers.utils import logging as transformers_logging
 
 import sage
-from checkpoints.export import ExportOptions, export
+from checkpoints.export.exporter import ExportOptions, export
 from data_prep.conversation import Conversation
 from data_prep.pocket import world
 from sage.bench.measurement import BenchPrompt

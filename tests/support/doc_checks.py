@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from support.doc_blocks import ROOT
 
 import sage
-from checkpoints.export.formats.layout import Format
+from checkpoints.export.formats.registry import FORMATS
 from sage.io.files import config_dir
 from sage.planning.options import defaults
 from train.cli.data import DataCommand
@@ -201,7 +201,7 @@ def _export(words: list[str]) -> None:
 
     with _complete_options():
         args = parse_args(words)
-    assert not args.format or args.format in list(Format), args.format
+    assert not args.format or args.format in FORMATS, args.format
 
 
 def _python(words: list[str]) -> None:

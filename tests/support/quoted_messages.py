@@ -68,7 +68,8 @@ def _strings(node: ast.AST) -> Iterator[str]:
             yield from _strings(child)
 
 
-LAYOUT, TENSORS = "checkpoints/export/formats/layout.py", "checkpoints/export/validator/tensor_checks.py"
+LAYOUT, EAGLE3 = "checkpoints/export/formats/layout.py", "checkpoints/export/formats/eagle3.py"
+TENSORS = "checkpoints/export/validator/tensor_checks.py"
 CONFIGS, COMPATIBILITY = "checkpoints/export/validator/config_checks.py", "checkpoints/export/compatibility.py"
 RUN_CHECKS, RESUMING = "train/config/run_checks.py", "train/config/resuming.py"
 WARNINGS, MEDIA = "train/report/warnings.py", "sage/inputs/media.py"
@@ -123,8 +124,8 @@ EXPORTS: list[tuple[Message, str]] = [
         ("error: d2t: ", Part(TENSORS, "absolute target ids"), "; ", Part(TENSORS, "mapped to the wrong")),
         "subtract the draft ids",
     ),
-    (("error: d2t: missing; ", Part(LAYOUT, "take draft ids")), "export again"),
-    (("error: lm_head.weight: missing; ", Part(LAYOUT, "or a random one")), "export again"),
+    (("error: d2t: missing; ", Part(EAGLE3, "take draft ids")), "export again"),
+    (("error: lm_head.weight: missing; ", Part(EAGLE3, "or a random one")), "export again"),
     (
         ("error: fc.weight: missing; ", Part(LAYOUT, "left uninitialized")),
         "a save that lost tensors, ZeRO-3 without gathering for example",
@@ -133,7 +134,7 @@ EXPORTS: list[tuple[Message, str]] = [
         ("error: max_position_embeddings: 64, the target's is 512; ", Part(CONFIGS, "is served at acceptance", ("64",))),
         "set it to the target's",
     ),
-    ((f"error: {READ}; ", Part(CONFIGS, "one of the engines")), "SGLang's list is one lower than vLLM's"),
+    ((f"error: {READ}; ", Part(EAGLE3, "one of the engines")), "SGLang's list is one lower than vLLM's"),
     (("warning: ", Part(COMPATIBILITY, "At image positions", AT_IMAGES)), "train with `draft.image_inputs=token`"),
 ]
 

@@ -1,9 +1,9 @@
 """sage-export: exports a trained draft for vLLM or SGLang and checks it before it is served.
 
-sage-export RUN --format eagle3 --out DIR                 write an export (also: speculators, eagle --flavour vllm|sglang)
+sage-export RUN --format eagle3 --out DIR                 write an export
 sage-export --check DIR [--target DIR]                    list the errors of a draft and their effect in an engine
 sage-export --inspect DIR                                 describe a folder and verify its checksums
-sage-export --import DIR --target DIR --out DIR           convert a third-party EAGLE-3 draft for our decoder
+sage-export --import DIR --target DIR --out DIR           convert a third-party draft for our decoder
 sage-export RUN --serve-check DIR --engine-python PYTHON  serve an export with vLLM and compare it with our decoder
 """
 
@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from checkpoints.export.formats.registry import FORMATS, flavour_choices, flavoured, format_help, imported_drafts
 from sage.commands import cli
 from sage.drafts.location import DRAFT_HELP
 from sage.io.dtypes import dtype_name, torch_dtype
@@ -39,7 +40,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--check", metavar="DIR", help="check the folder of a draft, of this project or third-party")
     mode.add_argument("--inspect", metavar="DIR", help="describe a folder and verify its checksums")
-    mode.add_argument("--import", metavar="DIR", dest="import_dir", help="convert a third-party EAGLE-3 draft")
+    mode.add_argument("--import", metavar="DIR", dest="import_dir", help=f"convert a third-party {imported_drafts()} draft")
     mode.add_argument("--serve-check", metavar="DIR", help="serve an export of RUN with vLLM and name the part at fault")
     parser.add_argument("--out", metavar="DIR", help="folder to write")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing export in --out")
@@ -54,8 +55,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def _add_export(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--format", help="eagle3 (vLLM and SGLang), speculators (vLLM), or eagle (with --flavour)")
-    group.add_argument("--flavour", choices=("vllm", "sglang"), help="the engine, for --format eagle")
+    group.add_argument("--format", help=format_help())
+    group.add_argument("--flavour", choices=flavour_choices(), help=f"the engine, for the format {flavoured()}")
     cli.add_dtype_option(group, "bfloat16", "dtype of the weights (default: %(default)s)")
     group.add_argument(
         "--target-name", metavar="ID", help="name of the target in configs and serve commands; default: as it was loaded"
@@ -169,7 +170,8 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from checkpoints.export import TargetFacts, check_folder
+    from checkpoints.export.target_facts import TargetFacts
+    from checkpoints.export.validator.validator import check_folder
     from checkpoints.files import restore_interrupted
 
     folder = Path(args.check)
@@ -181,7 +183,8 @@ def _check(args: argparse.Namespace) -> int:
 
 def _result_as_json(result: CheckResult) -> str:
     findings = {"errors": result.errors, "warnings": result.warnings}
-    content = {"format": result.format, "flavour": result.flavour, "notes": result.notes}
+    name, flavour = (result.format.name, result.format.flavour) if result.format else (None, None)
+    content = {"format": name, "flavour": flavour, "notes": result.notes}
     return json.dumps({**content, **{key: [vars(f) for f in found] for key, found in findings.items()}}, indent=2)
 
 
@@ -189,18 +192,18 @@ def _result_as_text(result: CheckResult) -> str:
     lines = [f"error: {finding}" for finding in result.errors]
     lines += [f"warning: {finding}" for finding in result.warnings]
     lines += [f"note: {note}" for note in result.notes]
-    format_ = f"{result.format or 'unknown format'}{f' for {result.flavour}' if result.flavour else ''}"
+    format_ = result.format.label if result.format else "unknown format"
     verdict = f"{len(result.errors)} errors: do not serve this" if result.errors else "valid"
     return "\n".join([*lines, f"{result.folder}: {format_}; {verdict}"])
 
 
 def _export(args: argparse.Namespace) -> int:
-    from checkpoints.export import Format, export
     from checkpoints.export.compatibility import IncompatibleDraft
     from checkpoints.export.export_folder import push_to_hub
+    from checkpoints.export.exporter import export
 
     if not args.format:
-        raise ValueError(f"--format: missing; choose one of {', '.join(Format)}")
+        raise ValueError(f"--format: missing; choose one of {', '.join(FORMATS)}")
     try:
         result = export(args.source, args.out, args.format, _options(args))
     except IncompatibleDraft as error:
@@ -217,10 +220,10 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace) -> ExportOptions:
-    from checkpoints.export import ExportOptions, Flavour
+    from checkpoints.export.exporter import ExportOptions
 
     return ExportOptions(
-        flavour=Flavour(args.flavour) if args.flavour else None,
+        flavour=args.flavour,
         dtype=torch_dtype(args.dtype),
         target=args.target,
         target_name=args.target_name,
@@ -247,7 +250,8 @@ def _serve_check(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
-    from checkpoints.export import ImportOptions, convert
+    from checkpoints.export.formats.reading import ImportOptions
+    from checkpoints.export.importer import convert
 
     if not args.target:
         raise ValueError("--target: missing; a draft is imported for one target: give its folder or hub id")

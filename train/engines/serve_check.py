@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 import sage
-from checkpoints.export.compatibility import ENGINE_FORMATS, FED_INPUTS
-from checkpoints.export.formats.layout import Format
+from checkpoints.export.compatibility import ENGINES
+from checkpoints.export.formats.base import ExportFormat
+from checkpoints.export.formats.registry import variants
 from checkpoints.export.reload_check import read_export
 from checkpoints.export.source import find_source, load_trained
 from checkpoints.export.target_facts import TargetFacts
@@ -107,7 +108,7 @@ def serve_check(options: ServeCheck) -> ServeResult:
     checked = check_folder(options.export, facts)
     if checked.errors:
         return ServeResult({}, [f"export bad: {error}" for error in checked.errors], {})
-    check_served(checked, facts)
+    format_ = check_served(checked, facts)
     version = check_engine(options.python)
     conversations = validation_prompts(prompt_data(source.run, str(facts.name)), options.num_prompts)
     try:
@@ -119,24 +120,23 @@ def serve_check(options: ServeCheck) -> ServeResult:
         ours, setting = _decode_ours(options, facts, conversations, (trained.to(exported.dtype), exported), Path(scratch))
         gc.collect()
         torch.cuda.empty_cache()  # the engine needs the target's memory
-        method = "eagle" if checked.format == Format.eagle else "eagle3"
         logger.info("decoding them with %s %s", ENGINE, version)
-        engine = _Engine(options, Path(scratch), replace(setting, method=method))
+        engine = _Engine(options, Path(scratch), replace(setting, speculative=format_.vllm_options))
         theirs, corrected = engine.decode(ours[1] if facts.mrope_section else None)
     found = Measured(*ours, theirs, corrected)
-    fed = FED_INPUTS[ENGINE] if facts.has_images else trained.config.image_inputs
+    fed = ENGINES[ENGINE].image_inputs if facts.has_images else trained.config.image_inputs
     return ServeResult(found.rows(ENGINE), verdict(found, fed, trained.config.image_inputs), engine.versions)
 
 
-def check_served(checked: CheckResult, facts: TargetFacts) -> None:
-    """Raises ValueError for a target or a format that vLLM does not serve."""
+def check_served(checked: CheckResult, facts: TargetFacts) -> ExportFormat:
+    """Returns the format of an export; raises ValueError for a target or a format that vLLM does not serve."""
     if ENGINE not in facts.served_by:
         raise ValueError(f"--target {facts.name}: {ENGINE} serves no drafts for {facts.model_type}; decode with sage-generate")
-    served = ENGINE_FORMATS[ENGINE]
-    if (checked.format, checked.flavour) not in served:
-        names = ", ".join(f"{one}{f' --flavour {flavour}' if flavour else ''}" for one, flavour in served)
-        found = f"{checked.format}{f' for {checked.flavour}' if checked.flavour else ''}"
+    assert checked.format is not None, "a folder without errors has a format"
+    if ENGINE not in checked.format.engines:
+        names, found = ", ".join(one.choice for one in variants() if ENGINE in one.engines), checked.format.label
         raise ValueError(f"--serve-check {checked.folder}: {found} is not served by {ENGINE}; export with --format {names}")
+    return checked.format
 
 
 def _decode_ours(

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from checkpoints.export.formats.layout import Flavour, Format
 from checkpoints.export.validator.findings import CheckInput, Finding
 from checkpoints.export.weight_files import PICKLED
 from sage.io.dtypes import dtype_name
@@ -27,8 +26,6 @@ def check_tensors(given: CheckInput) -> Iterator[Finding]:
     yield from _unexpected(given)
     yield from _shapes_and_dtypes(given)
     yield from _values(given)
-    if given.config.format != Format.eagle:
-        yield from _vocabulary_maps(given)
     if given.weights.is_pickled:
         effect = "engines open it, but a pickle can run code: convert it to safetensors"
         yield Finding(PICKLED, "weights in a pickle", effect, is_warning=True)
@@ -44,9 +41,7 @@ def _missing(given: CheckInput) -> Iterator[Finding]:
 def _unexpected(given: CheckInput) -> Iterator[Finding]:
     assert given.specs is not None
     extra = sorted(set(given.infos) - set(given.specs))
-    effect = "vLLM stops at an unknown name, SGLang skips it without a message"
-    if given.config.format == Format.eagle:
-        effect = "the engine skips it without a message: it serves something else than was trained"
+    effect = given.format.effect_of_unexpected
     prefixed = [name for name in extra if name.removeprefix("model.") in given.specs]
     if prefixed:
         yield Finding(prefixed[0], f"{len(prefixed)} tensors have the prefix 'model.'", effect)
@@ -54,7 +49,7 @@ def _unexpected(given: CheckInput) -> Iterator[Finding]:
     for name in others[:MAX_LISTED]:
         yield Finding(name, "unexpected tensor", effect)
     if len(others) > MAX_LISTED:
-        yield Finding(given.config.format or "", f"{len(others) - MAX_LISTED} more unexpected tensors", effect)
+        yield Finding(given.format.name, f"{len(others) - MAX_LISTED} more unexpected tensors", effect)
 
 
 def _shapes_and_dtypes(given: CheckInput) -> Iterator[Finding]:
@@ -88,14 +83,16 @@ def _values(given: CheckInput) -> Iterator[Finding]:
         num_bad = int((~torch.isfinite(tensor)).sum())
         if num_bad:
             yield Finding(name, f"{num_bad} values are not finite", "all logits become NaN: acceptance 1.00 or an error")
-        elif tensor.numel() and not bool(tensor.any()) and name != "fc.bias":
-            yield Finding(name, "all zero", "the weight was not saved (ZeRO-3 without gathering?): acceptance 1.00")
-        elif name == "fc.bias" and given.config.flavour == Flavour.sglang and bool(tensor.any()):
+        elif spec.is_zero and bool(tensor.any()):
             yield Finding(name, "not zero", "drafts trained here have no bias", is_warning=True)
+        elif tensor.numel() and not spec.is_zero and not bool(tensor.any()):
+            yield Finding(name, "all zero", "the weight was not saved (ZeRO-3 without gathering?): acceptance 1.00")
 
 
-def _vocabulary_maps(given: CheckInput) -> Iterator[Finding]:
-    assert given.specs is not None
+def vocabulary_maps(given: CheckInput) -> Iterator[Finding]:
+    """Yields the findings about the values of d2t and t2d, if both have the expected shape."""
+    if given.specs is None:
+        return
     usable = {
         name: given.weights[name]
         for name in ("d2t", "t2d")
