@@ -31,6 +31,7 @@ from transformers.utils import logging as transformers_logging
 
 import sage
 from checkpoints.export.exporter import ExportOptions, export
+from checkpoints.export.formats.registry import find_format
 from data_prep.conversation import Conversation
 from data_prep.pocket import world
 from sage.bench.measurement import BenchPrompt
@@ -301,6 +302,7 @@ def serve(engine: Engine, prepared: Prepared) -> Row:
         target=str(folder / "target"),
         draft=folder / "export",
         depth=DEPTH,
+        speculative=find_format("eagle3").vllm_options,
         max_model_len=1024,
         is_compiled=False,
         corrects_slots=prepared.has_images,

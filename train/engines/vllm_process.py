@@ -35,7 +35,7 @@ class EngineSetting:
         target: folder of the target.
         draft: folder of an exported draft; None decodes without speculation.
         depth: `num_speculative_tokens`.
-        speculative: the format's fields of vLLM's `speculative_config` (`ExportFormat.vllm_options`).
+        speculative: fields of vLLM's `speculative_config` for the draft's format (`ExportFormat.vllm_options`).
         dtype: of the target.
         max_model_len: tokens of the longest prompt with its answer.
         is_compiled: vLLM's default; False is `enforce_eager`.
@@ -45,7 +45,7 @@ class EngineSetting:
     target: str
     draft: Path | None = None
     depth: int = 0
-    speculative: Mapping[str, Any] = field(default_factory=lambda: {"method": "eagle3"})
+    speculative: Mapping[str, Any] = field(default_factory=dict)
     dtype: str = "float32"
     max_model_len: int = 2048
     is_compiled: bool = True
