@@ -31,8 +31,7 @@ from sage.bench.runners import AUTOREGRESSIVE, PolicyRunner, baseline_runner
 from sage.commands.cli import resolve_device
 from sage.decoding.sampling import Sampling
 from sage.targets import Target
-from train.engines.prompts import write_prompts
-from train.engines.validation_prompts import prompt_data, validation_prompts
+from train.engines.prompts import prompt_data, validation_prompts, write_prompts
 from train.engines.vllm_process import EngineSetting, VllmProcess
 
 logger = logging.getLogger(__name__)

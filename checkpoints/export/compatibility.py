@@ -5,7 +5,7 @@ All obstacles are named at once, by an export and by `checkpoints.export.serving
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,21 +54,13 @@ class IncompatibleDraft(ValueError):
         super().__init__(" | ".join(self.lines))
 
 
-def check_compatible(
-    config: Any,
-    facts: TargetFacts,
-    format_: ExportFormat,
-    *,
-    allow_unserved: bool = False,
-    allow_uncompressed: bool = False,
-) -> list[str]:
+def check_compatible(config: Any, facts: TargetFacts, format_: ExportFormat, allowed: Mapping[str, bool]) -> list[str]:
     """Checks that the format, and the engines that load it, compute what the draft computes.
 
     Args:
         config: the trained head's configuration.
         facts: facts about its target.
-        allow_unserved: export although no engine serves the target's family.
-        allow_uncompressed: export without the draft's visual compressor; engines feed it every visual token.
+        allowed: key -> whether the user allows to export in spite of an obstacle that is not inherent.
 
     Returns:
         warnings for the model card about what differs from training, as complete sentences.
@@ -77,7 +69,6 @@ def check_compatible(
         IncompatibleDraft: names every setting in the way, with its remedy.
     """
     found = find_obstacles(config, facts, format_)
-    allowed = {"target": allow_unserved, f"draft.{COMPRESSOR}": allow_uncompressed}
     if refused := [obstacle for obstacle in found if obstacle.is_inherent or not allowed[obstacle.key]]:
         raise IncompatibleDraft(refused)
     warnings = []

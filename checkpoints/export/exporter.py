@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,64 +15,21 @@ from checkpoints.export.compatibility import COMPRESSOR, check_compatible
 from checkpoints.export.export_folder import EXPORT_INFO, new_export
 from checkpoints.export.formats.base import ExportFormat
 from checkpoints.export.formats.registry import find_format
-from checkpoints.export.model_card import ModelCard, render_card
+from checkpoints.export.model_card import render_card
 from checkpoints.export.reload_check import RoundingError, check_reload
-from checkpoints.export.source import DraftSource, find_source, load_trained, summarize_report, with_report
+from checkpoints.export.result import ExportOptions, ExportResult
+from checkpoints.export.source import find_source, load_trained, summarize_report, with_report
 from checkpoints.export.target_facts import EMBEDDING, TargetFacts, read_target_embedding
 from checkpoints.export.validator.findings import CheckResult, InvalidExport
 from checkpoints.export.validator.validator import check_folder
 from checkpoints.export.weight_files import CONFIG, WEIGHTS
 from sage.drafts.head import DraftHead
-from sage.io.dtypes import dtype_name
 from sage.io.files import write_json, write_text
 
 logger = logging.getLogger(__name__)
 
 CARD = "README.md"
 SCHEMA = 1
-
-
-@dataclass(kw_only=True)
-class ExportOptions:
-    """Options of an export.
-
-    Attributes:
-        flavour: the engine, for a format that differs between engines.
-        dtype: dtype of the weights.
-        target: the target's folder or hub id; None = the one in the draft's config.json.
-        target_name: the target's name in configs and commands; None = as it was loaded.
-        embedding: write the target's embedding too; None = the format's default.
-        overwrite: replace an existing export.
-        name: the export's name in the card's commands; None = its folder.
-        report: the report.json with the card's measurements, or its folder; None = the run's own.
-        license, license_link: for the model card; None = not stated.
-        allow_unserved: export although no engine serves the target's family.
-        allow_uncompressed: export without the draft's visual compressor.
-    """
-
-    flavour: str | None = None
-    dtype: torch.dtype = torch.bfloat16
-    target: str | None = None
-    target_name: str | None = None
-    embedding: bool | None = None
-    overwrite: bool = False
-    name: str | None = None
-    report: str | None = None
-    license: str | None = None
-    license_link: str | None = None
-    allow_unserved: bool = False
-    allow_uncompressed: bool = False
-
-
-@dataclass(frozen=True)
-class ExportResult:
-    """A finished export: its folder and origin, the validator's findings, the rounding error, and warnings."""
-
-    folder: Path
-    source: DraftSource
-    check: CheckResult
-    rounding: RoundingError
-    warnings: list[str]
 
 
 def export(path: Path | str, out: Path | str, name: str, options: ExportOptions | None = None) -> ExportResult:
@@ -92,13 +49,8 @@ def export(path: Path | str, out: Path | str, name: str, options: ExportOptions 
         source = with_report(source, Path(options.report))
     trained = load_trained(source.draft)
     facts = find_facts(trained.config, options.target)
-    warnings = check_compatible(
-        trained.config,
-        facts,
-        format_,
-        allow_unserved=options.allow_unserved,
-        allow_uncompressed=options.allow_uncompressed,
-    )
+    allowed = {"target": options.allow_unserved, f"draft.{COMPRESSOR}": options.allow_uncompressed}
+    warnings = check_compatible(trained.config, facts, format_, allowed)
     tensors = _tensors(trained, format_, options.dtype)
     if format_.has_embedding if options.embedding is None else options.embedding:
         tensors[EMBEDDING] = read_target_embedding(facts).to(options.dtype)
@@ -107,22 +59,20 @@ def export(path: Path | str, out: Path | str, name: str, options: ExportOptions 
     with new_export(out, source.step or 0, options.overwrite) as part:
         save_file(tensors, part / WEIGHTS, metadata={"format": "pt"})
         write_json(part / CONFIG, format_.config(trained.config, facts, options.dtype))
-        check, rounding = _verify(part, out, trained, facts)
-        info = _export_info(trained, source, facts, format_, options)
-        write_json(part / EXPORT_INFO, info | _measurements(source, rounding, warnings))
-        card = ModelCard(
-            name=options.name or str(out),
+        check, rounding = _verify(part, out, format_, trained, facts)
+        result = ExportResult(
+            folder=out,
             format=format_,
-            facts=facts,
+            options=options,
             source=source,
+            facts=facts,
+            check=check,
             rounding=rounding,
-            dtype=dtype_name(options.dtype),
             warnings=warnings,
-            license=options.license,
-            license_link=options.license_link,
         )
-        write_text(part / CARD, render_card(card))
-    return ExportResult(out, source, check, rounding, warnings)
+        write_json(part / EXPORT_INFO, _export_info(result, trained))
+        write_text(part / CARD, render_card(result))
+    return result
 
 
 def find_facts(config: Any, target: str | None) -> TargetFacts:
@@ -140,12 +90,14 @@ def find_facts(config: Any, target: str | None) -> TargetFacts:
     return TargetFacts.of_draft(config)
 
 
-def _verify(part: Path, out: Path, trained: DraftHead, facts: TargetFacts) -> tuple[CheckResult, RoundingError]:
+def _verify(
+    part: Path, out: Path, format_: ExportFormat, trained: DraftHead, facts: TargetFacts
+) -> tuple[CheckResult, RoundingError]:
     """Runs the validator and the reload check on the written files; errors name the final folder."""
     try:
         check = check_folder(part, facts)
         check.raise_if_invalid()
-        return check, check_reload(part, trained, facts)
+        return check, check_reload(part, format_, trained, facts)
     except InvalidExport as error:
         raise InvalidExport(str(error).replace(str(part), str(out))) from error
 
@@ -159,31 +111,24 @@ def _is_omitted(name: str) -> bool:
     return name.startswith(f"{COMPRESSOR}.")  # allowed by the user, see check_compatible
 
 
-def _export_info(
-    trained: DraftHead, source: DraftSource, facts: TargetFacts, format_: ExportFormat, options: ExportOptions
-) -> dict[str, Any]:
-    """The facts in sage_export.json for which the engines' config.json has no field."""
-    config = trained.config
+def _export_info(result: ExportResult, trained: DraftHead) -> dict[str, Any]:
+    """Returns the content of sage_export.json, for which the engines' config.json has no fields."""
+    source, config = result.source, trained.config
     return {
         "schema": SCHEMA,
-        "format": format_.name,
-        "flavour": format_.flavour,
-        "dtype": dtype_name(options.dtype),
+        "format": result.format.name,
+        "flavour": result.format.flavour,
+        "dtype": result.dtype,
         "step": source.step or 0,
         "steps_trained": source.step,
         "draft": config.model_type,
         "parameters": sum(weight.numel() for name, weight in trained.named_parameters() if not _is_omitted(name)),
         "image_inputs": config.image_inputs,
         "feature_levels": list(getattr(config, "feature_levels", [])),
-        "target": facts.to_dict(),
+        "target": result.facts.to_dict(),
         "data_fingerprint": source.provenance.get("data_fingerprint"),
         "git": source.provenance.get("git"),
-    }
-
-
-def _measurements(source: DraftSource, rounding: RoundingError, warnings: list[str]) -> dict[str, Any]:
-    return {
-        "rounding": {"largest_difference": rounding.max_abs_difference, "same_choice": rounding.agreement},
-        "warnings": warnings,
+        "rounding": {"largest_difference": result.rounding.max_abs_difference, "same_choice": result.rounding.agreement},
+        "warnings": result.warnings,
         "validation": summarize_report(source.report),
     }

@@ -6,47 +6,25 @@ Figures that were not measured and a license that was not given are reported as 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from checkpoints.export.compatibility import ENGINES, engines_for
 from checkpoints.export.formats.base import ExportFormat
-from checkpoints.export.reload_check import RoundingError
-from checkpoints.export.source import DraftSource
+from checkpoints.export.result import ExportResult
 from checkpoints.export.target_facts import TargetFacts
+from checkpoints.run_folder import dotted_keys
 from sage.bench.report_table import measured_with
 from sage.io.tables import markdown_table
 
-RECIPE_KEYS = ("seed", "data.num_examples", "data.max_length", "launch.gpus", "launch.ranks")
-RECIPE_GROUPS = ("draft", "objective", "optim", "train", "deepspeed")
+RECIPE = (  # keys of the configuration that the card lists, or groups of them
+    *("seed", "data.num_examples", "data.max_length", "launch.gpus", "launch.ranks"),
+    *("draft", "objective", "optim", "train", "deepspeed"),
+)
 POLICY_COLUMNS = ("policy", "tokens per target pass", "mean accepted draft", "tokens/s", "speedup", "end to end", "identical")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelCard:
-    """The content of a model card.
-
-    Attributes:
-        name: the export's name in commands: its folder, or the hub id it is uploaded to.
-        dtype: dtype of the exported weights.
-        warnings: what differs from training, as complete sentences.
-        license, license_link: as given by the user; None = not stated.
-    """
-
-    name: str
-    format: ExportFormat
-    facts: TargetFacts
-    source: DraftSource
-    rounding: RoundingError
-    dtype: str
-    warnings: Sequence[str] = ()
-    license: str | None = None
-    license_link: str | None = None
-
-
-def render_card(card: ModelCard) -> str:
+def render_card(card: ExportResult) -> str:
     """Renders the card as Markdown, with the hub's metadata at the top."""
     sections = (_front_matter, _summary, _warnings, _measurements, _serving, _checks, _recipe, _license)
     parts = [section(card) for section in sections]
@@ -58,13 +36,13 @@ def serve_commands(format_: ExportFormat, facts: TargetFacts, draft: str) -> dic
     return {engine: format_.serve_command(engine, facts.name or "TARGET", draft) for engine in engines_for(format_, facts)}
 
 
-def _front_matter(card: ModelCard) -> str:
+def _front_matter(card: ExportResult) -> str:
     """The hub's metadata; JSON values are valid YAML without quoting rules."""
-    fields: dict[str, Any] = {"license": card.license or "other"}
-    if card.license is None:
+    fields: dict[str, Any] = {"license": card.options.license or "other"}
+    if card.options.license is None:
         fields["license_name"] = "not-stated"
-    if card.license_link:
-        fields["license_link"] = card.license_link
+    if card.options.license_link:
+        fields["license_link"] = card.options.license_link
     if _is_hub_id(card.facts.name):
         fields |= {"base_model": card.facts.name, "base_model_relation": "adapter"}
     task = "image-text-to-text" if card.facts.has_images else "text-generation"
@@ -76,7 +54,7 @@ def _is_hub_id(name: str | None) -> bool:
     return name is not None and name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).exists()
 
 
-def _summary(card: ModelCard) -> str:
+def _summary(card: ExportResult) -> str:
     facts, kind = card.facts, f"`{card.format.name}`" + (f" ({card.format.flavour})" if card.format.flavour else "")
     steps = f"trained for {card.source.step} steps" if card.source.step is not None else "number of training steps unknown"
     return (
@@ -87,13 +65,13 @@ def _summary(card: ModelCard) -> str:
     )
 
 
-def _warnings(card: ModelCard) -> str:
+def _warnings(card: ExportResult) -> str:
     if not card.warnings:
         return ""
     return "\n".join(["## Limitations", "", *(f"* {warning}" for warning in card.warnings)])
 
 
-def _measurements(card: ModelCard) -> str:
+def _measurements(card: ExportResult) -> str:
     report = card.source.report
     if report is None:
         return "## Measurements\n\nNothing was measured: the run has no report for this draft."
@@ -118,7 +96,7 @@ def _policy_row(name: str, figures: dict[str, Any]) -> list[str]:
     ]
 
 
-def _serving(card: ModelCard) -> str:
+def _serving(card: ExportResult) -> str:
     commands = serve_commands(card.format, card.facts, card.name)
     parts = [f"{engine}{ENGINES[engine].note}:\n\n```\n{command}\n```" for engine, command in commands.items()]
     if not commands:
@@ -133,7 +111,7 @@ def _serving(card: ModelCard) -> str:
     return "## Serving\n\n" + "\n\n".join(parts)
 
 
-def _checks(card: ModelCard) -> str:
+def _checks(card: ExportResult) -> str:
     return (
         f"## Checks\n\n`sage-export --check` reports no errors, and the reloaded files compute, bit for bit, what the trained "
         f"draft computes in {card.dtype}. Rounding error in {card.dtype} on a fixed batch: largest difference "
@@ -142,12 +120,17 @@ def _checks(card: ModelCard) -> str:
     )
 
 
-def _recipe(card: ModelCard) -> str:
+def _recipe(card: ExportResult) -> str:
     source = card.source
     if not source.recipe:
         return "## Training\n\nThe run that trained this draft is not available."
-    settings = [pair for key in (*RECIPE_KEYS, *RECIPE_GROUPS) for pair in _flatten(_lookup(source.recipe, key), key)]
-    lines = [f"* `{key}`: {value}" for key, value in settings]
+    settings = {
+        key: value
+        for key, value in dotted_keys(source.recipe).items()
+        if value not in (None, "", [], {}) and not key.endswith((".path", ".dir"))  # folders of the training machine
+    }
+    listed = [key for name in RECIPE for key in settings if key == name or key.startswith(f"{name}.")]
+    lines = [f"* `{key}`: {settings[key]}" for key in listed]
     known = source.provenance
     origin = [f"* data: {', '.join(_data_sources(source.recipe))} (fingerprint `{known.get('data_fingerprint', 'unknown')}`)"]
     if commit := (known.get("git") or {}).get("commit"):
@@ -164,24 +147,9 @@ def _data_sources(recipe: dict[str, Any]) -> list[str]:
     return [str(name) for name in (data.get("sources") or {})] or [str(data.get("name", "not stated"))]
 
 
-def _lookup(recipe: dict[str, Any], key: str) -> Any:
-    """The value of a dotted key, or None."""
-    tree: Any = recipe
-    for name in key.split("."):
-        tree = tree.get(name) if isinstance(tree, dict) else None
-    return tree
-
-
-def _flatten(tree: Any, prefix: str) -> list[tuple[str, Any]]:
-    """Dotted keys and values that are set, except for folders of the training machine."""
-    if isinstance(tree, dict):
-        return [pair for key, part in tree.items() for pair in _flatten(part, f"{prefix}.{key}")]
-    return [] if tree in (None, "", []) or prefix.endswith((".path", ".dir")) else [(prefix, tree)]
-
-
-def _license(card: ModelCard) -> str:
-    name = card.license or "not stated"
-    link = f" ({card.license_link})" if card.license_link else ""
+def _license(card: ExportResult) -> str:
+    name = card.options.license or "not stated"
+    link = f" ({card.options.license_link})" if card.options.license_link else ""
     return (
         f"## License\n\n{name[0].upper()}{name[1:]}{link}. The weights were distilled from "
         f"{card.facts.name or card.facts.model_type}; its license, and that of the data, may apply to them."

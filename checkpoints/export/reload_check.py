@@ -12,13 +12,10 @@ from pathlib import Path
 import torch
 
 from checkpoints.export.formats.base import ExportFormat
-from checkpoints.export.formats.layout import EngineConfig
 from checkpoints.export.formats.reading import ImportOptions
-from checkpoints.export.formats.registry import recognize
 from checkpoints.export.target_facts import TargetFacts
 from checkpoints.export.validator.findings import InvalidExport
 from sage.drafts.head import DraftHead
-from sage.io.model_files import read_config
 
 
 @dataclass(frozen=True)
@@ -35,14 +32,13 @@ class RoundingError:
 
 
 @torch.no_grad()
-def check_reload(folder: Path, trained: DraftHead, facts: TargetFacts) -> RoundingError:
+def check_reload(folder: Path, format_: ExportFormat, trained: DraftHead, facts: TargetFacts) -> RoundingError:
     """Reloads an export and compares it with the trained draft, which is rounded to the export's dtype in place.
 
     Raises:
         InvalidExport: the outputs differ.
     """
-    format_ = _recognized(folder)
-    exported = read_export(folder, trained, facts)
+    exported = format_.read(folder, facts, ImportOptions(image_inputs=trained.config.image_inputs))
     original = format_.outputs(trained)
     rounded, reloaded = format_.outputs(trained.to(exported.dtype)), format_.outputs(exported)
     if not torch.equal(rounded, reloaded):
@@ -50,20 +46,3 @@ def check_reload(folder: Path, trained: DraftHead, facts: TargetFacts) -> Roundi
         raise InvalidExport(f"{folder}: reloaded, its outputs differ from the trained draft's by up to {gap:.3g}")
     before, after = original.float(), reloaded.float()
     return RoundingError(float((before - after).abs().max()), float(format_.agreement(before, after)))
-
-
-def read_export(folder: Path, trained: DraftHead, facts: TargetFacts) -> DraftHead:
-    """Reads an export of `trained` from its files as a draft of this package, in the dtype of its file.
-
-    Of `trained`, only what engines' configs have no field for is taken: its target and its inputs at image positions.
-
-    Raises:
-        ValueError: names what cannot be read.
-    """
-    return _recognized(folder).read(folder, facts, ImportOptions(image_inputs=trained.config.image_inputs))
-
-
-def _recognized(folder: Path) -> ExportFormat:
-    format_ = recognize(EngineConfig(read_config(folder)))
-    assert format_ is not None, f"{folder}: was checked before"
-    return format_

@@ -296,10 +296,10 @@ class TestReload:
         draft.save_pretrained(tmp_path / "draft")
         out = export_draft(tmp_path / "draft", tmp_path / "out", dtype=torch.float32).folder
         facts = find_facts(draft.config, None)
-        check_reload(out, draft, facts)
+        check_reload(out, find_format("eagle3"), draft, facts)
         draft.midlayer.mlp.down_proj.weight.data[3, 5] += 0.01
         with refused("outputs differ", error=InvalidExport):
-            check_reload(out, draft, facts)
+            check_reload(out, find_format("eagle3"), draft, facts)
 
 
 def draft_of_answer(target: sage.Target, answer: torch.Tensor, is_reduced: bool) -> Any:

@@ -21,7 +21,7 @@ from data_prep import pocket
 from data_prep.config import Cache, DataConfig, OnBad, data_config
 from train.engines import serve_check
 from train.engines.acceptance import Answers
-from train.engines.validation_prompts import prompt_data, validation_prompts
+from train.engines.prompts import prompt_data, validation_prompts
 from train.engines.verdict import MIN_FIRST, Measured, verdict
 from train.engines.vllm_process import EngineSetting, VllmProcess
 

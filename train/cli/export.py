@@ -14,13 +14,14 @@ import json
 import logging
 import os
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from checkpoints.export.formats.registry import FORMATS, flavour_choices, flavoured, format_help, imported_drafts
+from checkpoints.export.formats.registry import FORMATS, flavoured, imported_drafts
 from sage.commands import cli
 from sage.drafts.location import DRAFT_HELP
-from sage.io.dtypes import dtype_name, torch_dtype
+from sage.io.dtypes import torch_dtype
 
 if TYPE_CHECKING:
     from checkpoints.export.exporter import ExportOptions
@@ -55,8 +56,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def _add_export(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--format", help=format_help())
-    group.add_argument("--flavour", choices=flavour_choices(), help=f"the engine, for the format {flavoured()}")
+    *formats, last = (row.summary for row in FORMATS.values())
+    flavours = dict.fromkeys(flavour for row in FORMATS.values() for flavour in row.flavours)
+    group.add_argument("--format", help=f"{', '.join(formats)}, or {last}")
+    group.add_argument("--flavour", choices=flavours, help=f"the engine, for the format {flavoured()}")
     cli.add_dtype_option(group, "bfloat16", "dtype of the weights (default: %(default)s)")
     group.add_argument(
         "--target-name", metavar="ID", help="name of the target in configs and serve commands; default: as it was loaded"
@@ -67,7 +70,7 @@ def _add_export(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--embedding",
         action=argparse.BooleanOptionalAction,
-        help="write the target's token embedding too; default: only for speculators",
+        help="write the target's token embedding too; default: if the format has it",
     )
     group.add_argument(
         "--allow-unserved", action="store_true", help="export although no engine serves drafts for the target's family"
@@ -212,8 +215,8 @@ def _export(args: argparse.Namespace) -> int:
     print(f"draft: {result.source.draft}{f', {result.source.step} steps' if result.source.step is not None else ''}")
     for warning in [*result.warnings, *map(str, result.check.warnings)]:
         print(f"warning: {warning}")
-    dtype, difference = dtype_name(torch_dtype(args.dtype)), f"{result.rounding.max_abs_difference:.3g}"
-    print(f"{result.folder}: valid, bit-identical after reloading; rounding to {dtype} changes outputs by up to {difference}")
+    change = f"rounding to {result.dtype} changes outputs by up to {result.rounding.max_abs_difference:.3g}"
+    print(f"{result.folder}: valid, bit-identical after reloading; {change}")
     if args.push_to_hub:
         print(push_to_hub(result.folder, args.push_to_hub, args.private))
     return cli.EXIT_DONE
@@ -222,20 +225,8 @@ def _export(args: argparse.Namespace) -> int:
 def _options(args: argparse.Namespace) -> ExportOptions:
     from checkpoints.export.exporter import ExportOptions
 
-    return ExportOptions(
-        flavour=args.flavour,
-        dtype=torch_dtype(args.dtype),
-        target=args.target,
-        target_name=args.target_name,
-        embedding=args.embedding,
-        overwrite=args.overwrite,
-        name=args.push_to_hub,
-        report=args.report,
-        license=args.license,
-        license_link=args.license_link,
-        allow_unserved=args.allow_unserved,
-        allow_uncompressed=args.allow_uncompressed,
-    )
+    given = {one.name: getattr(args, one.name) for one in fields(ExportOptions) if hasattr(args, one.name)}
+    return ExportOptions(**given | {"dtype": torch_dtype(args.dtype), "name": args.push_to_hub})
 
 
 def _serve_check(args: argparse.Namespace) -> int:

@@ -20,8 +20,8 @@ import torch
 import sage
 from checkpoints.export.compatibility import ENGINES
 from checkpoints.export.formats.base import ExportFormat
+from checkpoints.export.formats.reading import ImportOptions
 from checkpoints.export.formats.registry import variants
-from checkpoints.export.reload_check import read_export
 from checkpoints.export.source import find_source, load_trained
 from checkpoints.export.target_facts import TargetFacts
 from checkpoints.export.validator.findings import CheckResult
@@ -30,8 +30,7 @@ from sage.io.dtypes import dtype_name
 from sage.io.tables import text_table
 from train.engines.acceptance import Answers, decode_chain
 from train.engines.installed import check_engine
-from train.engines.prompts import PROMPTS_FILE, write_prompts
-from train.engines.validation_prompts import prompt_data, validation_prompts
+from train.engines.prompts import PROMPTS_FILE, prompt_data, validation_prompts, write_prompts
 from train.engines.verdict import Measured, is_short_of, verdict
 from train.engines.vllm_process import EngineFailed, EngineSetting, VllmProcess
 
@@ -67,12 +66,10 @@ class ServeResult:
     Attributes:
         rows: label, then answers, of every decoder that ran; empty if the engine was not started.
         faults: one line per part at fault; empty: all good.
-        engine: versions of the engine's packages.
     """
 
     rows: dict[str, Answers]
     faults: list[str]
-    engine: dict[str, str]
 
     def text(self) -> str:
         """Returns the table and the verdict."""
@@ -107,25 +104,25 @@ def serve_check(options: ServeCheck) -> ServeResult:
     facts = TargetFacts.of_folder(options.target or trained.config.target_path)
     checked = check_folder(options.export, facts)
     if checked.errors:
-        return ServeResult({}, [f"export bad: {error}" for error in checked.errors], {})
+        return ServeResult({}, [f"export bad: {error}" for error in checked.errors])
     format_ = check_served(checked, facts)
     version = check_engine(options.python)
     conversations = validation_prompts(prompt_data(source.run, str(facts.name)), options.num_prompts)
     try:
-        exported = read_export(options.export, trained, facts)
+        exported = format_.read(options.export, facts, ImportOptions(image_inputs=trained.config.image_inputs))
     except ValueError as error:
-        return ServeResult({}, [f"export bad: {error}"], {})
+        return ServeResult({}, [f"export bad: {error}"])
     with tempfile.TemporaryDirectory() as scratch:
         logger.info("decoding %d prompts with our decoder", len(conversations))
         ours, setting = _decode_ours(options, facts, conversations, (trained.to(exported.dtype), exported), Path(scratch))
         gc.collect()
         torch.cuda.empty_cache()  # the engine needs the target's memory
         logger.info("decoding them with %s %s", ENGINE, version)
-        engine = _Engine(options, Path(scratch), replace(setting, speculative=format_.vllm_options))
-        theirs, corrected = engine.decode(ours[1] if facts.mrope_section else None)
+        setting = replace(setting, speculative=format_.vllm_options)
+        theirs, corrected = _decode_theirs(options, setting, Path(scratch), ours[1] if facts.mrope_section else None)
     found = Measured(*ours, theirs, corrected)
     fed = ENGINES[ENGINE].image_inputs if facts.has_images else trained.config.image_inputs
-    return ServeResult(found.rows(ENGINE), verdict(found, fed, trained.config.image_inputs), engine.versions)
+    return ServeResult(found.rows(ENGINE), verdict(found, fed, trained.config.image_inputs))
 
 
 def check_served(checked: CheckResult, facts: TargetFacts) -> ExportFormat:
@@ -163,36 +160,26 @@ def _decode_ours(
     return (first, second), setting
 
 
-class _Engine:
-    """The engine of a check. `versions`: of its packages, once it has decoded."""
+def _decode_theirs(
+    options: ServeCheck, setting: EngineSetting, scratch: Path, reference: Answers | None
+) -> tuple[Answers, Answers | None]:
+    """Returns the engine's answers; and, if they accept less than `reference`, those with its drafting corrected."""
+    log, corrected, cores = scratch / "vllm.log", None, sorted(os.sched_getaffinity(0))
+    process = VllmProcess(options.python, scratch / PROMPTS_FILE, log, max_new_tokens=options.max_new_tokens, cores=cores)
+    try:
+        with process:
+            answers = _decode_one(process, setting)
+            if reference is not None and is_short_of(answers, reference):
+                corrected = _decode_one(process, replace(setting, corrects_slots=True))
+    except EngineFailed as error:
+        raise ValueError(_reason(options.python, error.code, log)) from error
+    return answers, corrected
 
-    def __init__(self, options: ServeCheck, scratch: Path, setting: EngineSetting) -> None:
-        self.options, self.scratch, self.setting = options, scratch, setting
-        self.versions: dict[str, str] = {}
 
-    def decode(self, reference: Answers | None) -> tuple[Answers, Answers | None]:
-        """Returns the engine's answers; and, if they accept less than `reference`, those with its drafting corrected."""
-        log, corrected = self.scratch / "vllm.log", None
-        process = VllmProcess(
-            self.options.python,
-            self.scratch / PROMPTS_FILE,
-            log,
-            max_new_tokens=self.options.max_new_tokens,
-            cores=sorted(os.sched_getaffinity(0)),
-        )
-        try:
-            with process:
-                answers = self._decode(process, self.setting)
-                if reference is not None and is_short_of(answers, reference):
-                    corrected = self._decode(process, replace(self.setting, corrects_slots=True))
-        except EngineFailed as error:
-            raise ValueError(_reason(self.options.python, error.code, log)) from error
-        return answers, corrected
-
-    def _decode(self, process: VllmProcess, setting: EngineSetting) -> Answers:
-        self.versions = process.load(setting)
-        answers = process.trace()
-        return Answers([one["tokens"] for one in answers], [one["rounds"] for one in answers], setting.depth)
+def _decode_one(process: VllmProcess, setting: EngineSetting) -> Answers:
+    process.load(setting)
+    answers = process.trace()
+    return Answers([one["tokens"] for one in answers], [one["rounds"] for one in answers], setting.depth)
 
 
 def _reason(python: Path, code: int, log: Path) -> str:

@@ -18,12 +18,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from checkpoints.export.formats.layout import FEATURE_LEVELS, EngineConfig, TensorSpecs
+from checkpoints.export.formats.layout import FEATURE_LEVELS, EngineConfig, TensorSpecs, layer_config
 from checkpoints.export.formats.reading import ImportOptions
 from checkpoints.export.formats.registry import FormatRow
 from checkpoints.export.target_facts import TargetFacts
 from checkpoints.export.validator.findings import CheckInput, Finding
 from sage.drafts.head import DraftHead
+from sage.io.dtypes import dtype_name
 from sage.io.model_files import read_config
 
 SPECULATIVE_TOKENS = 3
@@ -121,9 +122,11 @@ class ExportFormat(ABC):
     def engine_class(self) -> str:
         """The class name in `architectures`."""
 
-    @abstractmethod
     def config(self, draft: Any, facts: TargetFacts, dtype: torch.dtype) -> dict[str, Any]:
         """Returns config.json for the configuration of a trained draft, exported in `dtype`."""
+        classes = {"architectures": [self.engine_class], "model_type": "llama"}
+        dtypes = dict.fromkeys(("dtype", "torch_dtype"), dtype_name(dtype))
+        return {**classes, **layer_config(draft, facts), **dtypes}
 
     def tensors(self, state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
         """Returns a trained draft's tensors under the format's names."""

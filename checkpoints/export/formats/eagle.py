@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from checkpoints.export.formats.base import ExportFormat, Obstacle, fixed_batch
-from checkpoints.export.formats.layout import EngineConfig, TensorSpec, TensorSpecs, layer_config, layer_specs
+from checkpoints.export.formats.layout import EngineConfig, TensorSpec, TensorSpecs, layer_specs
 from checkpoints.export.formats.reading import ImportOptions, read_tensors
 from checkpoints.export.target_facts import EMBEDDING, TargetFacts
 from checkpoints.export.validator.config_checks import LAYER_CHECKS, single_layer, unsupported_residual
 from checkpoints.export.validator.tensor_checks import check_tensors
 from sage.drafts.eagle import EagleConfig, EagleDraft
 from sage.drafts.head import DraftHead
-from sage.io.dtypes import dtype_name
 
 SGLANG = "sglang"
 CLASSES = {"vllm": "EagleLlamaForCausalLM", SGLANG: "LlamaForCausalLMEagle"}
@@ -43,15 +42,6 @@ class EagleFormat(ExportFormat):
     @property
     def engine_class(self) -> str:
         return CLASSES[self.flavour or SGLANG]
-
-    def config(self, draft: Any, facts: TargetFacts, dtype: torch.dtype) -> dict[str, Any]:
-        return {
-            "architectures": [self.engine_class],
-            "model_type": "llama",
-            **layer_config(draft, facts),
-            "dtype": dtype_name(dtype),
-            "torch_dtype": dtype_name(dtype),
-        }
 
     def tensors(self, state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
         bias = {"fc.bias": torch.zeros(len(state["fc.weight"]), dtype=dtype)} if self.flavour == SGLANG else {}

@@ -24,20 +24,17 @@ from checkpoints.export.formats.layout import (
     EngineConfig,
     TensorSpec,
     TensorSpecs,
-    are_valid_levels,
     default_levels,
-    layer_config,
     layer_specs,
 )
 from checkpoints.export.formats.reading import ImportOptions, check_target_sizes, export_info, read_rope, read_tensors
 from checkpoints.export.target_facts import EMBEDDING, TargetFacts
-from checkpoints.export.validator.config_checks import LAYER_CHECKS, single_layer, unsupported_residual
+from checkpoints.export.validator.config_checks import LAYER_CHECKS, SIZES, single_layer, unsupported_residual
 from checkpoints.export.validator.findings import CheckInput, Finding
 from checkpoints.export.validator.tensor_checks import check_tensors, check_vocabulary_maps, vocabulary_maps
 from checkpoints.export.weight_files import CONFIG
 from sage.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from sage.drafts.head import DraftHead
-from sage.io.dtypes import dtype_name
 
 NO_LM_HEAD = "engines use the target's lm_head or a random one: acceptance 1.00, no error"
 NO_D2T = "engines take draft ids for target ids and propose the wrong tokens: acceptance 1.00, no error"
@@ -106,14 +103,7 @@ class Eagle3Format(ExportFormat):
         return "LlamaForCausalLMEagle3"
 
     def config(self, draft: Any, facts: TargetFacts, dtype: torch.dtype) -> dict[str, Any]:
-        config = {
-            "architectures": [self.engine_class],
-            "model_type": "llama",
-            **layer_config(draft, facts),
-            "draft_vocab_size": draft.draft_vocab_size,
-            "dtype": dtype_name(dtype),
-            "torch_dtype": dtype_name(dtype),
-        }
+        config = super().config(draft, facts, dtype) | {"draft_vocab_size": draft.draft_vocab_size}
         if list(draft.feature_levels) != default_levels(facts.num_layers):
             config[LEVELS_KEY] = list(draft.feature_levels)
             config["eagle_config"] = {LEVELS_KEY: [k - 1 for k in draft.feature_levels], "use_aux_hidden_state": True}
@@ -131,7 +121,7 @@ class Eagle3Format(ExportFormat):
             problem = "true, which SGLang does not support"
             yield Obstacle(key="draft.norm_before_residual", value="true", problem=problem, remedy=remedy)
         levels = list(draft.feature_levels)
-        if not are_valid_levels(levels, facts.num_layers):
+        if _levels_error(levels, facts.num_layers):
             allowed = f"exactly {FEATURE_LEVELS} increasing levels of 0..{facts.num_layers - 1}"
             problem = f"{levels} cannot be served: engines fuse {allowed}"
             yield Obstacle(key="draft.feature_levels", value=str(levels), problem=problem, remedy="train with such levels")
@@ -166,12 +156,8 @@ class Eagle3Format(ExportFormat):
             raise ValueError(f"{folder / CONFIG}: rms_norm_eps {eps!r} or hidden_act {activation!r} is invalid")
         rope = read_rope(folder, config, facts, options)
         return Eagle3Config(
-            hidden_size=facts.hidden_size,
-            intermediate_size=config.size("intermediate_size"),
-            num_attention_heads=config.size("num_attention_heads"),
-            num_key_value_heads=config.size("num_key_value_heads"),
+            **{key: config.size(key) for key in SIZES},
             head_dim=config.head_dim,
-            vocab_size=facts.vocab_size,
             draft_vocab_size=config.size("draft_vocab_size") or facts.vocab_size,
             max_position_embeddings=facts.max_position_embeddings,
             rms_norm_eps=eps,
@@ -231,7 +217,7 @@ def _read_levels(folder: Path, config: EngineConfig, facts: TargetFacts, options
         )
     else:
         levels = vllm or sglang or default_levels(facts.num_layers)
-    if not are_valid_levels(levels, facts.num_layers):
+    if _levels_error(levels, facts.num_layers):
         raise ValueError(
             f"{folder}: feature levels {levels}: need three increasing ones of 0..{facts.num_layers - 1}; give --levels A,B,C"
         )

@@ -181,11 +181,3 @@ def layer_specs(sizes: Sizes, layer: str, attention_input: int) -> TensorSpecs:
 def default_levels(num_layers: int) -> list[int]:
     """Returns the indices k of hidden_states[k] that both engines use by default."""
     return [2, num_layers // 2, num_layers - 3]
-
-
-def are_valid_levels(levels: list[Any], num_layers: int) -> bool:
-    """Returns whether engines can capture these levels: three increasing indices of 0..num_layers - 1."""
-    if len(levels) != FEATURE_LEVELS or not all(isinstance(level, int) for level in levels):
-        return False
-    is_increasing = all(later > earlier for earlier, later in zip(levels, levels[1:], strict=False))
-    return is_increasing and levels[0] >= 0 and levels[-1] < num_layers

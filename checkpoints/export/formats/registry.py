@@ -102,17 +102,6 @@ def imported_drafts() -> str:
     return " or ".join(dict.fromkeys(row.imports for row in FORMATS.values() if row.imports))
 
 
-def format_help() -> str:
-    """Returns the help of `--format`."""
-    *others, last = (row.summary for row in FORMATS.values())
-    return f"{', '.join(others)}, or {last}"
-
-
-def flavour_choices() -> list[str]:
-    """Returns the choices of `--flavour`."""
-    return list(dict.fromkeys(flavour for row in FORMATS.values() for flavour in row.flavours))
-
-
 def flavoured() -> str:
     """Returns the formats that have flavours, for messages and help: `eagle`."""
     return ", ".join(f"`{row.name}`" for row in FORMATS.values() if row.flavours)

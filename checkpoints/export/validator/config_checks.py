@@ -24,7 +24,7 @@ def _layer_type(given: CheckInput) -> Iterator[Finding]:
     model_type = config.layer.get("model_type")
     if model_type not in allowed:
         found = f"{model_type!r}, expected {' or '.join(allowed)}"
-        yield Finding(config.key_path("model_type"), found, "the engine's config loader refuses it")
+        yield given.at("model_type", found, "the engine's config loader refuses it")
     if "auto_map" in config.raw:
         yield Finding("auto_map", "names Python code to run", "engines run it only with trust_remote_code; no draft needs it")
     if config.raw.get("quantization_config"):
@@ -35,29 +35,25 @@ def _sizes(given: CheckInput) -> Iterator[Finding]:
     config, facts = given.config, given.facts
     for key in SIZES:
         if config.size(key) is None:
-            where, found = config.key_path(key), f"{config.get(key)!r}, expected a positive integer"
-            yield Finding(where, found, "the engine cannot build the layer")
+            yield given.at(key, f"{config.get(key)!r}, expected a positive integer", "the engine cannot build the layer")
     heads, kv_heads = config.size("num_attention_heads"), config.size("num_key_value_heads")
     if heads and kv_heads and heads % kv_heads:
-        found = f"{kv_heads} does not divide {heads} heads"
-        yield Finding(config.key_path("num_key_value_heads"), found, "the engine refuses it")
+        yield given.at("num_key_value_heads", f"{kv_heads} does not divide {heads} heads", "the engine refuses it")
     if config.get("hidden_act") != "silu":
-        found = f"{config.get('hidden_act')!r}, expected 'silu'"
-        yield Finding(config.key_path("hidden_act"), found, "vLLM's Llama layer refuses it")
+        yield given.at("hidden_act", f"{config.get('hidden_act')!r}, expected 'silu'", "vLLM's Llama layer refuses it")
     if not isinstance(config.get("rms_norm_eps"), float):
-        found = f"{config.get('rms_norm_eps')!r}"
-        yield Finding(config.key_path("rms_norm_eps"), found, "the engine uses 1e-6, whatever was used in training")
+        effect = "the engine uses 1e-6, whatever was used in training"
+        yield given.at("rms_norm_eps", f"{config.get('rms_norm_eps')!r}", effect)
     if facts and config.size("hidden_size") and config.size("hidden_size") != facts.hidden_size:
         found = f"{config.size('hidden_size')}, the target's is {facts.hidden_size}"
-        yield Finding(config.key_path("hidden_size"), found, "the target's features have another size")
+        yield given.at("hidden_size", found, "the target's features have another size")
 
 
 def single_layer(given: CheckInput) -> Iterator[Finding]:
     """Yields a finding unless the config has one layer."""
     layers = given.config.get("num_hidden_layers")
     if layers != 1:
-        where = given.config.key_path("num_hidden_layers")
-        yield Finding(where, f"{layers!r}, expected 1", "the engine builds layers without weights")
+        yield given.at("num_hidden_layers", f"{layers!r}, expected 1", "the engine builds layers without weights")
 
 
 def _vocabulary(given: CheckInput) -> Iterator[Finding]:
@@ -65,21 +61,21 @@ def _vocabulary(given: CheckInput) -> Iterator[Finding]:
     vocab = config.size("vocab_size")
     if facts and vocab and vocab != facts.vocab_size:
         found = f"{vocab}, the target's is {facts.vocab_size}"
-        yield Finding(config.key_path("vocab_size"), found, "draft and target use different token ids")
+        yield given.at("vocab_size", found, "draft and target use different token ids")
     if config.get("tie_word_embeddings") is not False:
         found = f"{config.get('tie_word_embeddings', 'missing')}, expected false"
         effect = "SGLang uses the embedding as lm_head and drops the trained one: acceptance 1.00"
-        yield Finding(config.key_path("tie_word_embeddings"), found, effect)
+        yield given.at("tie_word_embeddings", found, effect)
 
 
 def _context_length(given: CheckInput) -> Iterator[Finding]:
     key = "max_position_embeddings"
-    length, where, facts = given.config.size(key), given.config.key_path(key), given.facts
+    length, facts = given.config.size(key), given.facts
     if length is None:
-        yield Finding(where, f"{given.config.get(key)!r}", "LlamaConfig's default is 2048: beyond it acceptance is 1.00")
+        yield given.at(key, f"{given.config.get(key)!r}", "LlamaConfig's default is 2048: beyond it acceptance is 1.00")
     elif facts and length < facts.max_position_embeddings:
         found = f"{length}, the target's is {facts.max_position_embeddings}"
-        yield Finding(where, found, f"beyond {length} tokens the draft is served at acceptance 1.00, without an error")
+        yield given.at(key, found, f"beyond {length} tokens the draft is served at acceptance 1.00, without an error")
 
 
 def _rope(given: CheckInput) -> Iterator[Finding]:
@@ -91,22 +87,20 @@ def _rope(given: CheckInput) -> Iterator[Finding]:
         is_written = config.get("rope_theta") or config.get("rope_parameters")
         prefix = "" if is_written else "missing, default "
         found = f"{prefix}{theta or DEFAULT_THETA:g}, the target's is {facts.rope_theta:g}"
-        yield Finding(config.key_path("rope_theta"), found, "rotation angles differ from training")
-    where = config.key_path("rope_scaling")
+        yield given.at("rope_theta", found, "rotation angles differ from training")
     if scaled != facts.scaled_rope:
         found = f"{scaled or 'unscaled'}, the target's is {facts.scaled_rope or 'unscaled'}"
-        yield Finding(where, found, "positions are scaled differently in draft and target")
+        yield given.at("rope_scaling", found, "positions are scaled differently in draft and target")
     if config.rope.axes != facts.rope.axes:
         found = f"mrope_section {config.rope.axes}, the target's is {facts.rope.axes}"
-        yield Finding(where, found, "image positions differ from training")
+        yield given.at("rope_scaling", found, "image positions differ from training")
 
 
 def _switches(given: CheckInput) -> Iterator[Finding]:
     config = given.config
     for key in ("attention_bias", "mlp_bias", "bias"):
         if config.get(key):
-            found = f"{config.get(key)!r}, expected false"
-            yield Finding(config.key_path(key), found, "the engine adds biases without weights")
+            yield given.at(key, f"{config.get(key)!r}, expected false", "the engine adds biases without weights")
     key = "target_hidden_size"
     if config.get(key) not in (None, config.get("hidden_size")):
         found = f"{config.get(key)}, hidden_size is {config.get('hidden_size')}"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from checkpoints.export.formats.layout import EngineConfig, TensorSpecs
 from checkpoints.export.target_facts import TargetFacts
-from checkpoints.export.weight_files import TensorInfo, Weights
+from checkpoints.export.weight_files import Weights
 
 if TYPE_CHECKING:
     from checkpoints.export.formats.base import ExportFormat
@@ -34,18 +33,17 @@ class InvalidExport(ValueError):
 
 @dataclass
 class CheckInput:
-    """The folder to check: its format, config, tensors, expected tensors, and facts about its target, if known."""
+    """The folder to check: its format, config, tensors, expected tensors (none if the config lacks sizes), target if known."""
 
     format: ExportFormat
     config: EngineConfig
     weights: Weights
-    specs: TensorSpecs | None
+    specs: TensorSpecs
     facts: TargetFacts | None
 
-    @property
-    def infos(self) -> Mapping[str, TensorInfo]:
-        """Headers of all tensors."""
-        return self.weights.infos
+    def at(self, key: str, found: str, effect: str) -> Finding:
+        """Returns a finding about a field of the decoder layer."""
+        return Finding(self.config.key_path(key), found, effect)
 
 
 @dataclass

@@ -69,7 +69,7 @@ def _check_content(result: CheckResult, config: EngineConfig, facts: TargetFacts
     except ValueError as error:
         result.findings.append(Finding("weights", str(error), NOT_LOADABLE))
         return result
-    given = CheckInput(result.format, config, weights, result.format.specs(config), facts)
+    given = CheckInput(result.format, config, weights, result.format.specs(config) or {}, facts)
     result.findings += [finding for check in result.format.checks for finding in check(given)]
     if facts is None:
         result.notes.append("vocabulary, context length, rope and layers were not compared with the target: give --target DIR")
