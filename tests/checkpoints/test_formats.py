@@ -193,3 +193,7 @@ def test_a_format_is_named_by_its_module_and_its_row_alone(name: str) -> None:
     modules = {(ROOT / row.home.partition(":")[0].replace(".", "/")).with_suffix(".py") for row in FORMATS.values()}
     assert (formats / f"{name}.py") in modules and name in names_in(formats / "registry.py")
     assert not [path for path in files if name in names_in(path) and path not in {*modules, formats / "registry.py"}]
+
+
+def test_kinds_of_draft_name_formats_of_the_registry() -> None:
+    assert {name for kind in KINDS.values() for name in kind.export_formats} == set(FORMATS)
