@@ -6,7 +6,6 @@ All obstacles are named at once, by an export and by `checkpoints.export.serving
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -16,6 +15,8 @@ from checkpoints.export.formats.registry import flavoured, variants
 from checkpoints.export.target_facts import TargetFacts
 from sage.drafts.registry import KINDS, head_kind
 
+ENGINES = {"vLLM": "0.33", "SGLang": "0.5.23"}  # the versions that `Family.served_by` speaks of
+FED_INPUTS = {"vLLM": "token", "SGLang": "embed"}  # engine -> the `draft.image_inputs` that it feeds
 COMPRESSOR = "compressor"  # config field and module name of the visual compressor
 EXPRESSED_FIELDS = (  # config fields of all heads that the formats contain or that this module checks
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
@@ -23,27 +24,6 @@ EXPRESSED_FIELDS = (  # config fields of all heads that the formats contain or t
     *("mrope_section", "mrope_interleaved", "scaled_rope", "initializer_range"),
     *("image_inputs", "target", "target_path", COMPRESSOR),
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServingEngine:
-    """What an engine does with a draft in any format.
-
-    Attributes:
-        version: the one that `Family.served_by` speaks of.
-        image_inputs: the `draft.image_inputs` that it feeds.
-        note: follows its name on a model card.
-    """
-
-    version: str
-    image_inputs: str
-    note: str = ""
-
-
-ENGINES = {
-    "vLLM": ServingEngine(version="0.33", image_inputs="token"),
-    "SGLang": ServingEngine(version="0.5.23", image_inputs="embed", note=" (as it documents; this project has not run it)"),
-}
 
 
 class IncompatibleDraft(ValueError):
@@ -152,7 +132,7 @@ def _target_obstacles(config: Any, facts: TargetFacts, engines: Sequence[str]) -
 def _family_problem(facts: TargetFacts, engines: Sequence[str]) -> str:
     """Returns why none of these engines serves the target's family; empty if one does, or if there is none to serve it."""
     if not facts.served_by:
-        versions = " and ".join(f"{name} {engine.version}" for name, engine in ENGINES.items())
+        versions = " and ".join(f"{engine} {version}" for engine, version in ENGINES.items())
         return f"no engine serves drafts for {facts.model_type} ({versions} do not)"
     if not engines or {*engines} & {*facts.served_by}:
         return ""
@@ -194,12 +174,11 @@ def _position_warnings(config: Any, facts: TargetFacts, format_: ExportFormat) -
     if not facts.has_images or not engines:
         return []
     names = {"token": "the placeholder token's embedding", "embed": "the visual embedding"}
-    fed = {engine: ENGINES[engine].image_inputs for engine in engines}
     warnings = [
-        f"At image positions {engine} feeds the draft {names[inputs]}; "
+        f"At image positions {engine} feeds the draft {names[FED_INPUTS[engine]]}; "
         f"it was trained with {names[config.image_inputs]}: "
-        f"expect lower acceptance there (train with draft.image_inputs={inputs} for this engine)."
-        for engine, inputs in fed.items()
-        if inputs != config.image_inputs
+        f"expect lower acceptance there (train with draft.image_inputs={FED_INPUTS[engine]} for this engine)."
+        for engine in engines
+        if FED_INPUTS[engine] != config.image_inputs
     ]
     return warnings + format_.warnings(facts)

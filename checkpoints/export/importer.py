@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 import sage
-from checkpoints.export.export_folder import EXPORT_INFO, new_export
+from checkpoints.export.export_folder import EXPORT_INFO, export_info, new_export
 from checkpoints.export.formats.layout import EngineConfig
-from checkpoints.export.formats.reading import PREFIXES, ImportOptions, export_info
+from checkpoints.export.formats.reading import PREFIXES, ImportOptions
 from checkpoints.export.formats.registry import imported_drafts, recognize
 from checkpoints.export.target_facts import EMBEDDING, TargetFacts, read_target_embedding
 from checkpoints.export.weight_files import CONFIG, Weights

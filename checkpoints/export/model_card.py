@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from checkpoints.export.compatibility import ENGINES, engines_for
+from checkpoints.export.compatibility import engines_for
 from checkpoints.export.formats.base import ExportFormat
 from checkpoints.export.target_facts import TargetFacts
 from checkpoints.run_folder import dotted_keys
@@ -23,6 +23,7 @@ RECIPE = (  # keys of the configuration that the card lists, or groups of them
     *("seed", "data.num_examples", "data.max_length", "launch.gpus", "launch.ranks"),
     *("draft", "objective", "optim", "train", "deepspeed"),
 )
+NOT_RUN = {"SGLang": " (as it documents; this project has not run it)"}
 POLICY_COLUMNS = ("policy", "tokens per target pass", "mean accepted draft", "tokens/s", "speedup", "end to end", "identical")
 
 
@@ -100,7 +101,7 @@ def _policy_row(name: str, figures: dict[str, Any]) -> list[str]:
 
 def _serving(card: ExportResult) -> str:
     commands = serve_commands(card.format, card.facts, card.name)
-    parts = [f"{engine}{ENGINES[engine].note}:\n\n```\n{command}\n```" for engine, command in commands.items()]
+    parts = [f"{engine}{NOT_RUN.get(engine, '')}:\n\n```\n{command}\n```" for engine, command in commands.items()]
     if not commands:
         parts = [f"No engine serves drafts for {card.facts.model_type}."]
     if card.format.row.imports:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from checkpoints.export.compatibility import ENGINES, find_obstacles
+from checkpoints.export.compatibility import ENGINES, FED_INPUTS, find_obstacles
 from checkpoints.export.formats.registry import variants
 from checkpoints.export.target_facts import TargetFacts
 from sage.drafts.registry import head_kind
@@ -40,7 +40,7 @@ def serving_line(draft: Any, target: Any) -> str:
 
 
 def _caveat(engine: str, config: Any, facts: TargetFacts) -> str:
-    fed = ENGINES[engine].image_inputs
+    fed = FED_INPUTS[engine]
     if fed == config.image_inputs or not facts.has_images:
         return ""
     return f"; it feeds draft.image_inputs={fed}: lower acceptance at image positions"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import sage
-from checkpoints.export.compatibility import ENGINES
+from checkpoints.export.compatibility import FED_INPUTS
 from checkpoints.export.formats.base import ExportFormat
 from checkpoints.export.formats.reading import ImportOptions
 from checkpoints.export.formats.registry import variants
@@ -121,7 +121,7 @@ def serve_check(options: ServeCheck) -> ServeResult:
         setting = replace(setting, speculative=format_.vllm_options)
         theirs, corrected = _decode_theirs(options, setting, Path(scratch), ours[1] if facts.mrope_section else None)
     found = Measured(*ours, theirs, corrected)
-    fed = ENGINES[ENGINE].image_inputs if facts.has_images else trained.config.image_inputs
+    fed = FED_INPUTS[ENGINE] if facts.has_images else trained.config.image_inputs
     return ServeResult(found.rows(ENGINE), verdict(found, fed, trained.config.image_inputs))
 
 

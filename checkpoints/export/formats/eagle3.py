@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from checkpoints.export.export_folder import export_info
 from checkpoints.export.formats.base import ExportFormat, Obstacle, fixed_batch
 from checkpoints.export.formats.layout import (
     FEATURE_LEVELS,
@@ -27,7 +28,7 @@ from checkpoints.export.formats.layout import (
     default_levels,
     layer_specs,
 )
-from checkpoints.export.formats.reading import ImportOptions, check_target_sizes, export_info, read_rope, read_tensors
+from checkpoints.export.formats.reading import ImportOptions, check_target_sizes, read_rope, read_tensors
 from checkpoints.export.target_facts import EMBEDDING, TargetFacts
 from checkpoints.export.validator.config_checks import LAYER_CHECKS, SIZES, single_layer, unsupported_residual
 from checkpoints.export.validator.findings import CheckInput, Finding

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
-from checkpoints.export.export_folder import EXPORT_INFO
 from checkpoints.export.formats.layout import EngineConfig, TensorSpecs
 from checkpoints.export.target_facts import EMBEDDING, TargetFacts
 from checkpoints.export.weight_files import Weights
-from sage.io.files import read_json
 from sage.targets.rope import RopeConfig
 
 PREFIXES = ("model.", "draft_model.", "module.")
@@ -96,8 +93,3 @@ def read_rope(folder: Path, config: EngineConfig, facts: TargetFacts, options: I
             f"training; --use-target-rope uses the target's"
         )
     return rope
-
-
-def export_info(folder: Path) -> dict[str, Any]:
-    """Reads sage_export.json; empty if the folder has none."""
-    return read_json(folder / EXPORT_INFO) if (folder / EXPORT_INFO).is_file() else {}
