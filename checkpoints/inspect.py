@@ -12,6 +12,7 @@ from checkpoints import run_folder
 from checkpoints.export.compatibility import COMPRESSOR, format_compressor
 from checkpoints.export.export_folder import EXPORT_INFO, verify_export
 from checkpoints.export.formats.layout import EngineConfig
+from checkpoints.export.formats.registry import recognize
 from checkpoints.export.source import find_source
 from checkpoints.export.validator.validator import check_folder
 from checkpoints.export.weight_files import CONFIG, Weights
@@ -128,7 +129,7 @@ def _is_own_draft(folder: Path) -> bool:
 
 
 def _is_third_party_draft(folder: Path) -> bool:
-    return (folder / CONFIG).is_file() and EngineConfig(_read_config_or_empty(folder)).format is not None
+    return (folder / CONFIG).is_file() and recognize(EngineConfig(_read_config_or_empty(folder))) is not None
 
 
 def _is_export(folder: Path) -> bool:
@@ -217,7 +218,7 @@ def _describe_export(found: Description) -> None:
         _add_export_info(found, folder)
     check = check_folder(folder)
     found.problems += [str(finding) for finding in check.errors]
-    found.facts = {"format": f"{check.format}{f' for {check.flavour}' if check.flavour else ''}", **found.facts}
+    found.facts = {"format": check.format and check.format.label, **found.facts}
     found.facts |= _describe_weights(folder, found.problems)
 
 
@@ -225,7 +226,7 @@ def _describe_third_party(found: Description) -> None:
     check = check_folder(found.folder)
     found.problems += [str(finding) for finding in check.errors]
     config = read_json(found.folder / CONFIG)
-    found.facts = {"format": str(check.format), "architecture": config.get("architectures")}
+    found.facts = {"format": check.format and check.format.name, "architecture": config.get("architectures")}
     found.facts |= {**_describe_weights(found.folder, []), "vocabulary": config.get("vocab_size")}
 
 

@@ -1,6 +1,6 @@
 """Decoding speed of our decoder and of vLLM or a running server, in turns on the same prompts, target and draft.
 
-Owns: the order of turns and the figures. Does not own: the engine's process (checkpoints.engines), our decoders
+Owns: the order of turns and the figures. Does not own: the engine's process (train.engines), our decoders
 (sage.bench.runners).
 
 A turn decodes all prompts with one decoder, one request at a time. Turns alternate between decoders, in an order that rotates
@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Protocol
 
-from checkpoints.engines.vllm_process import VllmProcess
 from sage.bench.measurement import BenchPrompt
 from sage.bench.runners import Runner
 from sage.decoding.sampling import Sampling
 from sage.decoding.stats import PREFILL_PHASES
 from sage.io.tables import text_table
+from train.engines.vllm_process import VllmProcess
 
 logger = logging.getLogger(__name__)
 SETTLE_S = 0.5  # between turns: OpenMP threads of the last process spin for 0.2 s before they sleep

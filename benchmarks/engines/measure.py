@@ -19,10 +19,8 @@ import sage
 from benchmarks.engines.comparison import Decoder, OurDecoder, VllmDecoder, figures, take_turns
 from benchmarks.engines.prompts import pocket_prompts
 from benchmarks.engines.server import Refused, ServerClient, ServerDecoder, served_model
-from checkpoints.engines.prompts import write_prompts
-from checkpoints.engines.validation_prompts import prompt_data, validation_prompts
-from checkpoints.engines.vllm_process import EngineSetting, VllmProcess
-from checkpoints.export import ExportOptions, Format, export
+from checkpoints.export.exporter import ExportOptions, export
+from checkpoints.export.formats.registry import find_format
 from checkpoints.run_folder import run_of
 from data_prep.config import Images
 from data_prep.server.chat_request import MediaPolicy, request_messages
@@ -33,9 +31,12 @@ from sage.bench.runners import AUTOREGRESSIVE, PolicyRunner, baseline_runner
 from sage.commands.cli import resolve_device
 from sage.decoding.sampling import Sampling
 from sage.targets import Target
+from train.engines.prompts import prompt_data, validation_prompts, write_prompts
+from train.engines.vllm_process import EngineSetting, VllmProcess
 
 logger = logging.getLogger(__name__)
 ENGINE_PYTHON = Path(".venv-engines/bin/python")
+FORMAT = "eagle3"
 
 
 @dataclass(frozen=True)
@@ -159,9 +160,9 @@ def vllm_decoders(
     comparison: Comparison, prompts_file: Path, scratch: Path, processes: ExitStack
 ) -> tuple[list[Decoder], dict[str, str]]:
     """Returns vLLM with each setting, loaded, and the versions of its packages."""
-    export_folder = scratch / Format.eagle3
+    export_folder = scratch / "export"
     options = ExportOptions(target=comparison.target, dtype=torch.float32)
-    export(comparison.drafts[comparison.served_draft], export_folder, Format.eagle3, options)
+    export(comparison.drafts[comparison.served_draft], export_folder, FORMAT, options)
     found: list[Decoder] = []
     versions: dict[str, str] = {}
     for label, setting in engine_settings(comparison, export_folder).items():
@@ -200,5 +201,6 @@ def our_decoders(comparison: Comparison, target: Target, prompts: Sequence[Bench
 def engine_settings(comparison: Comparison, draft: Path) -> dict[str, EngineSetting]:
     """Returns the engines by label."""
     plain = EngineSetting(target=comparison.target)
-    speculative = {f"vllm {depth} tokens": replace(plain, draft=draft, depth=depth) for depth in comparison.depths}
+    drafting = replace(plain, draft=draft, speculative=find_format(FORMAT).vllm_options)
+    speculative = {f"vllm {depth} tokens": replace(drafting, depth=depth) for depth in comparison.depths}
     return {"vllm": plain, "vllm enforce_eager": replace(plain, is_compiled=False), **speculative}

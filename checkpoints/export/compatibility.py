@@ -5,57 +5,25 @@ All obstacles are named at once, by an export and by `checkpoints.export.serving
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedConfig
 
-from checkpoints.export.formats.layout import FEATURE_LEVELS, Flavour, Format, are_valid_levels
+from checkpoints.export.formats.base import ExportFormat, Obstacle
+from checkpoints.export.formats.registry import flavoured, variants
 from checkpoints.export.target_facts import TargetFacts
 from sage.drafts.registry import KINDS, head_kind
 
-ENGINES = "vLLM 0.33 and SGLang 0.5.23"  # the versions that `Family.served_by` speaks of
-ENGINE_FORMATS: dict[str, list[tuple[Format, Flavour | None]]] = {  # the formats that an engine loads, the preferred one first
-    "vLLM": [(Format.eagle3, None), (Format.speculators, None), (Format.eagle, Flavour.vllm)],
-    "SGLang": [(Format.eagle3, None), (Format.eagle, Flavour.sglang)],
-}
+ENGINES = {"vLLM": "0.33", "SGLang": "0.5.23"}  # the versions that `Family.served_by` speaks of
 FED_INPUTS = {"vLLM": "token", "SGLang": "embed"}  # engine -> the `draft.image_inputs` that it feeds
 COMPRESSOR = "compressor"  # config field and module name of the visual compressor
-EXPRESSED_FIELDS = (  # config fields that the formats contain or that this module checks
+EXPRESSED_FIELDS = (  # config fields of all heads that the formats contain or that this module checks
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
     *("max_position_embeddings", "rms_norm_eps", "hidden_act", "rope_theta"),
     *("mrope_section", "mrope_interleaved", "scaled_rope", "initializer_range"),
-    *("image_inputs", "target", "target_path", "input_norm", "feature_levels", "draft_vocab_size", "norm_before_residual"),
-    COMPRESSOR,
+    *("image_inputs", "target", "target_path", COMPRESSOR),
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Obstacle:
-    """A reason why an engine cannot serve a draft.
-
-    Attributes:
-        key: the setting in the way, or an option of sage-export.
-        problem: why it is in the way.
-        remedy: what to change.
-        value: the key's value, where it has a short one.
-        is_inherent: whether no option of sage-export gets around it.
-    """
-
-    key: str
-    problem: str
-    remedy: str
-    value: str | None = None
-    is_inherent: bool = True
-
-    def __str__(self) -> str:
-        return f"{self.key}: {self.problem}; {self.remedy}"
-
-    @property
-    def brief(self) -> str:
-        """The setting and the remedy, without the reason."""
-        return f"{self.key}{'' if self.value is None else f'={self.value}'} ({self.remedy})"
 
 
 class IncompatibleDraft(ValueError):
@@ -66,22 +34,13 @@ class IncompatibleDraft(ValueError):
         super().__init__(" | ".join(self.lines))
 
 
-def check_compatible(
-    config: Any,
-    facts: TargetFacts,
-    format_: Format,
-    flavour: Flavour | None,
-    *,
-    allow_unserved: bool = False,
-    allow_uncompressed: bool = False,
-) -> list[str]:
+def check_compatible(config: Any, facts: TargetFacts, format_: ExportFormat, allowed: Mapping[str, bool]) -> list[str]:
     """Checks that the format, and the engines that load it, compute what the draft computes.
 
     Args:
         config: the trained head's configuration.
         facts: facts about its target.
-        allow_unserved: export although no engine serves the target's family.
-        allow_uncompressed: export without the draft's visual compressor; engines feed it every visual token.
+        allowed: key -> whether the user allows to export in spite of an obstacle that is not inherent.
 
     Returns:
         warnings for the model card about what differs from training, as complete sentences.
@@ -89,12 +48,11 @@ def check_compatible(
     Raises:
         IncompatibleDraft: names every setting in the way, with its remedy.
     """
-    found = find_obstacles(config, facts, format_, flavour)
-    allowed = {"target": allow_unserved, f"draft.{COMPRESSOR}": allow_uncompressed}
+    found = find_obstacles(config, facts, format_)
     if refused := [obstacle for obstacle in found if obstacle.is_inherent or not allowed[obstacle.key]]:
         raise IncompatibleDraft(refused)
     warnings = []
-    if problem := _family_problem(facts, _loading(format_, flavour)):
+    if problem := _family_problem(facts, format_.engines):
         others = (
             f"{' and '.join(facts.served_by)} and the included decoder do"
             if facts.served_by
@@ -107,56 +65,48 @@ def check_compatible(
             f"exported: engines feed the draft every visual token, which it was not trained on. Reported measurements were "
             f"made with the compressor."
         )
-    return warnings + _position_warnings(config, facts, format_, flavour)
+    return warnings + _position_warnings(config, facts, format_)
 
 
-def engines_for(format_: Format, flavour: Flavour | None, facts: TargetFacts) -> list[str]:
+def engines_for(format_: ExportFormat, facts: TargetFacts) -> list[str]:
     """Returns the engines that load a format and serve drafts for the target's family."""
-    return [engine for engine in _loading(format_, flavour) if engine in facts.served_by]
+    return [engine for engine in format_.engines if engine in facts.served_by]
 
 
-def _loading(format_: Format, flavour: Flavour | None) -> list[str]:
-    return [engine for engine, formats in ENGINE_FORMATS.items() if (format_, flavour) in formats]
-
-
-def find_obstacles(
-    config: Any, facts: TargetFacts, format_: Format, flavour: Flavour | None, engine: str | None = None
-) -> list[Obstacle]:
+def find_obstacles(config: Any, facts: TargetFacts, format_: ExportFormat, engine: str | None = None) -> list[Obstacle]:
     """Returns everything that prevents an export in this format, in the order in which it is to be solved.
 
     Args:
         engine: has to serve the export; None: one of those that load the format.
     """
-    engines = _loading(format_, flavour) if engine is None else [engine]
+    kind = head_kind(config.model_type)
+    names = kind.export_formats if kind else ()
+    fitting = [format_] if format_.name in names else variants(names)[:1]
     found = [
-        *_format_obstacles(config, format_, flavour),
-        *_target_obstacles(config, facts, engines),
-        *_structure_obstacles(config, facts, format_),
+        *_format_obstacles(config.model_type, names, format_),
+        *_target_obstacles(config, facts, format_.engines if engine is None else [engine]),
+        *(obstacle for one in fitting for obstacle in one.obstacles(config, facts)),
         *_compressor_obstacles(config),
     ]
     return found or _other_obstacles(config, format_)
 
 
-def _formats_of(config: Any) -> tuple[str, ...]:
-    kind = head_kind(config.model_type)
-    return kind.export_formats if kind else ()
+def _format_obstacles(model_type: str, formats: Sequence[str], format_: ExportFormat) -> Iterator[Obstacle]:
+    name, flavour, flavours = format_.name, format_.flavour, format_.row.flavours
+    if name not in formats:
+        problem = f"the draft is a {model_type}; formats for it: {', '.join(formats) or 'none'}"
+        yield Obstacle(key=f"--format {name}", problem=problem, remedy=_format_remedy(name, formats))
+    if flavours and flavour not in flavours:
+        key, state = ("--flavour", "missing") if flavour is None else (f"--flavour {flavour}", "unknown")
+        remedy = f"give one of {', '.join(flavours)}"
+        yield Obstacle(key=key, problem=f"{state}; `{name}` differs between engines", remedy=remedy)
+    if flavour is not None and not flavours:
+        problem = f"only the format {flavoured()} has flavours"
+        yield Obstacle(key=f"--flavour {flavour}", problem=problem, remedy=f"remove it; {name} has none")
 
 
-def _format_obstacles(config: Any, format_: Format, flavour: Flavour | None) -> Iterator[Obstacle]:
-    formats = _formats_of(config)
-    if format_ not in formats:
-        problem = f"the draft is a {config.model_type}; formats for it: {', '.join(formats) or 'none'}"
-        yield Obstacle(key=f"--format {format_}", problem=problem, remedy=_format_remedy(format_, formats))
-    if format_ == Format.eagle and flavour is None:
-        remedy = f"give one of {', '.join(Flavour)}"
-        yield Obstacle(key="--flavour", problem="missing; `eagle` differs between engines", remedy=remedy)
-    if format_ != Format.eagle and flavour is not None:
-        remedy = f"remove it; {format_} has none"
-        yield Obstacle(key=f"--flavour {flavour}", problem="only the format `eagle` has flavours", remedy=remedy)
-
-
-def _format_remedy(format_: Format, formats: Sequence[str]) -> str:
-    trained = next((kind.name for kind in KINDS.values() if format_ in kind.export_formats), None)
+def _format_remedy(name: str, formats: Sequence[str]) -> str:
+    trained = next((kind.name for kind in KINDS.values() if name in kind.export_formats), None)
     return " or ".join([*(["choose one of them"] if formats else []), *([f"train draft={trained}"] if trained else [])])
 
 
@@ -182,31 +132,11 @@ def _target_obstacles(config: Any, facts: TargetFacts, engines: Sequence[str]) -
 def _family_problem(facts: TargetFacts, engines: Sequence[str]) -> str:
     """Returns why none of these engines serves the target's family; empty if one does, or if there is none to serve it."""
     if not facts.served_by:
-        return f"no engine serves drafts for {facts.model_type} ({ENGINES} do not)"
+        versions = " and ".join(f"{engine} {version}" for engine, version in ENGINES.items())
+        return f"no engine serves drafts for {facts.model_type} ({versions} do not)"
     if not engines or {*engines} & {*facts.served_by}:
         return ""
     return f"{' and '.join(engines)} is not known to serve drafts for {facts.model_type}"
-
-
-def _structure_obstacles(config: Any, facts: TargetFacts, format_: Format) -> Iterator[Obstacle]:
-    formats = _formats_of(config)
-    if Format.eagle in formats and config.input_norm:
-        problem = (
-            "true, but the engines' `eagle` layer has no input_layernorm, so its attention's input would differ from training"
-        )
-        remedy = "train with draft.input_norm=false, or train draft=eagle3"
-        yield Obstacle(key="draft.input_norm", value="true", problem=problem, remedy=remedy)
-    if format_ == Format.eagle3 and getattr(config, "norm_before_residual", False):
-        remedy = "--format speculators serves it with vLLM"
-        problem = "true, which SGLang does not support"
-        yield Obstacle(key="draft.norm_before_residual", value="true", problem=problem, remedy=remedy)
-    levels = config.feature_levels if Format.eagle3 in formats else None
-    if levels is not None and not are_valid_levels(list(levels), facts.num_layers):
-        problem = (
-            f"{list(levels)} cannot be served: engines fuse exactly {FEATURE_LEVELS} increasing levels of "
-            f"0..{facts.num_layers - 1}"
-        )
-        yield Obstacle(key="draft.feature_levels", value=str(list(levels)), problem=problem, remedy="train with such levels")
 
 
 def _compressor_obstacles(config: Any) -> Iterator[Obstacle]:
@@ -225,24 +155,24 @@ def format_compressor(chosen: dict[str, Any]) -> str:
     return " ".join([chosen["kind"], *(f"{key}={value}" for key, value in chosen.items() if key != "kind")])
 
 
-def _other_obstacles(config: Any, format_: Format) -> list[Obstacle]:
+def _other_obstacles(config: Any, format_: ExportFormat) -> list[Obstacle]:
     """Every field that no exporter writes, unless it has its default value."""
-    known = {*PreTrainedConfig().to_dict(), *EXPRESSED_FIELDS}
+    known = {*PreTrainedConfig().to_dict(), *EXPRESSED_FIELDS, *format_.expressed}
     default = type(config)().to_dict()
     return [
         Obstacle(
-            key=f"draft.{key}", problem=f"{value!r} cannot be expressed in the format {format_}", remedy="train without it"
+            key=f"draft.{key}", problem=f"{value!r} cannot be expressed in the format {format_.name}", remedy="train without it"
         )
         for key, value in config.to_dict().items()
         if key not in known and not key.startswith("_") and value not in (None, {}, [], default.get(key))
     ]
 
 
-def _position_warnings(config: Any, facts: TargetFacts, format_: Format, flavour: Flavour | None) -> list[str]:
-    """Warns about engines whose draft inputs at image positions differ from training."""
-    if not facts.has_images:
+def _position_warnings(config: Any, facts: TargetFacts, format_: ExportFormat) -> list[str]:
+    """Returns warnings about engines whose draft inputs at image positions differ from training."""
+    engines = engines_for(format_, facts)
+    if not facts.has_images or not engines:
         return []
-    engines = engines_for(format_, flavour, facts)
     names = {"token": "the placeholder token's embedding", "embed": "the visual embedding"}
     warnings = [
         f"At image positions {engine} feeds the draft {names[FED_INPUTS[engine]]}; "
@@ -251,8 +181,4 @@ def _position_warnings(config: Any, facts: TargetFacts, format_: Format, flavour
         for engine in engines
         if FED_INPUTS[engine] != config.image_inputs
     ]
-    if "SGLang" in engines and format_ == Format.eagle and facts.mrope_section:
-        warnings.append(
-            "SGLang's EAGLE-1/2 layer uses plain text positions, not M-RoPE: after an image they differ from training."
-        )
-    return warnings
+    return warnings + format_.warnings(facts)

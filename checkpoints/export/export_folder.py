@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -58,6 +59,11 @@ def _refuse_existing(out: Path, overwrite: bool) -> None:
         raise ValueError(f"--out {out}: exists; give another folder, or --overwrite to replace it")
 
 
+def export_info(folder: Path) -> dict[str, Any]:
+    """Reads sage_export.json; empty if the folder has none."""
+    return read_json(folder / EXPORT_INFO) if (folder / EXPORT_INFO).is_file() else {}
+
+
 def verify_export(folder: Path) -> None:
     """Compares every file of an export with its manifest, and the manifest's step with the one in sage_export.json.
 
@@ -65,9 +71,9 @@ def verify_export(folder: Path) -> None:
         CorruptFolder: names the file that differs.
     """
     step = verify_manifest(folder)["step"]
-    written = read_json(folder / EXPORT_INFO).get("step") if (folder / EXPORT_INFO).is_file() else step
-    if written != step:  # no file's hash depends on the manifest's step
-        raise CorruptFolder(f"{folder / MANIFEST}: corrupt: step {step}, {written} in {EXPORT_INFO}")
+    info = export_info(folder)
+    if info and info.get("step") != step:  # no file's hash depends on the manifest's step
+        raise CorruptFolder(f"{folder / MANIFEST}: corrupt: step {step}, {info.get('step')} in {EXPORT_INFO}")
 
 
 def push_to_hub(folder: Path, repo_id: str, private: bool = False) -> str:
@@ -82,7 +88,7 @@ def push_to_hub(folder: Path, repo_id: str, private: bool = False) -> str:
     if repo_id.count("/") != 1:
         raise ValueError(f"--push-to-hub {repo_id}: give a hub id like owner/name")
     verify_export(folder)
-    target = (read_json(folder / EXPORT_INFO).get("target") or {}).get("name")
+    target = (export_info(folder).get("target") or {}).get("name")
     if target and Path(target).exists():
         raise ValueError(f"--push-to-hub: the export names its target {target}, a local folder: export with --target-name")
     api = HfApi()

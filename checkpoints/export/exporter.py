@@ -13,11 +13,9 @@ from torch import Tensor
 
 from checkpoints.export.compatibility import COMPRESSOR, check_compatible
 from checkpoints.export.export_folder import EXPORT_INFO, new_export
-from checkpoints.export.formats.eagle import eagle_config, eagle_tensors
-from checkpoints.export.formats.eagle3 import eagle3_config, eagle3_tensors
-from checkpoints.export.formats.layout import Flavour, Format
-from checkpoints.export.formats.speculators import speculators_config, speculators_tensors
-from checkpoints.export.model_card import ModelCard, render_card
+from checkpoints.export.formats.base import ExportFormat
+from checkpoints.export.formats.registry import find_format
+from checkpoints.export.model_card import render_card
 from checkpoints.export.reload_check import RoundingError, check_reload
 from checkpoints.export.source import DraftSource, find_source, load_trained, summarize_report, with_report
 from checkpoints.export.target_facts import EMBEDDING, TargetFacts, read_target_embedding
@@ -39,11 +37,11 @@ class ExportOptions:
     """Options of an export.
 
     Attributes:
-        flavour: the engine, for the format `eagle`.
+        flavour: the engine, for a format that differs between engines.
         dtype: dtype of the weights.
         target: the target's folder or hub id; None = the one in the draft's config.json.
         target_name: the target's name in configs and commands; None = as it was loaded.
-        embedding: write the target's embedding too; None = only for `speculators`.
+        embedding: write the target's embedding too; None = the format's default.
         overwrite: replace an existing export.
         name: the export's name in the card's commands; None = its folder.
         report: the report.json with the card's measurements, or its folder; None = the run's own.
@@ -52,7 +50,7 @@ class ExportOptions:
         allow_uncompressed: export without the draft's visual compressor.
     """
 
-    flavour: Flavour | None = None
+    flavour: str | None = None
     dtype: torch.dtype = torch.bfloat16
     target: str | None = None
     target_name: str | None = None
@@ -66,64 +64,76 @@ class ExportOptions:
     allow_uncompressed: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ExportResult:
-    """A finished export: its folder and origin, the validator's findings, the rounding error, and warnings."""
+    """A finished export.
+
+    Attributes:
+        check: the validator's findings.
+        warnings: what differs from training, as complete sentences.
+    """
 
     folder: Path
+    format: ExportFormat
+    options: ExportOptions
     source: DraftSource
+    facts: TargetFacts
     check: CheckResult
     rounding: RoundingError
     warnings: list[str]
 
+    @property
+    def name(self) -> str:
+        """The name in commands: the hub id it is uploaded to, or its folder."""
+        return self.options.name or str(self.folder)
 
-def export(path: Path | str, out: Path | str, format_: Format | str, options: ExportOptions | None = None) -> ExportResult:
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype of the weights."""
+        return dtype_name(self.options.dtype)
+
+
+def export(path: Path | str, out: Path | str, name: str, options: ExportOptions | None = None) -> ExportResult:
     """Exports a draft, from its folder or that of its run, to a format that engines serve; `out` is written atomically.
+
+    Args:
+        name: of the format.
 
     Raises:
         ValueError: the format cannot express the draft, `out` exists, or the target is unknown.
         InvalidExport: the written export would not compute what the draft computes; `out` is unchanged.
     """
-    out, format_, options = Path(out), _parse_format(format_), options or ExportOptions()
+    out, options = Path(out), options or ExportOptions()
+    format_ = find_format(name, options.flavour)
     source = find_source(Path(path))
     if options.report is not None:
         source = with_report(source, Path(options.report))
     trained = load_trained(source.draft)
     facts = find_facts(trained.config, options.target)
-    warnings = check_compatible(
-        trained.config,
-        facts,
-        format_,
-        options.flavour,
-        allow_unserved=options.allow_unserved,
-        allow_uncompressed=options.allow_uncompressed,
-    )
-    tensors = _tensors(trained, format_, options)
-    has_embedding = format_ == Format.speculators if options.embedding is None else options.embedding
-    if has_embedding:
+    allowed = {"target": options.allow_unserved, f"draft.{COMPRESSOR}": options.allow_uncompressed}
+    warnings = check_compatible(trained.config, facts, format_, allowed)
+    tensors = _tensors(trained, format_, options.dtype)
+    if format_.has_embedding if options.embedding is None else options.embedding:
         tensors[EMBEDDING] = read_target_embedding(facts).to(options.dtype)
     if options.target_name:
         facts = replace(facts, name=options.target_name)
     with new_export(out, source.step or 0, options.overwrite) as part:
         save_file(tensors, part / WEIGHTS, metadata={"format": "pt"})
-        write_json(part / CONFIG, _config(trained.config, facts, format_, options))
-        check, rounding = _verify(part, out, trained, facts)
-        info = _export_info(trained, source, facts, format_, options)
-        write_json(part / EXPORT_INFO, info | _measurements(source, rounding, warnings))
-        card = ModelCard(
-            name=options.name or str(out),
+        write_json(part / CONFIG, format_.config(trained.config, facts, options.dtype))
+        check, rounding = _verify(part, out, format_, trained, facts)
+        result = ExportResult(
+            folder=out,
             format=format_,
-            flavour=options.flavour,
-            facts=facts,
+            options=options,
             source=source,
+            facts=facts,
+            check=check,
             rounding=rounding,
-            dtype=dtype_name(options.dtype),
             warnings=warnings,
-            license=options.license,
-            license_link=options.license_link,
         )
-        write_text(part / CARD, render_card(card))
-    return ExportResult(out, source, check, rounding, warnings)
+        write_json(part / EXPORT_INFO, _export_info(result, trained))
+        write_text(part / CARD, render_card(result))
+    return result
 
 
 def find_facts(config: Any, target: str | None) -> TargetFacts:
@@ -141,69 +151,45 @@ def find_facts(config: Any, target: str | None) -> TargetFacts:
     return TargetFacts.of_draft(config)
 
 
-def _verify(part: Path, out: Path, trained: DraftHead, facts: TargetFacts) -> tuple[CheckResult, RoundingError]:
+def _verify(
+    part: Path, out: Path, format_: ExportFormat, trained: DraftHead, facts: TargetFacts
+) -> tuple[CheckResult, RoundingError]:
     """Runs the validator and the reload check on the written files; errors name the final folder."""
     try:
         check = check_folder(part, facts)
         check.raise_if_invalid()
-        return check, check_reload(part, trained, facts)
+        return check, check_reload(part, format_, trained, facts)
     except InvalidExport as error:
         raise InvalidExport(str(error).replace(str(part), str(out))) from error
 
 
-def _parse_format(name: Format | str) -> Format:
-    try:
-        return Format(name)
-    except ValueError as error:
-        raise ValueError(f"--format {name}: unknown; choose one of {', '.join(Format)}") from error
-
-
-def _tensors(trained: DraftHead, format_: Format, options: ExportOptions) -> dict[str, Tensor]:
+def _tensors(trained: DraftHead, format_: ExportFormat, dtype: torch.dtype) -> dict[str, Tensor]:
     state = {name: tensor.detach().cpu() for name, tensor in trained.state_dict().items() if not _is_omitted(name)}
-    if format_ == Format.eagle:
-        assert options.flavour is not None
-        tensors = eagle_tensors(state, options.dtype, options.flavour)
-    else:
-        tensors = {Format.eagle3: eagle3_tensors, Format.speculators: speculators_tensors}[format_](state, options.dtype)
-    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+    return {name: tensor.contiguous() for name, tensor in format_.tensors(state, dtype).items()}
 
 
 def _is_omitted(name: str) -> bool:
     return name.startswith(f"{COMPRESSOR}.")  # allowed by the user, see check_compatible
 
 
-def _config(draft: Any, facts: TargetFacts, format_: Format, options: ExportOptions) -> dict[str, Any]:
-    if format_ == Format.eagle:
-        assert options.flavour is not None
-        return eagle_config(draft, facts, options.dtype, options.flavour)
-    return {Format.eagle3: eagle3_config, Format.speculators: speculators_config}[format_](draft, facts, options.dtype)
-
-
-def _export_info(
-    trained: DraftHead, source: DraftSource, facts: TargetFacts, format_: Format, options: ExportOptions
-) -> dict[str, Any]:
-    """The facts in sage_export.json for which the engines' config.json has no field."""
-    config = trained.config
+def _export_info(result: ExportResult, trained: DraftHead) -> dict[str, Any]:
+    """Returns the content of sage_export.json, for which the engines' config.json has no fields."""
+    source, config = result.source, trained.config
     return {
         "schema": SCHEMA,
-        "format": str(format_),
-        "flavour": str(options.flavour) if options.flavour else None,
-        "dtype": dtype_name(options.dtype),
+        "format": result.format.name,
+        "flavour": result.format.flavour,
+        "dtype": result.dtype,
         "step": source.step or 0,
         "steps_trained": source.step,
         "draft": config.model_type,
         "parameters": sum(weight.numel() for name, weight in trained.named_parameters() if not _is_omitted(name)),
         "image_inputs": config.image_inputs,
         "feature_levels": list(getattr(config, "feature_levels", [])),
-        "target": facts.to_dict(),
+        "target": result.facts.to_dict(),
         "data_fingerprint": source.provenance.get("data_fingerprint"),
         "git": source.provenance.get("git"),
-    }
-
-
-def _measurements(source: DraftSource, rounding: RoundingError, warnings: list[str]) -> dict[str, Any]:
-    return {
-        "rounding": {"largest_difference": rounding.max_abs_difference, "same_choice": rounding.agreement},
-        "warnings": warnings,
+        "rounding": {"largest_difference": result.rounding.max_abs_difference, "same_choice": result.rounding.agreement},
+        "warnings": result.warnings,
         "validation": summarize_report(source.report),
     }

@@ -6,92 +6,50 @@ Figures that were not measured and a license that was not given are reported as 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from checkpoints.export.compatibility import engines_for
-from checkpoints.export.formats.layout import Flavour, Format
-from checkpoints.export.formats.speculators import SPECULATIVE_TOKENS
-from checkpoints.export.reload_check import RoundingError
-from checkpoints.export.source import DraftSource
+from checkpoints.export.formats.base import ExportFormat
 from checkpoints.export.target_facts import TargetFacts
+from checkpoints.run_folder import dotted_keys
 from sage.bench.report_table import measured_with
 from sage.io.tables import markdown_table
 
-RECIPE_KEYS = ("seed", "data.num_examples", "data.max_length", "launch.gpus", "launch.ranks")
-RECIPE_GROUPS = ("draft", "objective", "optim", "train", "deepspeed")
-POLICY_COLUMNS = ("policy", "tokens per target pass", "mean accepted draft", "tokens/s", "speedup", "end to end", "identical")
-SGLANG_TOPK, SGLANG_NODES = 4, 16
+if TYPE_CHECKING:
+    from checkpoints.export.exporter import ExportResult
+
+RECIPE = (  # keys of the configuration that the card lists, or groups of them
+    *("seed", "data.num_examples", "data.max_length", "launch.gpus", "launch.ranks"),
+    *("draft", "objective", "optim", "train", "deepspeed"),
+)
 NOT_RUN = {"SGLang": " (as it documents; this project has not run it)"}
+POLICY_COLUMNS = ("policy", "tokens per target pass", "mean accepted draft", "tokens/s", "speedup", "end to end", "identical")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelCard:
-    """The content of a model card.
-
-    Attributes:
-        name: the export's name in commands: its folder, or the hub id it is uploaded to.
-        dtype: dtype of the exported weights.
-        warnings: what differs from training, as complete sentences.
-        license, license_link: as given by the user; None = not stated.
-    """
-
-    name: str
-    format: Format
-    flavour: Flavour | None
-    facts: TargetFacts
-    source: DraftSource
-    rounding: RoundingError
-    dtype: str
-    warnings: Sequence[str] = ()
-    license: str | None = None
-    license_link: str | None = None
-
-
-def render_card(card: ModelCard) -> str:
+def render_card(card: ExportResult) -> str:
     """Renders the card as Markdown, with the hub's metadata at the top."""
     sections = (_front_matter, _summary, _warnings, _measurements, _serving, _checks, _recipe, _license)
     parts = [section(card) for section in sections]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def serve_commands(format_: Format, flavour: Flavour | None, facts: TargetFacts, draft: str) -> dict[str, str]:
+def serve_commands(format_: ExportFormat, facts: TargetFacts, draft: str) -> dict[str, str]:
     """Returns the command line for each engine with the export's folder or hub id; empty if no engine serves the family."""
-    target = facts.name or "TARGET"
-    method = "eagle3" if format_ == Format.eagle3 else "eagle"
-    commands = {"vLLM": _vllm_command(target, draft, method), "SGLang": _sglang_command(target, draft, method)}
-    if format_ == Format.speculators:
-        commands["vLLM"] = f"vllm serve {draft}"
-    return {engine: commands[engine] for engine in engines_for(format_, flavour, facts)}
+    return {engine: format_.serve_command(engine, facts.name or "TARGET", draft) for engine in engines_for(format_, facts)}
 
 
-def _vllm_command(target: str, draft: str, method: str) -> str:
-    options = {"method": method, "model": draft, "num_speculative_tokens": SPECULATIVE_TOKENS}
-    return f"vllm serve {target} \\\n  --speculative-config '{json.dumps(options)}'"
-
-
-def _sglang_command(target: str, draft: str, method: str) -> str:
-    return (
-        f"python -m sglang.launch_server --model-path {target} \\\n"
-        f"  --speculative-algorithm {method.upper()} --speculative-draft-model-path {draft} \\\n"
-        f"  --speculative-num-steps {SPECULATIVE_TOKENS} --speculative-eagle-topk {SGLANG_TOPK} "
-        f"--speculative-num-draft-tokens {SGLANG_NODES}"
-    )
-
-
-def _front_matter(card: ModelCard) -> str:
+def _front_matter(card: ExportResult) -> str:
     """The hub's metadata; JSON values are valid YAML without quoting rules."""
-    fields: dict[str, Any] = {"license": card.license or "other"}
-    if card.license is None:
+    fields: dict[str, Any] = {"license": card.options.license or "other"}
+    if card.options.license is None:
         fields["license_name"] = "not-stated"
-    if card.license_link:
-        fields["license_link"] = card.license_link
+    if card.options.license_link:
+        fields["license_link"] = card.options.license_link
     if _is_hub_id(card.facts.name):
         fields |= {"base_model": card.facts.name, "base_model_relation": "adapter"}
     task = "image-text-to-text" if card.facts.has_images else "text-generation"
-    fields |= {"pipeline_tag": task, "tags": ["speculative-decoding", str(card.format), "sage-draft"]}
+    fields |= {"pipeline_tag": task, "tags": ["speculative-decoding", card.format.name, "sage-draft"]}
     return "\n".join(["---", *(f"{key}: {json.dumps(value)}" for key, value in fields.items()), "---"])
 
 
@@ -99,8 +57,8 @@ def _is_hub_id(name: str | None) -> bool:
     return name is not None and name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).exists()
 
 
-def _summary(card: ModelCard) -> str:
-    facts, kind = card.facts, f"`{card.format}`" + (f" ({card.flavour})" if card.flavour else "")
+def _summary(card: ExportResult) -> str:
+    facts, kind = card.facts, f"`{card.format.name}`" + (f" ({card.format.flavour})" if card.format.flavour else "")
     steps = f"trained for {card.source.step} steps" if card.source.step is not None else "number of training steps unknown"
     return (
         f"# {Path(card.name).name}\n\n"
@@ -110,13 +68,13 @@ def _summary(card: ModelCard) -> str:
     )
 
 
-def _warnings(card: ModelCard) -> str:
+def _warnings(card: ExportResult) -> str:
     if not card.warnings:
         return ""
     return "\n".join(["## Limitations", "", *(f"* {warning}" for warning in card.warnings)])
 
 
-def _measurements(card: ModelCard) -> str:
+def _measurements(card: ExportResult) -> str:
     report = card.source.report
     if report is None:
         return "## Measurements\n\nNothing was measured: the run has no report for this draft."
@@ -141,12 +99,12 @@ def _policy_row(name: str, figures: dict[str, Any]) -> list[str]:
     ]
 
 
-def _serving(card: ModelCard) -> str:
-    commands = serve_commands(card.format, card.flavour, card.facts, card.name)
+def _serving(card: ExportResult) -> str:
+    commands = serve_commands(card.format, card.facts, card.name)
     parts = [f"{engine}{NOT_RUN.get(engine, '')}:\n\n```\n{command}\n```" for engine, command in commands.items()]
     if not commands:
         parts = [f"No engine serves drafts for {card.facts.model_type}."]
-    if card.format != Format.eagle:
+    if card.format.row.imports:
         target = card.facts.name or "TARGET"
         parts.append(
             f"This project's decoder, which also separates a bad draft from a misconfigured engine:\n\n```\n"
@@ -156,23 +114,26 @@ def _serving(card: ModelCard) -> str:
     return "## Serving\n\n" + "\n\n".join(parts)
 
 
-def _checks(card: ModelCard) -> str:
-    is_eagle = card.format == Format.eagle
-    difference = "largest difference of a feature" if is_eagle else "largest difference of a logit"
-    agreement = "cosine similarity of the features" if is_eagle else "positions with the same top-1 token"
+def _checks(card: ExportResult) -> str:
     return (
         f"## Checks\n\n`sage-export --check` reports no errors, and the reloaded files compute, bit for bit, what the trained "
-        f"draft computes in {card.dtype}. Rounding error in {card.dtype} on a fixed batch: {difference} "
-        f"{card.rounding.max_abs_difference:.3g}, {agreement} {card.rounding.agreement:.1%}. The hashes are in `manifest.json`."
+        f"draft computes in {card.dtype}. Rounding error in {card.dtype} on a fixed batch: largest difference "
+        f"of {card.format.difference_of} {card.rounding.max_abs_difference:.3g}, {card.format.agreement_is} "
+        f"{card.rounding.agreement:.1%}. The hashes are in `manifest.json`."
     )
 
 
-def _recipe(card: ModelCard) -> str:
+def _recipe(card: ExportResult) -> str:
     source = card.source
     if not source.recipe:
         return "## Training\n\nThe run that trained this draft is not available."
-    settings = [pair for key in (*RECIPE_KEYS, *RECIPE_GROUPS) for pair in _flatten(_lookup(source.recipe, key), key)]
-    lines = [f"* `{key}`: {value}" for key, value in settings]
+    settings = {
+        key: value
+        for key, value in dotted_keys(source.recipe).items()
+        if value not in (None, "", [], {}) and not key.endswith((".path", ".dir"))  # folders of the training machine
+    }
+    listed = [key for name in RECIPE for key in settings if key == name or key.startswith(f"{name}.")]
+    lines = [f"* `{key}`: {settings[key]}" for key in listed]
     known = source.provenance
     origin = [f"* data: {', '.join(_data_sources(source.recipe))} (fingerprint `{known.get('data_fingerprint', 'unknown')}`)"]
     if commit := (known.get("git") or {}).get("commit"):
@@ -189,24 +150,9 @@ def _data_sources(recipe: dict[str, Any]) -> list[str]:
     return [str(name) for name in (data.get("sources") or {})] or [str(data.get("name", "not stated"))]
 
 
-def _lookup(recipe: dict[str, Any], key: str) -> Any:
-    """The value of a dotted key, or None."""
-    tree: Any = recipe
-    for name in key.split("."):
-        tree = tree.get(name) if isinstance(tree, dict) else None
-    return tree
-
-
-def _flatten(tree: Any, prefix: str) -> list[tuple[str, Any]]:
-    """Dotted keys and values that are set, except for folders of the training machine."""
-    if isinstance(tree, dict):
-        return [pair for key, part in tree.items() for pair in _flatten(part, f"{prefix}.{key}")]
-    return [] if tree in (None, "", []) or prefix.endswith((".path", ".dir")) else [(prefix, tree)]
-
-
-def _license(card: ModelCard) -> str:
-    name = card.license or "not stated"
-    link = f" ({card.license_link})" if card.license_link else ""
+def _license(card: ExportResult) -> str:
+    name = card.options.license or "not stated"
+    link = f" ({card.options.license_link})" if card.options.license_link else ""
     return (
         f"## License\n\n{name[0].upper()}{name[1:]}{link}. The weights were distilled from "
         f"{card.facts.name or card.facts.model_type}; its license, and that of the data, may apply to them."

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from checkpoints.export.compatibility import ENGINE_FORMATS, FED_INPUTS, find_obstacles
-from checkpoints.export.formats.layout import Flavour, Format
+from checkpoints.export.compatibility import ENGINES, FED_INPUTS, find_obstacles
+from checkpoints.export.formats.registry import variants
 from checkpoints.export.target_facts import TargetFacts
 from sage.drafts.registry import head_kind
 
@@ -23,23 +23,20 @@ def serving_line(draft: Any, target: Any) -> str:
     kind = head_kind(getattr(config, "model_type", None))
     if kind is None or not kind.export_formats:
         name = "model" if kind is None else kind.name
-        return _line([], [f"{' and '.join(ENGINE_FORMATS)}: draft={name} (it has no export; train draft=eagle3)"])
+        return _line([], [f"{' and '.join(ENGINES)}: draft={name} (it has no export; train draft=eagle3)"])
     facts = TargetFacts.of_config(target, config.target_path)
     served: list[str] = []
     blocked: dict[str, list[str]] = {}
-    for engine, formats in ENGINE_FORMATS.items():
-        options = [(format_, flavour) for format_, flavour in formats if format_ in kind.export_formats]
-        obstacles = {option: find_obstacles(config, facts, *option, engine) for option in options}
-        if usable := [option for option in options if not obstacles[option]]:
-            served.append(f"{engine} ({_command(*usable[0])}{_caveat(engine, config, facts)})")
+    for engine in ENGINES:
+        formats = [one for one in variants(kind.export_formats) if engine in one.engines]
+        obstacles = [find_obstacles(config, facts, one, engine) for one in formats]
+        if usable := [one for one, found in zip(formats, obstacles, strict=True) if not found]:
+            served.append(f"{engine} (sage-export --format {usable[0].choice}{_caveat(engine, config, facts)})")
         else:
-            reasons = "; ".join(one.brief for one in obstacles[options[0]])
+            none = f"draft={kind.name} (it loads no format of it)"
+            reasons = "; ".join(one.brief for one in obstacles[0]) if obstacles else none
             blocked.setdefault(reasons, []).append(engine)
     return _line(served, [f"{' and '.join(engines)}: {reasons}" for reasons, engines in blocked.items()])
-
-
-def _command(format_: Format, flavour: Flavour | None) -> str:
-    return f"sage-export --format {format_}{f' --flavour {flavour}' if flavour else ''}"
 
 
 def _caveat(engine: str, config: Any, facts: TargetFacts) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from checkpoints.export.formats.registry import imported_drafts
 from checkpoints.run_folder import (
     PROVENANCE,
     REPORT,
@@ -113,7 +114,8 @@ def load_trained(folder: Path) -> DraftHead:
     kind = head_kind(stored.get("model_type"))
     if kind is None or not stored.get("target"):
         raise ValueError(
-            f"{folder}: model_type {stored.get('model_type')!r} is not a draft of this package; --import reads EAGLE-3 drafts"
+            f"{folder}: model_type {stored.get('model_type')!r} is not a draft of this package; --import reads "
+            f"{imported_drafts()} drafts"
         )
     head: DraftHead = load_weights(kind.draft_class(), folder, "draft", dtype="auto")
     return head.eval()

@@ -10,9 +10,9 @@ from support.messages import check_message, refused
 from support.validate_helpers import save_draft, save_run, save_target
 
 import sage
-from checkpoints.export.__main__ import main as export_main
 from sage.commands.generate import main as generate_main
 from sage.io.manifest import write_manifest
+from train.cli.export import main as export_main
 from train.cli.validate import main as validate_main
 
 

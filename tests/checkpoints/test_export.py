@@ -9,15 +9,19 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.export_helpers import LEVELS, REDUCED, edit_json, export_draft, make_draft, save_draft, save_target
+from support.export_helpers import LEVELS, REDUCED, edit_json, export_draft, make_draft, outputs, save_draft, save_target
 from support.messages import refused
 from support.models import make_inputs
 
 import sage
-from checkpoints.export import ExportOptions, Flavour, InvalidExport, check_folder, convert, export
-from checkpoints.export.exporter import find_facts
-from checkpoints.export.formats.layout import EngineConfig, Format
-from checkpoints.export.reload_check import check_reload, outputs
+from checkpoints.export.exporter import ExportOptions, export, find_facts
+from checkpoints.export.formats.eagle3 import Eagle3Format
+from checkpoints.export.formats.layout import EngineConfig
+from checkpoints.export.formats.registry import FORMATS, find_format
+from checkpoints.export.importer import convert
+from checkpoints.export.reload_check import check_reload
+from checkpoints.export.validator.findings import InvalidExport
+from checkpoints.export.validator.validator import check_folder
 
 FAMILIES = ("qwen2_5_vl", "llava_onevision")
 COMPRESSORS = [  # one without weights, one with the weights of every operator
@@ -68,14 +72,13 @@ class TestEagle3:
         assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [-1, 0, 1]
 
     def test_default_levels_are_not_written(self) -> None:
-        from checkpoints.export.formats.eagle3 import eagle3_config
         from checkpoints.export.target_facts import TargetFacts
         from sage.drafts.eagle3 import Eagle3Config
 
         fingerprint = {"model_type": "qwen2_5_vl", "hidden_size": 192, "vocab_size": 1024, "num_layers": 28}
         for levels, is_default in (([2, 14, 25], True), ([1, 14, 25], False)):
             draft = Eagle3Config(feature_levels=levels, target=fingerprint, mrope_section=[4, 6, 6])
-            config = eagle3_config(draft, TargetFacts.of_draft(draft), torch.bfloat16)
+            config = find_format("eagle3").config(draft, TargetFacts.of_draft(draft), torch.bfloat16)
             written = EngineConfig(config)
             assert ("eagle_config" not in config) == is_default
             assert written.vllm_levels == written.sglang_levels == (None if is_default else levels)
@@ -135,13 +138,13 @@ class TestSpeculators:
 class TestEagle:
     def test_flavours_differ_in_class_and_bias(self, targets: Any, tmp_path: Path) -> None:
         draft = save_draft(tmp_path / "draft", targets["qwen2_5_vl"], "eagle")
-        for flavour, name in ((Flavour.vllm, "EagleLlamaForCausalLM"), (Flavour.sglang, "LlamaForCausalLMEagle")):
+        for flavour, name in (("vllm", "EagleLlamaForCausalLM"), ("sglang", "LlamaForCausalLMEagle")):
             export_draft(draft, tmp_path / flavour, "eagle", flavour=flavour)
             config, tensors = written(tmp_path / flavour)
             assert config["architectures"] == [name]
             assert "layers.0.self_attn.q_proj.weight" in tensors
             assert not any("input_layernorm" in key or "lm_head" in key or "d2t" in key for key in tensors)
-            assert ("fc.bias" in tensors) == (flavour == Flavour.sglang)
+            assert ("fc.bias" in tensors) == (flavour == "sglang")
         assert not tensors["fc.bias"].any()
 
     def test_input_norm_is_refused(self, targets: Any, tmp_path: Path) -> None:
@@ -171,7 +174,7 @@ class TestRefusals:
         with refused("--format gguf", "eagle3, speculators, eagle"):
             export_draft(draft, tmp_path / "out", "gguf")
         with refused("--flavour vllm", "eagle3"):
-            export_draft(save_draft(tmp_path / "d3", targets["qwen2_5_vl"]), tmp_path / "out", flavour=Flavour.vllm)
+            export_draft(save_draft(tmp_path / "d3", targets["qwen2_5_vl"]), tmp_path / "out", flavour="vllm")
 
     @pytest.mark.parametrize("levels", [[1, 2, 3], [0, 1], [2, 1, 0]])
     def test_levels_that_engines_cannot_capture(self, targets: Any, tmp_path: Path, levels: list[int]) -> None:
@@ -187,10 +190,10 @@ class TestRefusals:
             export_draft(draft, tmp_path / "out")
 
     @pytest.mark.parametrize("compressor", COMPRESSORS, ids=lambda config: config["kind"])
-    @pytest.mark.parametrize("format_", Format)
-    def test_compressor(self, targets: Any, tmp_path: Path, format_: Format, compressor: dict[str, Any]) -> None:
+    @pytest.mark.parametrize("format_", FORMATS)
+    def test_compressor(self, targets: Any, tmp_path: Path, format_: str, compressor: dict[str, Any]) -> None:
         """Refused by every format; with allow_uncompressed, exported without the compressor's tensors."""
-        kind = "eagle" if format_ == Format.eagle else "eagle3"
+        kind = "eagle" if format_ == "eagle" else "eagle3"
         trained = make_draft(targets["qwen2_5_vl"], kind, compressor=compressor)
         trained.save_pretrained(tmp_path / "draft")
         with refused("draft.compressor", compressor["kind"], "--allow-uncompressed"):
@@ -259,9 +262,7 @@ class TestRefusals:
 class TestReload:
     def test_invalid_export_is_discarded(self, targets: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """The validator runs on the written files."""
-        monkeypatch.setattr(
-            "checkpoints.export.exporter.eagle3_tensors", lambda state, dtype: {"fc.weight": state["fc.weight"]}
-        )
+        monkeypatch.setattr(Eagle3Format, "tensors", lambda self, state, dtype: {"fc.weight": state["fc.weight"]})
         draft = save_draft(tmp_path / "draft", targets["qwen2_5_vl"])
         with refused("lm_head.weight: missing", "acceptance 1.00", error=InvalidExport):
             export_draft(draft, tmp_path / "out")
@@ -295,10 +296,10 @@ class TestReload:
         draft.save_pretrained(tmp_path / "draft")
         out = export_draft(tmp_path / "draft", tmp_path / "out", dtype=torch.float32).folder
         facts = find_facts(draft.config, None)
-        check_reload(out, draft, facts)
+        check_reload(out, find_format("eagle3"), draft, facts)
         draft.midlayer.mlp.down_proj.weight.data[3, 5] += 0.01
         with refused("outputs differ", error=InvalidExport):
-            check_reload(out, draft, facts)
+            check_reload(out, find_format("eagle3"), draft, facts)
 
 
 def draft_of_answer(target: sage.Target, answer: torch.Tensor, is_reduced: bool) -> Any:

@@ -16,8 +16,11 @@ from safetensors.torch import load_file, save_file
 from support.export_helpers import REDUCED, edit_json, export_draft, save_draft, save_target
 from support.messages import check_message, refused
 
-from checkpoints.export import Flavour, TargetFacts, check_folder, read_eagle3
+from checkpoints.export.formats.registry import FORMATS
+from checkpoints.export.importer import read_draft
+from checkpoints.export.target_facts import TargetFacts
 from checkpoints.export.validator.findings import InvalidExport
+from checkpoints.export.validator.validator import check_folder
 
 KINDS = ("eagle3", "speculators", "vllm", "sglang")
 AUX = "eagle_aux_hidden_state_layer_ids"
@@ -33,7 +36,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_draft(folder / "one", target, "eagle")
     for kind in ("eagle3", "speculators"):
         export_draft(folder / "three", folder / kind, kind)
-    for flavour in Flavour:
+    for flavour in FORMATS["eagle"].flavours:
         export_draft(folder / "one", folder / flavour, "eagle", flavour=flavour)
     return folder
 
@@ -323,7 +326,7 @@ def test_any_config_value_yields_findings_not_exceptions(exports: Path, tmp_path
             path.write_text(json.dumps(complete))
             check_folder(folder, facts)
             with suppress(ValueError):
-                read_eagle3(folder, facts)
+                read_draft(folder, facts)
             section.clear()
             section.update(before)
 

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.export_helpers import LEVELS, REDUCED, edit_json, export_draft, make_draft, save_target
+from support.export_helpers import LEVELS, REDUCED, edit_json, export_draft, make_draft, outputs, save_target
 from support.messages import refused
 
 import sage
-from checkpoints.export import ImportOptions, TargetFacts, convert, load_any, read_eagle3
-from checkpoints.export.reload_check import outputs
+from checkpoints.export.formats.reading import ImportOptions
+from checkpoints.export.importer import convert, load_any, read_draft
+from checkpoints.export.target_facts import TargetFacts
 
 AUX = "eagle_aux_hidden_state_layer_ids"
 Folder = Callable[..., Path]
@@ -243,9 +244,9 @@ class TestRefusals:
     def test_options_resolve_what_a_folder_leaves_open(self, targets: Any, theirs: Folder) -> None:
         facts = TargetFacts.of_folder(targets["qwen2_5_vl"].name)
         folder = theirs(rope_scaling=None, **{AUX: [1, 2, 3]})
-        draft = read_eagle3(folder, facts, ImportOptions(levels=(0, 1, 2), use_target_rope=True))
+        draft = read_draft(folder, facts, ImportOptions(levels=(0, 1, 2), use_target_rope=True))
         assert draft.config.mrope_section == [2, 1, 1]
         assert draft.levels == (0, 1, 2)
         edit_json(folder / "config.json", lambda config: config.update(rope_theta=5.0))
         with refused("rope_scaling", "--use-target-rope"):
-            read_eagle3(folder, facts, ImportOptions(levels=(0, 1, 2)))
+            read_draft(folder, facts, ImportOptions(levels=(0, 1, 2)))

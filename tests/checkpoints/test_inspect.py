@@ -9,7 +9,7 @@ import pytest
 from support.export_helpers import REDUCED, export_draft, save_draft, save_run, save_target
 from support.messages import check_message, refused
 
-from checkpoints.export import convert
+from checkpoints.export.importer import convert
 from checkpoints.inspect import inspect_folder
 
 

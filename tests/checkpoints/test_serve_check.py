@@ -16,14 +16,14 @@ from support.messages import check_message, refused
 from support.train_helpers import make_target
 
 import sage
-from checkpoints.engines import serve_check
-from checkpoints.engines.acceptance import Answers
-from checkpoints.engines.validation_prompts import prompt_data, validation_prompts
-from checkpoints.engines.verdict import MIN_FIRST, Measured, verdict
-from checkpoints.engines.vllm_process import EngineSetting, VllmProcess
-from checkpoints.export import ExportOptions, Flavour, export
+from checkpoints.export.exporter import ExportOptions, export
 from data_prep import pocket
 from data_prep.config import Cache, DataConfig, OnBad, data_config
+from train.engines import serve_check
+from train.engines.acceptance import Answers
+from train.engines.prompts import prompt_data, validation_prompts
+from train.engines.verdict import MIN_FIRST, Measured, verdict
+from train.engines.vllm_process import EngineSetting, VllmProcess
 
 PYTHON = sys.executable
 RUN_DATA = {"name": "pocket", "sources": {"pocket": {"kind": "pocket", "families": ["caption"]}}}
@@ -128,7 +128,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_draft(folder / "eagle", target, "eagle", image_inputs="token")
     export(folder / "run", folder / "export", "eagle3", ExportOptions(dtype=torch.float32))
     export(folder / "run", folder / "broken", "eagle3", ExportOptions())
-    export(folder / "eagle", folder / "sglang", "eagle", ExportOptions(flavour=Flavour.sglang))
+    export(folder / "eagle", folder / "sglang", "eagle", ExportOptions(flavour="sglang"))
     return folder
 
 
@@ -195,7 +195,12 @@ class TestCommand:
         assert (code, out.splitlines()[-1]) == (0, "all good: draft, export and engine")
         assert out.count("2/2") == 3 and "accepted 2" in out and "corrected" not in out
         (setting,) = fake_process.started
-        assert (setting.dtype, setting.depth, setting.method, setting.corrects_slots) == ("float32", 2, "eagle3", False)
+        assert (setting.dtype, setting.depth, setting.speculative["method"], setting.corrects_slots) == (
+            "float32",
+            2,
+            "eagle3",
+            False,
+        )
         assert setting.draft == home / "export" and setting.max_model_len > 20
 
     def test_a_known_fault_of_the_engine(self, home: Path, command: Any, fake_process: type[FakeEngine]) -> None:
@@ -278,7 +283,9 @@ def test_a_process_replaces_its_engine(tmp_path: Path, monkeypatch: pytest.Monke
     prompts.write_text(json.dumps([{"ids": [1, 2, 3], "images": []}]))
     with VllmProcess(Path(PYTHON), prompts, tmp_path / "log", max_new_tokens=4, cores=[0]) as engine:
         assert engine.load(EngineSetting(target="a"))["vllm"] == "0.32.0"
-        engine.load(EngineSetting(target="b", draft=tmp_path / "draft", depth=3, method="eagle", dtype="bfloat16"))
+        engine.load(
+            EngineSetting(target="b", draft=tmp_path / "draft", depth=3, speculative={"method": "eagle"}, dtype="bfloat16")
+        )
         assert engine.trace() == [{"tokens": [3, 0, 7], "rounds": [2]}]
     first, cleanup, second = (json.loads(line) for line in log.read_text().splitlines())
     assert (first["llm"]["model"], cleanup, second["llm"]["dtype"]) == ("a", {"cleanup": True}, "bfloat16")

@@ -14,12 +14,12 @@ from support.models import text_sizes
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig
 
 import sage
-from checkpoints.export.__main__ import main
-from checkpoints.export.formats.layout import Flavour, Format
+from checkpoints.export.formats.registry import find_format
 from checkpoints.export.model_card import serve_commands
 from checkpoints.export.serving import serving_line
 from checkpoints.export.target_facts import TargetFacts
 from sage.io.files import config_dir
+from train.cli.export import main
 
 POOL = {"kind": "pool", "ratio": 4}
 
@@ -88,9 +88,10 @@ def facts_of(name: str) -> TargetFacts:
 )
 def test_only_engines_that_serve_a_family_are_offered(name: str, engines: list[str]) -> None:
     facts = facts_of(name)
-    assert list(serve_commands(Format.eagle3, None, facts, "draft")) == engines
-    assert list(serve_commands(Format.eagle, Flavour.sglang, facts, "draft")) == [one for one in engines if one == "SGLang"]
-    assert not engines or facts.name in serve_commands(Format.eagle3, None, facts, "draft")["vLLM"]
+    commands = serve_commands(find_format("eagle3"), facts, "draft")
+    assert list(commands) == engines
+    assert list(serve_commands(find_format("eagle", "sglang"), facts, "draft")) == [one for one in engines if one == "SGLang"]
+    assert not engines or facts.name in commands["vLLM"]
 
 
 def test_a_smaller_model_has_no_export(targets: dict[str, sage.Target]) -> None:
@@ -134,4 +135,4 @@ def test_a_text_target_is_served_by_the_engines_of_its_family(
     draft = save_draft(tmp_path / "eagle", target, "eagle")
     if engines == ["vLLM"]:
         with refused("target: SGLang", "not known to serve", "mistral", "--allow-unserved"):
-            export_draft(draft, tmp_path / "refused", "eagle", flavour=Flavour.sglang, allow_unserved=False)
+            export_draft(draft, tmp_path / "refused", "eagle", flavour="sglang", allow_unserved=False)

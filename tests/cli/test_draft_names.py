@@ -15,7 +15,6 @@ from support.messages import check_message, refused
 from support.validate_helpers import save_draft, save_run, save_target
 
 import sage
-from checkpoints.export.__main__ import main as sage_export
 from data_prep.config import RegenerateConfig
 from data_prep.tools import cli as data_cli
 from sage.bench.__main__ import main as bench
@@ -25,6 +24,7 @@ from sage.drafts.location import find_draft, target_of
 from sage.io.manifest import write_manifest
 from train.cli.data import DataCommand
 from train.cli.data import check as check_data_command
+from train.cli.export import main as sage_export
 from train.config.checks import check
 from train.config.hydra_app import compose
 from train.config.schema import Config

@@ -15,7 +15,6 @@ from hydra.core.config_store import ConfigStore
 from support.messages import check_message
 from support.train_helpers import environment
 
-from checkpoints.export.__main__ import main as sage_export
 from data_prep.sources import SourceConfig
 from sage.bench.__main__ import main as bench
 from sage.commands.cli import run
@@ -25,6 +24,7 @@ from sage.planning.options import defaults
 from sage.trees import POLICIES, policy_class
 from train.cli.data import DataCommand
 from train.cli.data import main as sage_data
+from train.cli.export import main as sage_export
 from train.cli.train import main as sage_train
 from train.cli.validate import main as sage_validate
 from train.config.descriptions import choice_meaning, policy_options

@@ -35,7 +35,7 @@ MODULES = {
     "sage-data": "train.cli.data",
     "sage-train": "train.cli.train",
     "sage-validate": "train.cli.validate",
-    "sage-export": "checkpoints.export.__main__",
+    "sage-export": "train.cli.export",
 }
 DECODING = ("decode.policies=[autoregressive,sage]", "decode.baselines=[]", "decode.repeats=1", "decode.max_new_tokens=16")
 SHORTER = {"sage-train": ("train.max_steps=4", *DECODING), "sage-validate": DECODING}

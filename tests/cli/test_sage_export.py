@@ -16,12 +16,12 @@ from safetensors import SafetensorError
 from support.export_helpers import REDUCED, edit_json, export_draft, sage_export, save_draft, save_run, save_target
 from support.messages import check_message, refused
 
-from checkpoints.export import Flavour, Format
-from checkpoints.export.__main__ import main
 from checkpoints.export.export_folder import push_to_hub
+from checkpoints.export.formats.registry import variants
 from checkpoints.export.model_card import serve_commands
 from checkpoints.export.source import find_source
 from checkpoints.export.target_facts import TargetFacts
+from train.cli.export import main
 
 ID = "Qwen/Qwen2.5-VL-7B-Instruct"
 
@@ -150,7 +150,7 @@ class TestCommand:
 
     @pytest.mark.slow
     def test_help_needs_no_torch(self) -> None:
-        code = "import sys; from checkpoints.export.__main__ import parse_args; print('torch' in sys.modules)"
+        code = "import sys; from train.cli.export import parse_args; print('torch' in sys.modules)"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert done.stdout.strip() == "False"
 
@@ -194,13 +194,12 @@ class TestCard:
     def test_engines_of_each_format(self, home: Path) -> None:
         facts = TargetFacts.of_folder(home / "target")
         engines = {
-            (Format.eagle3, None): {"vLLM", "SGLang"},
-            (Format.speculators, None): {"vLLM"},
-            (Format.eagle, Flavour.vllm): {"vLLM"},
-            (Format.eagle, Flavour.sglang): {"SGLang"},
+            "eagle3": {"vLLM", "SGLang"},
+            "speculators": {"vLLM"},
+            "eagle --flavour vllm": {"vLLM"},
+            "eagle --flavour sglang": {"SGLang"},
         }
-        for (format_, flavour), expected in engines.items():
-            assert set(serve_commands(format_, flavour, facts, "d")) == expected
+        assert {one.choice: set(serve_commands(one, facts, "d")) for one in variants()} == engines
 
     def test_recipe_without_local_folders(self, home: Path, tmp_path: Path) -> None:
         _, body = self.card(home, tmp_path)

@@ -13,7 +13,7 @@ from support.messages import refused
 from support.models import in_float64, make_inputs, make_llava, make_qwen, random_draft
 
 import sage
-from checkpoints.export.importer import read_eagle3
+from checkpoints.export.importer import read_draft
 from checkpoints.export.target_facts import TargetFacts
 from sage.drafts.eagle import EagleConfig
 from sage.drafts.rope import Rope
@@ -126,10 +126,10 @@ def test_an_export_carries_the_scaled_rope(kind: str, tmp_path: Path) -> None:
     facts = TargetFacts.of_config(target.model.config, None)
     assert written["rope_scaling"] == facts.scaled_rope == {"rope_type": "yarn", **SCALED["yarn"]}
     if kind == "eagle3":
-        assert read_eagle3(tmp_path / "out", facts).config.scaled_rope == facts.scaled_rope
+        assert read_draft(tmp_path / "out", facts).config.scaled_rope == facts.scaled_rope
         plain = TargetFacts.of_config(make_llava().model.config, None)
         with refused("rope_scaling", "yarn"):
-            read_eagle3(tmp_path / "out", plain)
+            read_draft(tmp_path / "out", plain)
 
 
 def test_an_export_refuses_a_scaled_rope_with_three_axes(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ of the same depth:
 4. negative controls: exports that vLLM loads without a word although they are wrong for it must yield the same texts, and at
    least `MIN_LOSS` fewer accepted tokens.
 
-vLLM 0.32 drafts wrongly after images (`checkpoints.engines.vllm_worker.correct_draft_slots`), which is corrected here. It is
+vLLM 0.32 drafts wrongly after images (`train.engines.vllm_worker.correct_draft_slots`), which is corrected here. It is
 also run as released: once its rounds equal ours, the correction can go.
 
 Work is divided among the cores: every core trains drafts in one process, then serves exports in one process of vLLM.
@@ -41,13 +41,14 @@ from transformers.utils import logging as transformers_logging
 
 import sage
 from benchmarks.engines.prompts import FAMILIES, pocket_prompts
-from checkpoints.engines.acceptance import Answers, decode_chain
-from checkpoints.engines.prompts import write_prompts
-from checkpoints.engines.vllm_process import EngineFailed, EngineSetting, VllmProcess
-from checkpoints.export import ExportOptions, Flavour, export
+from checkpoints.export.exporter import ExportOptions, export
 from checkpoints.export.formats.layout import LEVELS_KEY
+from checkpoints.export.formats.registry import variants
 from checkpoints.run_folder import DRAFT
 from sage.io.tables import markdown_table
+from train.engines.acceptance import Answers, decode_chain
+from train.engines.prompts import write_prompts
+from train.engines.vllm_process import EngineFailed, EngineSetting, VllmProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = ROOT / "data_prep" / "pocket" / "targets" / "pocket_qwen2_5_vl"
@@ -271,17 +272,16 @@ class Lab:
     def _setting(self, case: Case) -> EngineSetting:
         """Exports the draft of a case."""
         folder = self.scratch / case.name
-        flavour = Flavour.vllm if case.format == "eagle" else None
-        options = ExportOptions(target=str(TARGET), dtype=DTYPES[case.dtype], flavour=flavour)
+        format_ = next(one for one in variants([case.format]) if "vLLM" in one.engines)
+        options = ExportOptions(target=str(TARGET), dtype=DTYPES[case.dtype], flavour=format_.flavour)
         export(self.runs / case.run / DRAFT, folder, case.format, options)
         if case.damage:
             case.damage(folder)
-        method = "eagle" if case.format == "eagle" else "eagle3"
         return EngineSetting(
             target=str(TARGET),
             draft=folder,
             depth=DEPTH,
-            method=method,
+            speculative=format_.vllm_options,
             is_compiled=False,
             corrects_slots=not case.is_released,
         )

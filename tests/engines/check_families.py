@@ -3,7 +3,7 @@
 Each family has a small random target and an `eagle3` draft, trained on the target's own answers until some of its tokens are
 accepted. Its export is served by vLLM (float32, greedy, `DEPTH` drafted tokens per round) and compared with our policy `chain`
 of the same depth: the same token ids and rounds for every prompt, acceptance by position within `TOLERANCE`. Prompts of
-a family with images have one each, and vLLM's drafting after images is corrected (`checkpoints.engines.vllm_worker`).
+a family with images have one each, and vLLM's drafting after images is corrected (`train.engines.vllm_worker`).
 
 Evidence for `Family.served_by`: it names vLLM only where this check passes.
 
@@ -30,10 +30,8 @@ import transformers
 from transformers.utils import logging as transformers_logging
 
 import sage
-from checkpoints.engines.acceptance import Answers, decode_chain
-from checkpoints.engines.prompts import PROMPTS_FILE, write_prompts
-from checkpoints.engines.vllm_process import EngineFailed, EngineSetting, VllmProcess
-from checkpoints.export import ExportOptions, export
+from checkpoints.export.exporter import ExportOptions, export
+from checkpoints.export.formats.registry import find_format
 from data_prep.conversation import Conversation
 from data_prep.pocket import world
 from sage.bench.measurement import BenchPrompt
@@ -43,6 +41,9 @@ from train.config.schema import ObjectiveConfig
 from train.distill.objective import Objective
 from train.distill.student import HeadStudent
 from train.distill.teacher import Teacher
+from train.engines.acceptance import Answers, decode_chain
+from train.engines.prompts import PROMPTS_FILE, write_prompts
+from train.engines.vllm_process import EngineFailed, EngineSetting, VllmProcess
 
 POCKET = Path(__file__).resolve().parents[2] / "data_prep" / "pocket" / "targets" / "pocket_qwen2_5_vl"
 IMAGE_SIDE = 128  # pixels
@@ -301,6 +302,7 @@ def serve(engine: Engine, prepared: Prepared) -> Row:
         target=str(folder / "target"),
         draft=folder / "export",
         depth=DEPTH,
+        speculative=find_format("eagle3").vllm_options,
         max_model_len=1024,
         is_compiled=False,
         corrects_slots=prepared.has_images,

@@ -35,7 +35,10 @@ from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig
 from transformers.utils import logging as transformers_logging
 
 import sage
-from checkpoints.export import ExportOptions, TargetFacts, check_folder, export, read_eagle3
+from checkpoints.export.exporter import ExportOptions, export
+from checkpoints.export.importer import read_draft
+from checkpoints.export.target_facts import TargetFacts
+from checkpoints.export.validator.validator import check_folder
 from sage.drafts.eagle3 import Eagle3Config, Eagle3Draft, default_levels
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,7 +100,7 @@ def run_case(name: str, draft: Eagle3Draft, target: Path) -> None:
         load_by_package(without(folder / "speculators", folder / "slim", "embed_tokens.weight"), {"embed_tokens.weight"})
         if "eagle3" in formats:
             compare_conversion(folder, target)
-        gap = compare_logits(model, read_eagle3(folder / "speculators", TargetFacts.of_folder(target)))
+        gap = compare_logits(model, read_draft(folder / "speculators", TargetFacts.of_folder(target)))
         refuse_invalid(folder)
     spent = time.monotonic() - start
     print(f"{name}: config, tensors, conversion, logits (largest relative difference {gap:.1e}); {spent:.0f} s", flush=True)
@@ -146,7 +149,7 @@ def compare_conversion(folder: Path, target: Path) -> None:
 
 
 @torch.no_grad()
-def compare_logits(model: Eagle3DraftModel, draft: Eagle3Draft) -> float:
+def compare_logits(model: Eagle3DraftModel, draft: Any) -> float:
     """Check 4: the largest difference, relative to the largest logit."""
     model, draft = model.float().eval(), draft.float().eval()
     generator = torch.Generator().manual_seed(SEED)

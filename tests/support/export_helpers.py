@@ -13,15 +13,16 @@ import torch
 from support.models import make_llava, make_qwen
 
 import sage
-from checkpoints.export import ExportOptions, ExportResult, export
-from checkpoints.export.__main__ import main
-from checkpoints.export.formats.layout import Flavour
+from checkpoints.export.exporter import ExportOptions, ExportResult, export
+from checkpoints.export.formats.registry import find_format
 from checkpoints.store import StateStore
 from sage.drafts.head import DraftHead
 from sage.io.manifest import write_manifest
+from train.cli.export import main
 
 LEVELS = [0, 1, 2]  # the tiny targets have three layers, too few for the engines' default
 REDUCED = torch.arange(3, 330, 3)
+outputs = find_format("eagle3").outputs  # of an EAGLE-3 draft on the fixed batch
 TARGETS = {"qwen2_5_vl": make_qwen, "llava_onevision": make_llava}
 
 
@@ -54,7 +55,7 @@ def export_draft(folder: Path, out: Path, format_: str = "eagle3", **options: An
     """Exports a draft with the options that a tiny target needs."""
     given = {"allow_unserved": True, **options}
     if format_ == "eagle":
-        given.setdefault("flavour", Flavour.vllm)
+        given.setdefault("flavour", "vllm")
     return export(folder, out, format_, ExportOptions(**given))
 
 

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import NoReturn
 
 PRELOADED = (
-    *("train.cli.train", "train.cli.validate", "train.cli.data", "sage.commands.generate", "checkpoints.export.__main__"),
+    *("train.cli.train", "train.cli.validate", "train.cli.data", "sage.commands.generate", "train.cli.export"),
     *("torch", "transformers", "deepspeed", "datasets", "matplotlib.pyplot", "sage.bench.measurement", "train.job.loop"),
     *("train.job.build", "data_prep.pocket.world", "checkpoints.export.exporter", "checkpoints.export.reload_check"),
     "deepspeed.runtime.zero.muon.muon_optimizer",  # by every engine, whatever its optimizer

@@ -82,7 +82,7 @@ def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     from transformers.utils import logging as transformers_logging
 
     import sage
-    from checkpoints.export import load_any
+    from checkpoints.export.importer import load_any
     from data_prep.build import prompts
     from sage.bench.report_table import format_table
     from sage.io.dtypes import torch_dtype

@@ -1,1 +1,1 @@
-"""Export formats, one module each, and the config fields and tensors that they share (layout)."""
+"""Export formats: one module and one row of `registry` each; what they share is in base, layout and reading."""

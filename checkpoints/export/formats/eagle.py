@@ -2,41 +2,97 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from checkpoints.export.formats.eagle3 import layer_config
-from checkpoints.export.formats.layout import EAGLE_CLASSES, Flavour
-from checkpoints.export.target_facts import TargetFacts
-from sage.io.dtypes import dtype_name
+from checkpoints.export.formats.base import ExportFormat, Obstacle, fixed_batch
+from checkpoints.export.formats.layout import EngineConfig, TensorSpec, TensorSpecs, layer_specs
+from checkpoints.export.formats.reading import ImportOptions, read_tensors
+from checkpoints.export.target_facts import EMBEDDING, TargetFacts
+from checkpoints.export.validator.config_checks import LAYER_CHECKS, single_layer, unsupported_residual
+from checkpoints.export.validator.tensor_checks import check_tensors
+from sage.drafts.eagle import EagleConfig, EagleDraft
+from sage.drafts.head import DraftHead
+
+SGLANG = "sglang"
+CLASSES = {"vllm": "EagleLlamaForCausalLM", SGLANG: "LlamaForCausalLMEagle"}
+NO_BIAS = "SGLang's fc has a bias and keeps a random one: acceptance falls to 1.00"
+COPIED = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size"),
+    *("max_position_embeddings", "rms_norm_eps", "hidden_act"),
+)
 
 
-def eagle_config(draft: Any, facts: TargetFacts, dtype: torch.dtype, flavour: Flavour) -> dict[str, Any]:
-    """Returns config.json of the `eagle` format for an engine; see `eagle3_config` for the arguments."""
-    return {
-        "architectures": [EAGLE_CLASSES[flavour]],
-        "model_type": "llama",
-        **layer_config(draft, facts),
-        "dtype": dtype_name(dtype),
-        "torch_dtype": dtype_name(dtype),
-    }
+class EagleFormat(ExportFormat):
+    """EAGLE-1/2 drafts: features instead of logits, the target's lm_head, no norms at the input and the output."""
 
+    draft = EagleDraft
+    checks = (*LAYER_CHECKS, single_layer, unsupported_residual, check_tensors)
+    expressed = ("input_norm",)
+    own_layer, layer = "layer.", "layers.0."
+    method = "eagle"
+    effect_of_unexpected = "the engine skips it without a message: it serves something else than was trained"
+    difference_of = "a feature"
+    agreement_is = "cosine similarity of the features"
 
-def eagle_tensors(state: dict[str, Tensor], dtype: torch.dtype, flavour: Flavour) -> dict[str, Tensor]:
-    """Returns a trained draft's tensors under the engine's names."""
-    tensors = {_renamed(name): tensor.to(dtype) for name, tensor in state.items()}
-    if flavour == Flavour.sglang:
-        tensors["fc.bias"] = torch.zeros(len(tensors["fc.weight"]), dtype=dtype)
-    return tensors
+    @property
+    def engine_class(self) -> str:
+        return CLASSES[self.flavour or SGLANG]
 
+    def tensors(self, state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        bias = {"fc.bias": torch.zeros(len(state["fc.weight"]), dtype=dtype)} if self.flavour == SGLANG else {}
+        return super().tensors(state, dtype) | bias
 
-def from_eagle_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Inverts `eagle_tensors`, without embedding and bias."""
-    kept = {name: tensor for name, tensor in tensors.items() if name not in ("fc.bias", "embed_tokens.weight")}
-    return {name.replace("layers.0.", "layer.", 1): tensor for name, tensor in kept.items()}
+    def obstacles(self, draft: Any, facts: TargetFacts) -> Iterator[Obstacle]:
+        if draft.input_norm:
+            layer = "the engines' `eagle` layer has no input_layernorm"
+            problem = f"true, but {layer}, so its attention's input would differ from training"
+            remedy = "train with draft.input_norm=false, or train draft=eagle3"
+            yield Obstacle(key="draft.input_norm", value="true", problem=problem, remedy=remedy)
 
+    def warnings(self, facts: TargetFacts) -> list[str]:
+        if self.flavour != SGLANG or not facts.mrope_section:
+            return []
+        return ["SGLang's EAGLE-1/2 layer uses plain text positions, not M-RoPE: after an image they differ from training."]
 
-def _renamed(name: str) -> str:
-    return name.replace("layer.", "layers.0.", 1) if name.startswith("layer.") else name
+    def recognizes(self, config: EngineConfig) -> bool:
+        return self.engine_class in config.classes
+
+    def specs(self, config: EngineConfig) -> TensorSpecs | None:
+        if (sizes := config.sizes) is None:
+            return None
+        hidden = sizes.hidden
+        bias = TensorSpec((hidden,), is_zero=True, effect_if_missing=NO_BIAS)
+        return {
+            **layer_specs(sizes, self.layer, attention_input=hidden),
+            "fc.weight": TensorSpec((hidden, 2 * hidden)),
+            f"{self.layer}post_attention_layernorm.weight": TensorSpec((hidden,)),
+            EMBEDDING: TensorSpec((sizes.vocab, hidden), is_optional=True),
+            **({"fc.bias": bias} if self.flavour == SGLANG else {}),
+        }
+
+    def draft_config(self, folder: Path, config: EngineConfig, facts: TargetFacts, options: ImportOptions) -> EagleConfig:
+        return EagleConfig(
+            **{key: config.get(key) for key in COPIED},
+            head_dim=config.head_dim or 0,
+            **config.rope.fields,
+            input_norm=False,
+            image_inputs=options.image_inputs or "embed",
+            target=facts.fingerprint,
+        )
+
+    def draft_tensors(self, folder: Path, config: EngineConfig, facts: TargetFacts) -> dict[str, Tensor]:
+        return read_tensors(folder, self.specs(config) or {}, self.own_name, "EAGLE")
+
+    @torch.no_grad()
+    def outputs(self, draft: DraftHead) -> Tensor:
+        """Returns the predicted features [B, T, D]."""
+        embeds, levels, positions = fixed_batch(draft)
+        return draft(embeds, levels[..., : draft.config.hidden_size], positions)
+
+    def agreement(self, before: Tensor, after: Tensor) -> Tensor:
+        return torch.nn.functional.cosine_similarity(before, after, dim=-1).mean()

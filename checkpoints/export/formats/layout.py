@@ -1,18 +1,15 @@
-"""Config fields and tensors that serving engines expect of a draft, in all formats.
+"""What the formats share: the config of a decoder layer as engines read it, its tensors, and the feature levels.
 
-`EngineConfig` gives access to a config.json as an engine reads it, in any format. The tensor specs list every tensor with its
-shape and the effect in an engine if it is missing.
-
-Shapes: H hidden, I intermediate, V target vocabulary, U draft vocabulary, A = 3 feature levels.
+Shapes: H hidden, I intermediate, V target vocabulary, A = 3 feature levels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
+from checkpoints.export.target_facts import TargetFacts
 from sage.drafts.registry import MODEL_TYPE_PREFIX
 from sage.targets.rope import NOT_SCALING, RopeConfig
 
@@ -21,48 +18,39 @@ DEFAULT_THETA = 10000.0  # LlamaConfig's default
 LEVELS_KEY = "eagle_aux_hidden_state_layer_ids"
 
 
-class Format(StrEnum):
-    """Export formats."""
-
-    eagle3 = "eagle3"
-    speculators = "speculators"
-    eagle = "eagle"
-
-
-class Flavour(StrEnum):
-    """Engines, whose `eagle` formats differ."""
-
-    vllm = "vllm"
-    sglang = "sglang"
-
-
-EAGLE_CLASSES = {Flavour.vllm: "EagleLlamaForCausalLM", Flavour.sglang: "LlamaForCausalLMEagle"}
-EAGLE3_CLASS = "LlamaForCausalLMEagle3"
-SPECULATORS_CLASS = "Eagle3DraftModel"
-EAGLE3_THIRD_PARTY_CLASSES = ("Eagle3LlamaForCausalLM", "LlamaForCausalLM")  # AngelSlim's and SafeAILab's
-
-
 @dataclass(frozen=True)
 class TensorSpec:
-    """Expected shape and kind of dtype (`float`, `int64`, `bool`) of a tensor, and the effect in an engine if it is missing."""
+    """Expected shape and kind of dtype (`float`, `int64`, `bool`) of a tensor, and the effect in an engine if it is missing.
+
+    Attributes:
+        is_zero: the format has the tensor, our drafts do not: it is written as zeros.
+    """
 
     shape: tuple[int, ...]
     kind: str = "float"
     is_optional: bool = False
+    is_zero: bool = False
     effect_if_missing: str = "no engine reports it: the weight is left uninitialized, acceptance falls to 1.00"
 
 
 TensorSpecs = dict[str, TensorSpec]
 
 
+class Sizes(NamedTuple):
+    """Sizes of a decoder layer; `queries` and `keys` are heads times head_dim."""
+
+    hidden: int
+    inner: int
+    vocab: int
+    queries: int
+    keys: int
+
+
 class EngineConfig:
-    """A draft's config.json as an engine reads it, independent of the format.
+    """A draft's config.json as engines read it, with the fields of the layer nested or at the top level.
 
     Args:
         raw: the content of config.json.
-
-    Attributes:
-        format, flavour: recognized by the class names; None if no engine would load it as a draft.
     """
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
@@ -70,7 +58,6 @@ class EngineConfig:
         nested = raw.get("transformer_layer_config")
         self.layer: Mapping[str, Any] = nested if isinstance(nested, Mapping) else raw
         self.prefix = "transformer_layer_config." if self.layer is not raw else ""
-        self.format, self.flavour = _recognize(self)
 
     def get(self, key: str, default: Any = None) -> Any:
         """Returns a field of the decoder layer, from the nested config or from the top level."""
@@ -89,6 +76,20 @@ class EngineConfig:
     def head_dim(self) -> int | None:
         hidden, heads = self.size("hidden_size"), self.size("num_attention_heads")
         return self.size("head_dim") or (hidden // heads if hidden and heads else None)
+
+    @property
+    def is_sage_draft(self) -> bool:
+        """Whether it is the config.json of a draft of this package, which no engine loads."""
+        return str(self.raw.get("model_type")).startswith(MODEL_TYPE_PREFIX)
+
+    @property
+    def sizes(self) -> Sizes | None:
+        """The sizes of the layer; None if one of them is missing."""
+        hidden, inner, vocab = (self.size(key) for key in ("hidden_size", "intermediate_size", "vocab_size"))
+        heads, kv_heads, dim = self.size("num_attention_heads"), self.size("num_key_value_heads"), self.head_dim
+        if not (hidden and inner and vocab and heads and kv_heads and dim):
+            return None
+        return Sizes(hidden, inner, vocab, heads * dim, kv_heads * dim)
 
     @property
     def classes(self) -> list[str]:
@@ -135,96 +136,48 @@ def _as_list(value: Any) -> list[Any] | None:
     return list(value) if isinstance(value, list) else [value]
 
 
-def is_sage_draft(raw: Mapping[str, Any]) -> bool:
-    """Returns whether it is the config.json of a draft of this package, which no engine loads."""
-    return str(raw.get("model_type")).startswith(MODEL_TYPE_PREFIX)
-
-
-def _recognize(config: EngineConfig) -> tuple[Format | None, Flavour | None]:
-    names = config.classes
-    if is_sage_draft(config.raw):
-        return None, None
-    if "speculators_model_type" in config.raw or SPECULATORS_CLASS in names:
-        return Format.speculators, None
-    for flavour, name in EAGLE_CLASSES.items():
-        if name in names:
-            return Format.eagle, flavour
-    is_eagle3 = "draft_vocab_size" in config.raw or any("Eagle3" in name for name in names)
-    return (Format.eagle3 if is_eagle3 else None), None
-
-
-NO_LM_HEAD = "engines use the target's lm_head or a random one: acceptance 1.00, no error"
-NO_D2T = "engines take draft ids for target ids and propose the wrong tokens: acceptance 1.00, no error"
-NO_T2D = "speculators cannot train or verify the draft"
-NO_BIAS = "SGLang's fc has a bias and keeps a random one: acceptance falls to 1.00"
-
-
-def eagle3_tensor_specs(config: EngineConfig) -> TensorSpecs | None:
-    """Returns the tensors of an EAGLE-3 draft under the names of its format; None if the config lacks sizes."""
-    hidden, inner, vocab = (config.size(key) for key in ("hidden_size", "intermediate_size", "vocab_size"))
-    heads, kv_heads, dim = config.size("num_attention_heads"), config.size("num_key_value_heads"), config.head_dim
-    if not (hidden and inner and vocab and heads and kv_heads and dim):
-        return None
-    draft_vocab = config.size("draft_vocab_size") or vocab
-    layer = "layers.0" if config.format == Format.speculators else "midlayer"
-    norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
-    specs = {f"{layer}.{name}.weight": TensorSpec((hidden,)) for name in norms}
-    specs |= _layer_specs(layer, hidden, inner, heads * dim, kv_heads * dim, attention_input=2 * hidden)
-    specs |= {
-        "fc.weight": TensorSpec((hidden, FEATURE_LEVELS * hidden)),
-        "norm.weight": TensorSpec((hidden,)),
-        "lm_head.weight": TensorSpec((draft_vocab, hidden), effect_if_missing=NO_LM_HEAD),
-        "embed_tokens.weight": TensorSpec((vocab, hidden), is_optional=True),
+def layer_config(draft: Any, facts: TargetFacts) -> dict[str, Any]:
+    """Returns the config of the Llama layer of a format: sizes of the draft, rope and context length of the target."""
+    config = {
+        "hidden_size": draft.hidden_size,
+        "intermediate_size": draft.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": draft.num_attention_heads,
+        "num_key_value_heads": draft.num_key_value_heads,
+        "head_dim": draft.head_dim,
+        "hidden_act": draft.hidden_act,
+        "rms_norm_eps": draft.rms_norm_eps,
+        "vocab_size": facts.vocab_size,
+        "max_position_embeddings": facts.max_position_embeddings,
+        "rope_theta": facts.rope_theta,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
     }
-    return specs | _vocabulary_map_specs(config.format, vocab, draft_vocab)
+    if facts.scaled_rope:
+        config["rope_scaling"] = dict(facts.scaled_rope)
+    if facts.mrope_section:
+        config["rope_scaling"] = {"type": "mrope", "rope_type": "default", "mrope_section": list(facts.mrope_section)}
+        if facts.mrope_interleaved:
+            config["rope_scaling"]["mrope_interleaved"] = True
+    return config
 
 
-def _vocabulary_map_specs(format_: Format | None, vocab: int, draft_vocab: int) -> TensorSpecs:
-    is_full = vocab == draft_vocab
-    needs_t2d = format_ == Format.speculators and not is_full
-    return {
-        "d2t": TensorSpec((draft_vocab,), "int64", is_optional=is_full, effect_if_missing=NO_D2T),
-        "t2d": TensorSpec((vocab,), "bool", is_optional=not needs_t2d, effect_if_missing=NO_T2D),
+def layer_specs(sizes: Sizes, layer: str, attention_input: int) -> TensorSpecs:
+    """Returns attention and MLP of a layer whose tensors start with `layer`; its attention reads `attention_input` values."""
+    hidden, inner, _, queries, keys = sizes
+    shapes = {
+        "self_attn.q_proj": (queries, attention_input),
+        "self_attn.k_proj": (keys, attention_input),
+        "self_attn.v_proj": (keys, attention_input),
+        "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
     }
-
-
-def eagle_tensor_specs(config: EngineConfig) -> TensorSpecs | None:
-    """Returns the tensors of an EAGLE-1/2 draft in the flavour of its config; None if the config lacks sizes."""
-    hidden, inner, vocab = (config.size(key) for key in ("hidden_size", "intermediate_size", "vocab_size"))
-    heads, kv_heads, dim = config.size("num_attention_heads"), config.size("num_key_value_heads"), config.head_dim
-    if not (hidden and inner and vocab and heads and kv_heads and dim):
-        return None
-    specs = _layer_specs("layers.0", hidden, inner, heads * dim, kv_heads * dim, attention_input=hidden)
-    specs |= {
-        "fc.weight": TensorSpec((hidden, 2 * hidden)),
-        "layers.0.post_attention_layernorm.weight": TensorSpec((hidden,)),
-        "embed_tokens.weight": TensorSpec((vocab, hidden), is_optional=True),
-    }
-    if config.flavour == Flavour.sglang:
-        specs["fc.bias"] = TensorSpec((hidden,), effect_if_missing=NO_BIAS)
-    return specs
-
-
-def _layer_specs(layer: str, hidden: int, inner: int, queries: int, keys: int, attention_input: int) -> TensorSpecs:
-    return {
-        f"{layer}.self_attn.q_proj.weight": TensorSpec((queries, attention_input)),
-        f"{layer}.self_attn.k_proj.weight": TensorSpec((keys, attention_input)),
-        f"{layer}.self_attn.v_proj.weight": TensorSpec((keys, attention_input)),
-        f"{layer}.self_attn.o_proj.weight": TensorSpec((hidden, queries)),
-        f"{layer}.mlp.gate_proj.weight": TensorSpec((inner, hidden)),
-        f"{layer}.mlp.up_proj.weight": TensorSpec((inner, hidden)),
-        f"{layer}.mlp.down_proj.weight": TensorSpec((hidden, inner)),
-    }
+    return {f"{layer}{name}.weight": TensorSpec(shape) for name, shape in shapes.items()}
 
 
 def default_levels(num_layers: int) -> list[int]:
     """Returns the indices k of hidden_states[k] that both engines use by default."""
     return [2, num_layers // 2, num_layers - 3]
-
-
-def are_valid_levels(levels: list[Any], num_layers: int) -> bool:
-    """Returns whether engines can capture these levels: three increasing indices of 0..num_layers - 1."""
-    if len(levels) != FEATURE_LEVELS or not all(isinstance(level, int) for level in levels):
-        return False
-    is_increasing = all(later > earlier for earlier, later in zip(levels, levels[1:], strict=False))
-    return is_increasing and levels[0] >= 0 and levels[-1] < num_layers

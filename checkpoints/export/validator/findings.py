@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from checkpoints.export.formats.layout import EngineConfig, Flavour, Format, TensorSpecs
+from checkpoints.export.formats.layout import EngineConfig, TensorSpecs
 from checkpoints.export.target_facts import TargetFacts
-from checkpoints.export.weight_files import TensorInfo, Weights
+from checkpoints.export.weight_files import Weights
+
+if TYPE_CHECKING:
+    from checkpoints.export.formats.base import ExportFormat
 
 
 @dataclass(frozen=True)
@@ -30,17 +33,17 @@ class InvalidExport(ValueError):
 
 @dataclass
 class CheckInput:
-    """The folder to check: its config, tensors, expected tensors, and facts about its target, if known."""
+    """The folder to check: its format, config, tensors, expected tensors (none if the config lacks sizes), target if known."""
 
+    format: ExportFormat
     config: EngineConfig
     weights: Weights
-    specs: TensorSpecs | None
+    specs: TensorSpecs
     facts: TargetFacts | None
 
-    @property
-    def infos(self) -> Mapping[str, TensorInfo]:
-        """Headers of all tensors."""
-        return self.weights.infos
+    def at(self, key: str, found: str, effect: str) -> Finding:
+        """Returns a finding about a field of the decoder layer."""
+        return Finding(self.config.key_path(key), found, effect)
 
 
 @dataclass
@@ -48,13 +51,12 @@ class CheckResult:
     """The result of a check.
 
     Attributes:
-        format, flavour: recognized by the config; None if it could not be read.
+        format: recognized by the config; None if it could not be read.
         notes: checks that were skipped, and why.
     """
 
     folder: Path
-    format: Format | None = None
-    flavour: Flavour | None = None
+    format: ExportFormat | None = None
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 

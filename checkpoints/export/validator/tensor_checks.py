@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from checkpoints.export.formats.layout import Flavour, Format
 from checkpoints.export.validator.findings import CheckInput, Finding
 from checkpoints.export.weight_files import PICKLED
 from sage.io.dtypes import dtype_name
@@ -21,32 +20,26 @@ MAX_LISTED = 4  # tensors listed by name before "and N more"
 
 def check_tensors(given: CheckInput) -> Iterator[Finding]:
     """Yields all findings about a draft's tensors; none if the config lacks the sizes to compare with."""
-    if given.specs is None:
+    if not given.specs:
         return
     yield from _missing(given)
     yield from _unexpected(given)
     yield from _shapes_and_dtypes(given)
     yield from _values(given)
-    if given.config.format != Format.eagle:
-        yield from _vocabulary_maps(given)
     if given.weights.is_pickled:
         effect = "engines open it, but a pickle can run code: convert it to safetensors"
         yield Finding(PICKLED, "weights in a pickle", effect, is_warning=True)
 
 
 def _missing(given: CheckInput) -> Iterator[Finding]:
-    assert given.specs is not None
     for name, spec in given.specs.items():
-        if not spec.is_optional and name not in given.infos:
+        if not spec.is_optional and name not in given.weights.infos:
             yield Finding(name, "missing", spec.effect_if_missing)
 
 
 def _unexpected(given: CheckInput) -> Iterator[Finding]:
-    assert given.specs is not None
-    extra = sorted(set(given.infos) - set(given.specs))
-    effect = "vLLM stops at an unknown name, SGLang skips it without a message"
-    if given.config.format == Format.eagle:
-        effect = "the engine skips it without a message: it serves something else than was trained"
+    extra = sorted(set(given.weights.infos) - set(given.specs))
+    effect = given.format.effect_of_unexpected
     prefixed = [name for name in extra if name.removeprefix("model.") in given.specs]
     if prefixed:
         yield Finding(prefixed[0], f"{len(prefixed)} tensors have the prefix 'model.'", effect)
@@ -54,14 +47,13 @@ def _unexpected(given: CheckInput) -> Iterator[Finding]:
     for name in others[:MAX_LISTED]:
         yield Finding(name, "unexpected tensor", effect)
     if len(others) > MAX_LISTED:
-        yield Finding(given.config.format or "", f"{len(others) - MAX_LISTED} more unexpected tensors", effect)
+        yield Finding(given.format.name, f"{len(others) - MAX_LISTED} more unexpected tensors", effect)
 
 
 def _shapes_and_dtypes(given: CheckInput) -> Iterator[Finding]:
-    assert given.specs is not None
     kinds = {"int64": (torch.int64,), "bool": (torch.bool,), "float": FLOATS}
     for name, spec in given.specs.items():
-        info = given.infos.get(name)
+        info = given.weights.infos.get(name)
         if info is None:
             continue
         if info.shape != spec.shape:
@@ -69,7 +61,7 @@ def _shapes_and_dtypes(given: CheckInput) -> Iterator[Finding]:
             yield Finding(name, found, "the engine stops, or loads a slice of it")
         if info.dtype not in kinds[spec.kind]:
             yield Finding(name, f"dtype {dtype_name(info.dtype)}, expected {spec.kind}", "the engine casts it or stops")
-    floats = {dtype_name(info.dtype) for info in given.infos.values() if info.dtype in FLOATS}
+    floats = {dtype_name(info.dtype) for info in given.weights.infos.values() if info.dtype in FLOATS}
     if len(floats) > 1:
         yield Finding("dtype", f"mixed: {', '.join(sorted(floats))}", "engines cast all tensors to one", is_warning=True)
     written = given.config.raw.get("dtype", given.config.raw.get("torch_dtype"))
@@ -79,28 +71,27 @@ def _shapes_and_dtypes(given: CheckInput) -> Iterator[Finding]:
 
 def _values(given: CheckInput) -> Iterator[Finding]:
     """Non-finite and all-zero tensors; a ZeRO-3 save without gathering, or weights that were never loaded, are all zero."""
-    assert given.specs is not None
     for name, spec in given.specs.items():
-        info = given.infos.get(name)
+        info = given.weights.infos.get(name)
         if spec.kind != "float" or info is None or info.dtype not in FLOATS:
             continue
         tensor = given.weights[name]
         num_bad = int((~torch.isfinite(tensor)).sum())
         if num_bad:
             yield Finding(name, f"{num_bad} values are not finite", "all logits become NaN: acceptance 1.00 or an error")
-        elif tensor.numel() and not bool(tensor.any()) and name != "fc.bias":
-            yield Finding(name, "all zero", "the weight was not saved (ZeRO-3 without gathering?): acceptance 1.00")
-        elif name == "fc.bias" and given.config.flavour == Flavour.sglang and bool(tensor.any()):
+        elif spec.is_zero and bool(tensor.any()):
             yield Finding(name, "not zero", "drafts trained here have no bias", is_warning=True)
+        elif tensor.numel() and not spec.is_zero and not bool(tensor.any()):
+            yield Finding(name, "all zero", "the weight was not saved (ZeRO-3 without gathering?): acceptance 1.00")
 
 
-def _vocabulary_maps(given: CheckInput) -> Iterator[Finding]:
-    assert given.specs is not None
-    usable = {
-        name: given.weights[name]
-        for name in ("d2t", "t2d")
-        if name in given.infos and given.infos[name].shape == given.specs[name].shape and given.infos[name].dtype
-    }
+def vocabulary_maps(given: CheckInput) -> Iterator[Finding]:
+    """Yields the findings about the values of d2t and t2d, if both have the expected shape."""
+    if not given.specs:
+        return
+    infos = given.weights.infos
+    has_shape = [name for name in ("d2t", "t2d") if name in infos and infos[name].shape == given.specs[name].shape]
+    usable = {name: given.weights[name] for name in has_shape if infos[name].dtype}
     if "d2t" not in usable or usable["d2t"].dtype != torch.int64:
         return
     if problem := check_vocabulary_maps(usable["d2t"], usable.get("t2d"), given.specs["t2d"].shape[0]):

@@ -5,20 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from checkpoints.export.export_folder import EXPORT_INFO, verify_export
-from checkpoints.export.formats.layout import (
-    EAGLE3_CLASS,
-    EAGLE_CLASSES,
-    SPECULATORS_CLASS,
-    EngineConfig,
-    Format,
-    eagle3_tensor_specs,
-    eagle_tensor_specs,
-    is_sage_draft,
-)
+from checkpoints.export.formats.layout import EngineConfig
+from checkpoints.export.formats.registry import recognize, variants
 from checkpoints.export.target_facts import TargetFacts
-from checkpoints.export.validator.config_checks import check_config
 from checkpoints.export.validator.findings import CheckInput, CheckResult, Finding
-from checkpoints.export.validator.tensor_checks import check_tensors
 from checkpoints.export.weight_files import CONFIG, Weights
 from checkpoints.run_folder import CONFIG as RUN_CONFIG
 from checkpoints.run_folder import is_run
@@ -64,13 +54,13 @@ def check_folder(folder: Path, facts: TargetFacts | None = None) -> CheckResult:
 
 
 def _check_content(result: CheckResult, config: EngineConfig, facts: TargetFacts | None) -> CheckResult:
-    result.format, result.flavour = config.format, config.flavour
-    if is_sage_draft(config.raw):
+    if config.is_sage_draft:
         found = f"{config.raw['model_type']!r}, a draft in this package's own format"
         result.findings.append(Finding("model_type", found, NOT_EXPORTED))
         return result
-    if config.format is None:
-        known = ", ".join([EAGLE3_CLASS, SPECULATORS_CLASS, *EAGLE_CLASSES.values()])
+    result.format = recognize(config)
+    if result.format is None:
+        known = ", ".join(one.engine_class for one in variants())
         found = f"{config.raw.get('architectures')}, model_type {config.raw.get('model_type')!r}; known drafts: {known}"
         result.findings.append(Finding("architectures", found, f"{NOT_LOADABLE} as a draft"))
         return result
@@ -79,9 +69,8 @@ def _check_content(result: CheckResult, config: EngineConfig, facts: TargetFacts
     except ValueError as error:
         result.findings.append(Finding("weights", str(error), NOT_LOADABLE))
         return result
-    specs = eagle_tensor_specs(config) if config.format == Format.eagle else eagle3_tensor_specs(config)
-    given = CheckInput(config, weights, specs, facts)
-    result.findings += [*check_config(given), *check_tensors(given)]
+    given = CheckInput(result.format, config, weights, result.format.specs(config) or {}, facts)
+    result.findings += [finding for check in result.format.checks for finding in check(given)]
     if facts is None:
         result.notes.append("vocabulary, context length, rope and layers were not compared with the target: give --target DIR")
     return result

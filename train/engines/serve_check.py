@@ -1,7 +1,7 @@
 """`sage-export --serve-check`: an export served by vLLM, beside the trained draft in our decoder, and which part is at fault.
 
-Owns: the order of steps and the refusals. Does not own: the rules (checkpoints.engines.verdict), the engine's process
-(checkpoints.engines.vllm_process), the checks of files (checkpoints.export.validator).
+Owns: the order of steps and the refusals. Does not own: the rules (train.engines.verdict), the engine's process
+(train.engines.vllm_process), the checks of files (checkpoints.export.validator).
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from typing import Any
 import torch
 
 import sage
-from checkpoints.engines.acceptance import Answers, decode_chain
-from checkpoints.engines.installed import check_engine
-from checkpoints.engines.prompts import PROMPTS_FILE, write_prompts
-from checkpoints.engines.validation_prompts import prompt_data, validation_prompts
-from checkpoints.engines.verdict import Measured, is_short_of, verdict
-from checkpoints.engines.vllm_process import EngineFailed, EngineSetting, VllmProcess
-from checkpoints.export.compatibility import ENGINE_FORMATS, FED_INPUTS
-from checkpoints.export.formats.layout import Format
-from checkpoints.export.reload_check import read_export
+from checkpoints.export.compatibility import FED_INPUTS
+from checkpoints.export.formats.base import ExportFormat
+from checkpoints.export.formats.reading import ImportOptions
+from checkpoints.export.formats.registry import variants
 from checkpoints.export.source import find_source, load_trained
 from checkpoints.export.target_facts import TargetFacts
 from checkpoints.export.validator.findings import CheckResult
 from checkpoints.export.validator.validator import check_folder
 from sage.io.dtypes import dtype_name
 from sage.io.tables import text_table
+from train.engines.acceptance import Answers, decode_chain
+from train.engines.installed import check_engine
+from train.engines.prompts import PROMPTS_FILE, prompt_data, validation_prompts, write_prompts
+from train.engines.verdict import Measured, is_short_of, verdict
+from train.engines.vllm_process import EngineFailed, EngineSetting, VllmProcess
 
 logger = logging.getLogger(__name__)
 ENGINE = "vLLM"
@@ -66,12 +66,10 @@ class ServeResult:
     Attributes:
         rows: label, then answers, of every decoder that ran; empty if the engine was not started.
         faults: one line per part at fault; empty: all good.
-        engine: versions of the engine's packages.
     """
 
     rows: dict[str, Answers]
     faults: list[str]
-    engine: dict[str, str]
 
     def text(self) -> str:
         """Returns the table and the verdict."""
@@ -106,37 +104,36 @@ def serve_check(options: ServeCheck) -> ServeResult:
     facts = TargetFacts.of_folder(options.target or trained.config.target_path)
     checked = check_folder(options.export, facts)
     if checked.errors:
-        return ServeResult({}, [f"export bad: {error}" for error in checked.errors], {})
-    check_served(checked, facts)
+        return ServeResult({}, [f"export bad: {error}" for error in checked.errors])
+    format_ = check_served(checked, facts)
     version = check_engine(options.python)
     conversations = validation_prompts(prompt_data(source.run, str(facts.name)), options.num_prompts)
     try:
-        exported = read_export(options.export, trained, facts)
+        exported = format_.read(options.export, facts, ImportOptions(image_inputs=trained.config.image_inputs))
     except ValueError as error:
-        return ServeResult({}, [f"export bad: {error}"], {})
+        return ServeResult({}, [f"export bad: {error}"])
     with tempfile.TemporaryDirectory() as scratch:
         logger.info("decoding %d prompts with our decoder", len(conversations))
         ours, setting = _decode_ours(options, facts, conversations, (trained.to(exported.dtype), exported), Path(scratch))
         gc.collect()
         torch.cuda.empty_cache()  # the engine needs the target's memory
-        method = "eagle" if checked.format == Format.eagle else "eagle3"
         logger.info("decoding them with %s %s", ENGINE, version)
-        engine = _Engine(options, Path(scratch), replace(setting, method=method))
-        theirs, corrected = engine.decode(ours[1] if facts.mrope_section else None)
+        setting = replace(setting, speculative=format_.vllm_options)
+        theirs, corrected = _decode_theirs(options, setting, Path(scratch), ours[1] if facts.mrope_section else None)
     found = Measured(*ours, theirs, corrected)
     fed = FED_INPUTS[ENGINE] if facts.has_images else trained.config.image_inputs
-    return ServeResult(found.rows(ENGINE), verdict(found, fed, trained.config.image_inputs), engine.versions)
+    return ServeResult(found.rows(ENGINE), verdict(found, fed, trained.config.image_inputs))
 
 
-def check_served(checked: CheckResult, facts: TargetFacts) -> None:
-    """Raises ValueError for a target or a format that vLLM does not serve."""
+def check_served(checked: CheckResult, facts: TargetFacts) -> ExportFormat:
+    """Returns the format of an export; raises ValueError for a target or a format that vLLM does not serve."""
     if ENGINE not in facts.served_by:
         raise ValueError(f"--target {facts.name}: {ENGINE} serves no drafts for {facts.model_type}; decode with sage-generate")
-    served = ENGINE_FORMATS[ENGINE]
-    if (checked.format, checked.flavour) not in served:
-        names = ", ".join(f"{one}{f' --flavour {flavour}' if flavour else ''}" for one, flavour in served)
-        found = f"{checked.format}{f' for {checked.flavour}' if checked.flavour else ''}"
+    assert checked.format is not None, "a folder without errors has a format"
+    if ENGINE not in checked.format.engines:
+        names, found = ", ".join(one.choice for one in variants() if ENGINE in one.engines), checked.format.label
         raise ValueError(f"--serve-check {checked.folder}: {found} is not served by {ENGINE}; export with --format {names}")
+    return checked.format
 
 
 def _decode_ours(
@@ -163,36 +160,26 @@ def _decode_ours(
     return (first, second), setting
 
 
-class _Engine:
-    """The engine of a check. `versions`: of its packages, once it has decoded."""
+def _decode_theirs(
+    options: ServeCheck, setting: EngineSetting, scratch: Path, reference: Answers | None
+) -> tuple[Answers, Answers | None]:
+    """Returns the engine's answers; and, if they accept less than `reference`, those with its drafting corrected."""
+    log, corrected, cores = scratch / "vllm.log", None, sorted(os.sched_getaffinity(0))
+    process = VllmProcess(options.python, scratch / PROMPTS_FILE, log, max_new_tokens=options.max_new_tokens, cores=cores)
+    try:
+        with process:
+            answers = _decode_one(process, setting)
+            if reference is not None and is_short_of(answers, reference):
+                corrected = _decode_one(process, replace(setting, corrects_slots=True))
+    except EngineFailed as error:
+        raise ValueError(_reason(options.python, error.code, log)) from error
+    return answers, corrected
 
-    def __init__(self, options: ServeCheck, scratch: Path, setting: EngineSetting) -> None:
-        self.options, self.scratch, self.setting = options, scratch, setting
-        self.versions: dict[str, str] = {}
 
-    def decode(self, reference: Answers | None) -> tuple[Answers, Answers | None]:
-        """Returns the engine's answers; and, if they accept less than `reference`, those with its drafting corrected."""
-        log, corrected = self.scratch / "vllm.log", None
-        process = VllmProcess(
-            self.options.python,
-            self.scratch / PROMPTS_FILE,
-            log,
-            max_new_tokens=self.options.max_new_tokens,
-            cores=sorted(os.sched_getaffinity(0)),
-        )
-        try:
-            with process:
-                answers = self._decode(process, self.setting)
-                if reference is not None and is_short_of(answers, reference):
-                    corrected = self._decode(process, replace(self.setting, corrects_slots=True))
-        except EngineFailed as error:
-            raise ValueError(_reason(self.options.python, error.code, log)) from error
-        return answers, corrected
-
-    def _decode(self, process: VllmProcess, setting: EngineSetting) -> Answers:
-        self.versions = process.load(setting)
-        answers = process.trace()
-        return Answers([one["tokens"] for one in answers], [one["rounds"] for one in answers], setting.depth)
+def _decode_one(process: VllmProcess, setting: EngineSetting) -> Answers:
+    process.load(setting)
+    answers = process.trace()
+    return Answers([one["tokens"] for one in answers], [one["rounds"] for one in answers], setting.depth)
 
 
 def _reason(python: Path, code: int, log: Path) -> str:

@@ -1,9 +1,9 @@
 """sage-export: exports a trained draft for vLLM or SGLang and checks it before it is served.
 
-sage-export RUN --format eagle3 --out DIR                 write an export (also: speculators, eagle --flavour vllm|sglang)
+sage-export RUN --format eagle3 --out DIR                 write an export
 sage-export --check DIR [--target DIR]                    list the errors of a draft and their effect in an engine
 sage-export --inspect DIR                                 describe a folder and verify its checksums
-sage-export --import DIR --target DIR --out DIR           convert a third-party EAGLE-3 draft for our decoder
+sage-export --import DIR --target DIR --out DIR           convert a third-party draft for our decoder
 sage-export RUN --serve-check DIR --engine-python PYTHON  serve an export with vLLM and compare it with our decoder
 """
 
@@ -14,12 +14,14 @@ import json
 import logging
 import os
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from checkpoints.export.formats.registry import FORMATS, flavoured, imported_drafts
 from sage.commands import cli
 from sage.drafts.location import DRAFT_HELP
-from sage.io.dtypes import dtype_name, torch_dtype
+from sage.io.dtypes import torch_dtype
 
 if TYPE_CHECKING:
     from checkpoints.export.exporter import ExportOptions
@@ -39,7 +41,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--check", metavar="DIR", help="check the folder of a draft, of this project or third-party")
     mode.add_argument("--inspect", metavar="DIR", help="describe a folder and verify its checksums")
-    mode.add_argument("--import", metavar="DIR", dest="import_dir", help="convert a third-party EAGLE-3 draft")
+    mode.add_argument("--import", metavar="DIR", dest="import_dir", help=f"convert a third-party {imported_drafts()} draft")
     mode.add_argument("--serve-check", metavar="DIR", help="serve an export of RUN with vLLM and name the part at fault")
     parser.add_argument("--out", metavar="DIR", help="folder to write")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing export in --out")
@@ -54,8 +56,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def _add_export(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--format", help="eagle3 (vLLM and SGLang), speculators (vLLM), or eagle (with --flavour)")
-    group.add_argument("--flavour", choices=("vllm", "sglang"), help="the engine, for --format eagle")
+    *formats, last = (row.summary for row in FORMATS.values())
+    flavours = dict.fromkeys(flavour for row in FORMATS.values() for flavour in row.flavours)
+    group.add_argument("--format", help=f"{', '.join(formats)}, or {last}")
+    group.add_argument("--flavour", choices=flavours, help=f"the engine, for the format {flavoured()}")
     cli.add_dtype_option(group, "bfloat16", "dtype of the weights (default: %(default)s)")
     group.add_argument(
         "--target-name", metavar="ID", help="name of the target in configs and serve commands; default: as it was loaded"
@@ -66,7 +70,7 @@ def _add_export(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--embedding",
         action=argparse.BooleanOptionalAction,
-        help="write the target's token embedding too; default: only for speculators",
+        help="write the target's token embedding too; default: if the format has it",
     )
     group.add_argument(
         "--allow-unserved", action="store_true", help="export although no engine serves drafts for the target's family"
@@ -169,7 +173,8 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from checkpoints.export import TargetFacts, check_folder
+    from checkpoints.export.target_facts import TargetFacts
+    from checkpoints.export.validator.validator import check_folder
     from checkpoints.files import restore_interrupted
 
     folder = Path(args.check)
@@ -181,7 +186,8 @@ def _check(args: argparse.Namespace) -> int:
 
 def _result_as_json(result: CheckResult) -> str:
     findings = {"errors": result.errors, "warnings": result.warnings}
-    content = {"format": result.format, "flavour": result.flavour, "notes": result.notes}
+    name, flavour = (result.format.name, result.format.flavour) if result.format else (None, None)
+    content = {"format": name, "flavour": flavour, "notes": result.notes}
     return json.dumps({**content, **{key: [vars(f) for f in found] for key, found in findings.items()}}, indent=2)
 
 
@@ -189,18 +195,18 @@ def _result_as_text(result: CheckResult) -> str:
     lines = [f"error: {finding}" for finding in result.errors]
     lines += [f"warning: {finding}" for finding in result.warnings]
     lines += [f"note: {note}" for note in result.notes]
-    format_ = f"{result.format or 'unknown format'}{f' for {result.flavour}' if result.flavour else ''}"
+    format_ = result.format.label if result.format else "unknown format"
     verdict = f"{len(result.errors)} errors: do not serve this" if result.errors else "valid"
     return "\n".join([*lines, f"{result.folder}: {format_}; {verdict}"])
 
 
 def _export(args: argparse.Namespace) -> int:
-    from checkpoints.export import Format, export
     from checkpoints.export.compatibility import IncompatibleDraft
     from checkpoints.export.export_folder import push_to_hub
+    from checkpoints.export.exporter import export
 
     if not args.format:
-        raise ValueError(f"--format: missing; choose one of {', '.join(Format)}")
+        raise ValueError(f"--format: missing; choose one of {', '.join(FORMATS)}")
     try:
         result = export(args.source, args.out, args.format, _options(args))
     except IncompatibleDraft as error:
@@ -209,34 +215,22 @@ def _export(args: argparse.Namespace) -> int:
     print(f"draft: {result.source.draft}{f', {result.source.step} steps' if result.source.step is not None else ''}")
     for warning in [*result.warnings, *map(str, result.check.warnings)]:
         print(f"warning: {warning}")
-    dtype, difference = dtype_name(torch_dtype(args.dtype)), f"{result.rounding.max_abs_difference:.3g}"
-    print(f"{result.folder}: valid, bit-identical after reloading; rounding to {dtype} changes outputs by up to {difference}")
+    change = f"rounding to {result.dtype} changes outputs by up to {result.rounding.max_abs_difference:.3g}"
+    print(f"{result.folder}: valid, bit-identical after reloading; {change}")
     if args.push_to_hub:
         print(push_to_hub(result.folder, args.push_to_hub, args.private))
     return cli.EXIT_DONE
 
 
 def _options(args: argparse.Namespace) -> ExportOptions:
-    from checkpoints.export import ExportOptions, Flavour
+    from checkpoints.export.exporter import ExportOptions
 
-    return ExportOptions(
-        flavour=Flavour(args.flavour) if args.flavour else None,
-        dtype=torch_dtype(args.dtype),
-        target=args.target,
-        target_name=args.target_name,
-        embedding=args.embedding,
-        overwrite=args.overwrite,
-        name=args.push_to_hub,
-        report=args.report,
-        license=args.license,
-        license_link=args.license_link,
-        allow_unserved=args.allow_unserved,
-        allow_uncompressed=args.allow_uncompressed,
-    )
+    given = {one.name: getattr(args, one.name) for one in fields(ExportOptions) if hasattr(args, one.name)}
+    return ExportOptions(**given | {"dtype": torch_dtype(args.dtype), "name": args.push_to_hub})
 
 
 def _serve_check(args: argparse.Namespace) -> int:
-    from checkpoints.engines.serve_check import ServeCheck, serve_check
+    from train.engines.serve_check import ServeCheck, serve_check
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     numbers: dict[str, Any] = {name: getattr(args, name) for name in SERVE_ONLY[1:] if getattr(args, name) is not None}
@@ -247,7 +241,8 @@ def _serve_check(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
-    from checkpoints.export import ImportOptions, convert
+    from checkpoints.export.formats.reading import ImportOptions
+    from checkpoints.export.importer import convert
 
     if not args.target:
         raise ValueError("--target: missing; a draft is imported for one target: give its folder or hub id")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -35,7 +35,7 @@ class EngineSetting:
         target: folder of the target.
         draft: folder of an exported draft; None decodes without speculation.
         depth: `num_speculative_tokens`.
-        method: vLLM's name of the draft's method, `eagle` or `eagle3`.
+        speculative: fields of vLLM's `speculative_config` for the draft's format (`ExportFormat.vllm_options`).
         dtype: of the target.
         max_model_len: tokens of the longest prompt with its answer.
         is_compiled: vLLM's default; False is `enforce_eager`.
@@ -45,7 +45,7 @@ class EngineSetting:
     target: str
     draft: Path | None = None
     depth: int = 0
-    method: str = "eagle3"
+    speculative: Mapping[str, Any] = field(default_factory=dict)
     dtype: str = "float32"
     max_model_len: int = 2048
     is_compiled: bool = True
@@ -63,7 +63,7 @@ class EngineSetting:
             "disable_log_stats": False,  # otherwise there are no times of the first and last token
         }
         if self.draft is not None:
-            speculative = {"method": self.method, "model": str(self.draft), "num_speculative_tokens": self.depth}
+            speculative = {**self.speculative, "model": str(self.draft), "num_speculative_tokens": self.depth}
             options["speculative_config"] = speculative
         return options
 

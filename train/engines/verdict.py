@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from checkpoints.engines.acceptance import Answers
+from train.engines.acceptance import Answers
 
 MIN_FIRST = 0.3  # share of rounds; with less, a drafted token is not worth its cost in any engine
 TOLERANCE = 0.01  # of the shares of rounds, while both sides decode the same texts

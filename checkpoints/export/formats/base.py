@@ -1,0 +1,225 @@
+"""The interface of an export format. Everything that the package knows about a format is in its object.
+
+A format is a subclass in a module of this folder and a row of `checkpoints.export.formats.registry`. Owns: what formats have in
+common. Does not own: the order of steps (checkpoints.export.exporter, importer, validator), targets (TargetFacts).
+
+Shapes: B batch, T tokens, D hidden, A feature levels.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from checkpoints.export.formats.layout import FEATURE_LEVELS, EngineConfig, TensorSpecs, layer_config
+from checkpoints.export.formats.reading import ImportOptions
+from checkpoints.export.formats.registry import FormatRow
+from checkpoints.export.target_facts import TargetFacts
+from checkpoints.export.validator.findings import CheckInput, Finding
+from sage.drafts.head import DraftHead
+from sage.io.dtypes import dtype_name
+from sage.io.model_files import read_config
+
+SPECULATIVE_TOKENS = 3
+SGLANG_TOPK, SGLANG_NODES = 4, 16
+BATCH, TOKENS, SEED = 2, 7, 0  # of the batch on which an export is compared with the trained draft
+SAVED_LAYER = "layers.0."  # prefix of a layer's tensors in the folders of most trainers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Obstacle:
+    """A reason why an engine cannot serve a draft.
+
+    Attributes:
+        key: the setting in the way, or an option of sage-export.
+        problem: why it is in the way.
+        remedy: what to change.
+        value: the key's value, where it has a short one.
+        is_inherent: whether no option of sage-export gets around it.
+    """
+
+    key: str
+    problem: str
+    remedy: str
+    value: str | None = None
+    is_inherent: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.problem}; {self.remedy}"
+
+    @property
+    def brief(self) -> str:
+        """The setting and the remedy, without the reason."""
+        return f"{self.key}{'' if self.value is None else f'={self.value}'} ({self.remedy})"
+
+
+@dataclass(frozen=True)
+class ExportFormat(ABC):
+    """An export format in one of its flavours.
+
+    Class attributes:
+        draft: the class that an export is read back as.
+        checks: yield the findings about a folder, in the order in which they are reported.
+        expressed: config fields of the draft that the format contains or that `obstacles` checks, besides those of all heads.
+        own_layer, layer: prefixes of the layer's tensors in our draft and in the format.
+        layer_types: the `model_type` of the layer that engines know.
+        other_classes: class names besides `engine_class` that vLLM alone loads.
+        method: the engines' name of the kind of draft.
+        has_embedding: whether the target's token embedding is written by default.
+        effect_of_unexpected: what engines do about a tensor that they do not know.
+        difference_of, agreement_is: what the reload check compares, for the model card.
+    """
+
+    row: FormatRow
+    flavour: str | None = None
+
+    draft: ClassVar[type[DraftHead]]
+    checks: ClassVar[tuple[Callable[[CheckInput], Iterator[Finding]], ...]]
+    expressed: ClassVar[tuple[str, ...]] = ()
+    own_layer: ClassVar[str]
+    layer: ClassVar[str]
+    layer_types: ClassVar[tuple[str, ...]] = ("llama",)
+    other_classes: ClassVar[tuple[str, ...]] = ()
+    method: ClassVar[str]
+    has_embedding: ClassVar[bool] = False
+    effect_of_unexpected: ClassVar[str] = "vLLM stops at an unknown name, SGLang skips it without a message"
+    difference_of: ClassVar[str] = "a logit"
+    agreement_is: ClassVar[str] = "positions with the same top-1 token"
+
+    # -- names ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The choice `--format NAME`."""
+        return self.row.name
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Engines that load it."""
+        return self.row.engines.get(self.flavour, ())
+
+    @property
+    def label(self) -> str:
+        """The name in messages: `eagle for sglang`."""
+        return f"{self.name} for {self.flavour}" if self.flavour else self.name
+
+    @property
+    def choice(self) -> str:
+        """The value of `--format`, with the flavour: `eagle --flavour sglang`."""
+        return f"{self.name} --flavour {self.flavour}" if self.flavour else self.name
+
+    # -- export --------------------------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def engine_class(self) -> str:
+        """The class name in `architectures`."""
+
+    def config(self, draft: Any, facts: TargetFacts, dtype: torch.dtype) -> dict[str, Any]:
+        """Returns config.json for the configuration of a trained draft, exported in `dtype`."""
+        classes = {"architectures": [self.engine_class], "model_type": "llama"}
+        dtypes = dict.fromkeys(("dtype", "torch_dtype"), dtype_name(dtype))
+        return {**classes, **layer_config(draft, facts), **dtypes}
+
+    def tensors(self, state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        """Returns a trained draft's tensors under the format's names."""
+        return {
+            with_prefix(name, self.own_layer, self.layer): tensor.to(dtype) if tensor.is_floating_point() else tensor
+            for name, tensor in state.items()
+        }
+
+    @abstractmethod
+    def obstacles(self, draft: Any, facts: TargetFacts) -> Iterator[Obstacle]:
+        """Yields the settings of a draft that the format cannot express."""
+
+    def warnings(self, facts: TargetFacts) -> list[str]:
+        """Returns what an engine computes differently from training for this target, as complete sentences."""
+        return []
+
+    # -- folders -------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def recognizes(self, config: EngineConfig) -> bool:
+        """Returns whether engines load a folder with this config.json as a draft of this format and flavour."""
+
+    @abstractmethod
+    def specs(self, config: EngineConfig) -> TensorSpecs | None:
+        """Returns the expected tensors under the format's names; None if the config lacks sizes."""
+
+    def own_name(self, name: str) -> str:
+        """Returns the name that a tensor has in our draft."""
+        return with_prefix(name, SAVED_LAYER, self.own_layer)
+
+    def read(self, folder: Path, facts: TargetFacts, options: ImportOptions) -> DraftHead:
+        """Reads a folder in this format as a draft of this package, in the dtype of its file.
+
+        Raises:
+            ValueError: names the field or tensor that is wrong, missing, or cannot be expressed.
+        """
+        config = EngineConfig(read_config(folder))
+        own_config = self.draft_config(folder, config, facts, options)
+        tensors = self.draft_tensors(folder, config, facts)
+        draft = self.draft(own_config)
+        draft.to(next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()))
+        draft.load_state_dict(tensors)
+        return draft.eval()
+
+    @abstractmethod
+    def draft_config(self, folder: Path, config: EngineConfig, facts: TargetFacts, options: ImportOptions) -> Any:
+        """Returns the configuration of the draft in a folder; ValueError for what our draft does not support."""
+
+    @abstractmethod
+    def draft_tensors(self, folder: Path, config: EngineConfig, facts: TargetFacts) -> dict[str, Tensor]:
+        """Reads the tensors of our draft from a folder; ValueError for missing, unknown and misshapen ones."""
+
+    # -- the reload check ----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def outputs(self, draft: DraftHead) -> Tensor:
+        """Runs a draft on `fixed_batch`; an export must yield the same, bit for bit, as the trained draft."""
+
+    def agreement(self, before: Tensor, after: Tensor) -> Tensor:
+        """Returns the mean agreement, 0 to 1, of the trained draft's outputs and the rounded one's, [.., V] each."""
+        return (before.argmax(-1) == after.argmax(-1)).float().mean()
+
+    # -- engines -------------------------------------------------------------------------------------------------------
+
+    @property
+    def vllm_options(self) -> dict[str, Any]:
+        """The fields of vLLM's `speculative_config` besides the folder and the number of tokens."""
+        return {"method": self.method}
+
+    def serve_command(self, engine: str, target: str, draft: str) -> str:
+        """Returns the command line that serves a target with the folder or hub id of an export."""
+        if engine == "vLLM":
+            options = {**self.vllm_options, "model": draft, "num_speculative_tokens": SPECULATIVE_TOKENS}
+            return f"vllm serve {target} \\\n  --speculative-config '{json.dumps(options)}'"
+        return (
+            f"python -m sglang.launch_server --model-path {target} \\\n"
+            f"  --speculative-algorithm {self.method.upper()} --speculative-draft-model-path {draft} \\\n"
+            f"  --speculative-num-steps {SPECULATIVE_TOKENS} --speculative-eagle-topk {SGLANG_TOPK} "
+            f"--speculative-num-draft-tokens {SGLANG_NODES}"
+        )
+
+
+def with_prefix(name: str, old: str, new: str) -> str:
+    """Replaces a prefix of a tensor's name, if it has it."""
+    return new + name.removeprefix(old) if name.startswith(old) else name
+
+
+def fixed_batch(draft: DraftHead) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns embeddings [B, T, D], features [B, T, A * D] and positions ([3, B, T] for M-RoPE), the same in every call."""
+    generator = torch.Generator().manual_seed(SEED)
+    size = draft.config.hidden_size
+    embeds = torch.randn(BATCH, TOKENS, size, generator=generator)
+    levels = torch.randn(BATCH, TOKENS, FEATURE_LEVELS * size, generator=generator)
+    shape = (3, BATCH, TOKENS) if draft.config.mrope_section else (BATCH, TOKENS)
+    positions = torch.randint(0, 64, shape, generator=generator)
+    return embeds.to(draft.dtype), levels.to(draft.dtype), positions

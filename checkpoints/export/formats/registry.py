@@ -1,0 +1,107 @@
+"""The export formats, one row each: the only place that lists them.
+
+Everything else asks the rows and the objects that they name. Classes are named "module:Class" and imported on demand, so that a
+command line can list the formats without importing torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from checkpoints.export.formats.base import ExportFormat
+    from checkpoints.export.formats.layout import EngineConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormatRow:
+    """A row of the registry.
+
+    Attributes:
+        name: the choice `--format NAME`, and an entry of `DraftKind.export_formats`.
+        home: "module:Class" of its `ExportFormat`.
+        engines: flavour -> engines that load it. None is the only flavour of a format that is the same for all engines.
+        imports: drafts that `--import` reads in this format, as messages call them; empty: none.
+    """
+
+    name: str
+    home: str
+    engines: Mapping[str | None, tuple[str, ...]]
+    imports: str = ""
+
+    @property
+    def flavours(self) -> tuple[str, ...]:
+        """The choices of `--flavour`; empty if the format has none."""
+        return tuple(flavour for flavour in self.engines if flavour is not None)
+
+    @property
+    def summary(self) -> str:
+        """The name, and what loads the format, for help."""
+        return f"{self.name} ({'with --flavour' if self.flavours else ' and '.join(self.engines[None])})"
+
+    def load(self, flavour: str | None = None) -> ExportFormat:
+        """Imports the format. A flavour that it does not have is an obstacle of every export (`find_obstacles`)."""
+        module, _, name = self.home.partition(":")
+        loaded: ExportFormat = getattr(import_module(module), name)(self, flavour)
+        return loaded
+
+
+FORMATS: dict[str, FormatRow] = {
+    row.name: row
+    for row in (
+        FormatRow(
+            name="eagle3",
+            home="checkpoints.export.formats.eagle3:Eagle3Format",
+            engines={None: ("vLLM", "SGLang")},
+            imports="EAGLE-3",
+        ),
+        FormatRow(
+            name="speculators",
+            home="checkpoints.export.formats.speculators:SpeculatorsFormat",
+            engines={None: ("vLLM",)},
+            imports="EAGLE-3",
+        ),
+        FormatRow(
+            name="eagle",
+            home="checkpoints.export.formats.eagle:EagleFormat",
+            engines={"vllm": ("vLLM",), "sglang": ("SGLang",)},
+        ),
+    )
+}
+
+
+def find_format(name: str, flavour: str | None = None) -> ExportFormat:
+    """Returns a format by name. Raises ValueError for an unknown name."""
+    if name not in FORMATS:
+        raise ValueError(f"--format {name}: unknown; choose one of {', '.join(FORMATS)}")
+    return FORMATS[name].load(flavour)
+
+
+def variants(names: Iterable[str] | None = None) -> list[ExportFormat]:
+    """Returns the formats, or those with the given names, in each of their flavours; the preferred one comes first."""
+    rows = [row for row in FORMATS.values() if names is None or row.name in names]
+    return [row.load(flavour) for row in rows for flavour in row.engines]
+
+
+def recognize(config: EngineConfig) -> ExportFormat | None:
+    """Returns the format of a config.json, in its flavour; None if no engine would load it as a draft.
+
+    The rows are asked from the last to the first: the first ones also take third-party drafts that name no class of their own.
+    """
+    if config.is_sage_draft:
+        return None
+    formats = (row.load(flavour) for row in reversed(FORMATS.values()) for flavour in row.engines)
+    return next((one for one in formats if one.recognizes(config)), None)
+
+
+def imported_drafts() -> str:
+    """Returns the drafts that `--import` reads, for messages and help."""
+    return " or ".join(dict.fromkeys(row.imports for row in FORMATS.values() if row.imports))
+
+
+def flavoured() -> str:
+    """Returns the formats that have flavours, for messages and help: `eagle`."""
+    return ", ".join(f"`{row.name}`" for row in FORMATS.values() if row.flavours)

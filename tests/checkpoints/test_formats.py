@@ -1,0 +1,199 @@
+"""An export format is one module and one row of the registry: everything that handles formats asks the object."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.export_helpers import LEVELS, edit_json, export_draft, make_draft, outputs, sage_export, save_target
+from support.messages import check_message, refused
+from torch import Tensor
+
+import sage
+from checkpoints.export.formats.base import ExportFormat, Obstacle, fixed_batch
+from checkpoints.export.formats.layout import EngineConfig, TensorSpec, TensorSpecs, layer_config
+from checkpoints.export.formats.reading import ImportOptions, read_tensors
+from checkpoints.export.formats.registry import FORMATS, FormatRow
+from checkpoints.export.serving import serving_line
+from checkpoints.export.target_facts import TargetFacts
+from checkpoints.export.validator.config_checks import LAYER_CHECKS
+from checkpoints.export.validator.findings import CheckInput, Finding
+from checkpoints.export.validator.tensor_checks import check_tensors
+from checkpoints.export.validator.validator import check_folder
+from sage.drafts.eagle3 import Eagle3Config, Eagle3Draft
+from sage.drafts.registry import KINDS
+from train.engines.serve_check import check_served
+
+ROOT = Path(__file__).parents[2]
+
+
+def block_size(given: CheckInput) -> Iterator[Finding]:
+    if given.config.size("block_size") is None:
+        yield Finding("block_size", "missing", "the engine drafts one token per round")
+
+
+class BlockFormat(ExportFormat):
+    """EAGLE-3 drafts under names of their own, for an engine that needs a field of its own."""
+
+    draft = Eagle3Draft
+    checks = (*LAYER_CHECKS, block_size, check_tensors)
+    expressed = ("feature_levels", "draft_vocab_size", "norm_before_residual")
+    own_layer, layer = "midlayer.", "block."
+    method = "block"
+    agreement_is = "equal blocks"
+
+    @property
+    def engine_class(self) -> str:
+        return "BlockDraftModel"
+
+    @property
+    def vllm_options(self) -> dict[str, Any]:
+        return {"method": self.method, "parallel_drafting": True}
+
+    def config(self, draft: Any, facts: TargetFacts, dtype: torch.dtype) -> dict[str, Any]:
+        classes = {"architectures": [self.engine_class], "model_type": "llama"}
+        return {**classes, **layer_config(draft, facts), "block_size": 4, "dtype": str(dtype).removeprefix("torch.")}
+
+    def obstacles(self, draft: Any, facts: TargetFacts) -> Iterator[Obstacle]:
+        if draft.image_inputs != "token":
+            yield Obstacle(key="draft.image_inputs", problem="blocks have no images", remedy="train with token")
+
+    def recognizes(self, config: EngineConfig) -> bool:
+        return self.engine_class in config.classes
+
+    def specs(self, config: EngineConfig) -> TensorSpecs | None:
+        if config.sizes is None:
+            return None
+        hidden, inner, vocab, queries, keys = config.sizes
+        sizes = dict(zip(("num_attention_heads", "num_key_value_heads"), (queries // 8, keys // 8), strict=True))
+        draft = Eagle3Draft(Eagle3Config(hidden_size=hidden, intermediate_size=inner, vocab_size=vocab, head_dim=8, **sizes))
+        kinds = {torch.int64: "int64", torch.bool: "bool"}
+        shapes = self.tensors(draft.state_dict(), torch.float32)
+        return {name: TensorSpec(tuple(one.shape), kinds.get(one.dtype, "float")) for name, one in shapes.items()}
+
+    def own_name(self, name: str) -> str:
+        return name.replace(self.layer, self.own_layer)
+
+    def draft_config(self, folder: Path, config: EngineConfig, facts: TargetFacts, options: ImportOptions) -> Eagle3Config:
+        keys = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+        sizes = {key: config.size(key) for key in keys} | {"rms_norm_eps": config.get("rms_norm_eps")}
+        made_for = {"target": facts.fingerprint, "image_inputs": "token", "feature_levels": LEVELS, **facts.rope.fields}
+        return Eagle3Config(**sizes, **made_for, max_position_embeddings=facts.max_position_embeddings)
+
+    def draft_tensors(self, folder: Path, config: EngineConfig, facts: TargetFacts) -> dict[str, Tensor]:
+        return read_tensors(folder, self.specs(config) or {}, self.own_name, self.row.imports)
+
+    def outputs(self, draft: Any) -> Tensor:
+        embeds, levels, positions = fixed_batch(draft)
+        return draft(embeds, draft.fc(levels), positions)
+
+
+ROW = FormatRow(name="block", home=f"{__name__}:BlockFormat", engines={None: ("vLLM",)}, imports="block")
+
+
+@pytest.fixture
+def row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The registry with one more row, which a kind of draft names."""
+    monkeypatch.setitem(FORMATS, ROW.name, ROW)
+    kind = KINDS["eagle3"]
+    monkeypatch.setitem(KINDS, "eagle3", replace(kind, export_formats=(*kind.export_formats, ROW.name)))
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> sage.Target:
+    return save_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def draft(target: sage.Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("draft")
+    make_draft(target, image_inputs="token", rms_norm_eps=1e-6).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    return sage_export(monkeypatch, capsys)
+
+
+@pytest.mark.usefixtures("row")
+def test_a_row_is_exported_checked_described_and_imported(
+    target: sage.Target, draft: Path, tmp_path: Path, command: Any
+) -> None:
+    out, back = tmp_path / "out", tmp_path / "back"
+    code, text, _ = command(draft, "--format", "block", "--out", out, "--dtype", "float32")
+    assert code == 0 and "bit-identical" in text and "block.mlp.up_proj.weight" in load_file(out / "model.safetensors")
+    card = (out / "README.md").read_text()
+    for part in ("`block`", '"method": "block", "parallel_drafting": true', "equal blocks 100.0%", f"--import {out}"):
+        assert part in card
+    assert "SGLang" not in card
+    assert command("--check", out)[1].endswith(f"{out}: block; valid\n")
+    assert "format" in command("--inspect", out)[1] and "block" in command("--inspect", out)[1]
+    assert command("--import", out, "--target", target.name, "--out", back)[0] == 0
+    trained, imported = (sage.load_draft(folder, target) for folder in (draft, back))
+    assert torch.equal(outputs(trained), outputs(imported))
+    served = check_served(check_folder(out), TargetFacts.of_folder(target.name))
+    assert served.vllm_options == {"method": "block", "parallel_drafting": True}
+
+
+@pytest.mark.usefixtures("row")
+def test_corrupt_exports_of_a_row_are_refused(target: sage.Target, draft: Path, tmp_path: Path, command: Any) -> None:
+    out = export_draft(draft, tmp_path / "out", "block").folder
+    (out / "manifest.json").unlink()
+    edit_json(out / "config.json", lambda config: config.pop("block_size"))
+    tensors = load_file(out / "model.safetensors")
+    tensors.pop("block.mlp.up_proj.weight")
+    save_file(tensors, out / "model.safetensors")
+    code, text, _ = command("--check", out)
+    assert code == 2
+    check_message(text.replace(str(out), "OUT"), "block_size: missing", "block.mlp.up_proj.weight: missing", "2 errors")
+    with refused("midlayer.mlp.up_proj.weight: missing"):
+        FORMATS["block"].load().read(out, TargetFacts.of_folder(target.name), ImportOptions())
+
+
+@pytest.mark.usefixtures("row")
+def test_a_row_is_offered_and_its_obstacles_are_named(target: sage.Target, draft: Path, tmp_path: Path, command: Any) -> None:
+    code, text, _ = command("--help")
+    assert code == 0 and "or block (vLLM)" in " ".join(text.split())
+    code, _, error = command(draft, "--format", "gguf", "--out", tmp_path / "out")
+    assert code == 2 and "choose one of eagle3, speculators, eagle, block" in error
+    make_draft(target, image_inputs="embed").save_pretrained(tmp_path / "draft")
+    code, _, error = command(tmp_path / "draft", "--format", "block", "--out", tmp_path / "out")
+    assert code == 2 and error == "error: draft.image_inputs: blocks have no images; train with token\n"
+
+
+@pytest.mark.usefixtures("row")
+def test_an_engine_that_loads_no_format_of_a_kind(target: sage.Target, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KINDS, "eagle3", replace(KINDS["eagle3"], export_formats=("block",)))
+    line = serving_line(sage.load_draft(draft, target), target.model.config)
+    check_message(line, "vLLM (sage-export --format block)", "not by SGLang: draft=eagle3")
+
+
+def names_in(path: Path) -> set[str]:
+    """Strings of a file, apart from docstrings, and the last parts of the modules that it imports."""
+    tree = ast.parse(path.read_text())
+    found = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return found | {
+        (node.module or "").rsplit(".", 1)[-1] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module
+    }
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_format_is_named_by_its_module_and_its_row_alone(name: str) -> None:
+    """The row holds the name, the object the rest; a format may extend another one. The classes of drafts are imported under
+    the same names, so that a branch on a class is found too."""
+    files = [*(ROOT / "checkpoints").rglob("*.py"), *(ROOT / "train/engines").glob("*.py"), ROOT / "train/cli/export.py"]
+    formats = ROOT / "checkpoints/export/formats"
+    modules = {(ROOT / row.home.partition(":")[0].replace(".", "/")).with_suffix(".py") for row in FORMATS.values()}
+    assert (formats / f"{name}.py") in modules and name in names_in(formats / "registry.py")
+    assert not [path for path in files if name in names_in(path) and path not in {*modules, formats / "registry.py"}]
+
+
+def test_kinds_of_draft_name_formats_of_the_registry() -> None:
+    assert {name for kind in KINDS.values() for name in kind.export_formats} == set(FORMATS)
