@@ -16,7 +16,7 @@ from data_prep.config import validate as check_data_fields
 from data_prep.sources import KINDS as SOURCE_KINDS
 from data_prep.splits import Split
 from sage.drafts.location import find_draft
-from sage.drafts.options import Eagle3Options, ModelOptions, TrainedPart
+from sage.drafts.options import TrainedPart
 from sage.drafts.registry import KINDS
 from sage.io.ranges import FieldError, check_fields
 from sage.trees import AUTOREGRESSIVE, POLICIES
@@ -114,17 +114,18 @@ def _check_draft(config: Config) -> None:
     if config.draft.path is not None:
         find_draft(config.draft.path, "draft.path")
     _check_compressor(config)
-    levels = config.draft.feature_levels if isinstance(config.draft, Eagle3Options) else None
+    levels = getattr(config.draft, "feature_levels", None)
     if levels is not None and (not levels or len(set(levels)) < len(levels)):
         allowed = "different layers counted from 0 (the embeddings)"
         _refuse("draft.feature_levels", levels, allowed, "drop it for low, middle, high")
-    if isinstance(config.draft, ModelOptions) and config.draft.path is None and config.draft.num_layers is None:
-        raise ConfigError("draft=model: neither draft.path nor draft.num_layers is given; give one of them")
+    is_target = KINDS[config.draft.kind].is_target
+    if is_target and config.draft.path is None and getattr(config.draft, "num_layers", None) is None:
+        raise ConfigError(f"draft={config.draft.kind}: neither draft.path nor draft.num_layers is given; give one of them")
 
 
 def _check_compressor(config: Config) -> None:
     chosen = config.draft.compressor
-    if isinstance(config.draft, ModelOptions) and chosen.kind is not CompressorKind.none:
+    if KINDS[config.draft.kind].is_target and chosen.kind is not CompressorKind.none:
         remedy = "a smaller model reads every visual token; remove it, or choose draft=eagle or draft=eagle3"
         _refuse("draft/compressor", chosen.kind, "none with draft=model", remedy)
     if type(chosen) is not subschemas()[("draft/compressor", str(chosen.kind))]:
@@ -180,7 +181,7 @@ def _check_objective(config: Config) -> None:
     if not KINDS[config.draft.kind].predicts_features and objective.feature_weight:
         remedy = f"it predicts no feature of the target; choose objective={config.draft.kind}"
         _refuse("objective.feature_weight", objective.feature_weight, f"0 with draft={config.draft.kind}", remedy)
-    if isinstance(config.draft, ModelOptions):
+    if KINDS[config.draft.kind].is_target:
         remedy = "a model reads tokens alone; choose objective=model"
         if objective.steps != 1:
             _refuse("objective.steps", objective.steps, "1 with draft=model", remedy)
@@ -221,18 +222,18 @@ def check_deepspeed(config: Config, world_size: int) -> None:
         _refuse("train.validate_on", "all", "auto or main with deepspeed.shard_target=true", "every pass takes all ranks")
     for key in derived & set(deepspeed.extra):
         raise ConfigError(f"deepspeed.extra.{key}: derived from train.* and optim.*, so it may not be given here")
-    if isinstance(config.draft, ModelOptions):
-        _check_sharded_model(config, config.draft, world_size)
+    if KINDS[config.draft.kind].is_target:
+        _check_sharded_model(config, world_size)
 
 
-def _check_sharded_model(config: Config, draft: ModelOptions, world_size: int) -> None:
+def _check_sharded_model(config: Config, world_size: int) -> None:
     """A draft model runs its own vision tower, but not on a rank whose micro-batch has no image."""
     stage = config.deepspeed.stage
     if config.deepspeed.shard_target and config.draft.path is None:
         remedy = "layers are copied from an unsharded target; give draft.path=DIR, a smaller model's folder"
         _refuse("deepspeed.shard_target", "true", "false with draft=model and draft.num_layers", remedy)
     reason = "a rank without images would block the others"
-    if world_size > 1 and stage and draft.train_part is TrainedPart.all:
+    if world_size > 1 and stage and getattr(config.draft, "train_part", None) is TrainedPart.all:
         remedy = f"{reason}; choose deepspeed=zero0 or draft.train_part=text"
         _refuse("deepspeed.stage", stage, f"0 with draft=model draft.train_part=all on {world_size} ranks", remedy)
     if world_size > 1 and stage == MAX_STAGE:
