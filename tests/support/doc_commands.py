@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from support.doc_pages import ROOT, blocks, spans
 
 import sage
-from checkpoints.export.formats.layout import Format
+from checkpoints.export.formats.registry import FORMATS
 from sage.io.files import config_dir
 from sage.planning.options import defaults
 from train.cli.data import DataCommand
@@ -199,7 +199,7 @@ def _parse(module: str, words: list[str]) -> None:
         args, rest = parsed.args
         if module == ENTRY_POINTS["sage-generate"]:
             sage.policy(args.policy)
-        assert getattr(args, "format", None) in (None, *Format), args.format
+        assert getattr(args, "format", None) in (None, *FORMATS), args.format
         if rest and module.startswith("benchmarks.training"):
             return _compose("sage-train", rest)
         assert not rest, f"{module}: unknown arguments {rest}"
