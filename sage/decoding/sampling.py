@@ -41,8 +41,8 @@ from transformers import (
 from sage.decoding.noise import PositionNoise
 from sage.decoding.settings import Sampling
 from sage.planning.tree import Tree
-from sage.runtime.greedy import NAN_TOKEN, greedy_tokens
 from sage.runtime.host_tensors import long_tensor
+from sage.targets.tree_passes import NAN_TOKEN, greedy_tokens
 
 
 class TargetSampler:

@@ -16,11 +16,12 @@ from transformers import PreTrainedConfig
 from sage.runtime.attention import tile_mask, use_tree_attention
 from sage.runtime.cache import RowCache, TreeCache
 from sage.runtime.executors import Executor, executor_of
-from sage.runtime.greedy import greedy_tokens
 from sage.runtime.pass_function import CAPACITY, KEYS, NODES, VISIBLE, Argument, Padding, PassFunction, Result
 from sage.targets.family import Family
 from sage.targets.target import Features, Target
 from sage.targets.windows import Mask
+
+NAN_TOKEN = -1  # in place of a token where a logit is NaN
 
 
 @dataclass
@@ -79,7 +80,7 @@ class TreePass(PassFunction):
             keys, values: buffers of every layer, [1, H, C, d].
 
         Returns:
-            greedy tokens [N] (`sage.runtime.greedy.greedy_tokens`), logits [N, V], the last features [1, N, D] and those of the
+            greedy tokens [N] (`greedy_tokens`), logits [N, V], the last features [1, N, D] and those of the
             levels. Features equal those of a sequential pass along each node's path.
         """
         target = self._target
@@ -152,6 +153,12 @@ class TreePasses:
             cache.values,
         )
         return TreeOutput(Features(last, tuple(levels)), logits, greedy)
+
+
+def greedy_tokens(logits: Tensor) -> Tensor:
+    """Returns the argmax of each row of logits [N, V], `NAN_TOKEN` where a logit is NaN, LongTensor [N]."""
+    is_nan = logits.amax(-1).isnan()  # `max` also returns the index and is slower than `amax` and `argmax` together
+    return logits.argmax(-1).masked_fill(is_nan, NAN_TOKEN)
 
 
 def family_modules(target: Target) -> list[str]:
