@@ -1,6 +1,6 @@
 """A tree policy of one's own: drafts while the draft is confident. Compares it with `chain` and checks that it is lossless.
 
-python examples/custom_policy.py DRAFT_FOLDER
+python examples/custom_policy.py [DRAFT_FOLDER]
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Confident(Policy):
         return NextLevel([0], [] if is_last else [0])
 
 
-def main(draft_folder: str) -> None:
-    target = sage.load_target("data_prep/pocket/targets/pocket_qwen2_5_vl")
-    draft = sage.load_draft(draft_folder, target)
+def main(draft_folder: str | None = None) -> None:
+    target = sage.load_target("pocket_qwen2_5_vl")
+    draft = sage.load_draft(draft_folder, target) if draft_folder else sage.new_draft(target, "model", num_layers=4)
     inputs = target.prepare(world.sample("test", 0, ["caption"]).messages[:-1])
     expected = sage.generate(target, None, inputs, policy="autoregressive", max_new_tokens=64)
     for policy in (sage.policy("chain"), Confident(), Confident(threshold=0.8)):
@@ -52,4 +52,4 @@ def main(draft_folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:2])

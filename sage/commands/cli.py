@@ -187,6 +187,11 @@ def _warning_line(message: Warning | str, category: type[Warning], filename: str
     return f"warning: {' '.join(str(message).split())}\n"
 
 
+def has_colors(stream: Any) -> bool:
+    """Whether to color a stream: a terminal, unless NO_COLOR is set (https://no-color.org), or any with FORCE_COLOR."""
+    return bool(os.environ.get("FORCE_COLOR")) or (stream.isatty() and not os.environ.get("NO_COLOR"))
+
+
 def run(main: Callable[[], int | None]) -> int:
     """Runs a command and reports the user's mistakes as one line on stderr.
 

@@ -91,13 +91,16 @@ def _generate(args: argparse.Namespace) -> None:
         sampling=sampling,
         pruning=sage.Pruning(args.prune, args.prune_method, args.seed),
     )
-    for piece in pieces(generation):
-        text = f"{GREEN}{piece.text}{RESET}" if args.show_drafted and piece.is_drafted else piece.text
-        print(text, end="", flush=True)
-    print()
-    if args.explain:
-        _explain(policy, generation.stats)
-    _report(generation.stats, args.show_drafted)
+    is_green = args.show_drafted and cli.has_colors(sys.stdout)
+    try:
+        for piece in pieces(generation):
+            print(f"{GREEN}{piece.text}{RESET}" if is_green and piece.is_drafted else piece.text, end="", flush=True)
+    finally:  # also after Ctrl-C
+        print(flush=True)
+        if args.explain:
+            _explain(policy, generation.stats)
+        if generation.stats.new_tokens:
+            _report(generation.stats, is_green)
 
 
 def _load(args: argparse.Namespace) -> tuple[Any, Any]:
@@ -121,7 +124,7 @@ def _explain(policy: Any, stats: Any) -> None:
     for number, entry in enumerate(stats.rounds_log, start=1):
         tree = f"{entry['nodes']:2} nodes {entry['depth']:2} deep, {entry['accepted']} accepted"
         line = f"round {number:3}: {tree}  {policy.explain(entry)}".rstrip()
-        print(f"{DIM}{line}{RESET}" if sys.stderr.isatty() else line, file=sys.stderr)
+        print(f"{DIM}{line}{RESET}" if cli.has_colors(sys.stderr) else line, file=sys.stderr)
 
 
 def _report(stats: Any, show_drafted: bool) -> None:
@@ -133,4 +136,4 @@ def _report(stats: Any, show_drafted: bool) -> None:
     )
     if not stats.target_passes:
         line = f"1 token, from the prefill{legend}"
-    print(f"{DIM}{line}{RESET}" if sys.stderr.isatty() or show_drafted else line, file=sys.stderr)
+    print(f"{DIM}{line}{RESET}" if cli.has_colors(sys.stderr) else line, file=sys.stderr)

@@ -34,7 +34,7 @@ class Chat:
 
     def ask(self, text: str, images: Sequence[Any] = (), videos: Sequence[Any] = ()) -> Output:
         """Answers a message; images and videos, as for `Target.prepare`, are placed before the text. Raises ValueError as
-        `sage.generate` does and then leaves the conversation unchanged.
+        `sage.generate` does, and TypeError for a text that is none or media that are not a list; the conversation is unchanged.
         """
         generation = self.start(text, images, videos)
         for _ in generation.rounds():
@@ -43,6 +43,11 @@ class Chat:
 
     def start(self, text: str, images: Sequence[Any] = (), videos: Sequence[Any] = ()) -> Generation:
         """Starts a turn, for streaming; `finish` ends it. A turn without `finish` leaves the conversation unchanged."""
+        if not isinstance(text, str):
+            raise TypeError(f"text: {type(text).__name__}; give the question as a string")
+        for name, items in (("images", images), ("videos", videos)):
+            if not isinstance(items, (list, tuple)):
+                raise TypeError(f"{name}: {type(items).__name__}; give a list, such as {name}=[...], also for a single one")
         media = [{"type": kind, kind: item} for kind, items in (("image", images), ("video", videos)) for item in items]
         message = {"role": "user", "content": [*media, {"type": "text", "text": text}]}
         inputs = self.target.prepare([*self.messages, message])

@@ -30,7 +30,7 @@ from sage.trees import DEFAULT_POLICY
 from sage.trees import policy as new_policy
 
 
-@dataclass
+@dataclass(repr=False)
 class Output:
     """A finished answer.
 
@@ -48,6 +48,12 @@ class Output:
     def text(self) -> str:
         """Decoded without special tokens; empty if the target has no processor."""
         return self.tokenizer.decode(self.tokens.tolist(), skip_special_tokens=True) if self.tokenizer else ""
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        return f"Output({self.text!r}, {self.stats!r})"
 
 
 @dataclass
@@ -104,9 +110,11 @@ class Generation:
 
     def rounds(self) -> Iterator[Round]:
         """Runs the request; yields each round as it is accepted."""
-        yield from decode(self.request)
-        self.request.clock.lap("other")
-        self.stats.time_s = self.request.clock.seconds()
+        try:
+            yield from decode(self.request)
+        finally:  # also of an answer that was interrupted
+            self.request.clock.lap("other")
+            self.stats.time_s = self.request.clock.seconds()
 
     def prefix(self) -> CachedPrefix:
         """Returns what a next turn can reuse; for a request started with `keep_prefix`."""
@@ -282,9 +290,13 @@ def _capacity(target: Target, input_ids: Tensor, max_new_tokens: int, policy: Po
     if batch != 1:
         raise ValueError(f"inputs: batch size {batch}; decode one prompt per call")
     limit = int(target.text_config.max_position_embeddings)
+    if length >= limit:
+        raise ValueError(
+            f"prompt: {length} tokens, and the target's context length is {limit}; shorten the prompt or shrink its images"
+        )
     if length + max_new_tokens > limit:
         raise ValueError(
             f"max_new_tokens: {max_new_tokens} and a prompt of {length} tokens exceed the target's context length of {limit}; "
-            f"set at most {max(limit - length, 0)}, or shorten the prompt or shrink its images"
+            f"set at most {limit - length}, or shorten the prompt or shrink its images"
         )
     return length + max_new_tokens + policy.tree_capacity

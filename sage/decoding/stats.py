@@ -8,7 +8,7 @@ from typing import Any
 PREFILL_PHASES = ("vision", "target_prefill", "draft_prefill")
 
 
-@dataclass
+@dataclass(repr=False)
 class Stats:
     """Statistics of one generation.
 
@@ -33,6 +33,11 @@ class Stats:
     new_tokens: int = 0
     time_s: dict[str, float] = field(default_factory=dict)
     rounds_log: list[dict[str, Any]] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        seconds = f"{self.total_s:.2f} s" if self.time_s else "not finished"
+        passes = f"{self.target_passes} target passes ({self.tokens_per_target_pass:.2f} tokens per pass)"
+        return f"Stats({self.new_tokens} tokens, {passes}, {self.draft_steps} draft passes, {seconds})"
 
     def add_round(self, depth: int, nodes: int, accepted: int, figures: dict[str, float]) -> None:
         """Records one verified tree of `nodes` drafted nodes, `accepted` of them accepted, and the policy's figures."""

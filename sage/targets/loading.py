@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from sage.inputs.processing import Processor
+from sage.io.files import config_dir
 from sage.io.hub import require_hub
 from sage.io.model_files import in_one_line, load_weights, read_config
 from sage.runtime.attention import HALF, VARLEN
@@ -34,6 +38,7 @@ def load_target(
     """Loads a target with its processor from a folder or a hub id.
 
     Args:
+        path_or_id: a folder, a hub id, or a name of conf/target, such as `pocket_qwen2_5_vl` or `qwen2_5_vl_7b`.
         dtype: None keeps that of the checkpoint.
         attention: of the vision tower, one of `VisionAttention`.
         device_map: spreads a target that is too large for one GPU over several, in place of `device`: auto, balanced or
@@ -50,7 +55,7 @@ def load_target(
         resolve_pass_mode(pass_mode, torch.device(device).type)  # refuses before anything is loaded
     else:
         check_device_map(device_map)
-    path = str(path_or_id)
+    path = path_of_target(str(path_or_id))
     if _looks_local(path) and not Path(path).is_dir():
         raise ValueError(f"target: {path}: no such folder; give a local folder or a hub id like Qwen/Qwen2.5-VL-7B-Instruct")
     processor = load_processor(path)
@@ -64,6 +69,16 @@ def load_target(
     is_half = target.dtype in HALF
     _set_attention(model, resolve_attention(vision_attention, target.device.type, is_half, target.family.has_windows))
     return target
+
+
+def path_of_target(name: str) -> str:
+    """Returns the folder or hub id of a name of conf/target; anything else as it is. A folder of that name takes precedence."""
+    file = config_dir() / "target" / f"{name}.yaml"
+    if Path(name).exists() or Path(name).name != name or not file.is_file():
+        return name
+    found = str(yaml.safe_load(file.read_text(encoding="utf-8"))["path"])
+    package = re.match(r"\$\{package_dir:(\w+)\}", found)
+    return found if package is None else f"{Path(str(find_spec(package[1]).origin)).parent}{found[package.end() :]}"  # type: ignore[union-attr]
 
 
 def _set_attention(model: Any, attention: VisionAttention) -> None:

@@ -7,7 +7,7 @@ Shapes: B batch, T tokens, S keys, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -148,10 +148,15 @@ class Target:
         Args:
             messages: Hugging Face chat messages; images as path, URL or PIL image, videos as frames, folder or file.
 
-        Raises ValueError: no processor, an empty prompt, or an image or video that cannot be read.
+        Raises:
+            ValueError: no processor, an empty prompt, or an image or video that cannot be read.
+            TypeError: `messages` is not a list of messages.
         """
         if self.processor is None:
             raise ValueError("target: has no processor, so it takes tensors only; use sage.load_target(path)")
+        if not isinstance(messages, (list, tuple)) or not all(isinstance(message, Mapping) for message in messages):
+            example = '[{"role": "user", "content": "What is this?"}]'
+            raise TypeError(f"messages: {type(messages).__name__}; give a list of chat messages, such as {example}")
         return self.processor.prepare(messages)
 
     @torch.no_grad()
