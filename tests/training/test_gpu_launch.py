@@ -17,7 +17,7 @@ from support.train_helpers import ROOT
 
 from train.cli import data as data_command
 from train.config.hydra_app import compose
-from train.config.schema import Config, ConfigError, LaunchConfig
+from train.config.schema import Config, ConfigError, Device, LaunchConfig
 from train.engine.engine import import_deepspeed
 from train.job import loop
 from train.job.build import set_threads
@@ -82,6 +82,15 @@ def test_nccl_has_a_shorter_time_limit_than_waiting_for_rank_0(one_gpu: FakeCuda
 def test_more_ranks_than_gpus_are_refused_with_the_key_that_was_given(one_gpu: FakeCuda, key: str) -> None:
     with refused(f"launch.{key}=2", "1 GPU(s)", "launch.device=cpu", error=ConfigError):
         check_devices(LaunchConfig(**{key: 2}), 2)
+
+
+def test_gpus_of_a_machine_without_any_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before eight ranks load a target on its CPU; `launch.ranks`, or `launch.device=cpu`, says that this is meant."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with refused("launch.gpus=8", "no GPU", "launch.ranks=8", error=ConfigError):
+        check_devices(LaunchConfig(gpus=8), 8)
+    for meant in (LaunchConfig(ranks=8), LaunchConfig(gpus=8, device=Device.cpu)):
+        check_devices(meant, 8)
 
 
 def test_regeneration_refuses_more_ranks_than_gpus(one_gpu: FakeCuda) -> None:

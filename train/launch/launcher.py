@@ -88,8 +88,9 @@ def check_devices(launch: LaunchConfig, num_ranks: int) -> None:
     if count and launch.device is not Device.cpu and num_ranks > count:
         remedy = f"give at most {count}, or launch.device=cpu"
         raise ConfigError(f"{ranks_key(launch)}={num_ranks}: this machine has {count} GPU(s); {remedy}")
-    if launch.gpus and not count:
-        logger.warning("launch.gpus=%d: no GPU found, running %d rank(s) on the CPU", num_ranks, num_ranks)
+    if launch.gpus and not count and launch.device is not Device.cpu:
+        remedy = f"give launch.ranks={launch.gpus} for ranks on the CPU, or start the command on a machine with GPUs"
+        raise ConfigError(f"launch.gpus={launch.gpus}: this machine has no GPU that torch can use; {remedy}")
 
 
 def spawn(config: Config, work: RankWork, num_ranks: int) -> int:
