@@ -19,7 +19,7 @@ ENGINES_START, ENGINES_END = "<!-- engines: written by make results -->", "<!-- 
 
 
 def write_page(files: Mapping[str, Json], docs: Path) -> Path:
-    """Writes the page, its plots, and the headline table of the README beside `docs` if it has the markers; returns the path.
+    """Writes the page, its plots, and the tables of the README beside `docs` for which it has markers; returns the path.
 
     Args:
         files: contents by name, as returned by `FigureStore.read_all`.
@@ -33,13 +33,13 @@ def write_page(files: Mapping[str, Json], docs: Path) -> Path:
                 style.save(draw(study.select(figures)), folder / file)
     write_text(docs / PAGE, render(files))
     readme = docs.parent / "README.md"
-    if readme.is_file() and README_START in (text := readme.read_text(encoding="utf-8")):
-        write_text(readme, with_headline(text, figures))
+    if readme.is_file():
+        write_text(readme, with_headline(readme.read_text(encoding="utf-8"), figures))
     return docs / PAGE
 
 
 def with_headline(readme: str, figures: Figures) -> str:
-    """Returns the README with the headline tables between their markers; a table without figures is unchanged."""
+    """Returns the README with the headline tables between the markers that it has; a table without figures is unchanged."""
     readme = _between(readme, README_START, README_END, headline_table(figures))
     return _between(readme, ENGINES_START, ENGINES_END, engines_table(figures))
 

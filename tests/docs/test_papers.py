@@ -94,7 +94,7 @@ def test_committed_page_and_readme_are_current() -> None:
     docs, readme = ROOT / "docs", (ROOT / "README.md").read_text()
     files = FigureStore(docs / FIGURES_DIR).read_all()
     assert render.render(files) == (docs / "results.md").read_text(), "outdated: make results RESULTS_ARGS=--page-only"
-    assert render.README_START in readme
+    assert render.ENGINES_START in readme
     assert render.with_headline(readme, {name: content["figures"] for name, content in files.items()}) == readme
 
 
