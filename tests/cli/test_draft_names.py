@@ -123,7 +123,7 @@ def test_commands(command: str, name: Path, opened: list[Path], tmp_path: Path, 
 
 def test_python(name: Path, opened: list[Path]) -> None:
     with pytest.raises(ValueError, match="found"):
-        sage.load_draft(name, SimpleNamespace(dtype=None))  # type: ignore[arg-type]
+        sage.load_draft(name, SimpleNamespace(dtype=None, is_meta=False))  # type: ignore[arg-type]
     assert opened == [expected(name)]
 
 

@@ -26,7 +26,7 @@ from support.synchronizations import count_rounds, new_policy
 from support.train_helpers import command, make_target, single_process, train_quickly
 
 import sage
-from checkpoints.export import export
+from checkpoints.export.exporter import export
 from checkpoints.inspect import inspect_folder
 from sage.drafts.registry import KINDS
 from sage.runtime.captured import call_again

@@ -75,7 +75,7 @@ def build_without_weights(config: Config) -> None:
     """Builds the objects of a run that need neither weights nor data."""
     pair = build_on_meta(config)
     assert pair.trained_parameters > 0
-    optimizer = make_optimizer(pair.draft, config, torch.device("meta"))
+    optimizer = make_optimizer(pair.draft.network, config, torch.device("meta"))
     assert optimizer.param_groups[0]["betas"] == (config.optim.beta1, config.optim.beta2)
     assert deepspeed_config(config, 1, check_batch(config, 1))["zero_optimization"]["stage"] == config.deepspeed.stage
     assert weighted_terms(config.objective)
