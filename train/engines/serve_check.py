@@ -18,14 +18,12 @@ from typing import Any
 import torch
 
 import sage
-from checkpoints.export.compatibility import FED_INPUTS
-from checkpoints.export.formats.base import ExportFormat
-from checkpoints.export.formats.reading import ImportOptions
+from checkpoints.export.formats.base import ExportFormat, ImportOptions
 from checkpoints.export.formats.registry import variants
+from checkpoints.export.serving import FED_INPUTS
 from checkpoints.export.source import find_source, load_trained
 from checkpoints.export.target_facts import TargetFacts
-from checkpoints.export.validator.findings import CheckResult
-from checkpoints.export.validator.validator import check_folder
+from checkpoints.export.validator.validator import CheckResult, check_folder
 from sage.io.dtypes import dtype_name
 from sage.io.tables import text_table
 from train.engines.acceptance import Answers, decode_chain
