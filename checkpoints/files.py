@@ -13,6 +13,8 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from sage.io.files import fsync, fsync_tree
@@ -48,6 +50,22 @@ def replace_folder(part: Path, final: Path) -> None:
         _rename(final, old_path(final))
     _rename(part, final)
     shutil.rmtree(old_path(final), ignore_errors=True)
+
+
+@contextmanager
+def new_folder(final: Path) -> Iterator[Path]:
+    """Yields an empty folder that replaces `final` when the block ends; if it fails, the folder is removed and `final` kept."""
+    part = part_path(final)
+    try:
+        restore_interrupted(final)
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        yield part
+        replace_folder(part, final)
+    except Exception:
+        restore_interrupted(final)
+        shutil.rmtree(part, ignore_errors=True)
+        raise
 
 
 def exchange(first: Path, second: Path) -> bool:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from checkpoints import run_folder
-from checkpoints.export.compatibility import COMPRESSOR, format_compressor
-from checkpoints.export.export_folder import EXPORT_INFO, verify_export
+from checkpoints.export.export_folder import EXPORT_INFO, export_info, verify_export
 from checkpoints.export.formats.layout import EngineConfig
 from checkpoints.export.formats.registry import recognize
+from checkpoints.export.serving import COMPRESSOR, format_compressor
 from checkpoints.export.source import find_source
 from checkpoints.export.validator.validator import check_folder
 from checkpoints.export.weight_files import CONFIG, Weights
@@ -23,7 +24,7 @@ from sage.bench.report_table import measured_with
 from sage.drafts.registry import head_kind
 from sage.io.dtypes import dtype_name
 from sage.io.files import read_json
-from sage.io.manifest import MANIFEST, CorruptFolder, has_manifest
+from sage.io.manifest import MANIFEST, has_manifest
 from sage.io.tables import text_table
 from sage.targets import is_target_folder
 
@@ -50,6 +51,14 @@ class Description:
     table: dict[str, Any] = field(default_factory=dict)
     measured_with: str = ""
 
+    @contextmanager
+    def noting_problems(self) -> Iterator[None]:
+        """Adds a ValueError of the block to the problems."""
+        try:
+            yield
+        except ValueError as error:
+            self.problems.append(str(error))
+
     @property
     def is_intact(self) -> bool:
         """Whether no problem was found."""
@@ -62,24 +71,16 @@ class Description:
     def text(self) -> str:
         """Returns a few lines for a terminal."""
         state = "" if self.kind == UNKNOWN else ", intact" if self.is_intact else ", CORRUPT"
-        rows = [(label, _format(value)) for label, value in self.facts.items() if value not in (None, "", [], {})]
+        facts = {label: value for label, value in self.facts.items() if value not in (None, "", [], {})}
+        rows = [(label, ", ".join(map(str, v)) if isinstance(v, (list, tuple)) else str(v)) for label, v in facts.items()]
         parts = [f"{self.folder}: {self.kind}{state}", text_table(None, rows, "<", indent=2)]
         parts += [f"  problem: {problem}" for problem in self.problems]
-        return "\n".join(part for part in [*parts, self._policy_table()] if part)
-
-    def _policy_table(self) -> str:
-        if not self.table:
-            return ""
-        rows = [
-            [
-                name,
-                *(f"{figures[key]:.2f}" if key in figures else "-" for key in FIGURES),
-                f"{figures.get('match', '?')}/{figures.get('total', '?')}",
-            ]
-            for name, figures in self.table.items()
-        ]
-        table = text_table(["validation", *FIGURES.values(), "identical"], rows, indent=2, ruled=False)
-        return "\n".join([table, *([f"  {self.measured_with}"] if self.measured_with else [])])
+        if self.table:
+            columns = ["validation", *FIGURES.values(), "identical"]
+            policies = [[name, *_policy_figures(figures)] for name, figures in self.table.items()]
+            parts.append(text_table(columns, policies, indent=2, ruled=False))
+            parts += [f"  {self.measured_with}"] if self.measured_with else []
+        return "\n".join(part for part in parts if part)
 
     def add_report(self, report: dict[str, Any] | None) -> None:
         """Adds the figures and settings of a report, if there is one."""
@@ -87,8 +88,9 @@ class Description:
         self.measured_with = measured_with(report or {})
 
 
-def _format(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+def _policy_figures(figures: dict[str, Any]) -> list[str]:
+    shown = [f"{figures[key]:.2f}" if key in figures else "-" for key in FIGURES]
+    return [*shown, f"{figures.get('match', '?')}/{figures.get('total', '?')}"]
 
 
 def inspect_folder(folder: Path) -> Description:
@@ -102,10 +104,8 @@ def inspect_folder(folder: Path) -> Description:
         raise ValueError(f"--inspect {folder}: {'a file; give its folder' if folder.exists() else 'no such folder'}")
     kind, describe = _find_kind(folder)
     found = Description(folder, kind)
-    try:
+    with found.noting_problems():
         describe(found)
-    except ValueError as error:
-        found.problems.append(str(error))
     return found
 
 
@@ -120,23 +120,7 @@ def _describe_unknown(found: Description) -> None:
     found.facts = {name: kind for name, kind in inner.items() if kind != UNKNOWN}
 
 
-def _is_state(folder: Path) -> bool:
-    return run_folder.STEP_NAME.fullmatch(folder.name) is not None and folder.parent.name == run_folder.STATE
-
-
-def _is_own_draft(folder: Path) -> bool:
-    return (folder / CONFIG).is_file() and head_kind(_read_config_or_empty(folder).get("model_type")) is not None
-
-
-def _is_third_party_draft(folder: Path) -> bool:
-    return (folder / CONFIG).is_file() and recognize(EngineConfig(_read_config_or_empty(folder))) is not None
-
-
-def _is_export(folder: Path) -> bool:
-    return has_manifest(folder) or (folder / EXPORT_INFO).is_file()
-
-
-def _read_config_or_empty(folder: Path) -> dict[str, Any]:
+def _config_or_empty(folder: Path) -> dict[str, Any]:
     try:
         return read_json(folder / CONFIG)
     except ValueError:
@@ -148,14 +132,12 @@ def _describe_run(found: Description) -> None:
     drafts = [name for name in (BEST_DRAFT, DRAFT) if (folder / name / CONFIG).is_file()]
     known = _read_provenance(found, folder)
     steps = list_steps(state_folder(folder))
-    found.facts = {"started": known.get("started"), "target": _describe_fingerprint(known.get("target") or {})}
+    found.facts = {"started": known.get("started"), "target": _describe_fingerprint(known.get("target"))}
     found.facts["recipe changed"] = run_folder.describe_recipe_changes(folder)
     found.facts |= {"drafts": drafts or "none yet", "saved at steps": steps, "data fingerprint": known.get("data_fingerprint")}
     for step in steps:
-        try:
+        with found.noting_problems():
             verify_state(state_folder(folder) / step_name(step))
-        except CorruptFolder as error:
-            found.problems.append(str(error))
     for name in drafts:
         inner = Description(folder / name, "draft")
         _describe_draft(inner)
@@ -170,11 +152,9 @@ def _describe_run(found: Description) -> None:
 
 def _read_provenance(found: Description, run: Path) -> dict[str, Any]:
     """Reads provenance.json; if it is missing or corrupt, adds a problem and returns an empty dictionary."""
-    try:
+    with found.noting_problems():
         return read_json(run / run_folder.PROVENANCE)
-    except ValueError as error:
-        found.problems.append(str(error))
-        return {}
+    return {}
 
 
 def _describe_state(found: Description) -> None:
@@ -182,7 +162,7 @@ def _describe_state(found: Description) -> None:
     if is_run(run):
         known = _read_provenance(found, run)
         fingerprint = known.get("data_fingerprint")
-        found.facts = {"target": _describe_fingerprint(known.get("target") or {}), "data fingerprint": fingerprint}
+        found.facts = {"target": _describe_fingerprint(known.get("target")), "data fingerprint": fingerprint}
     manifest = verify_state(found.folder)
     sizes = [listed["bytes"] for listed in manifest["files"].values()]
     found.facts |= {"steps trained": manifest["step"], "files": f"{len(sizes)}, {sum(sizes) / 2**20:.1f} MiB"}
@@ -191,67 +171,64 @@ def _describe_state(found: Description) -> None:
 def _describe_draft(found: Description) -> None:
     folder = found.folder
     config = read_json(folder / CONFIG)
-    found.facts = {"target": _describe_fingerprint(config.get("target") or {}), "loaded from": config.get("target_path")}
-    found.facts |= {"architecture": config.get("model_type"), **_describe_weights(folder, found.problems)}
+    found.facts = {"target": _describe_fingerprint(config.get("target")), "loaded from": config.get("target_path")}
+    found.facts["architecture"] = config.get("model_type")
+    _add_weights(found)
     if config.get("feature_levels"):
         is_full = config.get("draft_vocab_size") == config.get("vocab_size")
         found.facts["feature levels"] = config["feature_levels"]
         found.facts["draft vocabulary"] = f"{config.get('draft_vocab_size')}{' (full)' if is_full else ''}"
     if config.get(COMPRESSOR):
         found.facts["compressor"] = format_compressor(config[COMPRESSOR])
-    if (folder / EXPORT_INFO).is_file():
-        _add_export_info(found, folder)
+    if info := export_info(folder):
+        _add_export_info(found, info)
     elif run_of(folder):
         source = find_source(folder)
         found.facts |= {"steps trained": source.step, "data fingerprint": source.provenance.get("data_fingerprint")}
         found.add_report(source.report)
     if has_manifest(folder):
-        _verify(found)
+        with found.noting_problems():
+            verify_export(folder)
 
 
 def _describe_export(found: Description) -> None:
-    folder = found.folder
-    _verify(found)
-    if found.problems:
-        return
-    if (folder / EXPORT_INFO).is_file():
-        _add_export_info(found, folder)
-    check = check_folder(folder)
-    found.problems += [str(finding) for finding in check.errors]
-    found.facts = {"format": check.format and check.format.label, **found.facts}
-    found.facts |= _describe_weights(folder, found.problems)
+    if not has_manifest(found.folder):
+        raise ValueError(f"{found.folder / MANIFEST}: missing; the files cannot be verified")
+    verify_export(found.folder)
+    check = check_folder(found.folder)
+    found.problems += map(str, check.errors)
+    found.facts["format"] = check.format and check.format.label
+    if info := export_info(found.folder):
+        _add_export_info(found, info)
+    _add_weights(found)
 
 
 def _describe_third_party(found: Description) -> None:
     check = check_folder(found.folder)
-    found.problems += [str(finding) for finding in check.errors]
     config = read_json(found.folder / CONFIG)
     found.facts = {"format": check.format and check.format.name, "architecture": config.get("architectures")}
-    found.facts |= {**_describe_weights(found.folder, []), "vocabulary": config.get("vocab_size")}
+    _add_weights(found)
+    found.facts["vocabulary"] = config.get("vocab_size")
+    found.problems = [str(finding) for finding in check.errors]  # also about the weights
 
 
 def _describe_target(found: Description) -> None:
-    config = read_json(found.folder / CONFIG)
-    found.facts = {"architecture": config.get("architectures"), **_describe_weights(found.folder, found.problems)}
+    found.facts = {"architecture": read_json(found.folder / CONFIG).get("architectures")}
+    _add_weights(found)
 
 
-def _describe_weights(folder: Path, problems: list[str]) -> dict[str, Any]:
-    """Number of parameters and dtypes, from the headers of the weights; adds a problem if they cannot be read."""
-    try:
-        infos = Weights(folder).infos
-    except ValueError as error:
-        problems.append(str(error))
-        return {}
-    floats = {name: info for name, info in infos.items() if info.dtype is not None and info.dtype.is_floating_point}
-    num_parameters = sum(math.prod(info.shape) for info in floats.values())
-    dtypes = sorted({dtype_name(info.dtype) for info in floats.values()})
-    return {"parameters": f"{num_parameters:,}", "dtype": ", ".join(dtypes)}
+def _add_weights(found: Description) -> None:
+    """Adds number of parameters and dtypes, from the headers of the weights; a problem if they cannot be read."""
+    with found.noting_problems():
+        infos = Weights(found.folder).infos.values()
+        floats = [info for info in infos if info.dtype is not None and info.dtype.is_floating_point]
+        found.facts["parameters"] = f"{sum(math.prod(info.shape) for info in floats):,}"
+        found.facts["dtype"] = ", ".join(sorted({dtype_name(info.dtype) for info in floats}))
 
 
-def _add_export_info(found: Description, folder: Path) -> None:
-    info = read_json(folder / EXPORT_INFO)
+def _add_export_info(found: Description, info: dict[str, Any]) -> None:
     found.facts |= {
-        "target": _describe_fingerprint(info.get("target") or {}),
+        "target": _describe_fingerprint(info.get("target")),
         "architecture": info.get("draft"),
         "imported from": info.get("imported_from"),
         "steps trained": info.get("steps_trained"),
@@ -261,32 +238,25 @@ def _add_export_info(found: Description, folder: Path) -> None:
     found.add_report(info.get("validation"))
 
 
-def _verify(found: Description) -> None:
-    if not has_manifest(found.folder):
-        found.problems.append(f"{found.folder / MANIFEST}: missing; the files cannot be verified")
-        return
-    try:
-        verify_export(found.folder)
-    except ValueError as error:
-        found.problems.append(str(error))
-
-
-def _describe_fingerprint(target: dict[str, Any]) -> str:
+def _describe_fingerprint(target: dict[str, Any] | None) -> str:
     if not target:
         return "unknown"
     name = f"{target['name']}: " if target.get("name") else ""
     sizes = {"num_layers": "{} layers", "hidden_size": "hidden size {}", "vocab_size": "vocabulary {}"}
-    return ", ".join(
-        [f"{name}{target.get('model_type')}", *(text.format(target[key]) for key, text in sizes.items() if key in target)]
-    )
+    shown = [text.format(target[key]) for key, text in sizes.items() if key in target]
+    return ", ".join([f"{name}{target.get('model_type')}", *shown])
+
+
+def _is_state(folder: Path) -> bool:
+    return run_folder.STEP_NAME.fullmatch(folder.name) is not None and folder.parent.name == run_folder.STATE
 
 
 Describe = Callable[[Description], None]
 KINDS: tuple[tuple[str, Callable[[Path], bool], Describe], ...] = (
     ("run", is_run, _describe_run),
     ("training state of a run", _is_state, _describe_state),
-    ("draft", _is_own_draft, _describe_draft),
-    ("export", _is_export, _describe_export),
-    ("third-party draft", _is_third_party_draft, _describe_third_party),
+    ("draft", lambda folder: head_kind(_config_or_empty(folder).get("model_type")) is not None, _describe_draft),
+    ("export", lambda folder: has_manifest(folder) or (folder / EXPORT_INFO).is_file(), _describe_export),
+    ("third-party draft", lambda folder: recognize(EngineConfig(_config_or_empty(folder))) is not None, _describe_third_party),
     ("target", is_target_folder, _describe_target),
 )

@@ -206,12 +206,8 @@ def read_reports(run: Path) -> list[tuple[int, Report]]:
     Raises:
         ValueError: a report cannot be parsed.
     """
-    found = []
-    for step in list_steps(run / VALIDATION):
-        path = validation_folder(run, step) / REPORT
-        if path.is_file():
-            found.append((step, read_report(path)))
-    return found
+    paths = {step: validation_folder(run, step) / REPORT for step in list_steps(run / VALIDATION)}
+    return [(step, read_report(path)) for step, path in paths.items() if path.is_file()]
 
 
 def read_report(path: Path) -> Report:

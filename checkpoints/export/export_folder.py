@@ -6,7 +6,6 @@ not own: its content (checkpoints.export.exporter, checkpoints.export.importer).
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from checkpoints.files import part_path, replace_folder, restore_interrupted
+from checkpoints.files import new_folder, restore_interrupted
 from sage.io.files import read_json
 from sage.io.manifest import MANIFEST, CorruptFolder, has_manifest, verify_manifest, write_manifest
 
@@ -35,19 +34,12 @@ def new_export(out: Path, step: int, overwrite: bool = False) -> Iterator[Path]:
     """
     restore_interrupted(out)
     _refuse_existing(out, overwrite)
-    part = part_path(out)
-    shutil.rmtree(part, ignore_errors=True)
     try:
-        part.mkdir(parents=True)
-        yield part
-        write_manifest(part, step)
-        replace_folder(part, out)
-    except Exception as error:
-        restore_interrupted(out)
-        shutil.rmtree(part, ignore_errors=True)
-        if isinstance(error, (OSError, SafetensorError)):  # safetensors raises the latter for a full disk
-            raise OSError(f"--out {out}: could not be written ({error}); no partial export was left there") from error
-        raise
+        with new_folder(out) as part:
+            yield part
+            write_manifest(part, step)
+    except (OSError, SafetensorError) as error:  # safetensors raises the latter for a full disk
+        raise OSError(f"--out {out}: could not be written ({error}); no partial export was left there") from error
 
 
 def _refuse_existing(out: Path, overwrite: bool) -> None:

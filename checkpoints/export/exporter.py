@@ -11,16 +11,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from checkpoints.export.compatibility import COMPRESSOR, check_compatible
 from checkpoints.export.export_folder import EXPORT_INFO, new_export
-from checkpoints.export.formats.base import ExportFormat
+from checkpoints.export.formats.base import ExportFormat, ImportOptions
 from checkpoints.export.formats.registry import find_format
 from checkpoints.export.model_card import render_card
-from checkpoints.export.reload_check import RoundingError, check_reload
+from checkpoints.export.serving import COMPRESSOR, check_compatible
 from checkpoints.export.source import DraftSource, find_source, load_trained, summarize_report, with_report
 from checkpoints.export.target_facts import EMBEDDING, TargetFacts, read_target_embedding
-from checkpoints.export.validator.findings import CheckResult, InvalidExport
-from checkpoints.export.validator.validator import check_folder
+from checkpoints.export.validator.validator import CheckResult, InvalidExport, check_folder
 from checkpoints.export.weight_files import CONFIG, WEIGHTS
 from sage.drafts.head import DraftHead
 from sage.io.dtypes import dtype_name
@@ -64,7 +62,20 @@ class ExportOptions:
     allow_uncompressed: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
+class RoundingError:
+    """Effect of rounding the weights to the export's dtype.
+
+    Attributes:
+        max_abs_difference: largest absolute difference between the outputs of the trained and the exported draft.
+        agreement: what the format's `agreement` returns.
+    """
+
+    max_abs_difference: float
+    agreement: float
+
+
+@dataclass(frozen=True)
 class ExportResult:
     """A finished export.
 
@@ -121,16 +132,7 @@ def export(path: Path | str, out: Path | str, name: str, options: ExportOptions 
         save_file(tensors, part / WEIGHTS, metadata={"format": "pt"})
         write_json(part / CONFIG, format_.config(trained.config, facts, options.dtype))
         check, rounding = _verify(part, out, format_, trained, facts)
-        result = ExportResult(
-            folder=out,
-            format=format_,
-            options=options,
-            source=source,
-            facts=facts,
-            check=check,
-            rounding=rounding,
-            warnings=warnings,
-        )
+        result = ExportResult(out, format_, options, source, facts, check, rounding, warnings)
         write_json(part / EXPORT_INFO, _export_info(result, trained))
         write_text(part / CARD, render_card(result))
     return result
@@ -161,6 +163,26 @@ def _verify(
         return check, check_reload(part, format_, trained, facts)
     except InvalidExport as error:
         raise InvalidExport(str(error).replace(str(part), str(out))) from error
+
+
+@torch.no_grad()
+def check_reload(folder: Path, format_: ExportFormat, trained: DraftHead, facts: TargetFacts) -> RoundingError:
+    """Reloads an export and compares it with the trained draft, which is rounded to the export's dtype in place.
+
+    A fixed batch of seeded noise is passed through both. With the trained draft's weights rounded to the export's dtype, the
+    outputs must be bit-identical; the rounding error itself is returned.
+
+    Raises:
+        InvalidExport: the outputs differ.
+    """
+    exported = format_.read(folder, facts, ImportOptions(image_inputs=trained.config.image_inputs))
+    original = format_.outputs(trained)
+    rounded, reloaded = format_.outputs(trained.to(exported.dtype)), format_.outputs(exported)
+    if not torch.equal(rounded, reloaded):
+        gap = float((rounded.float() - reloaded.float()).abs().max())
+        raise InvalidExport(f"{folder}: reloaded, its outputs differ from the trained draft's by up to {gap:.3g}")
+    before, after = original.float(), reloaded.float()
+    return RoundingError(float((before - after).abs().max()), float(format_.agreement(before, after)))
 
 
 def _tensors(trained: DraftHead, format_: ExportFormat, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 import sage
 from checkpoints.export.export_folder import EXPORT_INFO, export_info, new_export
+from checkpoints.export.formats.base import PREFIXES, ImportOptions
 from checkpoints.export.formats.layout import EngineConfig
-from checkpoints.export.formats.reading import PREFIXES, ImportOptions
 from checkpoints.export.formats.registry import imported_drafts, recognize
 from checkpoints.export.target_facts import EMBEDDING, TargetFacts, read_target_embedding
 from checkpoints.export.weight_files import CONFIG, Weights
@@ -49,7 +49,18 @@ def convert(
     step = int(origin.get("step") or 0)
     with new_export(out, step, overwrite) as part:
         draft.save_pretrained(part)
-        write_json(part / EXPORT_INFO, _import_info(draft, folder, facts, origin, step))
+        info = {
+            "schema": 1,
+            "imported_from": str(folder),
+            "step": step,
+            "steps_trained": origin.get("steps_trained"),
+            "draft": draft.config.model_type,
+            "parameters": draft.num_parameters(),
+            "target": facts.to_dict(),
+            "data_fingerprint": origin.get("data_fingerprint"),
+            "validation": origin.get("validation"),
+        }
+        write_json(part / EXPORT_INFO, info)
     return out
 
 
@@ -104,17 +115,3 @@ def read_draft(folder: Path, facts: TargetFacts, options: ImportOptions | None =
         found = config.raw.get("architectures") or config.raw.get("model_type")
         raise ValueError(f"{folder / CONFIG}: {found} is not an {imported_drafts()} draft; only those can be imported")
     return format_.read(folder, facts, options or ImportOptions())
-
-
-def _import_info(draft: DraftHead, folder: Path, facts: TargetFacts, origin: dict[str, Any], step: int) -> dict[str, object]:
-    return {
-        "schema": 1,
-        "imported_from": str(folder),
-        "step": step,
-        "steps_trained": origin.get("steps_trained"),
-        "draft": draft.config.model_type,
-        "parameters": sum(parameter.numel() for parameter in draft.parameters()),
-        "target": facts.to_dict(),
-        "data_fingerprint": origin.get("data_fingerprint"),
-        "validation": origin.get("validation"),
-    }

@@ -9,8 +9,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from checkpoints.export.compatibility import engines_for
 from checkpoints.export.formats.base import ExportFormat
+from checkpoints.export.serving import engines_for
 from checkpoints.export.target_facts import TargetFacts
 from checkpoints.run_folder import dotted_keys
 from sage.bench.report_table import measured_with
@@ -24,7 +24,15 @@ RECIPE = (  # keys of the configuration that the card lists, or groups of them
     *("draft", "objective", "optim", "train", "deepspeed"),
 )
 NOT_RUN = {"SGLang": " (as it documents; this project has not run it)"}
-POLICY_COLUMNS = ("policy", "tokens per target pass", "mean accepted draft", "tokens/s", "speedup", "end to end", "identical")
+COLUMNS = {  # of the table of policies -> the figure of a report
+    "policy": "`{name}`",
+    "tokens per target pass": "{tokens_per_target_pass:.2f}",
+    "mean accepted draft": "{mean_accepted_draft:.2f}",
+    "tokens/s": "{tokens_per_s:.1f}",
+    "speedup": "{speedup:.2f}x",
+    "end to end": "{speedup_end_to_end:.2f}x",
+    "identical": "{match}/{total}",
+}
 
 
 def render_card(card: ExportResult) -> str:
@@ -78,25 +86,16 @@ def _measurements(card: ExportResult) -> str:
     report = card.source.report
     if report is None:
         return "## Measurements\n\nNothing was measured: the run has no report for this draft."
-    table = markdown_table(POLICY_COLUMNS, [_policy_row(name, figures) for name, figures in report["policies"].items()])
+    policies = report["policies"].items()
+    table = markdown_table(
+        list(COLUMNS), [[c.format(name=name, **figures) for c in COLUMNS.values()] for name, figures in policies]
+    )
     note = (
         f"Measured with this project's lossless decoder, not with a serving engine: {measured_with(report)}, "
         f"target {report['target']}, seed {report['seed']}. Speedups are relative to the fastest autoregressive decoder of the "
         f"same run; *identical* counts outputs that equal the target's own."
     )
     return f"## Measurements\n\n{table}\n\n{note}"
-
-
-def _policy_row(name: str, figures: dict[str, Any]) -> list[str]:
-    return [
-        f"`{name}`",
-        f"{figures['tokens_per_target_pass']:.2f}",
-        f"{figures['mean_accepted_draft']:.2f}",
-        f"{figures['tokens_per_s']:.1f}",
-        f"{figures['speedup']:.2f}x",
-        f"{figures['speedup_end_to_end']:.2f}x",
-        f"{figures['match']}/{figures['total']}",
-    ]
 
 
 def _serving(card: ExportResult) -> str:

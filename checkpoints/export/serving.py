@@ -1,15 +1,189 @@
-"""The line of a run about the engines that can serve its draft. Obstacles are found by `checkpoints.export.compatibility`."""
+"""Whether a format and the engines that load it can express a draft. What cannot be expressed is refused before any write.
+
+All obstacles are named at once: by an export, and by the line that a run prints before training.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from checkpoints.export.compatibility import ENGINES, FED_INPUTS, find_obstacles
-from checkpoints.export.formats.registry import variants
-from checkpoints.export.target_facts import TargetFacts
-from sage.drafts.registry import head_kind
+from transformers import PreTrainedConfig
 
+from checkpoints.export.formats.base import ExportFormat, Obstacle
+from checkpoints.export.formats.registry import flavoured, variants
+from checkpoints.export.target_facts import TargetFacts
+from sage.drafts.registry import KINDS, head_kind
+
+ENGINES = {"vLLM": "0.33", "SGLang": "0.5.23"}  # the versions that `Family.served_by` speaks of
 OURS = "this decoder"
+FED_INPUTS = {"vLLM": "token", "SGLang": "embed"}  # engine -> the `draft.image_inputs` that it feeds
+COMPRESSOR = "compressor"  # config field and module name of the visual compressor
+EXPRESSED_FIELDS = (  # config fields of all heads that the formats contain or that this module checks
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
+    *("max_position_embeddings", "rms_norm_eps", "hidden_act", "rope_theta"),
+    *("mrope_section", "mrope_interleaved", "scaled_rope", "initializer_range"),
+    *("image_inputs", "target", "target_path", COMPRESSOR),
+)
+
+
+class IncompatibleDraft(ValueError):
+    """A draft that a format cannot express: all obstacles, one line each in `lines`."""
+
+    def __init__(self, obstacles: Sequence[Obstacle]) -> None:
+        self.lines = [str(obstacle) for obstacle in obstacles]
+        super().__init__(" | ".join(self.lines))
+
+
+def check_compatible(config: Any, facts: TargetFacts, format_: ExportFormat, allowed: Mapping[str, bool]) -> list[str]:
+    """Checks that the format, and the engines that load it, compute what the draft computes.
+
+    Args:
+        config: the trained head's configuration.
+        facts: facts about its target.
+        allowed: key -> whether the user allows to export in spite of an obstacle that is not inherent.
+
+    Returns:
+        warnings for the model card about what differs from training, as complete sentences.
+
+    Raises:
+        IncompatibleDraft: names every setting in the way, with its remedy.
+    """
+    found = find_obstacles(config, facts, format_)
+    if refused := [obstacle for obstacle in found if obstacle.is_inherent or not allowed[obstacle.key]]:
+        raise IncompatibleDraft(refused)
+    warnings = []
+    if problem := _family_problem(facts, format_.engines):
+        served_by = " and ".join(facts.served_by)
+        others = f"{served_by} and the included decoder do" if served_by else "only the included decoder does"
+        warnings.append(f"{problem[0].upper()}{problem[1:]}; {others}.")
+    if chosen := getattr(config, COMPRESSOR, None):
+        warnings.append(
+            f"Trained with a visual compressor ({format_compressor(chosen)}), which engines do not support and which is not "
+            f"exported: engines feed the draft every visual token, which it was not trained on. Reported measurements were "
+            f"made with the compressor."
+        )
+    return warnings + _position_warnings(config, facts, format_)
+
+
+def engines_for(format_: ExportFormat, facts: TargetFacts) -> list[str]:
+    """Returns the engines that load a format and serve drafts for the target's family."""
+    return [engine for engine in format_.engines if engine in facts.served_by]
+
+
+def find_obstacles(config: Any, facts: TargetFacts, format_: ExportFormat, engine: str | None = None) -> list[Obstacle]:
+    """Returns everything that prevents an export in this format, in the order in which it is to be solved.
+
+    Args:
+        engine: has to serve the export; None: one of those that load the format.
+    """
+    kind = head_kind(config.model_type)
+    names = kind.export_formats if kind else ()
+    fitting = [format_] if format_.name in names else variants(names)[:1]
+    found = [
+        *_format_obstacles(config.model_type, names, format_),
+        *_target_obstacles(config, facts, format_.engines if engine is None else [engine]),
+        *(obstacle for one in fitting for obstacle in one.obstacles(config, facts)),
+        *_compressor_obstacles(config),
+    ]
+    return found or _other_obstacles(config, format_)
+
+
+def _format_obstacles(model_type: str, formats: Sequence[str], format_: ExportFormat) -> Iterator[Obstacle]:
+    name, flavour, flavours = format_.name, format_.flavour, format_.row.flavours
+    if name not in formats:
+        problem = f"the draft is a {model_type}; formats for it: {', '.join(formats) or 'none'}"
+        yield Obstacle(key=f"--format {name}", problem=problem, remedy=_format_remedy(name, formats))
+    if flavours and flavour not in flavours:
+        key, state = ("--flavour", "missing") if flavour is None else (f"--flavour {flavour}", "unknown")
+        remedy = f"give one of {', '.join(flavours)}"
+        yield Obstacle(key=key, problem=f"{state}; `{name}` differs between engines", remedy=remedy)
+    if flavour is not None and not flavours:
+        problem = f"only the format {flavoured()} has flavours"
+        yield Obstacle(key=f"--flavour {flavour}", problem=problem, remedy=f"remove it; {name} has none")
+
+
+def _format_remedy(name: str, formats: Sequence[str]) -> str:
+    trained = next((kind.name for kind in KINDS.values() if name in kind.export_formats), None)
+    return " or ".join([*(["choose one of them"] if formats else []), *([f"train draft={trained}"] if trained else [])])
+
+
+def _target_obstacles(config: Any, facts: TargetFacts, engines: Sequence[str]) -> Iterator[Obstacle]:
+    if config.target != facts.fingerprint:
+        problem = f"is {facts.fingerprint}, the draft was made for {config.target}"
+        yield Obstacle(key=f"--target {facts.name}", problem=problem, remedy="give the target it was trained with")
+    for key, targets in facts.rope.fields.items():
+        own = getattr(config, key)
+        if own != targets:
+            problem = f"{own}, the target's is {targets}: engines give a draft the target's positions"
+            yield Obstacle(key=f"draft.{key}", problem=problem, remedy="train it for this target")
+    if facts.scaled_rope and facts.mrope_section:
+        name = f"{facts.scaled_rope['rope_type']} with mrope_section {facts.mrope_section}"
+        problem = f"{name}: engines are not known to support both in a draft"
+        yield Obstacle(key="draft.scaled_rope", problem=problem, remedy="decode with sage-generate")
+    if problem := _family_problem(facts, engines):
+        others = "only " if not facts.served_by else f"{' and '.join(facts.served_by)}, "
+        remedy = f"{others}sage-generate and sage.generate decode with it; --allow-unserved exports it anyway"
+        yield Obstacle(key="target", value=facts.model_type, problem=problem, remedy=remedy, is_inherent=False)
+
+
+def _family_problem(facts: TargetFacts, engines: Sequence[str]) -> str:
+    """Returns why none of these engines serves the target's family; empty if one does, or if there is none to serve it."""
+    if not facts.served_by:
+        versions = " and ".join(f"{engine} {version}" for engine, version in ENGINES.items())
+        return f"no engine serves drafts for {facts.model_type} ({versions} do not)"
+    if not engines or {*engines} & {*facts.served_by}:
+        return ""
+    return f"{' and '.join(engines)} is not known to serve drafts for {facts.model_type}"
+
+
+def _compressor_obstacles(config: Any) -> Iterator[Obstacle]:
+    if chosen := getattr(config, COMPRESSOR, None):
+        problem = (
+            f"{format_compressor(chosen)}: no engine supports one: vLLM and SGLang feed a draft every visual token, which "
+            f"this draft was not trained on"
+        )
+        remedy = "train with draft/compressor=none, or export the draft without it with --allow-uncompressed"
+        value = format_compressor(chosen)
+        yield Obstacle(key=f"draft.{COMPRESSOR}", value=value, problem=problem, remedy=remedy, is_inherent=False)
+
+
+def format_compressor(chosen: dict[str, Any]) -> str:
+    """Formats a compressor's configuration: `pool ratio=20`."""
+    return " ".join([chosen["kind"], *(f"{key}={value}" for key, value in chosen.items() if key != "kind")])
+
+
+def _other_obstacles(config: Any, format_: ExportFormat) -> list[Obstacle]:
+    """Every field that no exporter writes, unless it has its default value."""
+    known = {*PreTrainedConfig().to_dict(), *EXPRESSED_FIELDS, *format_.expressed}
+    default = type(config)().to_dict()
+    problem = f"cannot be expressed in the format {format_.name}"
+    return [
+        Obstacle(key=f"draft.{key}", problem=f"{value!r} {problem}", remedy="train without it")
+        for key, value in config.to_dict().items()
+        if key not in known and not key.startswith("_") and value not in (None, {}, [], default.get(key))
+    ]
+
+
+def _position_warnings(config: Any, facts: TargetFacts, format_: ExportFormat) -> list[str]:
+    """Returns warnings about engines whose draft inputs at image positions differ from training."""
+    engines = engines_for(format_, facts)
+    if not facts.has_images or not engines:
+        return []
+    names = {"token": "the placeholder token's embedding", "embed": "the visual embedding"}
+    warnings = [
+        f"At image positions {engine} feeds the draft {names[fed]}; it was trained with {names[config.image_inputs]}: "
+        f"expect lower acceptance there (train with draft.image_inputs={fed} for this engine)."
+        for engine in engines
+        if (fed := _other_input(engine, config, facts))
+    ]
+    return warnings + format_.warnings(facts)
+
+
+def _other_input(engine: str, config: Any, facts: TargetFacts) -> str:
+    """Returns the `draft.image_inputs` that an engine feeds; empty if the draft was trained with it, or there are no images."""
+    fed = FED_INPUTS[engine]
+    return fed if facts.has_images and fed != config.image_inputs else ""
 
 
 def serving_line(draft: Any, target: Any) -> str:
@@ -31,19 +205,14 @@ def serving_line(draft: Any, target: Any) -> str:
         formats = [one for one in variants(kind.export_formats) if engine in one.engines]
         obstacles = [find_obstacles(config, facts, one, engine) for one in formats]
         if usable := [one for one, found in zip(formats, obstacles, strict=True) if not found]:
-            served.append(f"{engine} (sage-export --format {usable[0].choice}{_caveat(engine, config, facts)})")
+            fed = _other_input(engine, config, facts)
+            caveat = f"; it feeds draft.image_inputs={fed}: lower acceptance at image positions" if fed else ""
+            served.append(f"{engine} (sage-export --format {usable[0].choice}{caveat})")
         else:
             none = f"draft={kind.name} (it loads no format of it)"
             reasons = "; ".join(one.brief for one in obstacles[0]) if obstacles else none
             blocked.setdefault(reasons, []).append(engine)
     return _line(served, [f"{' and '.join(engines)}: {reasons}" for reasons, engines in blocked.items()])
-
-
-def _caveat(engine: str, config: Any, facts: TargetFacts) -> str:
-    fed = FED_INPUTS[engine]
-    if fed == config.image_inputs or not facts.has_images:
-        return ""
-    return f"; it feeds draft.image_inputs={fed}: lower acceptance at image positions"
 
 
 def _line(served: list[str], blocked: list[str]) -> str:

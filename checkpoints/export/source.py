@@ -59,10 +59,8 @@ def find_source(path: Path) -> DraftSource:
     """
     draft = find_draft(path)
     run = run_of(draft)
-    return _of_run(draft, run) if run else DraftSource(draft=draft)
-
-
-def _of_run(draft: Path, run: Path) -> DraftSource:
+    if run is None:
+        return DraftSource(draft=draft)
     step = draft_step(draft)
     return DraftSource(
         draft=draft,

@@ -48,14 +48,12 @@ class TargetFacts:
     @property
     def served_by(self) -> tuple[str, ...]:
         """Engines that serve drafts for the target's family."""
-        family = FAMILIES.get(self.model_type)
-        return family.served_by if family else ()
+        return FAMILIES[self.model_type].served_by if self.model_type in FAMILIES else ()
 
     @property
     def has_images(self) -> bool:
         """Whether the target's family reads images."""
-        family = FAMILIES.get(self.model_type)
-        return family is not None and bool(family.placeholders)
+        return self.model_type in FAMILIES and bool(FAMILIES[self.model_type].placeholders)
 
     @property
     def fingerprint(self) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -54,20 +53,15 @@ class Weights:
     def __init__(self, folder: Path) -> None:
         self._pickled: dict[str, Tensor] = {}
         self.infos: dict[str, TensorInfo] = {}
-        self.is_pickled = False
         for file in _find_files(folder):
             self.infos |= self._read_pickle(file) if file.name == PICKLED else _read_headers(file)
-            self.is_pickled |= file.name == PICKLED
+        self.is_pickled = bool(self._pickled)
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self._pickled:
             return self._pickled[name]
         with safe_open(self.infos[name].file, "pt") as file:
             return file.get_tensor(name)
-
-    def items(self) -> Iterator[tuple[str, Tensor]]:
-        """Iterates over names and tensors, with one tensor in memory at a time."""
-        return ((name, self[name]) for name in sorted(self.infos))
 
     def _read_pickle(self, file: Path) -> dict[str, TensorInfo]:
         try:

@@ -14,14 +14,12 @@ from support.messages import refused
 from support.models import make_inputs
 
 import sage
-from checkpoints.export.exporter import ExportOptions, export, find_facts
+from checkpoints.export.exporter import ExportOptions, check_reload, export, find_facts
 from checkpoints.export.formats.eagle3 import Eagle3Format
 from checkpoints.export.formats.layout import EngineConfig
 from checkpoints.export.formats.registry import FORMATS, find_format
 from checkpoints.export.importer import convert
-from checkpoints.export.reload_check import check_reload
-from checkpoints.export.validator.findings import InvalidExport
-from checkpoints.export.validator.validator import check_folder
+from checkpoints.export.validator.validator import InvalidExport, check_folder
 
 FAMILIES = ("qwen2_5_vl", "llava_onevision")
 COMPRESSORS = [  # one without weights, one with the weights of every operator

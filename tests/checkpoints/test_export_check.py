@@ -19,8 +19,7 @@ from support.messages import check_message, refused
 from checkpoints.export.formats.registry import FORMATS
 from checkpoints.export.importer import read_draft
 from checkpoints.export.target_facts import TargetFacts
-from checkpoints.export.validator.findings import InvalidExport
-from checkpoints.export.validator.validator import check_folder
+from checkpoints.export.validator.validator import InvalidExport, check_folder
 
 KINDS = ("eagle3", "speculators", "vllm", "sglang")
 AUX = "eagle_aux_hidden_state_layer_ids"

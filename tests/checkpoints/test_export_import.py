@@ -14,7 +14,7 @@ from support.export_helpers import LEVELS, REDUCED, edit_json, export_draft, mak
 from support.messages import refused
 
 import sage
-from checkpoints.export.formats.reading import ImportOptions
+from checkpoints.export.formats.base import ImportOptions
 from checkpoints.export.importer import convert, load_any, read_draft
 from checkpoints.export.target_facts import TargetFacts
 

@@ -16,16 +16,14 @@ from support.messages import check_message, refused
 from torch import Tensor
 
 import sage
-from checkpoints.export.formats.base import ExportFormat, Obstacle, fixed_batch
+from checkpoints.export.formats.base import ExportFormat, ImportOptions, Obstacle, fixed_batch
 from checkpoints.export.formats.layout import EngineConfig, TensorSpec, TensorSpecs, layer_config
-from checkpoints.export.formats.reading import ImportOptions, read_tensors
 from checkpoints.export.formats.registry import FORMATS, FormatRow
 from checkpoints.export.serving import serving_line
 from checkpoints.export.target_facts import TargetFacts
 from checkpoints.export.validator.config_checks import LAYER_CHECKS
-from checkpoints.export.validator.findings import CheckInput, Finding
 from checkpoints.export.validator.tensor_checks import check_tensors
-from checkpoints.export.validator.validator import check_folder
+from checkpoints.export.validator.validator import CheckInput, Finding, check_folder
 from sage.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from sage.drafts.registry import KINDS
 from train.engines.serve_check import check_served
@@ -85,9 +83,6 @@ class BlockFormat(ExportFormat):
         sizes = {key: config.size(key) for key in keys} | {"rms_norm_eps": config.get("rms_norm_eps")}
         made_for = {"target": facts.fingerprint, "image_inputs": "token", "feature_levels": LEVELS, **facts.rope.fields}
         return Eagle3Config(**sizes, **made_for, max_position_embeddings=facts.max_position_embeddings)
-
-    def draft_tensors(self, folder: Path, config: EngineConfig, facts: TargetFacts) -> dict[str, Tensor]:
-        return read_tensors(folder, self.specs(config) or {}, self.own_name, self.row.imports)
 
     def outputs(self, draft: Any) -> Tensor:
         embeds, levels, positions = fixed_batch(draft)

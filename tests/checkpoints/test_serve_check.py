@@ -20,9 +20,8 @@ from checkpoints.export.exporter import ExportOptions, export
 from data_prep import pocket
 from data_prep.config import Cache, DataConfig, OnBad, data_config
 from train.engines import serve_check
-from train.engines.acceptance import Answers
+from train.engines.acceptance import MIN_FIRST, Answers, Measured, verdict
 from train.engines.prompts import prompt_data, validation_prompts
-from train.engines.verdict import MIN_FIRST, Measured, verdict
 from train.engines.vllm_process import EngineSetting, VllmProcess
 
 PYTHON = sys.executable

@@ -33,7 +33,7 @@ from typing import NoReturn
 PRELOADED = (
     *("train.cli.train", "train.cli.validate", "train.cli.data", "sage.commands.generate", "train.cli.export"),
     *("torch", "transformers", "deepspeed", "datasets", "matplotlib.pyplot", "sage.bench.measurement", "train.job.loop"),
-    *("train.job.build", "data_prep.pocket.world", "checkpoints.export.exporter", "checkpoints.export.reload_check"),
+    *("train.job.build", "data_prep.pocket.world", "checkpoints.export.exporter"),
     "deepspeed.runtime.zero.muon.muon_optimizer",  # by every engine, whatever its optimizer
     *("transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", "transformers.models.llava_onevision.modeling_llava_onevision"),
 )

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
@@ -28,9 +28,6 @@ from train.console.errors import NOTHING_SAVED
 from train.console.log import configure_logging
 from train.launch import cluster_env
 from train.launch.launcher import check_devices
-
-if TYPE_CHECKING:
-    from data_prep.tools.regenerate import RegenerationResult
 
 
 class Action(StrEnum):
@@ -207,20 +204,29 @@ def _rank(config: DataCommand, rank: int, world_size: int) -> None:
 def _regenerate(config: DataCommand, rank: int, world_size: int) -> int:
     from transformers.utils import logging as transformers_logging
 
+    from data_prep.server.check import ServedTarget
+    from data_prep.tools import cli
+
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
-    answer = _answer_from_server if config.regenerate.server else _answer
-    found = answer(config, rank, world_size)
+    settings = config.regenerate
+    where = (settings, str(config.split), Path(config.out), rank, world_size)
+    if settings.server:
+        served, key = ServedTarget.load(config.target.path), read_key(settings, os.environ)
+        found = cli.regenerate_from_server(config.data, served, key, *where)
+    else:
+        target, draft = _load_models(config)
+        found = cli.regenerate_data(config.data, target, draft, *where)
     if found.is_merged:
         print(found.as_text(Path(config.out)))
     return EXIT_DONE
 
 
-def _answer(config: DataCommand, rank: int, world_size: int) -> RegenerationResult:
+def _load_models(config: DataCommand) -> tuple[Any, Any]:
+    """Returns the target, and the draft if there is one, on the device of this rank."""
     import torch
 
     import sage
-    from data_prep.tools import cli
     from sage.io.dtypes import torch_dtype
     from train.launch.ranks import pick_device
 
@@ -229,19 +235,8 @@ def _answer(config: DataCommand, rank: int, world_size: int) -> RegenerationResu
     device = pick_device(str(config.launch.device), cluster_env.local_rank())
     options = {"dtype": torch_dtype(config.target.dtype), "device": device, **config.target.load_options()}
     target = sage.load_target(config.target.path, **options)
-    settings = config.regenerate
-    draft = sage.load_draft(settings.draft, target) if settings.draft else None
-    return cli.regenerate_data(config.data, target, draft, settings, str(config.split), Path(config.out), rank, world_size)
-
-
-def _answer_from_server(config: DataCommand, rank: int, world_size: int) -> RegenerationResult:
-    from data_prep.server.check import ServedTarget
-    from data_prep.tools import cli
-
-    settings = config.regenerate
-    target, key = ServedTarget.load(config.target.path), read_key(settings, os.environ)
-    arguments = (config.data, target, key, settings, str(config.split), Path(config.out))
-    return cli.regenerate_from_server(*arguments, rank, world_size)
+    draft = config.regenerate.draft
+    return target, sage.load_draft(draft, target) if draft else None
 
 
 if __name__ == "__main__":

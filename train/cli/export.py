@@ -24,8 +24,7 @@ from sage.drafts.location import DRAFT_HELP
 from sage.io.dtypes import torch_dtype
 
 if TYPE_CHECKING:
-    from checkpoints.export.exporter import ExportOptions
-    from checkpoints.export.validator.findings import CheckResult
+    from checkpoints.export.validator.validator import CheckResult
 
 EXPORT_ONLY = (
     *("format", "flavour", "report", "target_name", "license", "license_link", "push_to_hub"),
@@ -49,8 +48,21 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--target", metavar="DIR", help="folder or hub id of the target; default: the one the draft was trained with"
     )
     _add_export(parser.add_argument_group("export"))
-    _add_import(parser.add_argument_group("import"))
-    _add_serve_check(parser.add_argument_group("serve check"))
+    group = parser.add_argument_group("import")
+    group.add_argument(
+        "--levels", metavar="A,B,C", help="feature levels (k of hidden_states[k]), if the draft's config is ambiguous"
+    )
+    group.add_argument(
+        "--image-inputs", choices=("embed", "token"), help="draft inputs at image positions in training; default: embed"
+    )
+    group.add_argument(
+        "--use-target-rope", action="store_true", help="use the target's rope even if the draft's config specifies another"
+    )
+    group = parser.add_argument_group("serve check")
+    group.add_argument("--engine-python", metavar="PYTHON", help="interpreter of an environment with vLLM")
+    group.add_argument("--num-prompts", type=int, metavar="N", help="prompts of the run's data.validation; default: 16")
+    group.add_argument("--max-new-tokens", type=int, metavar="N", help="maximum length of an answer, in tokens; default: 64")
+    group.add_argument("--depth", type=int, metavar="N", help="drafted tokens per round; default: 3")
     parser.add_argument("--json", action="store_true", help="with --check or --inspect: print JSON instead of text")
     return parser.parse_args(argv)
 
@@ -80,25 +92,6 @@ def _add_export(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--license-link", metavar="URL", help="URL of the license text")
     group.add_argument("--push-to-hub", metavar="OWNER/NAME", help="upload the finished export")
     group.add_argument("--private", action="store_true", help="with --push-to-hub: create a private repository")
-
-
-def _add_import(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--levels", metavar="A,B,C", help="feature levels (k of hidden_states[k]), if the draft's config is ambiguous"
-    )
-    group.add_argument(
-        "--image-inputs", choices=("embed", "token"), help="draft inputs at image positions in training; default: embed"
-    )
-    group.add_argument(
-        "--use-target-rope", action="store_true", help="use the target's rope even if the draft's config specifies another"
-    )
-
-
-def _add_serve_check(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--engine-python", metavar="PYTHON", help="interpreter of an environment with vLLM")
-    group.add_argument("--num-prompts", type=int, metavar="N", help="prompts of the run's data.validation; default: 16")
-    group.add_argument("--max-new-tokens", type=int, metavar="N", help="maximum length of an answer, in tokens; default: 64")
-    group.add_argument("--depth", type=int, metavar="N", help="drafted tokens per round; default: 3")
 
 
 def main() -> None:
@@ -138,18 +131,14 @@ def _check_args(args: argparse.Namespace) -> None:
         raise ValueError("--levels, --image-inputs and --use-target-rope: have no effect without --import")
     if args.private and not args.push_to_hub:
         raise ValueError("--private: has no effect without --push-to-hub")
-    _check_mode_options(args, mode or args.serve_check)
-
-
-def _check_mode_options(args: argparse.Namespace, mode: str | None) -> None:
-    """Refuses options of another mode, and those of a serve check that are missing or out of range."""
-    given = [name for name in EXPORT_ONLY if getattr(args, name)]
-    if mode and given:
+    if (mode or args.serve_check) and (given := [name for name in EXPORT_ONLY if getattr(args, name)]):
         raise ValueError(f"{_option(given[0])}: has no effect with --check, --inspect, --import or --serve-check")
-    if not args.serve_check:
-        if given := [name for name in SERVE_ONLY if getattr(args, name) is not None]:
-            raise ValueError(f"{_option(given[0])}: has no effect without --serve-check")
-        return
+    if not args.serve_check and (given := [name for name in SERVE_ONLY if getattr(args, name) is not None]):
+        raise ValueError(f"{_option(given[0])}: has no effect without --serve-check")
+
+
+def _check_serve_args(args: argparse.Namespace) -> None:
+    """Refuses options of a serve check that are missing, without effect or out of range."""
     if args.out:
         raise ValueError("--out: has no effect with --serve-check, which writes nothing")
     if not args.engine_python:
@@ -201,14 +190,16 @@ def _result_as_text(result: CheckResult) -> str:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from checkpoints.export.compatibility import IncompatibleDraft
     from checkpoints.export.export_folder import push_to_hub
-    from checkpoints.export.exporter import export
+    from checkpoints.export.exporter import ExportOptions, export
+    from checkpoints.export.serving import IncompatibleDraft
 
     if not args.format:
         raise ValueError(f"--format: missing; choose one of {', '.join(FORMATS)}")
+    given = {one.name: getattr(args, one.name) for one in fields(ExportOptions) if hasattr(args, one.name)}
+    options = ExportOptions(**given | {"dtype": torch_dtype(args.dtype), "name": args.push_to_hub})
     try:
-        result = export(args.source, args.out, args.format, _options(args))
+        result = export(args.source, args.out, args.format, options)
     except IncompatibleDraft as error:
         print("\n".join(f"error: {line}" for line in error.lines), file=sys.stderr)
         return cli.EXIT_USER
@@ -222,14 +213,8 @@ def _export(args: argparse.Namespace) -> int:
     return cli.EXIT_DONE
 
 
-def _options(args: argparse.Namespace) -> ExportOptions:
-    from checkpoints.export.exporter import ExportOptions
-
-    given = {one.name: getattr(args, one.name) for one in fields(ExportOptions) if hasattr(args, one.name)}
-    return ExportOptions(**given | {"dtype": torch_dtype(args.dtype), "name": args.push_to_hub})
-
-
 def _serve_check(args: argparse.Namespace) -> int:
+    _check_serve_args(args)
     from train.engines.serve_check import ServeCheck, serve_check
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -241,7 +226,7 @@ def _serve_check(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
-    from checkpoints.export.formats.reading import ImportOptions
+    from checkpoints.export.formats.base import ImportOptions
     from checkpoints.export.importer import convert
 
     if not args.target:

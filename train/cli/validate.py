@@ -8,9 +8,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from checkpoints.run_folder import REPORT, draft_step
+from checkpoints.run_folder import REPORT, REPORT_PAGE, draft_step
 from sage.commands.cli import EXIT_DONE, run
 from sage.io.files import check_writable
 from sage.io.manifest import refuse_corrupt_draft
@@ -61,9 +60,7 @@ def run_validation(config: ValidateConfig, overrides: Sequence[str] | None = Non
     check_decode(config.decode)
     check_path("target.path", config.target.path)
     configure_logging(config.debug)
-    report = _measure(config, checkpoint)
-    print(report["table"])
-    print(f"report: {Path(report['path']) / 'report.md'}")
+    _measure(config, checkpoint)
     return EXIT_DONE
 
 
@@ -72,8 +69,8 @@ def _alias(argument: str) -> str:
     return f"checkpoint={argument.removeprefix('draft=')}" if argument.startswith("draft=") else argument
 
 
-def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Loads target and draft, measures, writes the report.
+def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> None:
+    """Loads target and draft, measures, writes the report and prints its table.
 
     Raises:
         CannotWrite: the report cannot be written; found before anything is loaded.
@@ -113,7 +110,8 @@ def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     prompt_set, progress = PromptSet(target, config.decode, held_out), progress_callback("measuring")
     report = validate(config.decode, target, draft, prompt_set, info, policies=policies, progress=progress)
     assert report is not None
-    return report | {"table": format_table(report)}
+    print(format_table(report))
+    print(f"report: {Path(report['path']) / REPORT_PAGE}")
 
 
 if __name__ == "__main__":

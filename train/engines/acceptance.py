@@ -1,4 +1,4 @@
-"""Answers with the number of tokens that each round emitted, and the acceptance by position that follows from them."""
+"""Tokens per round of decoded answers, acceptance by position, and the part at fault: the draft, its export or the engine."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from sage.bench.measurement import BenchPrompt
 from sage.decoding.generation import start
 from sage.decoding.sampling import Sampling
 from sage.targets import Target
+
+MIN_FIRST = 0.3  # share of rounds; with less, a drafted token is not worth its cost in any engine
+TOLERANCE = 0.01  # of the shares of rounds, while both sides decode the same texts
+TOLERANCE_OTHER_TEXTS = 0.03  # otherwise: the rounds of both sides are different samples
 
 
 @dataclass(frozen=True)
@@ -57,3 +61,69 @@ def _decode_one(target: Target, draft: Any, prompt: BenchPrompt, depth: int, sam
     with torch.inference_mode():
         emitted = [len(one.tokens) for one in request.rounds()]
     return list(request.tokens), emitted[1:]  # the first entry is the prefill's token
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The answers of one draft in three places: as trained and as exported in our decoder, and as exported in the engine.
+
+    Attributes:
+        corrected: the engine with its drafting after images corrected; None if that was not needed.
+    """
+
+    trained: Answers
+    exported: Answers
+    engine: Answers
+    corrected: Answers | None = None
+
+    def rows(self, engine: str) -> dict[str, Answers]:
+        """Returns the answers by label."""
+        rows = {"trained, our decoder": self.trained, "export, our decoder": self.exported, f"export, {engine}": self.engine}
+        return rows if self.corrected is None else {**rows, f"export, {engine} corrected": self.corrected}
+
+
+def is_short_of(answers: Answers, reference: Answers) -> bool:
+    """Returns whether fewer rounds than in `reference` accept some position, by more than the tolerance."""
+    tolerance = TOLERANCE if answers.tokens == reference.tokens else TOLERANCE_OTHER_TEXTS
+    return any(theirs < ours - tolerance for ours, theirs in zip(reference.accepted, answers.accepted, strict=True))
+
+
+def differs_from(answers: Answers, reference: Answers) -> bool:
+    """Returns whether some share is outside the tolerance, in either direction."""
+    return is_short_of(answers, reference) or is_short_of(reference, answers)
+
+
+def verdict(found: Measured, fed: str, trained_with: str) -> list[str]:
+    """Returns one line for each part at fault, the first to correct first; empty if all are good.
+
+    Args:
+        fed: the draft's inputs at image positions in the engine, as `draft.image_inputs`.
+        trained_with: those in training.
+    """
+    lines = []
+    if found.trained.accepted[0] < MIN_FIRST:
+        lines.append(
+            f"draft bad: our decoder accepts its first token in {found.trained.accepted[0]:.0%} of the rounds, less than "
+            f"{MIN_FIRST:.0%}: train further, or on data like these prompts"
+        )
+    if differs_from(found.exported, found.trained):
+        lines.append(
+            "export bad: in our decoder, the exported weights and levels are accepted differently from the trained draft's: "
+            "export again"
+        )
+    if is_short_of(found.engine, found.exported):
+        lines.append(f"engine bad: it accepts less of the export than our decoder: {_cause(found, fed, trained_with)}")
+    return lines
+
+
+def _cause(found: Measured, fed: str, trained_with: str) -> str:
+    if found.corrected is not None and not is_short_of(found.corrected, found.exported):
+        return (
+            "its known fault after images (vllm-project/vllm issue 54498); corrected, it accepts as our decoder, so draft and "
+            "export are right"
+        )
+    if fed != trained_with:
+        return (
+            f"at image positions it feeds draft.image_inputs={fed}, the draft was trained with {trained_with}: train with {fed}"
+        )
+    return "draft and export are right; check its version and settings"

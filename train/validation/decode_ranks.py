@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import NoReturn
 
 from sage.bench.measurement import Measurement
 from train.config.schema import Config, ValidateOn
@@ -18,26 +16,51 @@ class Interrupted(Exception):
     """A signal was received while prompts were decoded."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DecodeShard:
     """The prompts that this rank decodes, and the merge of all ranks' measurements.
 
     Attributes:
         prompts: empty on a rank that does not decode.
-        num_turns: over all ranks, on rank 0.
-        merge: returns the measurement of all ranks on rank 0, None elsewhere.
-        abort: called instead of `merge` on a rank that stops early; every rank that merges then raises `Interrupted`.
+        divided: the prompts of all ranks, if they are divided among them; None: rank 0 decodes its prompts alone.
     """
 
+    ranks: Ranks
     prompts: PromptSet
-    num_turns: int
-    merge: Callable[[Measurement | None], Measurement | None]
-    abort: Callable[[], object]
+    divided: PromptSet | None = None
+
+    @property
+    def num_turns(self) -> int:
+        """Turns over all ranks, on rank 0."""
+        return (self.divided or self.prompts).num_turns
 
     def check_stop(self, stop: StopFlag, done: int, total: int) -> None:
-        """Aborts if `stop` is set and prompts are left; called after each of `total` prompts."""
+        """Raises `Interrupted` if `stop` is set and prompts are left; called after each of `total` prompts."""
         if stop.is_set and done < total:
-            self.abort()
+            if self.divided is not None:
+                self.merge(None, is_interrupted=True)
+            raise Interrupted
+
+    def merge(self, own: Measurement | None, is_interrupted: bool = False) -> Measurement | None:
+        """Returns the measurement of all ranks on rank 0, None elsewhere.
+
+        Rank 0 prepares the inputs of the others' prompts itself: pixel values are not sent.
+
+        Args:
+            is_interrupted: whether this rank stops early; every rank that merges then raises `Interrupted`.
+        """
+        ranks = self.ranks
+        if self.divided is None:
+            return own if ranks.is_main else None
+        if any(ranks.gather(is_interrupted)):
+            raise Interrupted
+        sent = None if own is None else (_without_inputs(own), self.prompts.later_turns)
+        parts = [own] if own is not None else []
+        for rank, part in enumerate(ranks.gather_on_main(None if ranks.is_main else sent)):
+            if part is not None:
+                measurement, later_turns = part
+                parts.append(replace(measurement, prompts=self.divided.turns_of(rank, ranks.world_size, later_turns)))
+        return interleave(parts) if ranks.is_main else None
 
 
 def all_ranks_decode(config: Config, ranks: Ranks) -> bool:
@@ -58,39 +81,12 @@ def shard_prompts(config: Config, ranks: Ranks, prompts: PromptSet) -> DecodeSha
         prompts: all of them on every rank that decodes, none on the others.
     """
     if all_ranks_decode(config, ranks):
-        own = prompts.shard(ranks.rank, ranks.world_size)
-        merge = partial(_merge, ranks, prompts, own)
-        abort = partial(merge, None, is_interrupted=True)
-        return DecodeShard(prompts=own, num_turns=prompts.num_turns, merge=merge, abort=abort)
-    return DecodeShard(prompts=prompts, num_turns=prompts.num_turns, merge=partial(_keep_main, ranks), abort=_interrupt)
-
-
-def _keep_main(ranks: Ranks, own: Measurement | None) -> Measurement | None:
-    return own if ranks.is_main else None
-
-
-def _merge(
-    ranks: Ranks, prompts: PromptSet, shard: PromptSet, own: Measurement | None, is_interrupted: bool = False
-) -> Measurement | None:
-    """Merges on rank 0, which prepares the inputs of the others' prompts itself: pixel values are not sent."""
-    if any(ranks.gather(is_interrupted)):
-        _interrupt()
-    sent = None if own is None else (_without_inputs(own), shard.later_turns)
-    found = ranks.gather_on_main(None if ranks.is_main else sent)
-    parts = [own] if own is not None else []
-    for rank, part in enumerate(found):
-        if part is not None:
-            measurement, later_turns = part
-            parts.append(replace(measurement, prompts=prompts.turns_of(rank, ranks.world_size, later_turns)))
-    return interleave(parts) if ranks.is_main else None
+        return DecodeShard(ranks, prompts.shard(ranks.rank, ranks.world_size), divided=prompts)
+    return DecodeShard(ranks, prompts)
 
 
 def _without_inputs(measurement: Measurement) -> Measurement:
     return replace(measurement, prompts=[replace(prompt, inputs={}) for prompt in measurement.prompts])
-
-
-def _interrupt() -> NoReturn:
-    raise Interrupted
 
 
 def interleave(parts: Sequence[Measurement]) -> Measurement:

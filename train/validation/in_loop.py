@@ -9,8 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 import sage
-from checkpoints.files import part_path, replace_folder
+from checkpoints.files import new_folder
 from checkpoints.run_folder import BEST_DRAFT, DRAFT, METRICS, read_metrics
 from checkpoints.run_folder import score as score_of
 from checkpoints.store import saving
@@ -107,7 +106,7 @@ class InLoopValidation:
         folder = self._run_dir / DRAFT
         weights = self.engine.draft_state()
         if self.ranks.is_main:
-            with _replacing(folder) as part:
+            with saving(folder), new_folder(folder) as part:
                 self.engine.student.save(part, weights)
                 write_manifest(part, self.state.step)
         self.ranks.barrier()  # other ranks load it next
@@ -152,28 +151,15 @@ class InLoopValidation:
             return
         state.best, state.best_step, state.stale = score, state.step, 0
         if self.ranks.is_main:
-            with _replacing(folder.with_name(BEST_DRAFT)) as part:
-                shutil.copytree(folder, part)
+            best = folder.with_name(BEST_DRAFT)
+            with saving(best), new_folder(best) as part:
+                shutil.copytree(folder, part, dirs_exist_ok=True)
 
     def _write_run_page(self) -> None:
         """Draws the curves of the run once a step is logged."""
         if self.ranks.is_main and read_metrics(self._run_dir / METRICS):
             with saving(self._run_dir):
                 write_run_report(self._run_dir)
-
-
-@contextmanager
-def _replacing(folder: Path) -> Iterator[Path]:
-    """Yields a temporary path for a folder, which replaces `folder` at the end of the block.
-
-    Raises:
-        SaveFailed: it could not be written.
-    """
-    part = part_path(folder)
-    with saving(folder):
-        shutil.rmtree(part, ignore_errors=True)
-        yield part
-        replace_folder(part, folder)
 
 
 def flatten(report: dict[str, Any]) -> dict[str, float]:

@@ -61,12 +61,9 @@ def settle(config: ValidateConfig, checkpoint: Checkpoint, overrides: Sequence[s
     overrides = [override for override in overrides if override != CHOICE]  # inserted by `with_choice`
     if checkpoint.run is not None:
         saved = read_plain(checkpoint.run, "give a complete run folder")
-        return replace(
-            config,
-            target=overlay(config.target, _group(saved, "target", TargetConfig, checkpoint.run), "target", overrides),
-            data=overlay(config.data, _group(saved, "data", DataConfig, checkpoint.run), "data", overrides),
-            decode=overlay(config.decode, _group(saved, "decode", DecodeConfig, checkpoint.run), "decode", overrides),
-        )
+        groups = {"target": TargetConfig, "data": DataConfig, "decode": DecodeConfig}
+        stored = {name: _group(saved, name, schema, checkpoint.run) for name, schema in groups.items()}
+        return replace(config, **{name: overlay(getattr(config, name), stored[name], name, overrides) for name in groups})
     keys = {key_of(override) for override in overrides}
     if keys & {"target", "target.path"}:
         return config

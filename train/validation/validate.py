@@ -10,7 +10,7 @@ import logging
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,14 +53,12 @@ class ReportInfo:
         run_dir: the report is written to `validation/step_########/` below it, a check to a new folder in `checks/`.
         step: optimizer steps that the draft was trained for.
         draft_name: default: `run_dir`.
-        command: the command line that repeats the measurement; default: that of this process.
         check: name of the draft's folder, for a later check; None: the run's own measurement.
     """
 
     run_dir: str | Path
     step: int
     draft_name: str | None = None
-    command: str | None = None
     check: str | None = None
 
     @property
@@ -115,7 +113,7 @@ def validate(
             options={name: dict(options) for name, options in decode.options.items() if options},
             calibration=calibration(runners, measured),
             replay=replays(target, draft, measured.prompts, sampling, all_policies(decode.options)) if decode.replay else {},
-            command=info.command or this_command(),
+            command=this_command(),
         )
     report["versions"] = versions((*PACKAGES, "deepspeed"))
     folder = info.folder
@@ -172,12 +170,8 @@ def build_policies(decode: DecodeConfig) -> dict[str, Policy]:
         ValueError: an unknown policy or option, or a value that is not allowed; names the key.
     """
     names = dict.fromkeys([*map(str, decode.policies), *decode.options])
-    return {name: _policy(name, decode.options.get(name, {})) for name in names}
-
-
-def _policy(name: str, options: dict[str, Any]) -> Policy:
     try:
-        return new_policy(name, **options)
+        return {name: new_policy(name, **decode.options.get(name, {})) for name in names}
     except OptionError as error:
         raise ValueError(error.under("decode.options")) from error
 
@@ -198,31 +192,17 @@ def this_command() -> str:
 def _measuring(target: Any, draft: Any, decode: DecodeConfig) -> Iterator[None]:
     """Evaluation mode, `decode.dtype` and `decode.passes` inside the block; restores the state before, and the random state."""
     dtype = torch_dtype(decode.dtype) if decode.dtype is not None else target.dtype
-    passes, num_answers = target.passes, decode.num_prompts * decode.repeats * len(decode.policies)
-    target.passes = resolve_pass_mode(decode.passes, target.device.type, num_answers, target.is_whole)
-    try:
-        with _evaluating(target, draft, dtype):
-            yield
-    finally:
-        target.passes = passes
-
-
-@contextmanager
-def _evaluating(target: Any, draft: Any, dtype: torch.dtype) -> Iterator[None]:
-    """Evaluation mode and a dtype for both models inside the block; restores them and the random state."""
-    devices = [target.device] if target.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), _cast(target.model, dtype):
-        if draft is None:
-            yield
-            return
-        module = draft.network
-        was_training = module.training
-        module.eval()
-        try:
-            with _cast(module, dtype):
-                yield
-        finally:
-            module.train(was_training)
+    num_answers = decode.num_prompts * decode.repeats * len(decode.policies)
+    with ExitStack() as stack:
+        stack.callback(setattr, target, "passes", target.passes)
+        target.passes = resolve_pass_mode(decode.passes, target.device.type, num_answers, target.is_whole)
+        stack.enter_context(torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []))
+        stack.enter_context(_cast(target.model, dtype))
+        if draft is not None:
+            stack.callback(draft.network.train, draft.network.training)
+            draft.network.eval()
+            stack.enter_context(_cast(draft.network, dtype))
+        yield
 
 
 @contextmanager

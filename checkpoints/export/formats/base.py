@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from checkpoints.export.formats.layout import FEATURE_LEVELS, EngineConfig, TensorSpecs, layer_config
-from checkpoints.export.formats.reading import ImportOptions
 from checkpoints.export.formats.registry import FormatRow
-from checkpoints.export.target_facts import TargetFacts
-from checkpoints.export.validator.findings import CheckInput, Finding
+from checkpoints.export.target_facts import EMBEDDING, TargetFacts
+from checkpoints.export.validator.validator import CheckInput, Finding
+from checkpoints.export.weight_files import Weights
 from sage.drafts.head import DraftHead
 from sage.io.dtypes import dtype_name
 from sage.io.model_files import read_config
@@ -31,6 +31,24 @@ SPECULATIVE_TOKENS = 3
 SGLANG_TOPK, SGLANG_NODES = 4, 16
 BATCH, TOKENS, SEED = 2, 7, 0  # of the batch on which an export is compared with the trained draft
 SAVED_LAYER = "layers.0."  # prefix of a layer's tensors in the folders of most trainers
+PREFIXES = ("model.", "draft_model.", "module.")
+IGNORED = (EMBEDDING, "verifier_lm_head.weight", "verifier_norm.weight")  # the target's own tensors
+IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportOptions:
+    """Values that the folder of a third-party draft leaves open.
+
+    Attributes:
+        levels: feature levels, where the folder gives none or contradictory ones.
+        image_inputs: draft inputs at image positions in training; None = as in sage_export.json, else `embed`.
+        use_target_rope: use the target's rope even if the folder's config specifies another.
+    """
+
+    levels: tuple[int, ...] | None = None
+    image_inputs: str | None = None
+    use_target_rope: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,9 +163,9 @@ class ExportFormat(ABC):
 
     # -- folders -------------------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def recognizes(self, config: EngineConfig) -> bool:
         """Returns whether engines load a folder with this config.json as a draft of this format and flavour."""
+        return self.engine_class in config.classes
 
     @abstractmethod
     def specs(self, config: EngineConfig) -> TensorSpecs | None:
@@ -175,9 +193,26 @@ class ExportFormat(ABC):
     def draft_config(self, folder: Path, config: EngineConfig, facts: TargetFacts, options: ImportOptions) -> Any:
         """Returns the configuration of the draft in a folder; ValueError for what our draft does not support."""
 
-    @abstractmethod
     def draft_tensors(self, folder: Path, config: EngineConfig, facts: TargetFacts) -> dict[str, Tensor]:
-        """Reads the tensors of our draft from a folder; ValueError for missing, unknown and misshapen ones."""
+        """Reads the tensors of our draft from a folder; those of the target and constants are left out.
+
+        Raises:
+            ValueError: names the tensors that are missing, unknown or misshapen.
+        """
+        weights = Weights(folder)
+        specs = {self.own_name(name): spec for name, spec in (self.specs(config) or {}).items()}
+        names = {self.own_name(_without_prefixes(name)): name for name in weights.infos}
+        names = {ours: name for ours, name in names.items() if ours not in IGNORED and not ours.endswith(IGNORED_SUFFIXES)}
+        if missing := [name for name, spec in specs.items() if not spec.is_optional and name not in names]:
+            raise ValueError(f"{folder}: {', '.join(missing)}: missing; the draft is incomplete")
+        if unknown := sorted(name for ours, name in names.items() if ours not in specs):
+            head = self.row.imports or self.name
+            raise ValueError(f"{folder}: {', '.join(unknown)}: not part of our {head} head, cannot import this draft")
+        for ours, name in names.items():
+            found, expected = list(weights.infos[name].shape), list(specs[ours].shape)
+            if found != expected:
+                raise ValueError(f"{folder}: {ours} has shape {found}, {expected} according to config.json")
+        return {ours: weights[name] for ours, name in names.items() if not specs[ours].is_zero}
 
     # -- the reload check ----------------------------------------------------------------------------------------------
 
@@ -212,6 +247,12 @@ class ExportFormat(ABC):
 def with_prefix(name: str, old: str, new: str) -> str:
     """Replaces a prefix of a tensor's name, if it has it."""
     return new + name.removeprefix(old) if name.startswith(old) else name
+
+
+def _without_prefixes(name: str) -> str:
+    for prefix in PREFIXES:
+        name = name.removeprefix(prefix)
+    return name
 
 
 def fixed_batch(draft: DraftHead) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoints.export.formats.base import ExportFormat, Obstacle, fixed_batch
-from checkpoints.export.formats.layout import EngineConfig, TensorSpec, TensorSpecs, layer_specs
-from checkpoints.export.formats.reading import ImportOptions, read_tensors
+from checkpoints.export.formats.base import ExportFormat, ImportOptions, Obstacle, fixed_batch
+from checkpoints.export.formats.layout import LAYER_FIELDS, EngineConfig, TensorSpec, TensorSpecs, layer_specs
 from checkpoints.export.target_facts import EMBEDDING, TargetFacts
 from checkpoints.export.validator.config_checks import LAYER_CHECKS, single_layer, unsupported_residual
 from checkpoints.export.validator.tensor_checks import check_tensors
@@ -21,10 +20,7 @@ from sage.drafts.head import DraftHead
 SGLANG = "sglang"
 CLASSES = {"vllm": "EagleLlamaForCausalLM", SGLANG: "LlamaForCausalLMEagle"}
 NO_BIAS = "SGLang's fc has a bias and keeps a random one: acceptance falls to 1.00"
-COPIED = (
-    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size"),
-    *("max_position_embeddings", "rms_norm_eps", "hidden_act"),
-)
+COPIED = (*LAYER_FIELDS, "vocab_size", "max_position_embeddings")
 
 
 class EagleFormat(ExportFormat):
@@ -59,9 +55,6 @@ class EagleFormat(ExportFormat):
             return []
         return ["SGLang's EAGLE-1/2 layer uses plain text positions, not M-RoPE: after an image they differ from training."]
 
-    def recognizes(self, config: EngineConfig) -> bool:
-        return self.engine_class in config.classes
-
     def specs(self, config: EngineConfig) -> TensorSpecs | None:
         if (sizes := config.sizes) is None:
             return None
@@ -77,16 +70,12 @@ class EagleFormat(ExportFormat):
 
     def draft_config(self, folder: Path, config: EngineConfig, facts: TargetFacts, options: ImportOptions) -> EagleConfig:
         return EagleConfig(
-            **{key: config.get(key) for key in COPIED},
-            head_dim=config.head_dim or 0,
+            **{key: config.get(key) for key in COPIED} | {"head_dim": config.head_dim or 0},
             **config.rope.fields,
             input_norm=False,
             image_inputs=options.image_inputs or "embed",
             target=facts.fingerprint,
         )
-
-    def draft_tensors(self, folder: Path, config: EngineConfig, facts: TargetFacts) -> dict[str, Tensor]:
-        return read_tensors(folder, self.specs(config) or {}, self.own_name, "EAGLE")
 
     @torch.no_grad()
     def outputs(self, draft: DraftHead) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from checkpoints.export.export_folder import export_info
-from checkpoints.export.formats.base import ExportFormat, Obstacle, fixed_batch
+from checkpoints.export.formats.base import ExportFormat, ImportOptions, Obstacle, fixed_batch
 from checkpoints.export.formats.layout import (
     FEATURE_LEVELS,
     LEVELS_KEY,
@@ -28,14 +28,14 @@ from checkpoints.export.formats.layout import (
     default_levels,
     layer_specs,
 )
-from checkpoints.export.formats.reading import ImportOptions, check_target_sizes, read_rope, read_tensors
 from checkpoints.export.target_facts import EMBEDDING, TargetFacts
 from checkpoints.export.validator.config_checks import LAYER_CHECKS, SIZES, single_layer, unsupported_residual
-from checkpoints.export.validator.findings import CheckInput, Finding
 from checkpoints.export.validator.tensor_checks import check_tensors, check_vocabulary_maps, vocabulary_maps
+from checkpoints.export.validator.validator import CheckInput, Finding
 from checkpoints.export.weight_files import CONFIG
 from sage.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from sage.drafts.head import DraftHead
+from sage.targets.rope import RopeConfig
 
 NO_LM_HEAD = "engines use the target's lm_head or a random one: acceptance 1.00, no error"
 NO_D2T = "engines take draft ids for target ids and propose the wrong tokens: acceptance 1.00, no error"
@@ -91,6 +91,7 @@ class Eagle3Format(ExportFormat):
     draft = Eagle3Draft
     expressed = ("feature_levels", "draft_vocab_size", "norm_before_residual")
     own_layer = layer = "midlayer."
+    engine_class = "LlamaForCausalLMEagle3"
     other_classes = ("Eagle3LlamaForCausalLM", "LlamaForCausalLM")  # AngelSlim's and SafeAILab's
     method = "eagle3"
     needs_t2d: ClassVar[bool] = False
@@ -98,10 +99,6 @@ class Eagle3Format(ExportFormat):
         *(*LAYER_CHECKS, single_layer, draft_vocabulary, _null_target_size, unsupported_residual, feature_levels),
         *(check_tensors, vocabulary_maps),
     )
-
-    @property
-    def engine_class(self) -> str:
-        return "LlamaForCausalLMEagle3"
 
     def config(self, draft: Any, facts: TargetFacts, dtype: torch.dtype) -> dict[str, Any]:
         config = super().config(draft, facts, dtype) | {"draft_vocab_size": draft.draft_vocab_size}
@@ -155,7 +152,7 @@ class Eagle3Format(ExportFormat):
         eps, activation = config.get("rms_norm_eps", 1e-6), config.get("hidden_act", "silu")
         if not isinstance(eps, float) or not 0 < eps < 1 or activation not in ("silu", "gelu", "relu"):
             raise ValueError(f"{folder / CONFIG}: rms_norm_eps {eps!r} or hidden_act {activation!r} is invalid")
-        rope = read_rope(folder, config, facts, options)
+        rope = _read_rope(folder, config, facts, options)
         return Eagle3Config(
             **{key: config.size(key) for key in SIZES},
             head_dim=config.head_dim,
@@ -177,10 +174,8 @@ class Eagle3Format(ExportFormat):
 
     def draft_tensors(self, folder: Path, config: EngineConfig, facts: TargetFacts) -> dict[str, Tensor]:
         """Adds d2t and t2d where the folder omits them: our head always has both."""
-        specs = self.specs(config)
-        assert specs is not None
-        tensors = read_tensors(folder, specs, self.own_name, self.row.imports)
-        d2t = tensors.get("d2t", torch.zeros(specs["d2t"].shape, dtype=torch.int64)).to(torch.int64)
+        tensors = super().draft_tensors(folder, config, facts)
+        d2t = tensors.get("d2t", torch.zeros(len(tensors["lm_head.weight"]), dtype=torch.int64)).to(torch.int64)
         if problem := check_vocabulary_maps(d2t, tensors.get("t2d"), facts.vocab_size):
             raise ValueError(f"{folder}: {problem.where}: {problem.found}; {problem.effect}")
         t2d = torch.zeros(facts.vocab_size, dtype=torch.bool)
@@ -204,7 +199,28 @@ def _check_supported(folder: Path, config: EngineConfig, facts: TargetFacts) -> 
     num_layers = config.get("num_hidden_layers", 1)
     if num_layers not in (1, facts.num_layers):  # some trainers copy the target's layer count; the tensors have one layer
         raise ValueError(f"{folder}: {config.key_path('num_hidden_layers')} is {num_layers}: our head has one layer")
-    check_target_sizes(folder, config, facts)
+    for key in ("hidden_size", "vocab_size"):
+        if config.size(key) != getattr(facts, key):
+            raise ValueError(
+                f"{folder}: {config.key_path(key)} is {config.get(key)}, that of the target ({facts.name or facts.model_type}) "
+                f"is {getattr(facts, key)}; give the target it was trained for"
+            )
+
+
+def _read_rope(folder: Path, config: EngineConfig, facts: TargetFacts, options: ImportOptions) -> RopeConfig:
+    """Returns the rope of a folder's config; ValueError unless it is the target's."""
+    rope = config.rope
+    if options.use_target_rope:
+        return facts.rope
+    if not rope.theta > 0:
+        raise ValueError(f"{folder}: {config.key_path('rope_theta')} is not a positive number")
+    if rope.scaled != facts.scaled_rope or rope.axes != facts.rope.axes:
+        raise ValueError(
+            f"{folder}: {config.key_path('rope_scaling')} is {rope.scaled or 'unscaled'} with mrope_section {rope.axes}, "
+            f"the target's is {facts.scaled_rope or 'unscaled'} with {facts.rope.axes}: positions would differ from "
+            f"training; --use-target-rope uses the target's"
+        )
+    return rope
 
 
 def _read_levels(folder: Path, config: EngineConfig, facts: TargetFacts, options: ImportOptions) -> list[int]:

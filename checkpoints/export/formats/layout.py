@@ -15,6 +15,10 @@ from sage.targets.rope import NOT_SCALING, RopeConfig
 
 FEATURE_LEVELS = 3
 DEFAULT_THETA = 10000.0  # LlamaConfig's default
+LAYER_FIELDS = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("hidden_act", "rms_norm_eps"),
+)
 LEVELS_KEY = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -138,22 +142,9 @@ def _as_list(value: Any) -> list[Any] | None:
 
 def layer_config(draft: Any, facts: TargetFacts) -> dict[str, Any]:
     """Returns the config of the Llama layer of a format: sizes of the draft, rope and context length of the target."""
-    config = {
-        "hidden_size": draft.hidden_size,
-        "intermediate_size": draft.intermediate_size,
-        "num_hidden_layers": 1,
-        "num_attention_heads": draft.num_attention_heads,
-        "num_key_value_heads": draft.num_key_value_heads,
-        "head_dim": draft.head_dim,
-        "hidden_act": draft.hidden_act,
-        "rms_norm_eps": draft.rms_norm_eps,
-        "vocab_size": facts.vocab_size,
-        "max_position_embeddings": facts.max_position_embeddings,
-        "rope_theta": facts.rope_theta,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "mlp_bias": False,
-    }
+    config: dict[str, Any] = {key: getattr(draft, key) for key in LAYER_FIELDS} | {"num_hidden_layers": 1}
+    config |= {key: getattr(facts, key) for key in ("vocab_size", "max_position_embeddings", "rope_theta")}
+    config |= dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias"), False)
     if facts.scaled_rope:
         config["rope_scaling"] = dict(facts.scaled_rope)
     if facts.mrope_section:

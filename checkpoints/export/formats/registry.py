@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -44,8 +44,7 @@ class FormatRow:
 
     def load(self, flavour: str | None = None) -> ExportFormat:
         """Imports the format. A flavour that it does not have is an obstacle of every export (`find_obstacles`)."""
-        module, _, name = self.home.partition(":")
-        loaded: ExportFormat = getattr(import_module(module), name)(self, flavour)
+        loaded: ExportFormat = resolve_name(self.home)(self, flavour)
         return loaded
 
 

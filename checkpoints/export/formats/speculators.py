@@ -13,8 +13,8 @@ from checkpoints.export.formats.eagle3 import Eagle3Format, draft_vocabulary, fe
 from checkpoints.export.formats.layout import LEVELS_KEY, EngineConfig, layer_config
 from checkpoints.export.target_facts import TargetFacts
 from checkpoints.export.validator.config_checks import LAYER_CHECKS, single_layer
-from checkpoints.export.validator.findings import CheckInput, Finding
 from checkpoints.export.validator.tensor_checks import check_tensors, vocabulary_maps
+from checkpoints.export.validator.validator import CheckInput, Finding
 from checkpoints.export.weight_files import CONFIG
 from sage.io.dtypes import dtype_name
 
@@ -59,6 +59,7 @@ class SpeculatorsFormat(Eagle3Format):
     """EAGLE-3 drafts in the layout of the package `speculators`."""
 
     layer = "layers.0."
+    engine_class = "Eagle3DraftModel"
     layer_types = ("llama", "qwen3")
     has_embedding = True
     needs_t2d = True
@@ -66,10 +67,6 @@ class SpeculatorsFormat(Eagle3Format):
         *(*LAYER_CHECKS, single_layer, draft_vocabulary, _speculator, _proposal, feature_levels),
         *(check_tensors, vocabulary_maps),
     )
-
-    @property
-    def engine_class(self) -> str:
-        return "Eagle3DraftModel"
 
     def config(self, draft: Any, facts: TargetFacts, dtype: torch.dtype) -> dict[str, Any]:
         """Without a top-level model_type: readers recognize a speculator by `speculators_model_type`."""

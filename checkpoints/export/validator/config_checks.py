@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from checkpoints.export.formats.layout import DEFAULT_THETA
-from checkpoints.export.validator.findings import CheckInput, Finding
+from checkpoints.export.validator.validator import CheckInput, Finding
 
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
 EXTRA_NORMS = ("norm_before_fc", "fc_norm", "norm_output")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from checkpoints.export.validator.findings import CheckInput, Finding
+from checkpoints.export.validator.validator import CheckInput, Finding
 from checkpoints.export.weight_files import PICKLED
 from sage.io.dtypes import dtype_name
 
@@ -92,9 +92,8 @@ def vocabulary_maps(given: CheckInput) -> Iterator[Finding]:
     infos = given.weights.infos
     has_shape = [name for name in ("d2t", "t2d") if name in infos and infos[name].shape == given.specs[name].shape]
     usable = {name: given.weights[name] for name in has_shape if infos[name].dtype}
-    if "d2t" not in usable or usable["d2t"].dtype != torch.int64:
-        return
-    if problem := check_vocabulary_maps(usable["d2t"], usable.get("t2d"), given.specs["t2d"].shape[0]):
+    is_readable = "d2t" in usable and usable["d2t"].dtype == torch.int64
+    if is_readable and (problem := check_vocabulary_maps(usable["d2t"], usable.get("t2d"), given.specs["t2d"].shape[0])):
         yield problem
 
 

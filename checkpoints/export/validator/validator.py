@@ -2,22 +2,87 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from checkpoints.export.export_folder import EXPORT_INFO, verify_export
-from checkpoints.export.formats.layout import EngineConfig
+from checkpoints.export.export_folder import EXPORT_INFO, export_info, verify_export
+from checkpoints.export.formats.layout import EngineConfig, TensorSpecs
 from checkpoints.export.formats.registry import recognize, variants
 from checkpoints.export.target_facts import TargetFacts
-from checkpoints.export.validator.findings import CheckInput, CheckResult, Finding
 from checkpoints.export.weight_files import CONFIG, Weights
 from checkpoints.run_folder import CONFIG as RUN_CONFIG
 from checkpoints.run_folder import is_run
-from sage.io.files import read_json
 from sage.io.manifest import MANIFEST, CorruptFolder, has_manifest
 from sage.io.model_files import read_config
 
+if TYPE_CHECKING:
+    from checkpoints.export.formats.base import ExportFormat
+
 NOT_LOADABLE = "no engine can load it"
 NOT_EXPORTED = "no engine loads it; export it first (sage-export DIR --format ...)"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One error or warning: the tensor, config field or file, its value, and its effect in an engine."""
+
+    where: str
+    found: str
+    effect: str
+    is_warning: bool = False  # the draft can be served
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.found}; {self.effect}"
+
+
+class InvalidExport(ValueError):
+    """An engine would refuse the folder or serve it wrongly; the message lists the errors."""
+
+
+@dataclass
+class CheckInput:
+    """The folder to check: its format, config, tensors, expected tensors (none if the config lacks sizes), target if known."""
+
+    format: ExportFormat
+    config: EngineConfig
+    weights: Weights
+    specs: TensorSpecs
+    facts: TargetFacts | None
+
+    def at(self, key: str, found: str, effect: str) -> Finding:
+        """Returns a finding about a field of the decoder layer."""
+        return Finding(self.config.key_path(key), found, effect)
+
+
+@dataclass
+class CheckResult:
+    """The result of a check.
+
+    Attributes:
+        format: recognized by the config; None if it could not be read.
+        notes: checks that were skipped, and why.
+    """
+
+    folder: Path
+    format: ExportFormat | None = None
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def errors(self) -> list[Finding]:
+        """The findings that are not warnings."""
+        return [finding for finding in self.findings if not finding.is_warning]
+
+    @property
+    def warnings(self) -> list[Finding]:
+        """The findings that are warnings."""
+        return [finding for finding in self.findings if finding.is_warning]
+
+    def raise_if_invalid(self) -> None:
+        """Raises InvalidExport with all errors, if there are any."""
+        if self.errors:
+            raise InvalidExport(f"{self.folder}: {'; also '.join(str(finding) for finding in self.errors)}")
 
 
 def check_folder(folder: Path, facts: TargetFacts | None = None) -> CheckResult:
@@ -29,55 +94,48 @@ def check_folder(folder: Path, facts: TargetFacts | None = None) -> CheckResult:
     Raises:
         ValueError: no such folder.
     """
-    result = CheckResult(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder")
+    result = CheckResult(folder)
+    result.findings = _check_files(result, facts)
+    return result
+
+
+def _check_files(result: CheckResult, facts: TargetFacts | None) -> list[Finding]:
+    """Reads config.json and the facts, in an order that names the first file at fault."""
+    folder = result.folder
     if is_run(folder) and not (folder / CONFIG).is_file():
-        result.findings.append(Finding(RUN_CONFIG, "the folder of a run", NOT_EXPORTED))
-        return result
+        return [Finding(RUN_CONFIG, "the folder of a run", NOT_EXPORTED)]
     try:
         if has_manifest(folder):
             verify_export(folder)
-        raw = read_config(folder)
+        config = EngineConfig(read_config(folder))
     except CorruptFolder as error:
-        result.findings.append(Finding(MANIFEST, str(error), "an engine would load the corrupt file"))
-        return result
+        return [Finding(MANIFEST, str(error), "an engine would load the corrupt file")]
     except ValueError as error:
-        result.findings.append(Finding(CONFIG, str(error), NOT_LOADABLE))
-        return result
+        return [Finding(CONFIG, str(error), NOT_LOADABLE)]
     try:
-        facts = facts or _read_facts(folder)
+        if facts is None and (folder / EXPORT_INFO).is_file():
+            facts = TargetFacts.from_dict(export_info(folder).get("target"))
     except ValueError as error:
-        result.findings.append(Finding(EXPORT_INFO, str(error), "the draft cannot be compared with its target"))
-        return result
-    return _check_content(result, EngineConfig(raw), facts)
+        return [Finding(EXPORT_INFO, str(error), "the draft cannot be compared with its target")]
+    return _check_content(result, config, facts)
 
 
-def _check_content(result: CheckResult, config: EngineConfig, facts: TargetFacts | None) -> CheckResult:
+def _check_content(result: CheckResult, config: EngineConfig, facts: TargetFacts | None) -> list[Finding]:
     if config.is_sage_draft:
         found = f"{config.raw['model_type']!r}, a draft in this package's own format"
-        result.findings.append(Finding("model_type", found, NOT_EXPORTED))
-        return result
+        return [Finding("model_type", found, NOT_EXPORTED)]
     result.format = recognize(config)
     if result.format is None:
         known = ", ".join(one.engine_class for one in variants())
         found = f"{config.raw.get('architectures')}, model_type {config.raw.get('model_type')!r}; known drafts: {known}"
-        result.findings.append(Finding("architectures", found, f"{NOT_LOADABLE} as a draft"))
-        return result
+        return [Finding("architectures", found, f"{NOT_LOADABLE} as a draft")]
     try:
         weights = Weights(result.folder)
     except ValueError as error:
-        result.findings.append(Finding("weights", str(error), NOT_LOADABLE))
-        return result
-    given = CheckInput(result.format, config, weights, result.format.specs(config) or {}, facts)
-    result.findings += [finding for check in result.format.checks for finding in check(given)]
+        return [Finding("weights", str(error), NOT_LOADABLE)]
     if facts is None:
         result.notes.append("vocabulary, context length, rope and layers were not compared with the target: give --target DIR")
-    return result
-
-
-def _read_facts(folder: Path) -> TargetFacts | None:
-    """Reads the target's facts from sage_export.json, if the folder has one."""
-    if not (folder / EXPORT_INFO).is_file():
-        return None
-    return TargetFacts.from_dict(read_json(folder / EXPORT_INFO).get("target"))
+    given = CheckInput(result.format, config, weights, result.format.specs(config) or {}, facts)
+    return [finding for check in result.format.checks for finding in check(given)]
