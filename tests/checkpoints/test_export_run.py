@@ -15,7 +15,8 @@ from support.train_helpers import ROOT, command
 import sage
 from checkpoints.export import TargetFacts, check_folder
 from checkpoints.export.__main__ import main
-from data_prep import DataConfig, prompts
+from data_prep.build import prompts
+from data_prep.config import DataConfig
 from sage.io.dtypes import dtype_name
 from train.config.hydra_app import compose
 from train.config.schema import Config
