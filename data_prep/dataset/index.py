@@ -53,9 +53,7 @@ class Index:
 def prepare_index(config: DataConfig, sources: list[Source], split: Split) -> Index:
     """Validates every item, except for its pixels, and returns the index; from the cache if no invalid item has changed.
 
-    Raises:
-        BadItem: an item is invalid and `on_bad` is `error`.
-        ValueError: there is no valid item.
+    Raises ValueError if there is no valid item.
     """
     shares = shares_of(config, sources)
     settings = {"split": split, "shares": asdict(shares), "on_bad": config.on_bad}

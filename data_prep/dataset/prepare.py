@@ -44,11 +44,7 @@ MIN_PARALLEL = 20_000  # items; below, starting workers (seconds each, to import
 
 
 def prepare_examples(config: DataConfig, sources: list[Source], index: Index, processor: Processor) -> ExampleStore:
-    """Encodes every item of an index, or returns the cached examples if no invalid item has changed.
-
-    Raises:
-        BadItem: an image is invalid and `on_bad` is `error`.
-    """
+    """Encodes every item of an index, or returns the cached examples if no invalid item has changed."""
     settings = {"max_length": config.max_length, "on_long": config.on_long, "num_frames": config.num_frames}
     code = source_digest(__name__, type(processor.family).__module__)
     key = json_digest([index.fingerprint, settings, processor_fingerprint(processor), code])

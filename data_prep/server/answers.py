@@ -46,11 +46,7 @@ class ServerAnswers:
             self._runner.run(self._pool.close())
 
     def check(self) -> str:
-        """Checks that every server serves the target; returns its id there.
-
-        Raises:
-            ServerError: one line with the remedy.
-        """
+        """Checks that every server serves the target; returns its id there."""
         self._runner.run(self._check.check_text())
         return self._check.model
 

@@ -126,12 +126,7 @@ def _undecoded(table: Any) -> Any:
 
 
 def table_messages(row: Row, columns: dict[str, str], media_root: str) -> list[Message]:
-    """Returns a row's columns as messages.
-
-    Raises:
-        ValueError: neither turns nor a question, or different numbers of files and placeholders.
-        KeyError: a mapped column is missing.
-    """
+    """Returns a row's columns as messages."""
     turns = columns.get("messages") or next((name for name in TURN_COLUMNS if name in row), None)
     found = {kind: _media_column(row, columns, kind) for kind in MEDIA}
     if turns is not None and "question" not in columns:
