@@ -29,9 +29,8 @@ from data_prep.build import prompts as held_out_prompts
 from sage.drafts.options import ImageInputs
 from sage.io.dtypes import torch_dtype
 from sage.io.files import write_text
-from train.config.checks import check_batch, zero_stage
+from train.config.checks import check_batch, check_run_folder, zero_stage
 from train.config.resuming import changes
-from train.config.run_checks import check_run_folder
 from train.config.run_length import repetition_line, total_steps
 from train.config.schema import Config
 from train.distill.build import build_student
