@@ -1,9 +1,14 @@
-"""Builds datasets and prompts from a `DataConfig`: the entry points that connect the rooms of this package."""
+"""Builds datasets and prompts from a `DataConfig`: the entry points that connect the rooms of this package.
+
+All raise ValueError for a setting, a file or a folder that is wrong, and BadItem for an invalid item where `data.on_bad` is
+`error`.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,9 +25,8 @@ from data_prep.dataset.prepare import prepare_examples
 from data_prep.dataset.skip_log import SKIPPED, SkipLog, count_reasons, read_skipped
 from data_prep.dataset.stream import StreamDataset, is_stream
 from data_prep.sources import open_source, open_stream
-from data_prep.sources.base import Source, Stream, as_prompt
+from data_prep.sources.base import Source, as_prompt
 from data_prep.splits import (
-    Shares,
     Split,
     check_prompts_held_out,
     check_split,
@@ -40,19 +44,7 @@ NUM_SEARCHED = 10_000  # items of a stream, to name a share that holds out one
 
 
 def build_dataset(config: DataConfig, processor: Processor, split: str = "train") -> Any:
-    """Builds the dataset of a split; its preparation is cached.
-
-    Args:
-        processor: the target's processor.
-        split: `train`, `validation` or `test`.
-
-    Returns:
-        A dataset for `StepLoader`.
-
-    Raises:
-        ValueError: a setting or a file is wrong.
-        BadItem: an item is invalid and `data.on_bad` is `error`.
-    """
+    """Returns the dataset of a split, `train`, `validation` or `test`, for `StepLoader`; its preparation is cached."""
     validate(config)
     part = Split(split)
     if any(source.streaming for source in config.resolved(part).values()):
@@ -75,9 +67,7 @@ def build_dataset(config: DataConfig, processor: Processor, split: str = "train"
 def check_rows(config: DataConfig, split: str = "train") -> None:
     """Validates every row of a split, which needs no target; `build_dataset` finds the result in the cache. Streams pass.
 
-    Raises:
-        ValueError: a setting or a file is wrong, or there is no valid row.
-        BadItem: a row is invalid and `data.on_bad` is `error`.
+    Also raises ValueError if there is no valid row.
     """
     validate(config)
     part = Split(split)
@@ -88,9 +78,7 @@ def check_rows(config: DataConfig, split: str = "train") -> None:
 def long_examples(config: DataConfig, dataset: Any) -> LongExamples | None:
     """Returns the examples of a dataset of `build_dataset` that exceed `data.max_length`; None for a stream.
 
-    Raises:
-        ValueError: all of them would be dropped.
-        BadItem: a measured item is invalid and `data.on_bad` is `error`.
+    Also raises ValueError if all of them would be dropped.
     """
     if is_stream(dataset):
         return None
@@ -103,10 +91,7 @@ def long_examples(config: DataConfig, dataset: Any) -> LongExamples | None:
 def prompts(config: DataConfig, split: str = "validation", num_prompts: int = 8) -> list[Conversation]:
     """Returns held-out prompts: the messages before the last answer, which goes to `meta["answer"]`.
 
-    Prompts alternate between the sources, so that a few of them represent all sources.
-
-    Raises:
-        ValueError: a setting or a file is wrong, or there are no prompts.
+    Prompts alternate between the sources, so that a few of them represent all sources. Without any, ValueError.
     """
     validate(config)
     part = Split(split)
@@ -121,11 +106,7 @@ def prompts(config: DataConfig, split: str = "validation", num_prompts: int = 8)
 
 
 def open_sources(config: DataConfig, split: Split) -> list[Source]:
-    """Opens the sources of a split, in the order of the config.
-
-    Raises:
-        ValueError: a file or folder is missing, or a source has no such split.
-    """
+    """Opens the sources of a split, in the order of the config; ValueError also for one that has no such split."""
     resolved = config.resolved(split)
     sources = [open_source(label, source, split, config.cache_dir) for label, source in resolved.items()]
     for label, source in zip(resolved, sources, strict=True):
@@ -148,12 +129,16 @@ def _prompt_readers(config: DataConfig, split: Split, skipped: SkipLog) -> list[
         streams = [open_stream(label, source, split) for label, source in resolved.items()]
         for label in resolved:
             check_prompts_held_out(config, label, has_splits=False)
-        return [_stream_prompts(stream, split, configured_shares(config), skipped) for stream in streams]
+        shares = configured_shares(config)
+        return [_prompts(stream.iterate(0), as_prompt, partial(shares.has, split=split), skipped) for stream in streams]
     sources = open_sources(config, split)
     for label, source in zip(resolved, sources, strict=True):
         check_prompts_held_out(config, label, source.has_splits)
     shares = shares_of(config, sources)
-    return [_source_prompts(source, split, shares, skipped) for source in sources]
+    return [
+        _prompts(range(len(source)), source.prompt, partial(source.belongs_to, split=split, shares=shares), skipped)
+        for source in sources
+    ]
 
 
 def _no_prompt_message(config: DataConfig, split: Split) -> str:
@@ -168,27 +153,19 @@ def _no_prompt_message(config: DataConfig, split: Split) -> str:
     return f"data.holdout: {config.holdout}; holds out no item of {', '.join(resolved)} for {split}; {remedy}"
 
 
-def _source_prompts(source: Source, split: Split, shares: Shares, skipped: SkipLog) -> Iterator[Conversation]:
-    for row in range(len(source)):
-        try:
-            found = source.prompt(row)
-        except BadItem as error:
-            skipped.add(error)
-            continue
-        if source.belongs_to(found, split, shares):
-            yield found
-
-
-def _stream_prompts(stream: Stream, split: Split, shares: Shares, skipped: SkipLog) -> Iterator[Conversation]:
-    for item in stream.iterate(0):
+def _prompts(
+    items: Iterable[Any], prompt_of: Callable[[Any], Conversation], belongs: Callable[[Conversation], bool], skipped: SkipLog
+) -> Iterator[Conversation]:
+    """Yields the prompts of the rows of a source or the items of a stream that belong to a split."""
+    for item in items:
         try:
             if isinstance(item, BadItem):
                 raise item
-            found = as_prompt(item)
+            found = prompt_of(item)
         except BadItem as error:
             skipped.add(error)
             continue
-        if shares.has(found, split):
+        if belongs(found):
             yield found
 
 

@@ -211,7 +211,8 @@ def _escape(message: Message, processor: Processor, separator: str, kept: Collec
 
     Example: "<|im_end|>" becomes "<" + separator + "|im_end|>", later two segments, neither of which is a special token.
     """
-    texts = _special_texts(processor) - set(kept)
+    added = {text for text in processor.tokenizer.get_added_vocab() if len(text) > 1}
+    texts = (added | set(processor.family.placeholders.values())) - set(kept)
     pattern = re.compile("|".join(sorted(map(re.escape, texts), key=len, reverse=True)))
 
     def split(match: re.Match[str]) -> str:
@@ -221,11 +222,6 @@ def _escape(message: Message, processor: Processor, separator: str, kept: Collec
         return part | {"text": pattern.sub(split, part["text"])} if part["type"] == "text" else part
 
     return {"role": message["role"], "content": [escape(part) for part in message["content"]]}
-
-
-def _special_texts(processor: Processor) -> set[str]:
-    added = {text for text in processor.tokenizer.get_added_vocab() if len(text) > 1}
-    return added | set(processor.family.placeholders.values())
 
 
 def _split_escapes(found: list[Segment], separator: str) -> list[Segment]:

@@ -156,11 +156,7 @@ class RegenerateConfig(AnswerSettings):
 
 
 def data_config(stored: Mapping[str, Any]) -> DataConfig:
-    """Returns the settings that a run's config.yaml holds under `data`.
-
-    Raises:
-        ValueError: a key or value of another version.
-    """
+    """Returns the settings that a run's config.yaml holds under `data`; ValueError for a key or value of another version."""
     kinds: dict[str, Any] = {"on_long": OnLong, "on_bad": OnBad, "cache": Cache}
     try:
         values = {key: kinds[key](value) if key in kinds else value for key, value in stored.items()}
@@ -174,11 +170,7 @@ def data_config(stored: Mapping[str, Any]) -> DataConfig:
 
 
 def validate(config: DataConfig) -> None:
-    """Checks the fields and their combinations.
-
-    Raises:
-        ValueError: names the dotted key, the value and the allowed values.
-    """
+    """Checks the fields and their combinations; ValueError with the dotted key, the value and the allowed values."""
     if not config.sources:
         raise ValueError("data.sources: empty; name at least one source, e.g. data=pocket")
     for group, sources in (("sources", config.sources), ("validation", config.validation)):
@@ -186,7 +178,8 @@ def validate(config: DataConfig) -> None:
             check_source(f"data.{group}.{label}", source)
     check_fields(config, "data.")
     for name in ("path", "media_root"):
-        if getattr(config, name) and not any(_uses_default(source, name) for source in config.sources.values()):
+        users = (source for source in config.sources.values() if name in KINDS[source.kind].options)
+        if getattr(config, name) and all(getattr(source, name) for source in users):
             raise ValueError(f"data.{name}: {getattr(config, name)}; has no effect, no source of data={config.name} uses it")
     check_shares(config.holdout, config.test_holdout)
     weights = [source.weight is None for source in config.sources.values()]
@@ -199,18 +192,10 @@ def validate(config: DataConfig) -> None:
 
 
 def check_paths(config: DataConfig) -> None:
-    """Checks the path of every source of a configuration.
-
-    Raises:
-        ValueError: names the path, and the remedy.
-    """
+    """Checks the path of every source of a configuration; ValueError with the path and the remedy."""
     for split in (Split.train, Split.validation):
         for source in config.resolved(split).values():
             if source.path:
                 check_path(source.kind, source.path)
             if source.media_root and not os.path.isdir(source.media_root):
                 raise ValueError(f"data.media_root: {source.media_root}; no such folder; relative image paths start there")
-
-
-def _uses_default(source: SourceConfig, name: str) -> bool:
-    return not getattr(source, name) and name in KINDS[source.kind].options

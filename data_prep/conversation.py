@@ -114,7 +114,9 @@ def check_conversation(conversation: Conversation, needs_answer: bool = True) ->
         BadItem: an unknown role or part, turns out of order, an empty question, a placeholder without image or video.
     """
     try:
-        messages = [_message(message, i) for i, message in enumerate(_list(conversation.messages))]
+        if not isinstance(conversation.messages, list) or not conversation.messages:
+            raise ValueError("no messages; give a list of {role, content}")
+        messages = [_message(message, i) for i, message in enumerate(conversation.messages)]
         _check_order([message["role"] for message in messages], needs_answer)
         for i, message in enumerate(messages):
             _check_content(message, i)
@@ -138,12 +140,6 @@ def media_parts(messages: list[Message]) -> Iterator[Part]:
             yield from (part for part in message["content"] if part["type"] in MEDIA)
 
 
-def _list(messages: Any) -> list[Any]:
-    if not isinstance(messages, list) or not messages:
-        raise ValueError("no messages; give a list of {role, content}")
-    return messages
-
-
 def _message(message: Any, index: int) -> Message:
     if not isinstance(message, dict) or "role" not in message or "content" not in message:
         raise ValueError(f"message {index}: not a {{role, content}} object")
@@ -165,25 +161,19 @@ def _part(part: Any, index: int) -> Part:
     if kind == "text":
         if not isinstance(part.get("text"), str):
             raise ValueError(f"message {index}: a text part without text")
-        return {"type": "text", "text": _clean(part["text"], index)}
+        try:
+            part["text"].encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"message {index}: text is not valid Unicode at character {error.start}") from error
+        return {"type": "text", "text": part["text"]}
     if kind in MEDIA:
         value = next((part[key] for key in (kind, *MEDIA_KEYS) if part.get(key) is not None), None)
         _check_media(kind, value, index)
-        return {"type": kind, kind: value, **(_times(part, index) if kind == "video" else {})}
+        if kind == "image":
+            return {"type": kind, kind: value}
+        video_times(part, f"message {index}: video")
+        return {"type": kind, kind: value, **{name: float(part[name]) for name in TIME_KEYS if part.get(name) is not None}}
     raise ValueError(f"message {index}: part of type {kind!r}; allowed: text, image, video")
-
-
-def _times(part: Part, index: int) -> dict[str, float]:
-    video_times(part, f"message {index}: video")
-    return {name: float(part[name]) for name in TIME_KEYS if part.get(name) is not None}
-
-
-def _clean(text: str, index: int) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"message {index}: text is not valid Unicode at character {error.start}") from error
-    return text
 
 
 def _check_media(kind: str, value: Any, index: int) -> None:

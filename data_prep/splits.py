@@ -126,21 +126,13 @@ def check_shares(holdout: float, test_holdout: float) -> None:
 
 
 def check_split(config: DataConfig, split: Split, label: str, has_splits: bool) -> None:
-    """Raises ValueError where the test split of a source is requested and it has none.
-
-    Args:
-        has_splits: whether the source provides its own splits.
-    """
+    """Raises ValueError where the test split of a source is requested and it has none (`has_splits`: of its own)."""
     if split is Split.test and not (has_splits or config.validation or config.test_holdout or not config.holdout):
         raise ValueError(f"data.test_holdout: 0.0; source {label} has no test split; give it a share, e.g. 0.1")
 
 
 def check_prompts_held_out(config: DataConfig, label: str, has_splits: bool) -> None:
-    """Raises ValueError where the prompts of a source would be training items.
-
-    Args:
-        has_splits: whether the source provides its own splits.
-    """
+    """Raises ValueError where the prompts of a source would be training items; `has_splits` as for `check_split`."""
     if not (config.validation or config.holdout or has_splits):
         raise ValueError(
             f"data.holdout: 0.0; holds out no item of source {label} for validation; allowed: above 0, or prompt sources "

@@ -25,9 +25,9 @@ def worker_context() -> Any:
     return context
 
 
-def start_worker() -> None:
+def start_worker(_number: int = 0) -> None:
     """Initializes a worker process: one torch thread, and the end of the worker with its parent process."""
-    _exit_with_parent()
+    threading.Thread(target=_exit_with_parent, name="exit-with-parent", daemon=True).start()
     torch.set_num_threads(1)
 
 
@@ -36,11 +36,7 @@ def _exit_with_parent() -> None:
 
     For the operating system the parent of a worker is the fork server, which lives as long as its workers.
     """
-
-    def wait() -> None:
-        parent = multiprocessing.parent_process()
-        assert parent is not None
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=wait, name="exit-with-parent", daemon=True).start()
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    multiprocessing.connection.wait([parent.sentinel])
+    os._exit(1)

@@ -15,7 +15,6 @@ from sage.io.dtypes import torch_dtype
 from train.config.checks import MAX_STAGE, check
 from train.config.hydra_app import compose
 from train.config.schema import Config, ObjectiveConfig, Precision
-from train.config.store import register
 from train.distill.chunked_loss import TERMS
 from train.launch.ranks import pick_device, process_group
 
@@ -41,7 +40,6 @@ def _objective(arguments: argparse.Namespace) -> str:
 
 
 def _step(arguments: argparse.Namespace, overrides: list[str]) -> str:
-    register()
     config: Config = compose("config", [*overrides, f"launch.device={arguments.device}"], Config)
     check(config)
     if config.deepspeed.stage == MAX_STAGE:

@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -132,15 +133,9 @@ class StepLoader:
             items = self.dataset.items(self.seed, self.start_step * self.global_batch_size)
             while True:
                 yield [next(items) for _ in range(self.global_batch_size)]
-        step = self.start_step
-        while True:
-            yield self._longest_first(self.step_positions(step))
-            step += 1
-
-    def _longest_first(self, positions: list[int]) -> list[int]:
-        """Sorts a step's examples by length if the lengths are known."""
-        lengths = self.lengths
-        return positions if lengths is None else sorted(positions, key=lambda position: -int(lengths[position]))
+        for step in count(self.start_step):
+            positions, lengths = self.step_positions(step), self.lengths
+            yield positions if lengths is None else sorted(positions, key=lambda position: -int(lengths[position]))
 
     def _epoch(self, epoch: int) -> np.ndarray:
         """Returns the order of an epoch; keeps that of the epoch before, for a step that spans both."""
@@ -174,7 +169,8 @@ class StepLoader:
     def _micro_batches(self) -> Iterator[Batch]:
         needs_sorting = self.lengths is None and self.accumulation > 1
         build = _Builder(self.dataset, None if needs_sorting else self.collate)
-        built = map(_raised, self._from_workers(build)) if self.num_workers else map(build, self._micro_batch_keys())
+        found = self._from_workers(build) if self.num_workers else map(build.__getitem__, self._micro_batch_keys())
+        built = map(_raised, found)
         batches = self._sorted(built) if needs_sorting else built
         yield from batches if self.stage is None else map(self.stage, batches)
 
@@ -187,13 +183,13 @@ class StepLoader:
 
     def _from_workers(self, build: _Builder) -> Iterator[Any]:
         loader: DataLoader[Any] = DataLoader(
-            _WorkerDataset(build),
+            build,
             sampler=self._micro_batch_keys(),
             batch_size=None,
             num_workers=min(self.num_workers, len(os.sched_getaffinity(0))),
             prefetch_factor=max(2, NUM_BATCHES_AHEAD // self.num_workers),
             multiprocessing_context=worker_context(),
-            worker_init_fn=_start_worker,
+            worker_init_fn=start_worker,
         )
         return iter(loader)
 
@@ -204,39 +200,28 @@ def collate_examples(examples: list[Example], collate: Collate) -> Batch:
     return {**collate(examples), "ids": ids}
 
 
-class _Builder:
-    """Keys -> their examples; with `collate`, one micro-batch of them."""
+class _Builder(torch.utils.data.Dataset[Any]):
+    """Keys -> their examples; with `collate`, one micro-batch of them.
+
+    A ValueError is returned as a value: from a worker, torch would raise it as a RuntimeError with two tracebacks.
+    """
 
     def __init__(self, dataset: Any, collate: Collate | None) -> None:
         self.dataset, self.collate = dataset, collate
 
-    def __call__(self, keys: list[Any]) -> Any:
-        examples = [self._example(key) for key in keys]
-        return examples if self.collate is None else collate_examples(examples, self.collate)
+    def __getitem__(self, keys: list[Any]) -> Any:
+        try:
+            examples = [self._example(key) for key in keys]
+            return examples if self.collate is None else collate_examples(examples, self.collate)
+        except ValueError as error:
+            return error
 
     def _example(self, key: Any) -> Example:
         example = dict(self.dataset[key])
         return example if "id" in example else {**example, "id": str(key)}
 
 
-class _WorkerDataset(torch.utils.data.Dataset[Any]):
-    """Returns a ValueError as a value: torch would wrap it in a RuntimeError with two tracebacks."""
-
-    def __init__(self, build: _Builder) -> None:
-        self.build = build
-
-    def __getitem__(self, keys: list[Any]) -> Any:
-        try:
-            return self.build(keys)
-        except ValueError as error:
-            return error
-
-
 def _raised(found: Any) -> Any:
     if isinstance(found, ValueError):
         raise found
     return found
-
-
-def _start_worker(worker: int) -> None:
-    start_worker()

@@ -58,9 +58,6 @@ class ConversationDataset(Dataset[Example]):
         """Returns the example, or the next valid one if it is invalid and `on_bad` is `skip`.
 
         The replacement depends on the position alone, so it is the same for any number of ranks.
-
-        Raises:
-            BadItem: the item is invalid and `on_bad` is `error`.
         """
         for offset in range(MAX_INVALID_IN_A_ROW):
             try:
@@ -85,9 +82,6 @@ class ConversationDataset(Dataset[Example]):
         """Returns the lengths of a sample of the examples before they are shortened, int64 [N, 3] (`Lengths`).
 
         They are measured once and cached, for any `data.max_length`.
-
-        Raises:
-            BadItem: an item of the sample is invalid and `on_bad` is `error`.
         """
         code = source_digest("data_prep.chat", type(self.processor.family).__module__)
         key = json_digest([self.fingerprint, self.config.num_frames, processor_fingerprint(self.processor), code])

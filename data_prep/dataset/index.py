@@ -53,9 +53,7 @@ class Index:
 def prepare_index(config: DataConfig, sources: list[Source], split: Split) -> Index:
     """Validates every item, except for its pixels, and returns the index; from the cache if no invalid item has changed.
 
-    Raises:
-        BadItem: an item is invalid and `on_bad` is `error`.
-        ValueError: there is no valid item.
+    Raises ValueError if there is no valid item.
     """
     shares = shares_of(config, sources)
     settings = {"split": split, "shares": asdict(shares), "on_bad": config.on_bad}
@@ -64,7 +62,7 @@ def prepare_index(config: DataConfig, sources: list[Source], split: Split) -> In
     code = source_digest(__name__, *sorted(readers))
     folder = cache_dir(config.cache_dir) / "index" / json_digest([settings, content, code])
     write = partial(_write_index, config, sources, split, shares)
-    with computed_once(folder, write, lambda: has_repaired_item(folder, partial(_check_row, sources))):
+    with computed_once(folder, write, lambda: has_repaired_item(folder, lambda number, row: sources[number].example(row))):
         return Index(folder)
 
 
@@ -94,10 +92,6 @@ def no_item_message(config: DataConfig, sources: list[Source], split: Split, ski
     counts = count_reasons([item.as_row() for item in skipped]).most_common(1)
     reason = "".join(f"; {count} x {text}" for text, count in counts) or "; it is empty"
     return f"data.sources: no valid item for {split} in {names}{reason}; repair the items, or give another data.path"
-
-
-def _check_row(sources: list[Source], number: int, row: int) -> None:
-    sources[number].example(row)
 
 
 def _write_index(config: DataConfig, sources: list[Source], split: Split, shares: Shares, folder: Path) -> None:

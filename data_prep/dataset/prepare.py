@@ -10,7 +10,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -36,6 +36,7 @@ from sage.io.source import source_digest
 logger = logging.getLogger(__name__)
 Item = tuple[str, int, Packed]  # id, source number, fields
 Encoded = tuple[Item | BadItem, Lengths | None]
+Encode = Callable[[int], Encoded]  # by position in the index
 STORE = "store"
 LENGTHS = "lengths.npy"  # of every example before it is shortened
 CHUNK_SIZE = 64  # examples per task of a worker
@@ -43,11 +44,7 @@ MIN_PARALLEL = 20_000  # items; below, starting workers (seconds each, to import
 
 
 def prepare_examples(config: DataConfig, sources: list[Source], index: Index, processor: Processor) -> ExampleStore:
-    """Encodes every item of an index, or returns the cached examples if no invalid item has changed.
-
-    Raises:
-        BadItem: an image is invalid and `on_bad` is `error`.
-    """
+    """Encodes every item of an index, or returns the cached examples if no invalid item has changed."""
     settings = {"max_length": config.max_length, "on_long": config.on_long, "num_frames": config.num_frames}
     code = source_digest(__name__, type(processor.family).__module__)
     key = json_digest([index.fingerprint, settings, processor_fingerprint(processor), code])
@@ -79,11 +76,7 @@ def _prune(parent: Path, num_kept: int) -> None:
 def _encode(
     config: DataConfig, sources: list[Source], index: Index, processor: Processor, position: int
 ) -> tuple[Conversation, Example]:
-    """Returns the conversation at a position of the index and its example, however long it is.
-
-    Raises:
-        BadItem: it is invalid.
-    """
+    """Returns the conversation at a position of the index and its example, however long it is; BadItem if it is invalid."""
     conversation = sources[int(index.source[position])].conversation(int(index.row[position]))
     return conversation, encode_example(conversation, processor, config.num_frames)
 
@@ -96,7 +89,7 @@ def _write_examples(config: DataConfig, sources: list[Source], index: Index, pro
     measured: list[Lengths] = []
 
     def valid() -> Iterator[Item]:
-        encoded = _encode_all(_Encoder(config, sources, index, processor, table), len(index))
+        encoded = _encode_all(partial(_pack, config, sources, index, processor, table), len(index))
         for position, (item, lengths) in enumerate(progress_bar(encoded, "preparing", len(index))):
             measured.extend([lengths] if lengths else [])
             if not isinstance(item, BadItem):
@@ -115,41 +108,36 @@ def _write_examples(config: DataConfig, sources: list[Source], index: Index, pro
     logger.info("prepared %d examples, skipped %d", number, len(index) - number)
 
 
-class _Encoder:
-    """Position in the index -> packed example or its error, and its lengths; runs in worker processes."""
-
-    def __init__(
-        self, config: DataConfig, sources: list[Source], index: Index, processor: Processor, table: PixelTable
-    ) -> None:
-        self.config, self.sources, self.index, self.processor, self.table = config, sources, index, processor, table
-
-    def __call__(self, position: int) -> Encoded:
-        config, lengths = self.config, None
-        try:
-            conversation, full = _encode(config, self.sources, self.index, self.processor, position)
-            lengths = example_lengths(full)
-            example = shorten_example(conversation, full, self.processor, config.max_length, config.on_long, config.num_frames)
-        except BadItem as error:
-            return error, lengths
-        return (conversation.id, int(self.index.source[position]), pack(example, self.table)), lengths
+def _pack(
+    config: DataConfig, sources: list[Source], index: Index, processor: Processor, table: PixelTable, position: int
+) -> Encoded:
+    """Returns the packed example at a position of the index, or its error, and its lengths; runs in worker processes."""
+    lengths = None
+    try:
+        conversation, full = _encode(config, sources, index, processor, position)
+        lengths = example_lengths(full)
+        example = shorten_example(conversation, full, processor, config.max_length, config.on_long, config.num_frames)
+    except BadItem as error:
+        return error, lengths
+    return (conversation.id, int(index.source[position]), pack(example, table)), lengths
 
 
-def _encode_all(encoder: _Encoder, total: int) -> Iterator[Encoded]:
+def _encode_all(encode: Encode, total: int) -> Iterator[Encoded]:
     """Yields the results in order, from several processes if there are enough items."""
     processes = num_processes()
     if total < MIN_PARALLEL or processes < 2:
-        yield from map(encoder, range(total))
+        yield from map(encode, range(total))
         return
-    with worker_context().Pool(processes, initializer=_start_worker, initargs=(encoder,)) as pool:
+    with worker_context().Pool(processes, initializer=_start_worker, initargs=(encode,)) as pool:
         yield from pool.imap(_encode_one, range(total), chunksize=CHUNK_SIZE)
 
 
-_worker: list[_Encoder] = []
+_worker: list[Encode] = []
 
 
-def _start_worker(encoder: _Encoder) -> None:
+def _start_worker(encode: Encode) -> None:
     start_worker()
-    _worker[:] = [encoder]
+    _worker[:] = [encode]
 
 
 def _encode_one(position: int) -> Encoded:

@@ -52,11 +52,7 @@ class StreamDataset:
         self.weights = config.source_weights() or [1.0] * len(streams)
 
     def items(self, seed: int, start: int) -> Iterator[Candidates]:
-        """Yields items without end, from position `start` on; each item with the replacements that follow it.
-
-        Raises:
-            BadItem: an item is invalid and `on_bad` is `error`.
-        """
+        """Yields items without end, from position `start` on; each item with the replacements that follow it."""
         size = self.config.shuffle_block
         block, first = divmod(start, size)
         raw = self._mixed(block * size)
@@ -73,11 +69,7 @@ class StreamDataset:
             block, first = block + 1, 0
 
     def __getitem__(self, candidates: Candidates) -> Example:
-        """Returns the example of the first candidate, or of the next valid one if `on_bad` is `skip`.
-
-        Raises:
-            BadItem: an item is invalid and `on_bad` is `error`.
-        """
+        """Returns the example of the first candidate, or of the next valid one if `on_bad` is `skip`."""
         config = self.config
         for conversation in candidates:
             try:
@@ -87,25 +79,17 @@ class StreamDataset:
         raise ValueError(f"{self.skipped.path}: {len(candidates)} invalid items in a row; is data.media_root right?")
 
     def one_pass(self, split: Split) -> Iterator[Conversation]:
-        """Yields every valid item of a split once, alternating between the sources regardless of their weights.
-
-        Raises:
-            BadItem: an item is invalid and `on_bad` is `error`.
-        """
+        """Yields every valid item of a split once, alternating between the sources regardless of their weights."""
         for raw in alternate(stream.iterate(0) for stream in self.streams):
             if (found := self._usable(raw, split)) is not None:
-                yield from self._validated(found)
+                try:
+                    yield as_example(found)
+                except BadItem as error:
+                    self.skipped.add(error)
 
     def skipped_items(self) -> list[dict[str, str]]:
         """Returns the items skipped by this process."""
         return [item.as_row() for item in self.skipped.items]
-
-    def _validated(self, conversation: Conversation) -> list[Conversation]:
-        try:
-            return [as_example(conversation)]
-        except BadItem as error:
-            self.skipped.add(error)
-            return []
 
     def _mixed(self, position: int) -> Iterator[RawItem]:
         """Yields the raw items of all streams, mixed by weight, from a position of the mix on."""
@@ -126,11 +110,7 @@ class StreamDataset:
 
 
 def _endless(stream: Stream, start: int) -> Iterator[RawItem]:
-    """Yields a stream's raw items from number `start` on, restarting at its end.
-
-    Raises:
-        ValueError: the stream is empty.
-    """
+    """Yields a stream's raw items from number `start` on, restarting at its end; ValueError if it is empty."""
     while True:
         num_read = 0
         for item in stream.iterate(start):

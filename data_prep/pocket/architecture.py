@@ -1,4 +1,4 @@
-"""A pocket target before training: tokenizer, chat template, processor, random weights.
+"""A pocket target: tokenizer, chat template, processor, random weights, and its Hugging Face folder.
 
 Models are deep and narrow: one text layer has about a twelfth of the parameters.
 """
@@ -15,10 +15,12 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from data_prep.pocket.families import CONTEXT, pocket_family
 from sage.inputs.processing import Processor
-from sage.io.files import write_json
+from sage.io.files import atomic_path, write_json
 from sage.targets.families import family_of
 
 VOCAB = 1280
+WEIGHTS = "model.safetensors"
+MAX_WEIGHT_BYTES = 16 * 2**20  # the repository contains them
 CHAT_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TEMPLATE = """\
 {%- for message in messages -%}
@@ -71,20 +73,20 @@ def _preprocessing(family: str) -> dict[str, Any]:
 def preprocessor_config(family: str) -> dict[str, Any]:
     """Returns the content of `preprocessor_config.json`."""
     own = pocket_family(family)
-    return _preprocessing(family) | {"image_processor_type": own.processors[0]} | own.image_settings()
+    return _preprocessing(family) | {"image_processor_type": own.processors[0]} | own.image_settings
 
 
 def video_preprocessor_config(family: str) -> dict[str, Any]:
     """Returns the content of `video_preprocessor_config.json`, which is used with torchvision installed."""
     own = pocket_family(family)
-    settings = {key: value for key, value in own.image_settings().items() if key not in ("image_grid_pinpoints", "do_pad")}
+    settings = {key: value for key, value in own.image_settings.items() if key not in ("image_grid_pinpoints", "do_pad")}
     return _preprocessing(family) | settings | {"video_processor_type": own.processors[1]}
 
 
 def processor_config(family: str) -> dict[str, Any]:
     """Returns the content of `processor_config.json`, for the family's Hugging Face processor."""
     own = pocket_family(family)
-    return {"processor_class": own.processors[2]} | own.processor_settings()
+    return {"processor_class": own.processors[2]} | own.processor_settings
 
 
 def new_processor(family: str, tokenizer: PreTrainedTokenizerBase) -> Processor:
@@ -137,3 +139,20 @@ def _places(before: int, after: int, front: int) -> dict[int, int]:
     rest, room = before - front, after - front
     spread = {front + round((k + 0.5) * room / rest - 0.5): front + k for k in range(rest)}
     return {k: k for k in range(front)} | spread
+
+
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, family: str, folder: Path) -> None:
+    """Writes weights (bfloat16; ValueError above `MAX_WEIGHT_BYTES`), configurations and tokenizer; replaces a folder."""
+    with atomic_path(folder) as inside:
+        rounded = type(model)(model.config)
+        rounded.load_state_dict(model.state_dict())
+        rounded.generation_config = model.generation_config
+        rounded.to(torch.bfloat16).save_pretrained(inside)
+        tokenizer.save_pretrained(inside)
+        (inside / "chat_template.jinja").write_text(chat_template(family))
+        write_json(inside / "preprocessor_config.json", preprocessor_config(family))
+        write_json(inside / "video_preprocessor_config.json", video_preprocessor_config(family))
+        write_json(inside / "processor_config.json", processor_config(family))
+        (inside / WEIGHTS).chmod(0o644)
+        if (inside / WEIGHTS).stat().st_size > MAX_WEIGHT_BYTES:
+            raise ValueError(f"{folder}: weights of {(inside / WEIGHTS).stat().st_size} bytes, allowed: {MAX_WEIGHT_BYTES}")

@@ -19,7 +19,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import sage
 from data_prep.pocket import architecture, training
 from data_prep.pocket.families import FAMILIES
-from data_prep.pocket.folder import WEIGHTS, save
 from data_prep.pocket.score import score_table, score_target
 from sage.commands import cli
 from sage.io.files import write_json
@@ -47,7 +46,7 @@ def report(folder: Path, family: str, seed: int, wall_s: float) -> dict[str, Any
     facts = {
         "command": f"python -m data_prep.pocket.build --family {family} --out {folder.name} --seed {seed}",
         "family": family, "seed": seed, "wall_s": round(wall_s), "threads": torch.get_num_threads(),
-        "sha256": sha256(folder / WEIGHTS), "bytes": (folder / WEIGHTS).stat().st_size,
+        "sha256": sha256(folder / architecture.WEIGHTS), "bytes": (folder / architecture.WEIGHTS).stat().st_size,
         "torch": torch.__version__, "transformers": transformers.__version__,
     }  # fmt: skip
     write_json(folder / "score.json", facts | result)
@@ -65,7 +64,7 @@ def main() -> int:
     torch.set_num_threads(1)
     start = time.monotonic()
     model, tokenizer = train(options.family, options.seed, training.RECIPES[options.family])
-    save(model, tokenizer, options.family, options.out)
+    architecture.save(model, tokenizer, options.family, options.out)
     print(score_table(report(options.out, options.family, options.seed, time.monotonic() - start)))
     return 0
 

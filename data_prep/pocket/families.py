@@ -27,6 +27,7 @@ from sage.targets.families.qwen2_5_vl import PatchProjection
 WIDTH, HEADS, KV_HEADS, INNER = 192, 6, 2, 512
 CONTEXT = 32768
 PATCH = 14  # pixels
+PIXELS = SIDE * SIDE
 QWEN_VISION = {
     "depth": 3, "hidden_size": 128, "intermediate_size": 384, "num_heads": 4, "patch_size": PATCH,
     "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": WIDTH,
@@ -40,28 +41,27 @@ class PocketFamily(ABC):
         media_tokens: special tokens of the family's images and videos.
         media_text: "image" and "video" -> its text in the chat template, as a Jinja string.
         processors: class of the image processor, of the video processor, and of the Hugging Face processor.
+        image_settings: entries of `preprocessor_config.json`; an image is resized to at most 112 x 112 pixels.
+        processor_settings: entries of `processor_config.json`.
+        num_front_layers: number of leading text layers that stay in place when layers are added.
     """
 
     name: ClassVar[str]
     media_tokens: ClassVar[tuple[str, ...]]
     media_text: ClassVar[dict[str, str]]
     processors: ClassVar[tuple[str, str, str]]
-
-    @abstractmethod
-    def image_settings(self) -> dict[str, Any]:
-        """Returns entries of `preprocessor_config.json`; an image is resized to at most 112 x 112 pixels."""
-
-    def processor_settings(self) -> dict[str, Any]:
-        """Returns entries of `processor_config.json`."""
-        return {}
+    image_settings: ClassVar[dict[str, Any]]
+    processor_settings: ClassVar[dict[str, Any]] = {}
+    num_front_layers: ClassVar[int] = 0
+    model_class: ClassVar[type[PreTrainedModel]]
 
     @abstractmethod
     def config(self, tokenizer: PreTrainedTokenizerBase, layers: int) -> PreTrainedConfig:
         """Returns the configuration of the target with `layers` text layers."""
 
-    @abstractmethod
     def model(self, tokenizer: PreTrainedTokenizerBase, layers: int) -> PreTrainedModel:
         """Returns a model with random weights."""
+        return self.model_class(self.config(tokenizer, layers))
 
     def text_config(self, tokenizer: PreTrainedTokenizerBase, layers: int, **rope: Any) -> dict[str, Any]:
         """Returns the configuration of the text layers."""
@@ -73,11 +73,6 @@ class PocketFamily(ABC):
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0} | rope,
         }  # fmt: skip
 
-    @property
-    def num_front_layers(self) -> int:
-        """Number of leading text layers that stay in place when layers are added."""
-        return 0
-
 
 class Qwen2_5_VL(PocketFamily):
     name = "qwen2_5_vl"
@@ -87,13 +82,11 @@ class Qwen2_5_VL(PocketFamily):
         "video": "<|vision_start|><|video_pad|><|vision_end|>",
     }
     processors = ("Qwen2VLImageProcessor", "Qwen2VLVideoProcessor", "Qwen2_5_VLProcessor")
-
-    def image_settings(self) -> dict[str, Any]:
-        pixels = SIDE * SIDE
-        return {
-            "patch_size": PATCH, "temporal_patch_size": 2, "merge_size": 2,
-            "size": {"shortest_edge": pixels, "longest_edge": pixels}, "min_pixels": pixels, "max_pixels": pixels,
-        }  # fmt: skip
+    image_settings: ClassVar[dict[str, Any]] = {
+        "patch_size": PATCH, "temporal_patch_size": 2, "merge_size": 2,
+        "size": {"shortest_edge": PIXELS, "longest_edge": PIXELS}, "min_pixels": PIXELS, "max_pixels": PIXELS,
+    }  # fmt: skip
+    model_class = Qwen2_5_VLForConditionalGeneration
 
     def ids(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
         """Returns the media tokens' entries of the configuration."""
@@ -104,9 +97,6 @@ class Qwen2_5_VL(PocketFamily):
         vision = QWEN_VISION | {"tokens_per_second": 2, "window_size": SIDE, "fullatt_block_indexes": [2]}
         text = self.text_config(tokenizer, layers, mrope_section=[4, 6, 6])
         return Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **self.ids(tokenizer))
-
-    def model(self, tokenizer: PreTrainedTokenizerBase, layers: int) -> PreTrainedModel:
-        return Qwen2_5_VLForConditionalGeneration(self.config(tokenizer, layers))
 
 
 class LinearPatchProjection(PatchProjection):
@@ -120,6 +110,8 @@ class Qwen3_VL(Qwen2_5_VL):
     name = "qwen3_vl"
     processors = ("Qwen2VLImageProcessor", "Qwen3VLVideoProcessor", "Qwen3VLProcessor")
     deepstack: ClassVar[list[int]] = [0, 1]  # of the three vision layers, added to the outputs of the first two text layers
+    num_front_layers = len(deepstack)
+    model_class = Qwen3VLForConditionalGeneration
 
     def config(self, tokenizer: PreTrainedTokenizerBase, layers: int) -> PreTrainedConfig:
         positions = (SIDE // PATCH) ** 2
@@ -129,14 +121,10 @@ class Qwen3_VL(Qwen2_5_VL):
         return Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **self.ids(tokenizer))
 
     def model(self, tokenizer: PreTrainedTokenizerBase, layers: int) -> PreTrainedModel:
-        model = Qwen3VLForConditionalGeneration(self.config(tokenizer, layers))
+        model = super().model(tokenizer, layers)
         patch_embed: Any = model.model.visual.patch_embed
         patch_embed.proj = LinearPatchProjection(patch_embed.proj)
         return model
-
-    @property
-    def num_front_layers(self) -> int:
-        return len(self.deepstack)
 
 
 class LlavaOnevision(PocketFamily):
@@ -144,13 +132,14 @@ class LlavaOnevision(PocketFamily):
     media_tokens = ("<image>", "<video>")
     media_text: ClassVar[dict[str, str]] = {"image": "<image>\\n", "video": "<video>\\n"}
     processors = ("LlavaOnevisionImageProcessor", "LlavaOnevisionVideoProcessor", "LlavaOnevisionProcessor")
-
-    def image_settings(self) -> dict[str, Any]:
-        return {"size": {"height": SIDE, "width": SIDE}, "image_grid_pinpoints": [[SIDE, SIDE]], "do_pad": True}
-
-    def processor_settings(self) -> dict[str, Any]:
-        return {"num_image_tokens": 16, "image_token": "<image>", "video_token": "<video>",
-                "vision_feature_select_strategy": "full", "vision_aspect_ratio": "anyres_max_9"}  # fmt: skip
+    image_settings: ClassVar[dict[str, Any]] = {
+        "size": {"height": SIDE, "width": SIDE}, "image_grid_pinpoints": [[SIDE, SIDE]], "do_pad": True,
+    }  # fmt: skip
+    processor_settings: ClassVar[dict[str, Any]] = {
+        "num_image_tokens": 16, "image_token": "<image>", "video_token": "<video>",
+        "vision_feature_select_strategy": "full", "vision_aspect_ratio": "anyres_max_9",
+    }  # fmt: skip
+    model_class = LlavaOnevisionForConditionalGeneration
 
     def config(self, tokenizer: PreTrainedTokenizerBase, layers: int) -> PreTrainedConfig:
         vision = {
@@ -163,9 +152,6 @@ class LlavaOnevision(PocketFamily):
             text_config=text, vision_config=vision, image_token_index=image_id, video_token_index=video_id,
             image_grid_pinpoints=[[SIDE, SIDE]], vision_aspect_ratio="anyres_max_9", tie_word_embeddings=True,
         )  # fmt: skip
-
-    def model(self, tokenizer: PreTrainedTokenizerBase, layers: int) -> PreTrainedModel:
-        return LlavaOnevisionForConditionalGeneration(self.config(tokenizer, layers))
 
 
 FAMILIES = {family.name: family() for family in (Qwen2_5_VL, Qwen3_VL, LlavaOnevision)}

@@ -81,11 +81,8 @@ def score_scenes(text: str, scenes: list[list[dict[str, Any]]]) -> Score:
 
 def score_chart(text: str, bars: dict[str, int]) -> Score:
     """Scores the heights of bars."""
-    score: Score = Counter()
-    for sentence in sentences(text):
-        for colour, number in BAR.findall(sentence):
-            score["height", bars.get(colour) == int(number)] += 1
-    return score
+    found = (pair for sentence in sentences(text) for pair in BAR.findall(sentence))
+    return Counter(("height", bars.get(colour) == int(number)) for colour, number in found)
 
 
 def score_sign(text: str, sign: list[str]) -> Score:
@@ -108,10 +105,7 @@ def _stated(kind: str, text: str) -> set[str]:
 
 def score_expected(text: str, expected: list[tuple[str, str]]) -> Score:
     """Scores the facts that a question requests."""
-    score: Score = Counter()
-    for kind, word in expected:
-        score[kind, word in _stated(kind, text)] += 1
-    return score
+    return Counter((kind, word in _stated(kind, text)) for kind, word in expected)
 
 
 def score_answer(text: str, truth: dict[str, Any], expected: list[tuple[str, str]]) -> Score:

@@ -1,4 +1,4 @@
-"""The wording of pocket conversations: many paraphrases of one fact.
+"""Generated conversations before they are rendered as chat messages, and their wording: many paraphrases of one fact.
 
 A `Phraser` selects paraphrases, half of them at random and half by a checksum of the described object. A model that sees the
 image can therefore predict the wording better than at random, and a small draft predicts it less well than the target. Facts
@@ -10,6 +10,10 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from PIL import Image
 
 from data_prep.pocket.palette import SceneObject
 
@@ -44,6 +48,25 @@ HOLD_VERBS = ("holds", "contains", "shows", "has", "displays", "features")
 AREAS = (" area", "", " part", " region", " section", " of the frame", " of the scene", " zone")
 LINKS = ("", "", "Next, ", "Then ", "Also, ", "Besides, ", "Moreover, ", "Further, ", "In addition, ", "Here ")
 SCENES = ("picture", "image", "scene", "drawing", "view")
+
+
+@dataclass
+class Turn:
+    """A question, its answer, and the facts (kind, word) that a correct answer must contain."""
+
+    question: str
+    answer: str
+    expect: list[tuple[str, str]] = field(default_factory=list)
+
+
+@dataclass
+class Dialogue:
+    """Images (or the frames of one video), the turns about them, and the depicted facts, by which answers are scored."""
+
+    images: list[Image.Image]
+    turns: list[Turn]
+    truth: dict[str, Any] = field(default_factory=dict)
+    is_video: bool = False
 
 
 class Phraser:

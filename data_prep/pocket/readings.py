@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-from data_prep.pocket.dialogue import Dialogue, Turn
 from data_prep.pocket.palette import (
     COLOURS,
     MAX_HEIGHT,
@@ -17,7 +16,7 @@ from data_prep.pocket.palette import (
     draw_sign,
     draw_video,
 )
-from data_prep.pocket.phrases import NUMBERS, Phraser, capital, join, named, place
+from data_prep.pocket.phrases import NUMBERS, Dialogue, Phraser, Turn, capital, join, named, place
 
 DESCRIBE = ("Describe the image.", "Describe the picture in detail.", "What do you see?", "Describe this image.")
 Bars = list[tuple[str, int]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-from data_prep.pocket.dialogue import Dialogue, Turn
 from data_prep.pocket.palette import COLOURS, SHAPES, SIZES, SceneObject, background, draw_scene
 from data_prep.pocket.phrases import (
     CELL_WORDS,
@@ -13,7 +12,9 @@ from data_prep.pocket.phrases import (
     RELATIONS,
     SCENES,
     SIZE_WORDS,
+    Dialogue,
     Phraser,
+    Turn,
     beside,
     capital,
     join,

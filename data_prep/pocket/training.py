@@ -64,39 +64,28 @@ class Recipe:
     log_every: int = 50
 
 
+def stages(naming_steps: int, language_steps: int, deep_steps: int, deep_lr: float = 1e-3) -> tuple[Stage, ...]:
+    """Returns the stages of a recipe."""
+    return (
+        Stage("naming", 4, naming_steps, 2e-3, NAMING_MIXTURE, min_lr_ratio=0.6),
+        Stage("language", 4, language_steps, 2e-3, FULL_MIXTURE, min_lr_ratio=0.1),
+        Stage("deep", 12, deep_steps, deep_lr, FULL_MIXTURE, min_lr_ratio=0.02),
+    )
+
+
 RECIPES = {
-    "qwen2_5_vl": Recipe(
-        probe_steps=1300,
-        has_positions=True,
-        stages=(
-            Stage("naming", 4, 250, 2e-3, NAMING_MIXTURE, min_lr_ratio=0.6),
-            Stage("language", 4, 2000, 2e-3, FULL_MIXTURE, min_lr_ratio=0.1),
-            Stage("deep", 12, 550, 1e-3, FULL_MIXTURE, min_lr_ratio=0.02),
-        ),
-    ),
+    "qwen2_5_vl": Recipe(probe_steps=1300, has_positions=True, stages=stages(250, 2000, 550)),
     "qwen3_vl": Recipe(
         probe_steps=900,
         has_positions=True,
         batch_size=16,
         num_pooled=8,
         is_autocast=False,
-        stages=(
-            Stage("naming", 4, 200, 2e-3, NAMING_MIXTURE, min_lr_ratio=0.6),
-            Stage("language", 4, 3000, 2e-3, FULL_MIXTURE, min_lr_ratio=0.1),
-            Stage("deep", 12, 550, 1.5e-3, FULL_MIXTURE, min_lr_ratio=0.02),
-        ),
+        stages=stages(200, 3000, 550, deep_lr=1.5e-3),
     ),
     # Its patches are four times as large: shapes and digits take more steps to learn, but a step is cheap.
     # Its language model has no two-dimensional positions, so the visual tokens must encode their positions.
-    "llava_onevision": Recipe(
-        probe_steps=3000,
-        has_positions=False,
-        stages=(
-            Stage("naming", 4, 250, 2e-3, NAMING_MIXTURE, min_lr_ratio=0.6),
-            Stage("language", 4, 3000, 2e-3, FULL_MIXTURE, min_lr_ratio=0.1),
-            Stage("deep", 12, 900, 1e-3, FULL_MIXTURE, min_lr_ratio=0.02),
-        ),
-    ),
+    "llava_onevision": Recipe(probe_steps=3000, has_positions=False, stages=stages(250, 3000, 900)),
 }
 
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 from data_prep.conversation import Conversation
 from data_prep.pocket import readings, scenes
-from data_prep.pocket.dialogue import Dialogue
 from data_prep.pocket.palette import SPLITS
+from data_prep.pocket.phrases import Dialogue
 
 Generator = Callable[[random.Random, str], Dialogue]
 

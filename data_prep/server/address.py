@@ -14,11 +14,7 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def check_server(settings: RegenerateConfig, environment: Mapping[str, str]) -> None:
-    """Checks the settings of the servers.
-
-    Raises:
-        ValueError: names the key and what is allowed, but neither a URL nor the key of a server.
-    """
+    """Checks the settings of the servers; a ValueError names neither a URL nor the key of a server."""
     if not isinstance(settings.server, (str, list)) or not all(isinstance(url, str) for url in settings.server):
         raise ValueError(f"regenerate.server: {type(settings.server).__name__}; allowed: a URL or a list of URLs")
     for number, url in enumerate(settings.urls(), 1):
@@ -29,11 +25,7 @@ def check_server(settings: RegenerateConfig, environment: Mapping[str, str]) -> 
 
 
 def read_key(settings: RegenerateConfig, environment: Mapping[str, str]) -> str:
-    """Returns the key of the servers; empty if they have no key.
-
-    Raises:
-        ValueError: the environment has no variable of the chosen name, or its value cannot be sent.
-    """
+    """Returns the key of the servers, empty if they have none; ValueError for a missing variable or a key that is none."""
     name = settings.key_variable
     if not NAME.fullmatch(name):
         raise ValueError(

@@ -46,11 +46,7 @@ class ServerAnswers:
             self._runner.run(self._pool.close())
 
     def check(self) -> str:
-        """Checks that every server serves the target; returns its id there.
-
-        Raises:
-            ServerError: one line with the remedy.
-        """
+        """Checks that every server serves the target; returns its id there."""
         self._runner.run(self._check.check_text())
         return self._check.model
 
@@ -109,7 +105,9 @@ class ServerAnswers:
             answer = answer_of(reply, self._target.processor.tokenizer, self._target.end_token_ids)
             return answer or TargetAnswer("", Outcome.failed, "the server's answer is no chat completion")
         except RequestRefused as refusal:
-            self._warn_once(str(refusal))
+            if not self._has_refused:
+                logger.warning("the server refuses a request: %s; further refusals are counted and listed", refusal)
+            self._has_refused = True
             return TargetAnswer("", Outcome.refused, f"refused by the server: {refusal}")
         except AttemptFailed as failure:
             return await self._failed(failure)
@@ -130,11 +128,6 @@ class ServerAnswers:
                 pass
         kept = "finished answers are kept, and the same command continues"
         raise ServerError(f"regenerate.server: {attempts} failed in a row: {failure}; {kept}")
-
-    def _warn_once(self, reason: str) -> None:
-        if not self._has_refused:
-            logger.warning("the server refuses a request: %s; further refusals are counted and listed", reason)
-        self._has_refused = True
 
 
 async def _first_done(tasks: set[asyncio.Task[Dialog]]) -> None:

@@ -180,15 +180,13 @@ class ServerPool:
             except AttemptFailed as failure:
                 server.pause(self._settings.retry_delay_s, failure.delay_s)
                 num_failed += not failure.is_busy
-                if num_failed > retries or (failure.is_busy and all(map(self._has_exhausted_retries, servers))):
+                # servers that are busy at every attempt, and not with our own requests
+                are_exhausted = all(one.num_faults > self._settings.retries and not one.num_active for one in servers)
+                if num_failed > retries or (failure.is_busy and are_exhausted):
                     raise
             else:
                 server.num_faults = 0
                 return found
-
-    def _has_exhausted_retries(self, server: Server) -> bool:
-        """Returns whether a server has been busy at every attempt, and not with our own requests."""
-        return server.num_faults > self._settings.retries and not server.num_active
 
 
 async def _free_server(servers: Sequence[Server]) -> Server:

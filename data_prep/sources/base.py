@@ -11,7 +11,7 @@ from sage.inputs.media import check_image
 
 
 class Source(ABC):
-    """Conversations by index.
+    """Conversations by index. Reading an invalid item raises BadItem, which names file, index and reason.
 
     Attributes:
         name: the file or data set, for messages.
@@ -31,30 +31,18 @@ class Source(ABC):
 
     @abstractmethod
     def conversation(self, index: int) -> Conversation:
-        """Returns an item, its images unopened.
-
-        Raises:
-            BadItem: the item is invalid; names file, index and reason.
-        """
+        """Returns an item, its images unopened."""
 
     @abstractmethod
     def fingerprint(self) -> str:
         """Returns a text that changes whenever the items change."""
 
     def example(self, index: int) -> Conversation:
-        """Returns an item that is valid for training, as far as can be checked without opening its images.
-
-        Raises:
-            BadItem: it is not.
-        """
+        """Returns an item that is valid for training, as far as can be checked without opening its images."""
         return as_example(self.conversation(index))
 
     def prompt(self, index: int) -> Conversation:
-        """Returns the messages of an item before its last answer.
-
-        Raises:
-            BadItem: they are not a valid prompt.
-        """
+        """Returns the messages of an item before its last answer, a valid prompt."""
         return as_prompt(self.conversation(index))
 
     def belongs_to(self, conversation: Conversation, split: Split, shares: Shares) -> bool:
@@ -77,20 +65,12 @@ class Stream(ABC):
 
 
 def as_example(conversation: Conversation) -> Conversation:
-    """Validates a conversation for training, as far as possible without opening its images.
-
-    Raises:
-        BadItem: it does not end with an answer, or is invalid.
-    """
+    """Validates a conversation for training, as far as possible without opening its images; BadItem if it is invalid."""
     return _check_files(check_conversation(conversation, needs_answer=True))
 
 
 def as_prompt(conversation: Conversation) -> Conversation:
-    """Returns the validated messages before the last answer.
-
-    Raises:
-        BadItem: there is no question, or an image file is missing.
-    """
+    """Returns the messages before the last answer; BadItem without a question, or if an image file is missing."""
     is_prompt = conversation.messages and conversation.messages[-1].get("role") == "user"
     return _check_files(check_conversation(conversation if is_prompt else conversation.prompt(), needs_answer=False))
 

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from data_prep.conversation import MEDIA, BadItem, Conversation, Message, Part
@@ -88,7 +89,8 @@ def load_table(path: str, subset: str, split: str, cache_dir: str, streaming: bo
         raise
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         given = f"subset {subset!r}, split {split!r}"
-        raise ValueError(f"data set {path}: {_one_line(error)}; check path, subset and split (here {given})") from error
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ValueError(f"data set {path}: {reason}; check path, subset and split (here {given})") from error
     return _undecoded(table)
 
 
@@ -124,12 +126,7 @@ def _undecoded(table: Any) -> Any:
 
 
 def table_messages(row: Row, columns: dict[str, str], media_root: str) -> list[Message]:
-    """Returns a row's columns as messages.
-
-    Raises:
-        ValueError: neither turns nor a question, or different numbers of files and placeholders.
-        KeyError: a mapped column is missing.
-    """
+    """Returns a row's columns as messages."""
     turns = columns.get("messages") or next((name for name in TURN_COLUMNS if name in row), None)
     found = {kind: _media_column(row, columns, kind) for kind in MEDIA}
     if turns is not None and "question" not in columns:
@@ -169,14 +166,8 @@ def _media_column(row: Row, columns: dict[str, str], kind: str) -> list[Any]:
     names = [columns[role] for role in (kind, f"{kind}s") if role in columns]
     names = names or [role for role in (kind, f"{kind}s") if row.get(role) is not None]
     values = [value for name in names for value in (row[name] if isinstance(row[name], list) else [row[name]])]
-    return [found for value in values if (found := _content(value)) is not None]
-
-
-def _content(value: Any) -> Any:
-    """Returns the embedded bytes, or the path, of a value of a media column."""
-    if isinstance(value, dict):
-        return value.get("bytes") or value.get("path")
-    return value
+    contents = (value.get("bytes") or value.get("path") if isinstance(value, dict) else value for value in values)
+    return [content for content in contents if content is not None]
 
 
 def _column(row: Row, columns: dict[str, str], role: str, is_optional: bool = False) -> Any:
@@ -186,10 +177,6 @@ def _column(row: Row, columns: dict[str, str], role: str, is_optional: bool = Fa
     if name not in row:
         raise ValueError(f"no column {name!r}, it has {', '.join(row)}; set data.sources.NAME.columns.{role}")
     return row[name]
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def _row_source(label: str, config: SourceConfig, rows: Any, media_root: str) -> RowSource:
@@ -212,21 +199,5 @@ def open_source(label: str, config: SourceConfig, split: Split, cache_dir: str) 
 def open_stream(label: str, config: SourceConfig, split: Split) -> Stream:
     """Opens the same for reading in order, without a download."""
     path = require_path(label, config.path, "a hub name, a parquet file or a folder of them")
-    source = _row_source(label, config, _NoRows(path), config.media_root)
+    source = _row_source(label, config, SimpleNamespace(name=path), config.media_root)  # rows are given to `convert`
     return HubStream(source, path, config.subset, config.split or "train", config.num_examples)
-
-
-class _NoRows:
-    """A name without rows: the rows of a stream are passed to `RowSource.convert` one by one."""
-
-    digest = ""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __len__(self) -> int:
-        return 0
-
-    def row(self, index: int) -> Any:
-        """Raises BadItem."""
-        raise BadItem(self.name, index, "a stream has no random access")

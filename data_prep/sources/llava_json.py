@@ -34,9 +34,6 @@ def llava_messages(row: Row, media_root: Roots, is_text: bool = False) -> list[M
 
     Args:
         is_text: whether the layout has no images, so that a placeholder is plain text (ShareGPT: HTML tags).
-
-    Raises:
-        ValueError: an unknown speaker, or different numbers of placeholders and files.
     """
     turns = turns_of(row, "conversations")
     media = {kind: media_list(row.get(kind), media_root, kind) for kind in ("image", "video")}

@@ -22,13 +22,9 @@ from sage.inputs.video import TIME_KEYS
 URL_TYPES = {"image_url": "image", "video_url": "video"}
 
 
-def chat_messages(row: Row, media_root: Roots, key: str = "messages") -> list[Message]:
-    """Returns the row's messages; relative image and video paths start from `media_root`.
-
-    Raises:
-        ValueError: no messages, an unknown part, or different numbers of parts and files.
-    """
-    messages = turns_of(row, key)
+def chat_messages(row: Row, media_root: Roots) -> list[Message]:
+    """Returns the row's messages; relative image and video paths start from `media_root`."""
+    messages = turns_of(row, "messages")
     media = {kind: media_list(row.get(f"{kind}s") or row.get(kind), media_root, kind) for kind in MEDIA}
     found = [_message(message, i, media, media_root) for i, message in enumerate(messages)]
     check_all_placed(media)

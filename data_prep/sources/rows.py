@@ -37,7 +37,8 @@ class RowSource(Source):
 
     Args:
         rows: the raw rows.
-        to_messages: row -> messages; raises ValueError, KeyError or TypeError for a row of another layout.
+        to_messages: row -> messages; raises ValueError, KeyError or TypeError for a row of another layout, an unknown role or
+            part, and different numbers of placeholders and files.
         settings: further settings that determine the result, for the fingerprint.
         id_key: key of a row's id; rows without it are numbered.
         family, family_key: task family of all rows, or the key of a row's family.
@@ -63,11 +64,7 @@ class RowSource(Source):
         return self.convert(self.rows.row(index), index)
 
     def convert(self, row: Any, index: int) -> Conversation:
-        """Turns a raw row into a conversation.
-
-        Raises:
-            BadItem: the row does not have this layout; names its index and, if it has one, its id.
-        """
+        """Turns a raw row into a conversation; BadItem with its index and id if it does not have this layout."""
         if not isinstance(row, dict):
             raise BadItem(self.name, index, f"not an object but {type(row).__name__}")
         name = row.get(self.id_key)

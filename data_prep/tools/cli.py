@@ -1,4 +1,7 @@
-"""The actions of `sage-data` as functions: check, convert, regenerate."""
+"""The actions of `sage-data` as functions: check, convert, regenerate.
+
+All raise ValueError for a setting, a file or an item that is wrong.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +40,7 @@ Data = ConversationDataset | StreamDataset
 
 
 def check_data(config: DataConfig, processor: Processor, split: str, limit: int) -> tuple[Statistics, Data]:
-    """Prepares a split and measures up to `limit` of its examples (0: all): a sample, or the beginning of a stream.
-
-    Raises:
-        ValueError: a setting, a file or an item is wrong.
-    """
+    """Prepares a split and measures up to `limit` of its examples (0: all): a sample, or the beginning of a stream."""
     dataset = _dataset(config, processor, split)
     conversations, count = _conversations(dataset, split, limit)
     total = None if isinstance(dataset, StreamDataset) else len(dataset)
@@ -69,10 +68,8 @@ def write_report(out: Path, config: DataConfig, statistics: Statistics, dataset:
 
 
 def convert(config: DataConfig, processor: Processor, split: str, out: Path) -> int:
-    """Writes a split as `messages` rows, with its embedded images beside them; returns the number of rows.
-
-    Raises:
-        ValueError: `out` exists, or an item is invalid.
+    """Writes a split as `messages` rows to `out`, which may not exist, with its embedded images beside it; returns their
+    number.
     """
     if out.exists():
         raise ValueError(f"{out}: exists already; give another out, or delete it")
@@ -99,10 +96,8 @@ def regenerate_data(
     rank: int = 0,
     world_size: int = 1,
 ) -> RegenerationResult:
-    """Replaces a split's answers by the target's own; see data_prep.tools.regenerate.
-
-    Raises:
-        ValueError: a setting or a file is wrong, or `out` contains rows with other settings.
+    """Replaces a split's answers by the target's own, in an `out` without rows of other settings; see
+    data_prep.tools.regenerate.
     """
     dataset = _items(config, target.processor, split)
     origin = {
@@ -126,11 +121,7 @@ def regenerate_from_server(
     rank: int = 0,
     world_size: int = 1,
 ) -> RegenerationResult:
-    """`regenerate_data` with the answers of `settings.server`.
-
-    Raises:
-        ValueError: as `regenerate_data`, and a server that does not answer or does not serve the target.
-    """
+    """`regenerate_data` with the answers of `settings.server`, each of which has to answer and to serve the target."""
     policy = MediaPolicy.of(config, Split(split), settings.images)
     finished = finished_provenance(out)
     with ServerAnswers(settings, key, target, policy) as servers:
@@ -178,11 +169,7 @@ def _conversations(dataset: Data, split: str, count: int, seed: int = 0) -> tupl
 def _examples(
     dataset: Data, conversations: Iterator[Conversation], long: LongExamples | None = None
 ) -> Iterator[tuple[Conversation, Example]]:
-    """Yields conversations with their examples; invalid ones are listed or raised, as set by `data.on_bad`.
-
-    Args:
-        long: counts the lengths.
-    """
+    """Yields conversations with their examples; invalid ones are listed or raised, as set by `data.on_bad`. `long` counts."""
     config = dataset.config
     for conversation in conversations:
         try:

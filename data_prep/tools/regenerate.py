@@ -180,11 +180,7 @@ def _parts(out: Path) -> list[Path]:
 
 
 def _read(out: Path, provenance: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """Returns all finished rows by position, from `out`, the skipped rows and the parts.
-
-    Raises:
-        ValueError: rows with another provenance.
-    """
+    """Returns all finished rows by position, from `out`, the skipped rows and the parts."""
     files = [path for path in (out, skipped_path(out)) if path.exists()] + _parts(out)
     return {row["position"]: row for file in files for row in _rows(file, provenance)}
 

@@ -156,10 +156,15 @@ def start(
         keep_prefix: whether `Generation.prefix` will be called; takes memory for the features of every token.
     """
     clock = Clock(target.device, PREPARATIONS)
-    sampling = _sampling(sampling, options)
-    policy = _policy(policy, draft)
+    known = [field.name for field in fields(Sampling)]
+    if unknown := [name for name in options if name not in known]:
+        raise ValueError(f"{unknown[0]}: unknown option; choose from policy, sampling, pruning, {', '.join(known)}")
+    sampling = replace(sampling or Sampling(), **options)
+    policy = new_policy(policy) if isinstance(policy, str) else policy
     if draft is not None:
         check_draft(draft, target, pruning)
+    elif policy.num_candidates:
+        raise ValueError(f"draft: the policy {policy.name!r} needs one; load it with sage.load_draft(path, target)")
     inputs = _unpadded(inputs, target.family.pixel_keys)
     prompt_ids = inputs["input_ids"]
     tokenizer = target.processor.tokenizer if target.processor else None
@@ -192,13 +197,6 @@ def start(
     return Generation(target, request)
 
 
-def _policy(policy: str | Policy, draft: Draft | None) -> Policy:
-    policy = new_policy(policy) if isinstance(policy, str) else policy
-    if policy.num_candidates and draft is None:
-        raise ValueError(f"draft: the policy {policy.name!r} needs one; load it with sage.load_draft(path, target)")
-    return policy
-
-
 def _unpadded(inputs: Mapping[str, Any], pixel_keys: Collection[str]) -> Mapping[str, Any]:
     """Removes the padding tokens of a single prompt; ValueError if the attention mask leaves nothing."""
     mask = inputs.get("attention_mask")
@@ -211,13 +209,6 @@ def _unpadded(inputs: Mapping[str, Any], pixel_keys: Collection[str]) -> Mapping
         key: value[:, is_kept] if isinstance(value, Tensor) and value.shape == shape and key not in pixel_keys else value
         for key, value in inputs.items()
     }
-
-
-def _sampling(sampling: Sampling | None, options: dict[str, Any]) -> Sampling:
-    known = [field.name for field in fields(Sampling)]
-    if unknown := [name for name in options if name not in known]:
-        raise ValueError(f"{unknown[0]}: unknown option; choose from policy, sampling, pruning, {', '.join(known)}")
-    return replace(sampling or Sampling(), **options)
 
 
 def generate(
@@ -254,18 +245,10 @@ def generate(
 
 
 def stream(
-    target: Target,
-    draft: Draft | None,
-    inputs: Any,
-    policy: str | Policy = DEFAULT_POLICY,
-    *,
-    sampling: Sampling | None = None,
-    pruning: Pruning = KEEP_ALL,
-    **options: Any,
+    target: Target, draft: Draft | None, inputs: Any, policy: str | Policy = DEFAULT_POLICY, **options: Any
 ) -> Iterator[str]:
     """Yields the text as it is accepted; arguments as for `generate`."""
-    generation = start(target, draft, inputs, policy, sampling=sampling, pruning=pruning, **options)
-    for piece in pieces(generation):
+    for piece in pieces(start(target, draft, inputs, policy, **options)):
         yield piece.text
 
 

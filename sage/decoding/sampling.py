@@ -88,7 +88,9 @@ class TargetSampler:
         if self.is_greedy:
             return scores.argmax(-1).masked_fill_(is_nan, NAN_TOKEN)
         self._scores = self._warped(scores)
-        noise = self._noise_of(tree.depth + 1, logits.shape[-1], logits.device)
+        if self._noise is None:
+            self._noise = PositionNoise(self.seed, logits.shape[-1], logits.device)
+        noise = self._noise(self.num_new, tree.depth + 1)
         return (self._scores + noise.index_select(0, tree.depths)).argmax(-1).masked_fill_(is_nan, NAN_TOKEN)
 
     def coupled(self, logits: Tensor, level: int, token_map: Tensor | None = None) -> Tensor:
@@ -144,12 +146,6 @@ class TargetSampler:
         """Returns the logits in float32, or float64 if they are, after temperature and truncation."""
         scores: Tensor = self.warpers(None, logits if logits.dtype == torch.float64 else logits.float())
         return scores
-
-    def _noise_of(self, count: int, vocabulary: int, device: torch.device) -> Tensor:
-        """Returns the noise [count, V] of the next positions."""
-        if self._noise is None:
-            self._noise = PositionNoise(self.seed, vocabulary, device)
-        return self._noise(self.num_new, count)
 
 
 def _paths_by_depth(tree: Tree) -> Iterator[tuple[Tensor, Tensor]]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Inputs = dict[str, Any]
 
@@ -114,3 +114,9 @@ class InputFormat:
     def stack(self, key: str, values: list[Tensor]) -> Tensor:
         """Concatenates one pixel input of several examples along the image axis."""
         return torch.cat(values)
+
+
+def pad_second(values: list[Tensor], fill: float = 0.0) -> list[Tensor]:
+    """Pads tensors [images, tiles, ...] to the most tiles of the batch."""
+    most = max(value.shape[1] for value in values)
+    return [nn.functional.pad(v, (0, 0) * (v.dim() - 2) + (0, most - v.shape[1]), value=fill) for v in values]

@@ -104,7 +104,10 @@ def open_video(source: Any, num_frames: int | None = None, segment: Segment = No
     frames, fps = _sampled(source, num_frames, segment, frames_per_s)
     if not frames:
         raise ValueError(f"video {_name(source)}: no frames")
-    images = _open_frames(frames, f"video {_name(source)}")
+    try:
+        images = [open_image(frame) for frame in frames]
+    except ValueError as error:
+        raise ValueError(f"video {_name(source)}: {error}") from error
     if len({image.size for image in images}) > 1:
         raise ValueError(f"video {_name(source)}: frames of different sizes")
     return Video(images, fps)
@@ -118,13 +121,6 @@ def _sampled(source: Any, num_frames: int, segment: Segment, frames_per_s: float
         source = frame_files(Path(source))
     wanted, fps = sample_frames(len(source), frames_per_s, segment, num_frames)
     return [source[i] for i in wanted], fps
-
-
-def _open_frames(frames: Sequence[Any], name: str) -> list[Image.Image]:
-    try:
-        return [open_image(frame) for frame in frames]
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
 
 
 def frame_files(folder: Path) -> list[Path]:

@@ -149,11 +149,12 @@ class Processor:
             ValueError: different numbers of placeholders and images or videos, or of videos and `fps`.
         """
         texts, pixels = self._encode_media(segments, images or [], videos or [], fps)
-        pieces = [(self._expand(text, texts), supervised) for text, supervised in segments]
-        ids = self._tokenize(pieces)
-        ids[0] = [*self._beginning(pieces[0][0]), *ids[0]]
+        if self.family.placeholders:
+            segments = [(self._placeholders.sub(lambda _: texts.pop(0), text), is_answer) for text, is_answer in segments]
+        ids = self._tokenize(segments)
+        ids[0] = [*self._beginning(segments[0][0]), *ids[0]]
         input_ids = torch.tensor([token for piece in ids for token in piece], dtype=torch.long)
-        mask = [supervised for piece, (_, supervised) in zip(ids, pieces, strict=True) for _ in piece]
+        mask = [supervised for piece, (_, supervised) in zip(ids, segments, strict=True) for _ in piece]
         loss_mask = torch.tensor(mask, dtype=torch.bool)
         return {"input_ids": input_ids, "loss_mask": loss_mask, **self.family.token_inputs(input_ids), **pixels}
 
@@ -180,10 +181,6 @@ class Processor:
     @property
     def _placeholders(self) -> re.Pattern[str]:
         return re.compile("|".join(map(re.escape, self.family.placeholders.values())))
-
-    def _expand(self, text: str, texts: list[str]) -> str:
-        """Replaces the placeholders by `texts`, which are removed from the list in reading order."""
-        return self._placeholders.sub(lambda _: texts.pop(0), text) if self.family.placeholders else text
 
     def _tokenize(self, pieces: list[Segment]) -> list[list[int]]:
         """Tokenizes pieces of one text; the first one and every answer as if it was a text of its own.
@@ -231,13 +228,8 @@ class Processor:
             elif key in self.family.pixel_keys:
                 batch[key] = self.family.stack(key, values)
             else:
-                batch[key] = _pad(values, self._pad_id if key == "input_ids" else 0)
+                batch[key] = _pad(values, (self.tokenizer.pad_token_id or 0) if key == "input_ids" else 0)
         return batch
-
-    @property
-    def _pad_id(self) -> int:
-        pad = self.tokenizer.pad_token_id
-        return 0 if pad is None else pad
 
 
 def open_media(

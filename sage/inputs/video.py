@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from PIL import Image
+from PIL import Image, ImageSequence
 
 VIDEO_SUFFIXES = (".mp4", ".mkv", ".webm", ".avi", ".mov", ".m4v", ".gif")
 READER = "av"
@@ -37,7 +37,7 @@ class Video(NamedTuple):
 
 
 def read_video(path: Path, num_frames: int, segment: Segment = None) -> Video:
-    """Reads at most `num_frames` evenly evenly_spaced frames of a video file or of a segment of it.
+    """Reads at most `num_frames` evenly spaced frames of a video file or of a segment of it.
 
     Raises:
         ValueError: the file cannot be read as a video, or its format needs `av`, which is not installed.
@@ -130,20 +130,10 @@ def sample_frames(total: int, frames_per_s: float, segment: Segment, num_frames:
 
 def _read_gif(path: Path, num_frames: int, segment: Segment) -> Video:
     with Image.open(path) as image:
-        total = getattr(image, "n_frames", 1)
-        duration_s = sum(_duration_s(image, i) for i in range(total))
-        wanted, fps = sample_frames(total, total / duration_s, segment, num_frames)
-        return Video([_gif_frame(image, i) for i in wanted], fps)
-
-
-def _duration_s(image: Image.Image, index: int) -> float:
-    image.seek(index)
-    return image.info.get("duration", 0) / 1000 or 1 / UNKNOWN_FPS
-
-
-def _gif_frame(image: Image.Image, index: int) -> Image.Image:
-    image.seek(index)
-    return image.convert("RGB")
+        frames = ImageSequence.Iterator(image)
+        durations_s = [frame.info.get("duration", 0) / 1000 or 1 / UNKNOWN_FPS for frame in frames]
+        wanted, fps = sample_frames(len(durations_s), len(durations_s) / sum(durations_s), segment, num_frames)
+        return Video([frames[i].convert("RGB") for i in wanted], fps)
 
 
 def _read_av(path: Path, num_frames: int, segment: Segment) -> Video:

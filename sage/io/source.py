@@ -21,13 +21,7 @@ from pathlib import Path
 
 from sage.io.files import json_digest
 
-PACKAGES = (
-    "benchmarks",
-    "checkpoints",
-    "data_prep",
-    "sage",
-    "train",
-)  # the project; imports of other packages are not followed
+PACKAGES = ("benchmarks", "checkpoints", "data_prep", "sage", "train")  # imports of other packages are not followed
 ROOT = Path(__file__).resolve().parents[2]  # the folder of the packages
 
 

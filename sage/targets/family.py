@@ -139,8 +139,15 @@ class Family(InputFormat):
     # -- a prompt --------------------------------------------------------------------------------------------------------------
 
     def visual_features(self, model: Any, inputs: Inputs) -> dict[int, Visual]:
-        """Returns slot -> output of the vision tower in reading order, for the pixel inputs that are present."""
-        return {}
+        """Returns slot -> output of the vision tower in reading order, for the pixel inputs that are present.
+
+        By default for families whose `pixel_keys` are the arguments of the model's `get_image_features`.
+        """
+        pixels = [inputs.get(key) for key in self.pixel_keys]
+        if not pixels or pixels[0] is None:
+            return {}
+        out = model.model.get_image_features(*pixels, return_dict=True)
+        return {self.slots["image"]: Visual(torch.cat(tuple(out.pooler_output)))}
 
     def positions(self, model: Any, inputs: Inputs, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the rope positions of the prompt, [3, B, T] or [B, T], and of the token after it, [B]."""

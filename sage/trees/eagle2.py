@@ -49,7 +49,9 @@ class Eagle2(Policy):
         self._beam = [1.0]  # those of the frontier
 
     def next_level(self, frontier: Frontier) -> NextLevel:
-        picks, paths = best_children(frontier.rows, self._beam, self.total - 1, above=self._least())
+        # What a further node must exceed to survive the reranking.
+        least = sorted(self._paths)[-self.total] if len(self._paths) >= self.total else -1.0
+        picks, paths = best_children(frontier.rows, self._beam, self.total - 1, above=least)
         if len(picks) < self.top_k:  # the beam is drafted from, whether it survives or not
             picks, paths = best_children(frontier.rows, self._beam, min(self.top_k, self.total - 1))
         self._paths += paths
@@ -58,10 +60,6 @@ class Eagle2(Policy):
         if self._is_last(frontier.level):
             return NextLevel(picks, [])
         return NextLevel(picks, [picks[i] for i in beam])
-
-    def _least(self) -> float:
-        """Returns the path probability that a further node must exceed to survive the reranking."""
-        return sorted(self._paths)[-self.total] if len(self._paths) >= self.total else -1.0
 
     def _is_last(self, level: int) -> bool:
         """Returns whether drafting ends at `level`."""

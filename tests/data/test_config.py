@@ -11,7 +11,6 @@ import pytest
 import yaml
 from support.messages import refused
 
-import data_prep
 from data_prep.config import Cache, DataConfig, OnBad, validate
 from data_prep.sources import KINDS, SourceConfig
 from data_prep.splits import Split
@@ -78,9 +77,3 @@ def test_top_level_keys_are_defaults_of_the_sources() -> None:
 def test_settings_do_not_import_torch() -> None:
     code = "import sys, data_prep, data_prep.config as c; c.validate(c.DataConfig()); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_public_names() -> None:
-    assert all(getattr(data_prep, name) is not None for name in data_prep.__all__)
-    with refused("'nothing'", error=AttributeError):
-        _ = data_prep.nothing

@@ -14,7 +14,7 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 import data_prep.pocket
 from data_prep.chat import build_example
-from data_prep.pocket import architecture, build, folder, probe, training, world
+from data_prep.pocket import architecture, build, probe, training, world
 from data_prep.pocket.families import FAMILIES, WIDTH, pocket_family
 from data_prep.pocket.score import KINDS, pad_left, summary
 from sage.io.manifest import sha256
@@ -107,10 +107,10 @@ def test_unknown_family_is_refused(tokenizers):
 
 @families
 def test_shipped_score_belongs_to_the_shipped_weights(family):
-    weights = shipped(family) / folder.WEIGHTS
+    weights = shipped(family) / architecture.WEIGHTS
     score = json.loads((shipped(family) / "score.json").read_text())
     assert sha256(weights) == score["sha256"]
-    assert weights.stat().st_size == score["bytes"] <= folder.MAX_WEIGHT_BYTES
+    assert weights.stat().st_size == score["bytes"] <= architecture.MAX_WEIGHT_BYTES
 
 
 @families
@@ -206,7 +206,7 @@ def test_small_recipe_builds_a_loadable_folder(family, tmp_path):
         probe_steps=1, stages=stages, has_positions=False, num_texts=60, probe_batch_size=2, batch_size=2, num_pooled=1
     )
     model, tokenizer = build.train(family, 0, recipe)
-    folder.save(model, tokenizer, family, tmp_path / "target")
+    architecture.save(model, tokenizer, family, tmp_path / "target")
     target = load_target(tmp_path / "target", dtype=torch.float32)
     assert target.num_layers == 4 and target.model.config.model_type == family
     again, _ = build.train(family, 0, recipe)

@@ -26,7 +26,7 @@ def test_imports_between_rooms_point_down() -> None:
 def test_shared_modules_import_no_room() -> None:
     """Except `build`, which connects the rooms, and `config`, which reads the registry of sources."""
     found = {path.stem: rooms for path in ROOT.glob("*.py") if (rooms := imported_rooms(path))}
-    assert found.keys() == {"__init__", "build", "config"}
+    assert found.keys() == {"build", "config"}
     assert found["config"] == {"sources"}
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from data_prep.pocket import architecture, folder, training
+from data_prep.pocket import architecture, training
 from train.state.resume import rng_state, set_rng_state
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def make_target(where: Path, family: str = "qwen2_5_vl", layers: int = 2) -> Pat
     """An untrained pocket target with its processor, as a folder."""
     tokenizer = architecture.new_tokenizer(family, training.world_texts(50))
     model = architecture.new_model(family, tokenizer, layers, seed=0)
-    folder.save(model, tokenizer, family, where / f"target_{family}")
+    architecture.save(model, tokenizer, family, where / f"target_{family}")
     return where / f"target_{family}"
 
 

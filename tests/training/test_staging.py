@@ -14,7 +14,7 @@ from support.models import make_llava, make_qwen
 from torch import Tensor
 
 import sage
-from data_prep import StepLoader
+from data_prep.batching.loader import StepLoader
 from sage.targets.family import NEXT_POSITION, POSITIONS
 from train.distill.staging import Staging
 

@@ -1,8 +1,8 @@
-"""Checks of the configuration: ranges of its fields, then combinations of fields; without torch, models or data.
+"""Checks of the configuration: the run folder, ranges of fields, then combinations of fields; without torch, models or data.
 
 `check(config)` runs before anything is loaded or written. Properties of loaded objects (does the draft fit the target?) are
-checked where these are built, still before the first file is written. Does not own: the checks of the run folder
-(train.config.run_checks, train.config.resuming).
+checked where these are built, still before the first file is written. Every check raises ConfigError for the first mistake:
+dotted key, value, allowed values, remedy. Does not own: the settings of a run to be resumed (train.config.resuming).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
+from checkpoints.run_folder import CONFIG, LOCK, is_run
 from data_prep.config import check_paths
 from data_prep.config import validate as check_data_fields
 from data_prep.sources import KINDS as SOURCE_KINDS
@@ -18,11 +19,11 @@ from data_prep.splits import Split
 from sage.drafts.location import find_draft
 from sage.drafts.options import TrainedPart
 from sage.drafts.registry import KINDS
+from sage.io.files import CannotWrite, check_writable
 from sage.io.ranges import FieldError, check_fields
 from sage.trees import AUTOREGRESSIVE, POLICIES
 from train.config.draft import CompressorKind
 from train.config.resuming import check_same_run
-from train.config.run_checks import check_run_folder
 from train.config.schema import (
     MAX_STAGE,
     Baseline,
@@ -31,6 +32,7 @@ from train.config.schema import (
     DecodeConfig,
     Offload,
     Precision,
+    RunConfig,
     Schedule,
     ValidateOn,
 )
@@ -44,12 +46,7 @@ SIZES = (
 
 
 def check(config: Config) -> None:
-    """Refuses a configuration that cannot be run.
-
-    Raises:
-        ConfigError: the first mistake: dotted key, value, allowed values, remedy.
-        ValueError: likewise, from the checks of the data group.
-    """
+    """Refuses a configuration that cannot be run; the checks of the data group raise ValueError."""
     if not config.launch.plan:  # a plan writes nothing and opens no data
         check_run_folder(config.run)
         check_same_run(config)
@@ -57,7 +54,8 @@ def check(config: Config) -> None:
     check_ranges(config)
     check_path("target.path", config.target.path)
     _check_draft(config)
-    _check_data(config)
+    if not config.launch.plan:
+        _check_data(config)
     _check_train(config)
     _check_optim(config)
     _check_objective(config)
@@ -65,6 +63,24 @@ def check(config: Config) -> None:
     _check_launch(config)
     check_decode(config.decode)
     _check_score(config)
+
+
+def check_run_folder(run: RunConfig) -> None:
+    """Refuses a run folder that would be overwritten or cannot be written."""
+    folder = Path(run.dir)
+    if not run.dir.strip():
+        raise ConfigError("run.dir=: allowed: a folder; give run.dir=DIR")
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"run.dir={folder}: allowed: a folder; this is a file, give another path")
+    if is_run(folder) and not run.resume:
+        raise ConfigError(f"run.dir={folder}: already holds a run; give run.resume=true to continue it, or another run.dir")
+    if folder.is_dir() and any(path.name != LOCK for path in folder.iterdir()) and not is_run(folder):
+        raise ConfigError(f"run.dir={folder}: is not empty and holds no run; give a new or an empty folder")
+    try:
+        check_writable(folder / CONFIG)
+    except CannotWrite as error:
+        reason = getattr(error.__cause__, "strerror", None) or error
+        raise ConfigError(f"run.dir={folder}: cannot be written ({reason}); give a folder with write permission") from error
 
 
 def check_ranges(config: Any) -> None:
@@ -133,8 +149,6 @@ def _check_compressor(config: Config) -> None:
 
 
 def _check_data(config: Config) -> None:
-    if config.launch.plan:
-        return
     for label, source in config.data.resolved(Split.train).items():
         if "path" in SOURCE_KINDS[source.kind].options and not source.path:
             raise ConfigError(f"data.path: missing; data source {label} ({source.kind}) needs data.path=FILE_OR_FOLDER")
@@ -150,11 +164,7 @@ def _check_train(config: Config) -> None:
 
 
 def check_batch(config: Config, world_size: int) -> int:
-    """Returns the number of micro-batches per rank and optimizer step.
-
-    Raises:
-        ConfigError: the global batch is not divisible by the micro-batches of all ranks.
-    """
+    """Returns the number of micro-batches per rank and optimizer step, which the global batch has to be divisible by."""
     per_pass = config.train.micro_batch_size * world_size
     if config.train.global_batch_size % per_pass:
         raise ConfigError(
@@ -181,12 +191,10 @@ def _check_objective(config: Config) -> None:
     if not KINDS[config.draft.kind].predicts_features and objective.feature_weight:
         remedy = f"it predicts no feature of the target; choose objective={config.draft.kind}"
         _refuse("objective.feature_weight", objective.feature_weight, f"0 with draft={config.draft.kind}", remedy)
-    if KINDS[config.draft.kind].is_target:
-        remedy = "a model reads tokens alone; choose objective=model"
-        if objective.steps != 1:
-            _refuse("objective.steps", objective.steps, "1 with draft=model", remedy)
-        if objective.feature_noise:
-            _refuse("objective.feature_noise", objective.feature_noise, "0 with draft=model", remedy)
+    for name, needed in (("steps", 1), ("feature_noise", 0)) if KINDS[config.draft.kind].is_target else ():
+        if (value := getattr(objective, name)) != needed:
+            remedy = "a model reads tokens alone; choose objective=model"
+            _refuse(f"objective.{name}", value, f"{needed} with draft=model", remedy)
 
 
 def _check_score(config: Config) -> None:
@@ -207,11 +215,7 @@ def zero_stage(config: Config) -> int:
 
 
 def check_deepspeed(config: Config, world_size: int) -> None:
-    """Checks the `deepspeed` group for a number of ranks.
-
-    Raises:
-        ConfigError: a stage or an option that is not supported, or not with this draft, validation or number of ranks.
-    """
+    """Checks the `deepspeed` group with this draft, validation and number of ranks."""
     deepspeed = config.deepspeed
     if deepspeed.offload_optimizer is not Offload.none and deepspeed.stage == 0:
         _refuse("deepspeed.offload_optimizer", deepspeed.offload_optimizer, "none with stage 0", "choose deepspeed=zero2")

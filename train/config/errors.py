@@ -107,11 +107,7 @@ def unknown_key(key: str, schema: type) -> str:
 
 
 def refuse_unknown(composed: Any, schema: type, prefix: str = "", root: type | None = None) -> None:
-    """Refuses keys added with `+` that the schema does not have; OmegaConf accepts them silently.
-
-    Raises:
-        ConfigError: names the first one.
-    """
+    """Raises ConfigError with the first key added with `+` that the schema lacks; OmegaConf accepts them silently."""
     hints = typing.get_type_hints(schema)
     for name in composed:
         if name not in hints:

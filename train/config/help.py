@@ -10,7 +10,6 @@ import shutil
 import textwrap
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -35,37 +34,29 @@ LISTED_WITH_VALUES = ("target", "deepspeed")  # groups whose choices are describ
 SET_BY_CHOICE = ("name", "kind")
 
 
-@dataclass(frozen=True)
-class Row:
-    """A line of the help: `left` is `key=default` or a choice."""
-
-    left: str
-    meaning: str
+Row = tuple[str, str]  # a line of the help: `key=default` or a choice, and its meaning
 
 
 def help_text(config_name: str, schema: type, arguments: Sequence[str]) -> str:
     """Returns the help of a command for the configuration composed from its arguments.
 
     Args:
-        config_name: a file in `conf/` without `.yaml`.
         arguments: of the command line; options like `--help`, and sweeps, are ignored.
 
     Raises:
         HydraException, OmegaConfBaseException: an argument is wrong.
     """
     with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
-        composed = hydra.compose(config_name, _single_values(arguments), return_hydra_config=True)
+        words = [word for word in arguments if not word.startswith("-")]
+        parse = OverridesParser.create().parse_override
+        single_values = [word for word in words if not parse(word).is_sweep_override()]
+        composed = hydra.compose(config_name, single_values, return_hydra_config=True)
     width = min(shutil.get_terminal_size(TERMINAL).columns, TERMINAL[0])
     template, chosen = str(composed.hydra.help.template), dict(composed.hydra.runtime.choices)
     chosen |= {POLICY_GROUP: list(composed.decode.policies)} if "decode" in composed else {}
     choices = [_choices(group, chosen.get(group), width) for group in _groups(config_name)]
     keys = _table(_rows(schema, composed, "", chosen), width)
     return template.replace(CHOICES, "\n".join(choices)).replace(KEYS, keys).rstrip()
-
-
-def _single_values(arguments: Sequence[str]) -> list[str]:
-    words = [word for word in arguments if not word.startswith("-")]
-    return [word for word in words if not OverridesParser.create().parse_override(word).is_sweep_override()]
 
 
 # -- choices -----------------------------------------------------------------------------------------------------------
@@ -83,7 +74,7 @@ def _choices(group: str, chosen: Any, width: int) -> str:
     """Returns the choices of a group with their meanings; a star marks those of this configuration."""
     marked = [chosen] if isinstance(chosen, str) else list(chosen or ())
     meanings = {name: choice_meaning(group, name).removesuffix(".") for name in group_choices(group)}
-    rows = [Row(f"{'*' if name in marked else ' '} {name}", meaning) for name, meaning in meanings.items()]
+    rows = [(f"{'*' if name in marked else ' '} {name}", meaning) for name, meaning in meanings.items()]
     return f"{INDENT}{group}=\n{_table(rows, width, column=24)}\n"
 
 
@@ -120,7 +111,7 @@ def _rows(schema: type, values: Any, prefix: str, chosen: Mapping[str, Any]) -> 
             notes.append(f"only with {group}={'|'.join(own)}" if len(own) < len(owners) else "")
             others = {} if group in LISTED_WITH_VALUES or name in SET_BY_CHOICE else defaults
             notes += [f"{other} with {group}={'|'.join(names)}" for other, names in _by_value(others, value).items()]
-            yield Row(f"{key}={_written(value)}", "; ".join(note for note in notes if note))
+            yield f"{key}={_written(value)}", "; ".join(note for note in notes if note)
 
 
 def _is_group(kind: Any, key: str) -> bool:
@@ -134,7 +125,7 @@ def _policy_rows(key: str, given: Mapping[str, Any]) -> Iterator[Row]:
         own = given.get(policy) or {}
         for name, option in policy_options(policy).items():
             value = _written(own[name]) if name in own else option.default
-            yield Row(f"{key}.{policy}.{name}={value}", option.meaning.removesuffix("."))
+            yield f"{key}.{policy}.{name}={value}", option.meaning.removesuffix(".")
 
 
 def _defaults(name: str, group: str, owners: Mapping[str, type]) -> dict[str, Any]:
@@ -195,14 +186,14 @@ def _table(rows: Iterable[Row], width: int, column: int = COLUMN) -> str:
     """Returns the rows in two columns of `width` characters together; a blank line separates the groups of keys."""
     lines: list[str] = []
     before = ""
-    for row in rows:
-        group = row.left.partition("=")[0].rpartition(".")[0]
+    for left, text in rows:
+        group = left.partition("=")[0].rpartition(".")[0]
         lines += [""] if lines and group != before else []
         before = group
-        meaning = textwrap.wrap(row.meaning, max(width - column - len(INDENT), 24)) or [""]
-        if len(row.left) >= column:
-            lines.append(INDENT + row.left)
+        meaning = textwrap.wrap(text, max(width - column - len(INDENT), 24)) or [""]
+        if len(left) >= column:
+            lines.append(INDENT + left)
         else:
-            lines.append(f"{INDENT}{row.left:{column}}{meaning.pop(0)}".rstrip())
+            lines.append(f"{INDENT}{left:{column}}{meaning.pop(0)}".rstrip())
         lines += [INDENT + " " * column + line for line in meaning]
     return "\n".join(lines)

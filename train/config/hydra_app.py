@@ -58,7 +58,6 @@ def run_app(
 
     Args:
         config_name: a file in `conf/` without `.yaml`.
-        schema: the dataclass of the composed configuration.
         task: takes an instance of `schema`, returns an exit code.
         is_main: whether this process is rank 0, which alone prints errors.
         sweep_score: scores and compares the jobs of a sweep; None for commands without sweeps.
@@ -79,12 +78,11 @@ def run_app(
     if {"-h", "--help"} & set(sys.argv):
         return job.guard(lambda: _print_help(config_name, schema))
     os.environ[FULL_ERROR] = "1"  # makes Hydra raise errors instead of printing them and exiting
-    register()
     register_resolvers()
     folder = sweep.open_folder()
 
     def run_all() -> int:
-        hydra.main(version_base="1.3", config_path=config_path(), config_name=config_name)(job)()
+        hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=config_name)(job)()
         return max(job.codes, default=EXIT_DONE)
 
     try:
@@ -100,7 +98,6 @@ def run_app(
 
 def _print_help(config_name: str, schema: type) -> int:
     """Prints the help of a command; returns the exit code."""
-    register()
     register_resolvers()
     print(help_text(config_name, schema, sys.argv[1:]), flush=True)
     return EXIT_DONE
@@ -220,10 +217,8 @@ def to_object(composed: DictConfig, schema: type, overrides: Sequence[str], swep
 def compose(config_name: str, overrides: list[str], schema: type) -> Any:
     """Returns the configuration of a command line with these overrides, for tests and other programs.
 
-    Raises:
-        ConfigError: any mistake, in one line.
+    Any mistake is a ConfigError of one line.
     """
-    register()
     register_resolvers()
     try:
         with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
@@ -235,26 +230,19 @@ def compose(config_name: str, overrides: list[str], schema: type) -> Any:
         raise
 
 
-def config_path() -> str:
-    """Returns `config_dir` in Hydra's notation."""
-    return "pkg://train._conf" if importlib.util.find_spec("train._conf") else str(config_dir())
-
-
 def register_resolvers() -> None:
-    """Registers the resolvers `${NAME:...}` of the YAML files.
+    """Registers the schemas and the resolvers `${NAME:...}` of the YAML files.
 
     `run_name:TARGET,DRAFT,PATH,DATA,OBJECTIVE` is the default name of a run. `package_dir:PACKAGE` is the folder of an
     installed package, found without importing it; `target_name:PATH` and `target_dtype:PATH` are the name and precision of a
     target given by its path.
     """
-    OmegaConf.register_new_resolver("package_dir", _package_dir, replace=True)
-    OmegaConf.register_new_resolver("run_name", run_name, replace=True)
-    OmegaConf.register_new_resolver("target_name", target_name, replace=True)
-    OmegaConf.register_new_resolver("target_dtype", target_dtype, replace=True)
-    OmegaConf.register_new_resolver("lr_for_width", lr_for_width, replace=True)
+    register()
+    for resolve in (package_dir, run_name, target_name, target_dtype, lr_for_width):
+        OmegaConf.register_new_resolver(resolve.__name__, resolve, replace=True)
 
 
-def _package_dir(name: str) -> str:
+def package_dir(name: str) -> str:
     spec = importlib.util.find_spec(name)
     assert spec is not None and spec.submodule_search_locations, name
     return str(Path(list(spec.submodule_search_locations)[0]).resolve())

@@ -16,11 +16,7 @@ def key_of(override: str) -> str:
 
 
 def with_resume(arguments: Sequence[str]) -> list[str]:
-    """Replaces `--resume RUN` (or `--resume=RUN`) by `run.dir=RUN run.resume=true`.
-
-    Raises:
-        ConfigError: no folder after `--resume`.
-    """
+    """Replaces `--resume RUN` (or `--resume=RUN`) by `run.dir=RUN run.resume=true`; ConfigError without a folder."""
     found: list[str] = []
     rest = iter(arguments)
     for argument in rest:
@@ -46,13 +42,10 @@ def given_keys() -> set[str]:
 
 
 def refuse_unused(overrides: Sequence[str], unused: Mapping[str, str]) -> None:
-    """Refuses overrides without effect.
+    """Raises ConfigError with the first override that has no effect.
 
     Args:
         unused: dotted keys, or prefixes that end in a dot -> where the key has no effect, and the remedy.
-
-    Raises:
-        ConfigError: names the first one.
     """
     for override in overrides:
         for key, reason in unused.items():

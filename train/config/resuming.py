@@ -98,10 +98,8 @@ def with_own_config(composed: DictConfig, overrides: Sequence[str]) -> DictConfi
 def changes(config: Config) -> list[Change]:
     """Returns the settings of a resumed run that differ from those last used in its folder; none if it is not resumed.
 
-    Settings that the run's version did not have, and that have no default, are left out.
-
-    Raises:
-        ConfigError: the run's configuration cannot be read.
+    Settings that the run's version did not have, and that have no default, are left out. ConfigError if the run's
+    configuration cannot be read.
     """
     folder = Path(config.run.dir)
     if not config.run.resume or not is_run(folder):
@@ -112,11 +110,7 @@ def changes(config: Config) -> list[Change]:
 
 
 def check_same_run(config: Config) -> None:
-    """Refuses to resume a run with other settings of the keys that identify it.
-
-    Raises:
-        ConfigError: names the first changed key.
-    """
+    """Raises ConfigError with the first changed key if a run is resumed with other settings of the keys that identify it."""
     for change in changes(config):
         if change.is_fixed:
             raise ConfigError(

@@ -43,10 +43,9 @@ def target_dtype(path: str) -> Precision:
 def lr_for_width(path: str, lr: float, width: int) -> float:
     """Returns the learning rate for a local folder's hidden size, inversely proportional to it; `lr` if it is unknown.
 
-    Ref: Tensor Programs V, arXiv 2203.03466, table 3: Adam's rate of hidden weights scales with 1 / width.
+    `lr` is the rate at a hidden size of `width`.
 
-    Args:
-        lr: the rate at a hidden size of `width`.
+    Ref: Tensor Programs V, arXiv 2203.03466, table 3: Adam's rate of hidden weights scales with 1 / width.
     """
     config = _read_config(path)
     text = config.get("text_config")

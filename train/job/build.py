@@ -23,16 +23,15 @@ from checkpoints.export.serving import serving_line
 from checkpoints.files import remove_leftovers
 from checkpoints.run_folder import is_run, locked_run, next_config, state_folder
 from checkpoints.store import StateStore, saving
-from data_prep import StepLoader, build_dataset
-from data_prep import prompts as held_out_prompts
-from data_prep.build import check_rows, long_examples
+from data_prep.batching.loader import StepLoader
+from data_prep.build import build_dataset, check_rows, long_examples
+from data_prep.build import prompts as held_out_prompts
 from sage.drafts.options import ImageInputs
 from sage.io.dtypes import torch_dtype
 from sage.io.files import write_text
 from sage.planning.base import Policy
-from train.config.checks import zero_stage
+from train.config.checks import check_run_folder, zero_stage
 from train.config.resuming import changes
-from train.config.run_checks import check_run_folder
 from train.config.run_length import repetition_line, total_steps
 from train.config.schema import Config
 from train.distill.build import build_student

@@ -59,11 +59,7 @@ class LaunchPlan(Workload):
 
 
 def estimate(config: Config, models: MetaModels, ranks: int) -> LaunchPlan:
-    """Returns the plan of a run without looking for a change that makes it fit.
-
-    Raises:
-        ConfigError: the global batch cannot be split evenly over the ranks.
-    """
+    """Returns the plan of a run as it is; ConfigError if the global batch cannot be split evenly over the ranks."""
     plan = LaunchPlan(config=config, models=models, ranks=ranks, accumulation=check_batch(config, ranks))
     gather_s = 0.0
     if config.deepspeed.shard_target:

@@ -68,12 +68,7 @@ def count(module: nn.Module) -> int:
 
 
 def build_on_meta(config: Config) -> MetaModels:
-    """Returns target and draft of a run without weights.
-
-    Raises:
-        ConfigError: the target's architecture is not available.
-        ValueError: the draft's sizes do not fit the target.
-    """
+    """Returns target and draft of a run without weights; ValueError if the draft's sizes do not fit the target."""
     target = meta_target(target_architecture(config.target))
     return MetaModels(target=target, draft=meta_draft(config, target))
 
@@ -98,8 +93,7 @@ def meta_draft(config: Config, target: sage.Target) -> Draft:
 def target_architecture(target: TargetConfig) -> PreTrainedConfig:
     """Returns the configuration of a target: from a local folder, the hub's cache, conf/target, or else the hub.
 
-    Raises:
-        ConfigError: none of them has it.
+    ConfigError if none of them has it.
     """
     path, revision = target.path, target.revision
     options: dict[str, Any] = {} if revision is None else {"revision": revision}

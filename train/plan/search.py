@@ -18,11 +18,7 @@ MAX_GPUS = 64
 
 
 def plan(config: Config) -> LaunchPlan:
-    """Returns the plan of a run, with a change that makes it fit if it does not.
-
-    Raises:
-        ConfigError: the global batch cannot be split evenly, or the target's architecture is not available.
-    """
+    """Returns the plan of a run, with a change that makes it fit if it does not."""
     ranks = config.launch.gpus or config.launch.ranks or 1
     found = estimate(config, build_on_meta(config), ranks)
     return found if found.fits else replace(found, change=find_change(found))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from sage.inputs.format import Inputs
-from sage.targets.family import Family, Prompt, Visual
+from sage.targets.family import Family, Prompt
 from sage.targets.rope import RopeConfig
 from sage.targets.windows import FULL
 
@@ -49,12 +49,6 @@ class Gemma3(Gemma3Text):
 
     def token_inputs(self, input_ids: Tensor) -> Inputs:
         return {"token_type_ids": (input_ids == self.slots["image"]).long()}
-
-    def visual_features(self, model: Any, inputs: Inputs) -> dict[int, Visual]:
-        if inputs.get("pixel_values") is None:
-            return {}
-        out = model.model.get_image_features(inputs["pixel_values"], return_dict=True)
-        return {self.slots["image"]: Visual(out.pooler_output.flatten(0, 1))}
 
     def visible(self, prompt: Prompt, past: int) -> Tensor:
         """The tokens of an image attend to one another: a run of slots, delimited by other tokens."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sage.inputs.format import Inputs
-from sage.targets.family import Family, Visual
+from sage.targets.family import Family
 from sage.targets.rope import RopeConfig
 
 DYNAMIC, UNSCALED = "dynamic", "default"  # values of `rope_type`
@@ -52,12 +52,6 @@ class InternVL(Family):
 
     def _delimited(self, tiles: int) -> str:
         return f"<img>{self.placeholders['image'] * self.config.image_seq_length * tiles}</img>"
-
-    def visual_features(self, model: Any, inputs: Inputs) -> dict[int, Visual]:
-        if inputs.get("pixel_values") is None:
-            return {}
-        out = model.model.get_image_features(inputs["pixel_values"], return_dict=True)
-        return {self.slots["image"]: Visual(out.pooler_output.flatten(0, 1))}
 
     def optimize(self, model: Any) -> None:
         """Switches off the dynamic scaling of the published rope, which has no effect up to `max_position_embeddings`.

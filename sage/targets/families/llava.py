@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
-
 from sage.inputs.format import Inputs
-from sage.targets.family import Family, Visual
+from sage.targets.family import Family
 
 CLASS_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}  # vision tower -> tokens in front of the patches
 VICUNA = (
@@ -43,10 +41,3 @@ class Llava(Family):
         vision = self.config.vision_config
         dropped = self.config.vision_feature_select_strategy == "default"
         return (height // vision.patch_size) * (width // vision.patch_size) + CLASS_TOKENS[vision.model_type] - dropped
-
-    def visual_features(self, model: Any, inputs: Inputs) -> dict[int, Visual]:
-        pixels = [inputs.get(key) for key in self.pixel_keys]
-        if pixels[0] is None:
-            return {}
-        out = model.model.get_image_features(*pixels, return_dict=True)
-        return {self.slots["image"]: Visual(torch.cat(tuple(out.pooler_output)))}

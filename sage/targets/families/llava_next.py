@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.image_processing_utils import select_best_resolution
 
-from sage.inputs.format import Inputs
+from sage.inputs.format import Inputs, pad_second
 from sage.targets.families.llava import Llava
 
 
@@ -44,7 +44,4 @@ class LlavaNext(Llava):
 
     def stack(self, key: str, values: list[Tensor]) -> Tensor:
         """Pads the tiles of images [images, tiles, 3, H, W] to the most of the batch; the model cuts them by `image_sizes`."""
-        if key == "pixel_values":
-            most = max(value.shape[1] for value in values)
-            values = [nn.functional.pad(v, (0, 0) * 3 + (0, most - v.shape[1])) for v in values]
-        return torch.cat(values)
+        return super().stack(key, pad_second(values) if key == "pixel_values" else values)

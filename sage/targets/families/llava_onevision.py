@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from sage.inputs.format import Inputs
+from sage.inputs.format import Inputs, pad_second
 from sage.targets.families.llava_next import LlavaNext
 from sage.targets.family import Visual
 
@@ -51,10 +51,7 @@ class LlavaOnevision(LlavaNext):
         return {"pixel_values_videos": torch.stack(pixels)}, texts
 
     def stack(self, key: str, values: list[Tensor]) -> Tensor:
-        if key == "pixel_values_videos":
-            most = max(value.shape[1] for value in values)
-            values = [nn.functional.pad(v, (0, 0) * 3 + (0, most - v.shape[1]), value=PADDED_FRAME) for v in values]
-        return super().stack(key, values)
+        return super().stack(key, pad_second(values, PADDED_FRAME) if key == "pixel_values_videos" else values)
 
     def visual_features(self, model: Any, inputs: Inputs) -> dict[int, Visual]:
         features = {}

@@ -59,8 +59,9 @@ class Qwen2_5_VL(Family):
         """Groups `temporal_patch_size` consecutive frames into a patch; an odd last frame is repeated."""
         patches, grids = zip(*(self._encode_video(image_processor, frames) for frames in videos), strict=True)
         grid = torch.stack(grids)
-        seconds = torch.tensor([image_processor.temporal_patch_size / rate for rate in fps])
-        inputs = {"pixel_values_videos": torch.cat(patches), "video_grid_thw": grid, "second_per_grid_ts": seconds}
+        inputs = {"pixel_values_videos": torch.cat(patches), "video_grid_thw": grid}
+        if "second_per_grid_ts" in self.pixel_keys:
+            inputs["second_per_grid_ts"] = torch.tensor([image_processor.temporal_patch_size / rate for rate in fps])
         return inputs, self._pads("video", image_processor, grid)
 
     def _encode_video(self, image_processor: Any, frames: list[Any]) -> tuple[Tensor, Tensor]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from sage.inputs.format import Inputs
 from sage.targets.families.qwen2_5_vl import Qwen2_5_VL
 
 
@@ -15,11 +12,6 @@ class Qwen2_VL(Qwen2_5_VL):
     pixel_keys = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
     served_by = ()
     has_windows = False
-
-    def encode_videos(self, image_processor: Any, videos: list[list[Any]], fps: list[float]) -> tuple[Inputs, list[str]]:
-        inputs, texts = super().encode_videos(image_processor, videos, fps)
-        del inputs["second_per_grid_ts"]
-        return inputs, texts
 
     @property
     def vision_sizes(self) -> tuple[int, int, int]:

@@ -26,7 +26,6 @@ class Qwen3_VL(Qwen2_5_VL):
     def encode_videos(self, image_processor: Any, videos: list[list[Any]], fps: list[float]) -> tuple[Inputs, list[str]]:
         """Each temporal patch has its own delimiters, after the mean time of its first and last frame."""
         inputs, _ = super().encode_videos(image_processor, videos, fps)
-        del inputs["second_per_grid_ts"]
         step, texts = image_processor.temporal_patch_size, []
         for (patches, height, width), frames, rate in zip(inputs["video_grid_thw"].tolist(), videos, fps, strict=True):
             pads = self.placeholders["video"] * (height * width // image_processor.merge_size**2)

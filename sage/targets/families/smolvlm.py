@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from sage.inputs.format import Inputs
-from sage.targets.family import Family, Visual
+from sage.inputs.format import Inputs, pad_second
+from sage.targets.family import Family
 
 AROUND, COMPLETE = "<fake_token_around_image>", "<global-img>"  # before every tile and at the end; the image in one tile
 
@@ -39,15 +38,7 @@ class Idefics3(Family):
 
     def stack(self, key: str, values: list[Tensor]) -> Tensor:
         """Pads with tiles of zeros, which the model drops."""
-        most = max(value.shape[1] for value in values)
-        padded = [nn.functional.pad(v, (0, 0) * (v.dim() - 2) + (0, most - v.shape[1])) for v in values]
-        return torch.cat(padded)
-
-    def visual_features(self, model: Any, inputs: Inputs) -> dict[int, Visual]:
-        if inputs.get("pixel_values") is None:
-            return {}
-        out = model.model.get_image_features(inputs["pixel_values"], inputs.get("pixel_attention_mask"), return_dict=True)
-        return {self.slots["image"]: Visual(torch.cat(tuple(out.pooler_output)))}
+        return super().stack(key, pad_second(values))
 
 
 class SmolVLM(Idefics3):
