@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from benchmarks.training.measuring import describe_machine
+from benchmarks.training.measuring import describe_machine, ratio_spread
 from sage.commands.cli import add_device_option, new_parser, resolve_device, run
 from sage.decoding.noise import gumbel
 from sage.io.tables import text_table
@@ -44,8 +44,7 @@ def measure(num_positions: int, num_tokens: int, repeats: int, device: torch.dev
         (name, f"{1e3 * statistics.median(own):.3f} ms", f"{1e3 * min(own):.3f}-{1e3 * max(own):.3f}")
         for name, own in times.items()
     ]
-    ratios = sorted(ours / theirs for ours, theirs in zip(times["hash"], times["CPU generator"], strict=True))
-    low, middle, high = ratios[len(ratios) // 10], statistics.median(ratios), ratios[-1 - len(ratios) // 10]
+    middle, low, high = ratio_spread(times["hash"], times["CPU generator"])
     numbers = num_positions * num_tokens
     return "\n".join(
         (

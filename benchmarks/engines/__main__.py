@@ -52,7 +52,16 @@ def _comparison(args: argparse.Namespace) -> Comparison:
             raise ValueError(f"--{option.replace('_', '-')}: {getattr(args, option)} is not allowed; give at least 1")
     if unknown := [name for name in names(args.baselines) if name not in BASELINES]:
         raise ValueError(f"--baselines: {unknown[0]!r} is unknown; choose from {', '.join(BASELINES)}")
-    _check_sides(args)
+    if args.server and args.num_speculative_tokens:
+        raise ValueError("--num-speculative-tokens: has no effect with --server, which has its own setting")
+    if not args.server and args.server_model:
+        raise ValueError("--server-model: has no effect without --server")
+    if not args.server and args.device != "cpu":
+        raise ValueError(f"--device {args.device}: has no effect without --server; vLLM runs on the CPU here")
+    try:
+        depths = counts(args.num_speculative_tokens or DEPTHS)
+    except ValueError as error:
+        raise ValueError(f"--num-speculative-tokens {error}") from error
     drafts = dict(_named_draft(text) for text in args.draft)
     return Comparison(
         python=args.engine_python,
@@ -61,7 +70,7 @@ def _comparison(args: argparse.Namespace) -> Comparison:
         drafts=drafts,
         variants=variants(args.policies, args.policy),
         baselines=names(args.baselines),
-        depths=_depths(args.num_speculative_tokens or DEPTHS),
+        depths=depths,
         num_prompts=args.prompts,
         repeats=args.repeats,
         max_new_tokens=args.max_new_tokens,
@@ -70,23 +79,6 @@ def _comparison(args: argparse.Namespace) -> Comparison:
         log_folder=args.logs,
         device=args.device,
     )
-
-
-def _check_sides(args: argparse.Namespace) -> None:
-    """Refuses options of the other kind of comparison."""
-    if args.server and args.num_speculative_tokens:
-        raise ValueError("--num-speculative-tokens: has no effect with --server, which has its own setting")
-    if not args.server and args.server_model:
-        raise ValueError("--server-model: has no effect without --server")
-    if not args.server and args.device != "cpu":
-        raise ValueError(f"--device {args.device}: has no effect without --server; vLLM runs on the CPU here")
-
-
-def _depths(text: str) -> list[int]:
-    try:
-        return counts(text)
-    except ValueError as error:
-        raise ValueError(f"--num-speculative-tokens {error}") from error
 
 
 def _named_draft(text: str) -> tuple[str, Path]:

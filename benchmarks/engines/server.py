@@ -147,7 +147,6 @@ class ServerDecoder:
         questions: messages of each prompt, as the API takes them.
         tokenizer: of the target, for the answers of servers that return no token ids.
         eos: appended to an answer that ended by itself, where there are no token ids.
-        draft: label of the draft; empty if the server does not speculate.
         extensions: of vLLM, added to every request.
     """
 
@@ -157,10 +156,7 @@ class ServerDecoder:
     tokenizer: Any
     eos: int
     max_new_tokens: int
-    draft: str = ""
     extensions: Mapping[str, Any] = field(default_factory=lambda: {"return_token_ids": True})
-    label: str = SERVER
-    side: str = SERVER
 
     def turn(self) -> list[Answer]:
         """Decodes every prompt."""

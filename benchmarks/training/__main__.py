@@ -48,12 +48,13 @@ def _step(arguments: argparse.Namespace, overrides: list[str]) -> str:
         raise ValueError("deepspeed.stage=3: allowed: 0, 1 or 2 here; under ZeRO-3 the draft cannot run outside the engine")
     with process_group(arguments.device, config.launch.timeout_s) as ranks:
         if arguments.shape is None:
-            with step.run_of_target(config, ranks) as made:
-                return step.measure(made, arguments.measured, arguments.warmup)
-        shape = shape_named(arguments.shape)
-        layers = arguments.layers or layers_that_fit(shape, torch_dtype(config.target.dtype), ranks.device)
-        with step.run_of_shape(config, ranks, shape, layers, arguments.length) as made:
-            return step.measure(made, arguments.measured, arguments.warmup)
+            made = step.run_of_target(config, ranks)
+        else:
+            shape = shape_named(arguments.shape)
+            layers = arguments.layers or layers_that_fit(shape, torch_dtype(config.target.dtype), ranks.device)
+            made = step.run_of_shape(config, ranks, shape, layers, arguments.length)
+        with made as run_of_parts:
+            return step.measure(run_of_parts, arguments.measured, arguments.warmup)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -6,7 +6,7 @@ Owns: interleaving and peak memory. Does not own: the clock (sage.runtime.timing
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -57,6 +57,12 @@ def interleaved(works: Mapping[str, Callable[[], Any]], repeats: int, device: to
             samples[name].peak_bytes.append(peak(device) - before)
             del result
     return samples
+
+
+def ratio_spread(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
+    """Returns the median of the ratios of paired times, and the bounds of all but the lowest and highest tenth."""
+    ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
+    return median(ratios), ratios[len(ratios) // 10], ratios[-1 - len(ratios) // 10]
 
 
 def reset_peak(device: torch.device) -> int:

@@ -14,7 +14,6 @@ from functools import partial
 
 import torch
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
 
 import sage
 from benchmarks.papers.answers import depth_on_path, ranks_on_path
@@ -302,9 +301,7 @@ def _draw_reliability(found: Mapping[str, Json]) -> Figure:
     )
     figure = plot_curves(title, subtitle, panels, "predicted", "observed", height=4.1, legend=3)
     for axes in figure.axes:
-        axes.set(xlim=(0, 1), ylim=(0, 1.02), xticks=(0, 0.5, 1))
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(PercentFormatter(1.0))
+        style.percent_axes(axes)
     return figure
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -50,7 +49,6 @@ def _compare(lab: Lab, target: str, drafts: Mapping[str, str]) -> Json:
         repeats=sizes["repeats"],
         passes=sizes["passes"],
         max_new_tokens=lab.settings.max_new_tokens,
-        cores=sorted(os.sched_getaffinity(0)),
     )
     return {"target": target, **measure_beside_vllm(comparison)}
 
