@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Sequence
@@ -60,8 +59,12 @@ def measure(num_positions: int, num_tokens: int, repeats: int, device: torch.dev
 
 
 def main() -> int:
-    """Entry point."""
-    parser = _parser()
+    parser = new_parser("python -m benchmarks.noise", description=__doc__)
+    parser.add_argument("--positions", type=int, default=8, help="positions per round (default: %(default)s)")
+    parser.add_argument("--vocabulary", type=int, default=152064, help="V; default: %(default)s, that of Qwen2.5-VL-7B")
+    parser.add_argument("--repeats", type=int, default=50, help="timed runs of each (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=0, help="threads of the CPU; 0: torch's default")
+    add_device_option(parser, "cpu")
     arguments = parser.parse_args()
     for name in ("positions", "vocabulary", "repeats"):
         if getattr(arguments, name) < 1:
@@ -70,16 +73,6 @@ def main() -> int:
         torch.set_num_threads(arguments.threads)
     print(measure(arguments.positions, arguments.vocabulary, arguments.repeats, resolve_device(arguments.device)))
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = new_parser("python -m benchmarks.noise", description=__doc__)
-    parser.add_argument("--positions", type=int, default=8, help="positions per round (default: %(default)s)")
-    parser.add_argument("--vocabulary", type=int, default=152064, help="V; default: %(default)s, that of Qwen2.5-VL-7B")
-    parser.add_argument("--repeats", type=int, default=50, help="timed runs of each (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=0, help="threads of the CPU; 0: torch's default")
-    add_device_option(parser, "cpu")
-    return parser
 
 
 if __name__ == "__main__":

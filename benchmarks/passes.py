@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -126,20 +125,6 @@ def measure(target: Any, draft: Any, nodes: Sequence[int], widths: Sequence[int]
 
 
 def main() -> int:
-    """Entry point."""
-    args = _parser().parse_args()
-    if min(args.context, args.repeats) < 1:
-        raise ValueError("--context, --repeats: give at least 1")
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    path, folder = find_models(args)
-    target = sage.load_target(path, dtype=torch_dtype(args.dtype), device=resolve_device(args.device), passes=PassMode.eager)
-    draft = None if folder is None else sage.load_draft(folder, target)
-    print(measure(target, draft, counts(args.nodes), counts(args.widths), args.context, args.repeats))
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = new_parser("python -m benchmarks.passes", description=__doc__)
     add_model_options(parser)
     parser.add_argument("--nodes", metavar="N,N", default="1,4,8,16,32", help="nodes of target passes; default %(default)s")
@@ -149,7 +134,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, metavar="N", help="torch's threads; default: torch's own choice")
     add_dtype_option(parser, "fp32", "dtype of target and draft (default %(default)s)")
     add_device_option(parser, "auto")
-    return parser
+    args = parser.parse_args()
+    if min(args.context, args.repeats) < 1:
+        raise ValueError("--context, --repeats: give at least 1")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    path, folder = find_models(args)
+    target = sage.load_target(path, dtype=torch_dtype(args.dtype), device=resolve_device(args.device), passes=PassMode.eager)
+    draft = None if folder is None else sage.load_draft(folder, target)
+    print(measure(target, draft, counts(args.nodes), counts(args.widths), args.context, args.repeats))
+    return 0
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from pathlib import Path
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.engines.comparison import report
-from benchmarks.engines.measure import ENGINE_PYTHON, Comparison, ServedBy, measure
+from benchmarks.engines.measure import ENGINE_PYTHON, Comparison, measure
 from data_prep.config import KEY_VARIABLE
 from sage.bench.options import counts, names, variants
 from sage.bench.report import display_name, machine
@@ -31,7 +31,34 @@ DEPTHS = "1,2,3,4,5"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, prints the tables, and writes the figures to `--out`."""
-    args = _parser().parse_args(argv)
+    parser = new_parser("python -m benchmarks.engines", description=__doc__)
+    draft_help = f"{DRAFT_HELP}; repeatable. The first one is also that of vLLM, exported as eagle3, or of --server"
+    parser.add_argument("--draft", metavar="[LABEL=]RUN", action="append", required=True, help=draft_help)
+    parser.add_argument(
+        "--target", metavar="DIR", help="folder of the target; default: the one the first draft was trained for"
+    )
+    parser.add_argument(
+        "--policies", metavar="A,B", help="our policies with default options; see `python -m sage.bench --help`"
+    )
+    parser.add_argument(
+        "--policy", metavar="[LABEL=]NAME:KEY=VALUE,..", action="append", default=[], help="a policy with options"
+    )
+    parser.add_argument("--baselines", metavar="A,B", default="", help=f"of {', '.join(BASELINES)}; default: none")
+    parser.add_argument("--num-speculative-tokens", metavar="N,N", help=f"of vLLM; default: {DEPTHS}")
+    parser.add_argument("--server", metavar="URL", help="a running OpenAI-compatible server, such as http://localhost:8000/v1")
+    parser.add_argument("--server-model", metavar="NAME", help="its name of the target; default: the only one it serves")
+    add_device_option(parser, "cpu")
+    parser.add_argument("--passes", metavar="NAME", help="how our target passes run; default: that of sage.load_target")
+    parser.add_argument("--prompts", type=int, default=32, help="prompts with one image (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, help="timed turns of every decoder (default: %(default)s)")
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
+    parser.add_argument("--threads", type=int, metavar="N", help="cores that both sides are pinned to; default: all")
+    parser.add_argument(
+        "--engine-python", type=Path, default=ENGINE_PYTHON, help="interpreter with vLLM (default: %(default)s)"
+    )
+    parser.add_argument("--logs", type=Path, metavar="DIR", help="existing folder for vLLM's logs; default: a temporary one")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
+    args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -65,7 +92,9 @@ def _comparison(args: argparse.Namespace) -> Comparison:
     drafts = dict(_named_draft(text) for text in args.draft)
     return Comparison(
         python=args.engine_python,
-        server=ServedBy(args.server, args.server_model, os.environ.get(KEY_VARIABLE, "")) if args.server else None,
+        server=args.server or None,
+        server_model=args.server_model,
+        server_key=os.environ.get(KEY_VARIABLE, ""),
         target=args.target or target_of(next(iter(drafts.values())), "--target"),
         drafts=drafts,
         variants=variants(args.policies, args.policy),
@@ -84,37 +113,6 @@ def _comparison(args: argparse.Namespace) -> Comparison:
 def _named_draft(text: str) -> tuple[str, Path]:
     label, _, path = text.rpartition("=")
     return label or Path(path).name, find_draft(path, "--draft")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = new_parser("python -m benchmarks.engines", description=__doc__)
-    draft_help = f"{DRAFT_HELP}; repeatable. The first one is also that of vLLM, exported as eagle3, or of --server"
-    parser.add_argument("--draft", metavar="[LABEL=]RUN", action="append", required=True, help=draft_help)
-    parser.add_argument(
-        "--target", metavar="DIR", help="folder of the target; default: the one the first draft was trained for"
-    )
-    parser.add_argument(
-        "--policies", metavar="A,B", help="our policies with default options; see `python -m sage.bench --help`"
-    )
-    parser.add_argument(
-        "--policy", metavar="[LABEL=]NAME:KEY=VALUE,..", action="append", default=[], help="a policy with options"
-    )
-    parser.add_argument("--baselines", metavar="A,B", default="", help=f"of {', '.join(BASELINES)}; default: none")
-    parser.add_argument("--num-speculative-tokens", metavar="N,N", help=f"of vLLM; default: {DEPTHS}")
-    parser.add_argument("--server", metavar="URL", help="a running OpenAI-compatible server, such as http://localhost:8000/v1")
-    parser.add_argument("--server-model", metavar="NAME", help="its name of the target; default: the only one it serves")
-    add_device_option(parser, "cpu")
-    parser.add_argument("--passes", metavar="NAME", help="how our target passes run; default: that of sage.load_target")
-    parser.add_argument("--prompts", type=int, default=32, help="prompts with one image (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=5, help="timed turns of every decoder (default: %(default)s)")
-    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
-    parser.add_argument("--threads", type=int, metavar="N", help="cores that both sides are pinned to; default: all")
-    parser.add_argument(
-        "--engine-python", type=Path, default=ENGINE_PYTHON, help="interpreter with vLLM (default: %(default)s)"
-    )
-    parser.add_argument("--logs", type=Path, metavar="DIR", help="existing folder for vLLM's logs; default: a temporary one")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
-    return parser
 
 
 if __name__ == "__main__":

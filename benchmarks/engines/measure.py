@@ -41,22 +41,15 @@ ENGINE_PYTHON = Path(".venv-engines/bin/python")
 FORMAT = "eagle3"
 
 
-@dataclass(frozen=True)
-class ServedBy:
-    """A running server: its URL, the name of its model (None: the only one), and its key (empty: none)."""
-
-    url: str = field(repr=False)
-    model: str | None = None
-    key: str = field(default="", repr=False)
-
-
 @dataclass(kw_only=True)
 class Comparison:
     """What is compared.
 
     Attributes:
         python: interpreter of the environment with vLLM; unused with `server`.
-        server: a running server in place of vLLM.
+        server: URL of a running server in place of vLLM.
+        server_model: its name of the target; None: the only one it serves.
+        server_key: empty: none.
         target: folder of the target; a Qwen2.5-VL without `server`.
         drafts: folders by label; the first one is also that of the other side: served by `server`, or an `eagle3`, exported in
             fp32 and served by vLLM.
@@ -70,7 +63,9 @@ class Comparison:
     """
 
     python: Path = ENGINE_PYTHON
-    server: ServedBy | None = None
+    server: str | None = field(default=None, repr=False)
+    server_model: str | None = None
+    server_key: str = field(default="", repr=False)
     target: str
     drafts: dict[str, Path]
     variants: Sequence[Variant]
@@ -98,7 +93,8 @@ def measure(comparison: Comparison) -> dict[str, Any]:
     try:
         with tempfile.TemporaryDirectory() as scratch, ExitStack() as processes:
             if comparison.server is not None:
-                return _measure_server(comparison, comparison.server, Path(scratch), processes)
+                client = processes.enter_context(ServerClient(comparison.server, comparison.server_key))
+                return _measure_server(comparison, client, Path(scratch))
             target = load_target(comparison)
             prompts, prompts_file = write_prompts(target, pocket_prompts(comparison.num_prompts), Path(scratch))
             theirs, versions = vllm_decoders(comparison, prompts_file, Path(scratch), processes)
@@ -108,9 +104,8 @@ def measure(comparison: Comparison) -> dict[str, Any]:
         torch.set_num_threads(threads)
 
 
-def _measure_server(comparison: Comparison, server: ServedBy, scratch: Path, processes: ExitStack) -> dict[str, Any]:
-    client = processes.enter_context(ServerClient(server.url, server.key))
-    model = served_model(client, server.model)
+def _measure_server(comparison: Comparison, client: ServerClient, scratch: Path) -> dict[str, Any]:
+    model = served_model(client, comparison.server_model)
     data = prompt_data(run_of(comparison.drafts[comparison.served_draft]), comparison.target)
     conversations = validation_prompts(data, comparison.num_prompts)
     target = load_target(comparison)

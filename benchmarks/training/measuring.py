@@ -66,11 +66,7 @@ def ratio_spread(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float,
 
 
 def reset_peak(device: torch.device) -> int:
-    """Resets the peak; returns the bytes that are allocated now.
-
-    Raises:
-        ValueError: this system does not report the peak memory of a process.
-    """
+    """Resets the peak and returns the bytes allocated now; raises ValueError on systems that do not report a peak."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return allocated(device)
