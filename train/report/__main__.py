@@ -16,12 +16,7 @@ from train.report.run_page import write_run_report
 
 
 def main() -> None:
-    """Console entry point.
-
-    Raises:
-        ConfigError: several sources with one `--out`.
-        ValueError: a source is neither a run nor a report, or `--out` is in the place of another file.
-    """
+    """Console entry point; raises ConfigError for several sources with one `--out`."""
     parser = new_parser("python -m train.report", description=__doc__)
     text = "a run, for its curves; a report.json or its folder, such as RUN/checks/NAME; a file of `python -m sage.bench --out`"
     parser.add_argument("sources", metavar="RUN_OR_REPORT", nargs="+", help=text)
@@ -47,11 +42,7 @@ def draw(source: Path, out: str | None) -> Path:
 
 
 def page_path(out: str | None, default: Path) -> Path:
-    """Returns the path of the page for `--out`, and creates its folder.
-
-    Raises:
-        ValueError: a file is in the place of the folder, or a folder in the place of the page.
-    """
+    """Returns the path of the page for `--out`, and creates its folder; raises ValueError if either place is taken."""
     chosen = default if out is None else Path(out).expanduser()
     page = chosen if chosen.suffix == ".md" else chosen / REPORT_PAGE
     if page.parent.is_file() or page.is_dir():

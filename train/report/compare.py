@@ -30,7 +30,6 @@ STEM = "compare"
 # Prefixes of keys that differ between runs without affecting the result: names, folders, the machine.
 IGNORED_KEYS = ("run.", "target.path", "target.revision", "data.cache_dir", "launch.", "debug")
 OPTIONS = "decode.options."  # of policies: compared among the runs that measure the policy
-NO_TERMINAL = (80, 24)
 DESCRIBED = ("steps", "best_step", "loss", "score", "scored_by", "policies", "measured_with", "error")
 FIGURES = ("tokens_per_target_pass", "mean_accepted_draft", "speedup", "tokens_per_s", "match", "total")
 
@@ -141,7 +140,17 @@ def compare(runs: Sequence[RunSummary], out: Path, width: int | None = None) -> 
     from train.report.run_plots import draw_comparison
 
     ranked = sorted(runs, key=lambda run: (run.score is None, -(run.score or 0.0), str(run.folder)))
-    content = describe(ranked)
+    changed = changed_keys(ranked)
+    summaries = [
+        {
+            "run": name,
+            "folder": str(run.folder),
+            "changed": {key: run.config.get(key) for key in changed} if run.config else {},
+            **{figure: getattr(run, figure) for figure in DESCRIBED},
+        }
+        for name, run in zip(short_names([run.folder for run in ranked]), ranked, strict=True)
+    ]
+    content = {"schema": SCHEMA, "changed": changed, "runs": summaries}
     out.mkdir(parents=True, exist_ok=True)
     plot = None
     with style.rc_context():
@@ -150,27 +159,8 @@ def compare(runs: Sequence[RunSummary], out: Path, width: int | None = None) -> 
             style.save(figure, out / plot)
     write_text(out / f"{STEM}.json", json.dumps(content, indent=2, default=str) + "\n")
     write_text(out / f"{STEM}.md", page(content, plot))
-    columns = width or shutil.get_terminal_size(NO_TERMINAL).columns
+    columns = width or shutil.get_terminal_size().columns
     return f"{table(content, columns)}\ncomparison: {out / f'{STEM}.md'}"
-
-
-def describe(runs: Sequence[RunSummary]) -> dict[str, Any]:
-    """Returns the content of compare.json, runs in the given order."""
-    changed = changed_keys(runs)
-    names = short_names([run.folder for run in runs])
-    return {
-        "schema": SCHEMA,
-        "changed": changed,
-        "runs": [
-            {
-                "run": name,
-                "folder": str(run.folder),
-                "changed": {key: run.config.get(key) for key in changed} if run.config else {},
-                **{name: getattr(run, name) for name in DESCRIBED},
-            }
-            for name, run in zip(names, runs, strict=True)
-        ],
-    }
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
@@ -187,11 +177,7 @@ def short_names(folders: Sequence[Path]) -> list[str]:
 
 
 def find_runs(patterns: Iterable[str]) -> list[Path]:
-    """Returns the run folders of paths, glob patterns, and folders that contain runs.
-
-    Raises:
-        ConfigError: one of them contains no run.
-    """
+    """Returns the run folders of paths, glob patterns, and folders of runs; raises ConfigError for one without a run."""
     found: dict[Path, None] = {}
     for pattern in patterns:
         is_glob = glob.has_magic(pattern) and not Path(pattern).exists()
@@ -222,11 +208,7 @@ def output_folder(folders: Sequence[Path]) -> Path:
 
 
 def run_command(arguments: Sequence[str]) -> str:
-    """Implements `sage-validate --compare RUN ... [--out DIR]`; returns the text to print.
-
-    Raises:
-        ConfigError: an argument contains no run.
-    """
+    """Implements `sage-validate --compare RUN ... [--out DIR]`; returns the text to print."""
     parser = argparse.ArgumentParser(prog="sage-validate --compare", description="Compares finished runs.")
     parser.add_argument("runs", metavar="RUN", nargs="+", help="run folders, patterns, folders of runs, or RUN/checks/NAME")
     parser.add_argument("--out", metavar="DIR", help="output folder; default: that of the runs")

@@ -24,7 +24,8 @@ def cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Returns head and rows: run, changed keys, steps, loss, tokens per pass and speedup of each policy, identical outputs."""
     runs, changed = content["runs"], content["changed"]
     policies = drafting_policies(content)
-    short = _short(changed)
+    last = [key.rpartition(".")[2] for key in changed]
+    short = [name if last.count(name) == 1 else key for name, key in zip(last, changed, strict=True)]
     head = ["run", *short, "steps", "loss", *(f"{name} tok/pass" for name in policies)]
     head += [*(f"{name} speedup" for name in policies), "identical"]
     rows = []
@@ -43,12 +44,6 @@ def drafting_policies(content: dict[str, Any]) -> list[str]:
     """Returns every drafting policy that was measured in any run."""
     names = dict.fromkeys(name for run in content["runs"] for name in run["policies"])
     return [name for name in names if name != AUTOREGRESSIVE]
-
-
-def _short(keys: Sequence[str]) -> list[str]:
-    """Returns the last part of each dotted key, or the complete key if the last part is ambiguous."""
-    last = [key.rpartition(".")[2] for key in keys]
-    return [name if last.count(name) == 1 else key for name, key in zip(last, keys, strict=True)]
 
 
 def _value(value: Any) -> str:

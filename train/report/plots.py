@@ -55,7 +55,9 @@ def draw_speed(report: Report) -> Figure | None:
     right = max(1.0, *(part.get("speedup_ci", [0, part["speedup"]])[1] for _, part, _ in rows))
     for place, (_, part, color) in enumerate(rows):
         axes.barh(place, part["speedup"], height=0.62, color=color)
-        _whisker(axes, place, part)
+        if "speedup_ci" in part and part["speedup_ci"][0] != part["speedup_ci"][1]:
+            ends = part["speedup_ci"], [place, place]
+            axes.plot(*ends, "|-", color=style.INK, markersize=6, linewidth=1.3, solid_capstyle="butt")
         _beside(axes, place, 46, f"{part['speedup']:.2f}x", fontweight="bold")
         _beside(axes, place, 118, f"{part['tokens_per_s']:.0f} tokens/s", color=style.FAINT)
     axes.axvline(1.0, **style.BASELINE)
@@ -142,12 +144,6 @@ def _beside(axes: Axes, place: int, points: float, text: str, **looks: Any) -> N
     looks |= {"va": "center", "ha": "right", "fontsize": 9.5, "annotation_clip": False}
     right = axes.get_yaxis_transform()
     axes.annotate(text, (1.0, place), xycoords=right, xytext=(points, 0), textcoords="offset points", **looks)
-
-
-def _whisker(axes: Axes, place: int, part: Mapping[str, Any]) -> None:
-    if "speedup_ci" in part and part["speedup_ci"][0] != part["speedup_ci"][1]:
-        line: dict[str, Any] = {"color": style.INK, "linewidth": 1.3, "solid_capstyle": "butt", "marker": "|", "markersize": 6}
-        axes.plot(part["speedup_ci"], [place, place], **line)
 
 
 def draw_calibration(report: Mapping[str, Any]) -> Figure | None:

@@ -44,14 +44,14 @@ def write_run_report(folder: Path, out: Path | None = None) -> Path:
     """
     if not run_folder.is_run(folder):
         raise ConfigError(f"{folder}: not a run folder ({run_folder.CONFIG} is missing); give a folder written by sage-train")
-    lines = read_metrics(folder / METRICS)
+    run, lines = read_run(folder), read_metrics(folder / METRICS)
     if not lines:
         raise ConfigError(f"{folder}: {METRICS} contains no step yet; steps are logged every train.log_every")
     measured = measured_against_estimate(lines, read_reports(folder))
     path = out or folder / run_folder.REPORT_PAGE
     with style.rc_context():
         style.save(draw_curves(folder.name, lines, measured), path.parent / CURVES)
-    write_text(path, page(folder, lines, measured, path.parent))
+    write_text(path, page(run, lines, measured, path.parent))
     if measured and measured[-1]["warning"]:
         logger.warning("%s", measured[-1]["warning"])
     return path
@@ -78,10 +78,10 @@ def measured_against_estimate(
     return rows
 
 
-def page(folder: Path, lines: Sequence[dict[str, Any]], measured: Sequence[dict[str, Any]], home: Path) -> str:
+def page(run: RunSummary, lines: Sequence[dict[str, Any]], measured: Sequence[dict[str, Any]], home: Path) -> str:
     """Returns the content of report.md; links are relative to `home`, the folder of the page."""
-    last, run = lines[-1], read_run(folder)
-    parts = [f"# Run `{folder.name}`", _headline(run, last), f"![Curves of the run]({CURVES})"]
+    folder = run.folder
+    parts = [f"# Run `{folder.name}`", _headline(run, lines[-1]), f"![Curves of the run]({CURVES})"]
     if changed := run_folder.describe_recipe_changes(folder):
         parts.append("\n".join(["The training recipe was changed:", "", *(f"* {line}" for line in changed)]))
     if measured:
