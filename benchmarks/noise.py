@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from benchmarks.training.measuring import describe_machine
+from benchmarks.training.measuring import describe_machine, ratio_spread
 from sage.commands.cli import add_device_option, new_parser, resolve_device, run
 from sage.decoding.noise import gumbel
 from sage.io.tables import text_table
@@ -44,8 +43,7 @@ def measure(num_positions: int, num_tokens: int, repeats: int, device: torch.dev
         (name, f"{1e3 * statistics.median(own):.3f} ms", f"{1e3 * min(own):.3f}-{1e3 * max(own):.3f}")
         for name, own in times.items()
     ]
-    ratios = sorted(ours / theirs for ours, theirs in zip(times["hash"], times["CPU generator"], strict=True))
-    low, middle, high = ratios[len(ratios) // 10], statistics.median(ratios), ratios[-1 - len(ratios) // 10]
+    middle, low, high = ratio_spread(times["hash"], times["CPU generator"])
     numbers = num_positions * num_tokens
     return "\n".join(
         (
@@ -61,8 +59,12 @@ def measure(num_positions: int, num_tokens: int, repeats: int, device: torch.dev
 
 
 def main() -> int:
-    """Entry point."""
-    parser = _parser()
+    parser = new_parser("python -m benchmarks.noise", description=__doc__)
+    parser.add_argument("--positions", type=int, default=8, help="positions per round (default: %(default)s)")
+    parser.add_argument("--vocabulary", type=int, default=152064, help="V; default: %(default)s, that of Qwen2.5-VL-7B")
+    parser.add_argument("--repeats", type=int, default=50, help="timed runs of each (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=0, help="threads of the CPU; 0: torch's default")
+    add_device_option(parser, "cpu")
     arguments = parser.parse_args()
     for name in ("positions", "vocabulary", "repeats"):
         if getattr(arguments, name) < 1:
@@ -71,16 +73,6 @@ def main() -> int:
         torch.set_num_threads(arguments.threads)
     print(measure(arguments.positions, arguments.vocabulary, arguments.repeats, resolve_device(arguments.device)))
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = new_parser("python -m benchmarks.noise", description=__doc__)
-    parser.add_argument("--positions", type=int, default=8, help="positions per round (default: %(default)s)")
-    parser.add_argument("--vocabulary", type=int, default=152064, help="V; default: %(default)s, that of Qwen2.5-VL-7B")
-    parser.add_argument("--repeats", type=int, default=50, help="timed runs of each (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=0, help="threads of the CPU; 0: torch's default")
-    add_device_option(parser, "cpu")
-    return parser
 
 
 if __name__ == "__main__":

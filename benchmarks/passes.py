@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -15,7 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import sage
-from benchmarks.training.measuring import allocated, describe_machine, peak, reset_peak
+from benchmarks.training.measuring import allocated, describe_machine, peak, ratio_spread, reset_peak
 from sage.bench.options import counts
 from sage.commands.cli import (
     add_device_option,
@@ -47,11 +46,6 @@ class Timed:
     first_s: float
     peak: int
     kept: int
-
-
-def modes_of(device: torch.device) -> list[PassMode]:
-    """Returns the modes that a device has, the reference first."""
-    return [PassMode.eager, PassMode.captured if device.type == "cuda" else PassMode.compiled]
 
 
 def num_calls(call: TimedCall) -> tuple[int, int]:
@@ -86,13 +80,14 @@ def timed(target: Any, mode: PassMode, make: Callable[[], TimedCall]) -> Timed:
     return Timed(mode, call, first_s, peak(target.device) - before, allocated(target.device) - before)
 
 
-def rows_of(name: str, passes: Sequence[Timed], repeats: int, device: torch.device) -> list[list[str]]:
-    """Times the modes of one pass in turns; returns a row of the table for each."""
-    times = interleaved_s([one.call for one in passes], repeats, device)
+def rows_of(name: str, target: Any, make: Callable[[], TimedCall], repeats: int) -> list[list[str]]:
+    """Times one pass in turns in the modes that the device has, the reference first; returns a row of the table for each."""
+    modes = (PassMode.eager, PassMode.captured if target.device.type == "cuda" else PassMode.compiled)
+    passes = [timed(target, mode, make) for mode in modes]
+    times = interleaved_s([one.call for one in passes], repeats, target.device)
     rows = []
     for one, own in zip(passes, times, strict=True):
-        ratios = sorted(ours / eager for ours, eager in zip(own, times[0], strict=True))
-        spread = f"{statistics.median(ratios):.2f} ({ratios[len(ratios) // 10]:.2f}-{ratios[-1 - len(ratios) // 10]:.2f})"
+        spread = "{:.2f} ({:.2f}-{:.2f})".format(*ratio_spread(own, times[0]))
         operators, calls = num_calls(one.call)
         memory = [f"{max(count, 0) / 1e6:.1f}" for count in (one.peak, one.kept)]
         seconds = f"{1e3 * statistics.median(own):.3f}"
@@ -103,8 +98,7 @@ def rows_of(name: str, passes: Sequence[Timed], repeats: int, device: torch.devi
 @torch.inference_mode()
 def measure(target: Any, draft: Any, nodes: Sequence[int], widths: Sequence[int], context: int, repeats: int) -> str:
     """Measures passes over `nodes` and draft levels of `widths` on top of `context` tokens; returns the text to print."""
-    device, rows = target.device, []
-    room = max(*nodes, *widths)
+    room, rows = max(*nodes, *widths), list[list[str]]()
 
     def verify(count: int) -> TimedCall:
         passes = TreePasses(target, draft.levels if draft is not None else ())
@@ -114,43 +108,23 @@ def measure(target: Any, draft: Any, nodes: Sequence[int], widths: Sequence[int]
         return draft_level(new_session(draft, target, context + room), target, width, context)
 
     for count in nodes:
-        passes = [timed(target, mode, partial(verify, count)) for mode in modes_of(device)]
-        rows += rows_of(f"target pass, {count} nodes", passes, repeats, device)
+        rows += rows_of(f"target pass, {count} nodes", target, partial(verify, count), repeats)
     for width in widths if draft is not None else ():
-        passes = [timed(target, mode, partial(level, width)) for mode in modes_of(device)]
-        rows += rows_of(f"draft level, {width} nodes", passes, repeats, device)
+        rows += rows_of(f"draft level, {width} nodes", target, partial(level, width), repeats)
     head = ("", "passes", "ms", "ratio to eager", "ATen calls", "all calls", "first call, s", "peak, MB", "kept, MB")
+    kept_mb = sum(path.stat().st_size for path in passes_folder().glob(f"*{PACKAGE_SUFFIX}")) / 1e6
     weights = sum(weight.numel() * weight.element_size() for weight in target.text_model.parameters())
     lines = [
         f"{target.name}, {target.dtype}, {context} tokens in the cache; the text layers read {weights / 1e6:.1f} MB of weights",
         text_table(head, rows, "<<>>>>>>>", ruled=False),
         "all calls: of Python and C functions; peak, kept: memory allocated by the first call, without compilers' processes",
-        f"compiled passes are kept in {passes_folder()}, {packages_mb():.1f} MB; without it, starts are cold",
-        describe_machine(device),
+        f"compiled passes are kept in {passes_folder()}, {kept_mb:.1f} MB; without it, starts are cold",
+        describe_machine(target.device),
     ]
     return "\n".join(lines)
 
 
-def packages_mb() -> float:
-    """Returns the size of all compiled passes on disk."""
-    return sum(path.stat().st_size for path in passes_folder().glob(f"*{PACKAGE_SUFFIX}")) / 1e6
-
-
 def main() -> int:
-    """Entry point."""
-    args = _parser().parse_args()
-    if min(args.context, args.repeats) < 1:
-        raise ValueError("--context, --repeats: give at least 1")
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    path, folder = find_models(args)
-    target = sage.load_target(path, dtype=torch_dtype(args.dtype), device=resolve_device(args.device), passes=PassMode.eager)
-    draft = None if folder is None else sage.load_draft(folder, target)
-    print(measure(target, draft, counts(args.nodes), counts(args.widths), args.context, args.repeats))
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = new_parser("python -m benchmarks.passes", description=__doc__)
     add_model_options(parser)
     parser.add_argument("--nodes", metavar="N,N", default="1,4,8,16,32", help="nodes of target passes; default %(default)s")
@@ -160,7 +134,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, metavar="N", help="torch's threads; default: torch's own choice")
     add_dtype_option(parser, "fp32", "dtype of target and draft (default %(default)s)")
     add_device_option(parser, "auto")
-    return parser
+    args = parser.parse_args()
+    if min(args.context, args.repeats) < 1:
+        raise ValueError("--context, --repeats: give at least 1")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    path, folder = find_models(args)
+    target = sage.load_target(path, dtype=torch_dtype(args.dtype), device=resolve_device(args.device), passes=PassMode.eager)
+    draft = None if folder is None else sage.load_draft(folder, target)
+    print(measure(target, draft, counts(args.nodes), counts(args.widths), args.context, args.repeats))
+    return 0
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ rounding error is a near-tie, a large one a bug.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 import sage
+from benchmarks.engines.prompts import question
 from benchmarks.training.measuring import describe_machine
 from data_prep.pocket import world
 from sage.bench.losslessness import first_difference, next_logits
@@ -114,35 +114,7 @@ def report(target: Any, draft: Any, policies: Sequence[str], prompts: Sequence[B
     return "\n".join(lines)
 
 
-def pocket_prompts(target: Any, per_family: int) -> list[BenchPrompt]:
-    """Returns first questions of the pocket test split, `per_family` of each task family."""
-    talks = [world.sample("test", number, [family]) for family in world.FAMILIES for number in range(per_family)]
-    named = {f"{talk.id}-{talk.family}": talk.messages[:1] for talk in talks}
-    return [BenchPrompt(name=name, inputs=target.prepare(messages)) for name, messages in named.items()]
-
-
 def main() -> int:
-    """Entry point."""
-    args = _parser().parse_args()
-    if min(args.per_family, args.max_new_tokens) < 1:
-        raise ValueError("--per-family, --max-new-tokens: give at least 1")
-    policies = names(args.policies)
-    for policy in policies:
-        sage.policy(policy)
-    path, folder = find_models(args)
-    if folder is None:
-        raise ValueError("--draft: missing; give a draft to compare the policies with")
-    target = sage.load_target(path, dtype=torch_dtype(args.dtype), device=resolve_device(args.device), passes=PassMode.eager)
-    draft = sage.load_draft(folder, target)
-    if args.prompts is None:
-        prompts = pocket_prompts(target, args.per_family)
-    else:
-        prompts = load_prompts(target, args.prompts, (), None, None)
-    print(report(target, draft, policies, prompts, args.max_new_tokens, args.seed))
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = new_parser("python -m benchmarks.texts", description=__doc__)
     add_model_options(parser)
     parser.add_argument("--policies", default=",".join(sage.POLICIES), metavar="NAME,..", help="default: all")
@@ -154,7 +126,24 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="default %(default)s")
     add_dtype_option(parser, "fp32", "dtype of target and draft (default %(default)s)")
     add_device_option(parser, "auto")
-    return parser
+    args = parser.parse_args()
+    if min(args.per_family, args.max_new_tokens) < 1:
+        raise ValueError("--per-family, --max-new-tokens: give at least 1")
+    policies = names(args.policies)
+    for policy in policies:
+        sage.policy(policy)
+    path, folder = find_models(args)
+    if folder is None:
+        raise ValueError("--draft: missing; give a draft to compare the policies with")
+    target = sage.load_target(path, dtype=torch_dtype(args.dtype), device=resolve_device(args.device), passes=PassMode.eager)
+    draft = sage.load_draft(folder, target)
+    if args.prompts is None:
+        talks = [question("test", number, family) for family in world.FAMILIES for number in range(args.per_family)]
+        prompts = [BenchPrompt(name=talk.id, inputs=target.prepare(talk.messages)) for talk in talks]
+    else:
+        prompts = load_prompts(target, args.prompts, (), None, None)
+    print(report(target, draft, policies, prompts, args.max_new_tokens, args.seed))
+    return 0
 
 
 if __name__ == "__main__":

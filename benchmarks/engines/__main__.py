@@ -17,7 +17,7 @@ from pathlib import Path
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.engines.comparison import report
-from benchmarks.engines.measure import ENGINE_PYTHON, Comparison, ServedBy, measure
+from benchmarks.engines.measure import ENGINE_PYTHON, Comparison, measure
 from data_prep.config import KEY_VARIABLE
 from sage.bench.options import counts, names, variants
 from sage.bench.report import display_name, machine
@@ -31,70 +31,6 @@ DEPTHS = "1,2,3,4,5"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, prints the tables, and writes the figures to `--out`."""
-    args = _parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    comparison = _comparison(args)
-    found = {"target": display_name(comparison.target), **measure(comparison), "machine": machine(args.device)}
-    print(report(found))
-    if args.out:
-        write_json(args.out, found)
-    return 0
-
-
-def _comparison(args: argparse.Namespace) -> Comparison:
-    """Returns the comparison of the command line; ValueError for an option that cannot be used."""
-    if not args.server and not args.engine_python.is_file():
-        raise ValueError(f"--engine-python: {args.engine_python}: no such file; `make engines-env` creates the environment")
-    for option in ("prompts", "repeats", "max_new_tokens", "threads"):
-        if getattr(args, option) is not None and getattr(args, option) < 1:
-            raise ValueError(f"--{option.replace('_', '-')}: {getattr(args, option)} is not allowed; give at least 1")
-    if unknown := [name for name in names(args.baselines) if name not in BASELINES]:
-        raise ValueError(f"--baselines: {unknown[0]!r} is unknown; choose from {', '.join(BASELINES)}")
-    _check_sides(args)
-    drafts = dict(_named_draft(text) for text in args.draft)
-    return Comparison(
-        python=args.engine_python,
-        server=ServedBy(args.server, args.server_model, os.environ.get(KEY_VARIABLE, "")) if args.server else None,
-        target=args.target or target_of(next(iter(drafts.values())), "--target"),
-        drafts=drafts,
-        variants=variants(args.policies, args.policy),
-        baselines=names(args.baselines),
-        depths=_depths(args.num_speculative_tokens or DEPTHS),
-        num_prompts=args.prompts,
-        repeats=args.repeats,
-        max_new_tokens=args.max_new_tokens,
-        cores=sorted(os.sched_getaffinity(0))[: args.threads],
-        passes=args.passes,
-        log_folder=args.logs,
-        device=args.device,
-    )
-
-
-def _check_sides(args: argparse.Namespace) -> None:
-    """Refuses options of the other kind of comparison."""
-    if args.server and args.num_speculative_tokens:
-        raise ValueError("--num-speculative-tokens: has no effect with --server, which has its own setting")
-    if not args.server and args.server_model:
-        raise ValueError("--server-model: has no effect without --server")
-    if not args.server and args.device != "cpu":
-        raise ValueError(f"--device {args.device}: has no effect without --server; vLLM runs on the CPU here")
-
-
-def _depths(text: str) -> list[int]:
-    try:
-        return counts(text)
-    except ValueError as error:
-        raise ValueError(f"--num-speculative-tokens {error}") from error
-
-
-def _named_draft(text: str) -> tuple[str, Path]:
-    label, _, path = text.rpartition("=")
-    return label or Path(path).name, find_draft(path, "--draft")
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = new_parser("python -m benchmarks.engines", description=__doc__)
     draft_help = f"{DRAFT_HELP}; repeatable. The first one is also that of vLLM, exported as eagle3, or of --server"
     parser.add_argument("--draft", metavar="[LABEL=]RUN", action="append", required=True, help=draft_help)
@@ -122,7 +58,61 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--logs", type=Path, metavar="DIR", help="existing folder for vLLM's logs; default: a temporary one")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
-    return parser
+    args = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    comparison = _comparison(args)
+    found = {"target": display_name(comparison.target), **measure(comparison), "machine": machine(args.device)}
+    print(report(found))
+    if args.out:
+        write_json(args.out, found)
+    return 0
+
+
+def _comparison(args: argparse.Namespace) -> Comparison:
+    """Returns the comparison of the command line; ValueError for an option that cannot be used."""
+    if not args.server and not args.engine_python.is_file():
+        raise ValueError(f"--engine-python: {args.engine_python}: no such file; `make engines-env` creates the environment")
+    for option in ("prompts", "repeats", "max_new_tokens", "threads"):
+        if getattr(args, option) is not None and getattr(args, option) < 1:
+            raise ValueError(f"--{option.replace('_', '-')}: {getattr(args, option)} is not allowed; give at least 1")
+    if unknown := [name for name in names(args.baselines) if name not in BASELINES]:
+        raise ValueError(f"--baselines: {unknown[0]!r} is unknown; choose from {', '.join(BASELINES)}")
+    if args.server and args.num_speculative_tokens:
+        raise ValueError("--num-speculative-tokens: has no effect with --server, which has its own setting")
+    if not args.server and args.server_model:
+        raise ValueError("--server-model: has no effect without --server")
+    if not args.server and args.device != "cpu":
+        raise ValueError(f"--device {args.device}: has no effect without --server; vLLM runs on the CPU here")
+    try:
+        depths = counts(args.num_speculative_tokens or DEPTHS)
+    except ValueError as error:
+        raise ValueError(f"--num-speculative-tokens {error}") from error
+    drafts = dict(_named_draft(text) for text in args.draft)
+    return Comparison(
+        python=args.engine_python,
+        server=args.server or None,
+        server_model=args.server_model,
+        server_key=os.environ.get(KEY_VARIABLE, ""),
+        target=args.target or target_of(next(iter(drafts.values())), "--target"),
+        drafts=drafts,
+        variants=variants(args.policies, args.policy),
+        baselines=names(args.baselines),
+        depths=depths,
+        num_prompts=args.prompts,
+        repeats=args.repeats,
+        max_new_tokens=args.max_new_tokens,
+        cores=sorted(os.sched_getaffinity(0))[: args.threads],
+        passes=args.passes,
+        log_folder=args.logs,
+        device=args.device,
+    )
+
+
+def _named_draft(text: str) -> tuple[str, Path]:
+    label, _, path = text.rpartition("=")
+    return label or Path(path).name, find_draft(path, "--draft")
 
 
 if __name__ == "__main__":

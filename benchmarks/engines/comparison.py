@@ -12,17 +12,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import not_
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
-from sage.bench.measurement import BenchPrompt
-from sage.bench.runners import Runner
-from sage.decoding.sampling import Sampling
-from sage.decoding.stats import PREFILL_PHASES
 from sage.io.tables import text_table
-from train.engines.vllm_process import VllmProcess
 
 logger = logging.getLogger(__name__)
 SETTLE_S = 0.5  # between turns: OpenMP threads of the last process spin for 0.2 s before they sleep
@@ -39,53 +35,20 @@ class Answer:
     passes: int | None = None  # of the target after the prefill; None if the decoder does not report it
 
 
-class Decoder(Protocol):
-    """One decoder of the comparison: `side` is `OURS` or the other one, `draft` the label of its draft, empty without one."""
+@dataclass(frozen=True)
+class Decoder:
+    """One decoder of the comparison.
+
+    Attributes:
+        side: `OURS` or the other one.
+        draft: label of its draft; empty without one.
+        turn: decodes every prompt.
+    """
 
     label: str
     side: str
     draft: str
-
-    def turn(self) -> list[Answer]:
-        """Decodes every prompt."""
-        ...
-
-
-@dataclass
-class OurDecoder:
-    """A policy of this project, or a Hugging Face baseline, in this process."""
-
-    label: str
-    runner: Runner
-    prompts: Sequence[BenchPrompt]
-    sampling: Sampling
-    draft: str = ""
-    side: str = OURS
-
-    def turn(self) -> list[Answer]:
-        """Decodes every prompt."""
-        return [self._answer(prompt) for prompt in self.prompts]
-
-    def _answer(self, prompt: BenchPrompt) -> Answer:
-        run = self.runner.run(prompt.inputs, self.sampling)
-        prefill_s = sum(run.time_s[phase] for phase in PREFILL_PHASES) if run.time_s else run.wall_s - run.decode_s
-        passes = run.stats.target_passes if run.stats else None
-        return Answer(run.tokens, run.wall_s - prefill_s, run.wall_s, passes)
-
-
-@dataclass
-class VllmDecoder:
-    """vLLM in its own process; `passes` of the target after the prefill, per prompt."""
-
-    label: str
-    process: VllmProcess
-    passes: Sequence[int]
-    draft: str = ""
-    side: str = VLLM
-
-    def turn(self) -> list[Answer]:
-        """Decodes every prompt."""
-        return [Answer(**answer, passes=passes) for answer, passes in zip(self.process.time(), self.passes, strict=True)]
+    turn: Callable[[], list[Answer]]
 
 
 @dataclass
@@ -124,34 +87,27 @@ def figures(found: Sequence[Turns], same_draft: str) -> dict[str, Any]:
     Args:
         same_draft: label of the draft that both sides have.
     """
+
+    def fastest(is_ours: bool, has_draft: Callable[[str], object]) -> Turns | None:
+        """Returns the turns with the highest median speed of one side, among those whose draft's label is accepted."""
+        chosen = [one for one in found if (one.decoder.side == OURS) is is_ours and has_draft(one.decoder.draft)]
+        return max(chosen, key=lambda one: median(one.tokens_per_s), default=None)
+
     reference = next(turns.answers for turns in found if turns.decoder.side == OURS and not turns.decoder.draft)
-    texts = [answer.tokens for answer in reference]
-    ours = [turns for turns in found if turns.decoder.side == OURS]
-    theirs = [turns for turns in found if turns.decoder.side != OURS]
-    speculative = fastest([turns for turns in theirs if turns.decoder.draft])
-    ratios = {
-        "autoregressive": (fastest(without_draft(ours)), fastest(without_draft(theirs))),
-        "same draft": (fastest([turns for turns in ours if turns.decoder.draft == same_draft]), speculative),
-        "any draft": (fastest([turns for turns in ours if turns.decoder.draft]), speculative),
+    texts, speculative = [answer.tokens for answer in reference], fastest(False, bool)
+    pairs = {
+        "autoregressive": (fastest(True, not_), fastest(False, not_)),
+        "same draft": (fastest(True, same_draft.__eq__), speculative),
+        "any draft": (fastest(True, bool), speculative),
     }
     return {
         "decoders": {turns.decoder.label: _decoder_figures(turns, texts) for turns in found},
-        "ratios": {name: ratio(*pair) for name, pair in ratios.items() if all(pair)},
+        "ratios": {name: _ratio(ours, theirs) for name, (ours, theirs) in pairs.items() if ours and theirs},
     }
 
 
-def without_draft(turns: Sequence[Turns]) -> list[Turns]:
-    return [one for one in turns if not one.decoder.draft]
-
-
-def fastest(turns: Sequence[Turns]) -> Turns | None:
-    """Returns the turns with the highest median speed; None without any."""
-    return max(turns, key=lambda one: median(one.tokens_per_s), default=None)
-
-
-def ratio(ours: Turns | None, theirs: Turns | None) -> dict[str, Any]:
+def _ratio(ours: Turns, theirs: Turns) -> dict[str, Any]:
     """Returns the ratio of decoding speeds: median, lowest and highest over the repeats."""
-    assert ours is not None and theirs is not None
     values = [a / b for a, b in zip(ours.tokens_per_s, theirs.tokens_per_s, strict=True)]
     return {
         "ours": ours.decoder.label,
@@ -198,14 +154,8 @@ def report(found: Mapping[str, Any]) -> str:
         f"{name}: {one['ours']} / {one['theirs']} = {one['ratio']:.2f} ({one['range'][0]:.2f}-{one['range'][1]:.2f})"
         for name, one in found["ratios"].items()
     ]
-    return "\n".join([text_table(head, rows, "<<<>"), *ratios, *_server_lines(found.get("server"))])
-
-
-def _server_lines(server: Mapping[str, Any] | None) -> list[str]:
-    """Returns what a server counts itself, in warm-up and turns together."""
-    if server is None:
-        return []
-    if not server["rounds"]:
-        return ["server: reports no acceptance"]
-    shares = " ".join(f"{share:.3f}" for share in server["accepted"])
-    return [f"server: accepted {shares} at position 1, 2, .. of {server['rounds']} rounds"]
+    if (server := found.get("server")) is not None:  # counted by the server, in warm-up and turns together
+        shares = " ".join(f"{share:.3f}" for share in server["accepted"])
+        accepted = f"accepted {shares} at position 1, 2, .. of {server['rounds']} rounds"
+        ratios.append(f"server: {accepted if server['rounds'] else 'reports no acceptance'}")
+    return "\n".join([text_table(head, rows, "<<<>"), *ratios])

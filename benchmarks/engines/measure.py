@@ -10,15 +10,16 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import sage
-from benchmarks.engines.comparison import Decoder, OurDecoder, VllmDecoder, figures, take_turns
+from benchmarks.engines.comparison import OURS, VLLM, Answer, Decoder, figures, take_turns
 from benchmarks.engines.prompts import pocket_prompts
-from benchmarks.engines.server import Refused, ServerClient, ServerDecoder, served_model
+from benchmarks.engines.server import SERVER, Refused, ServerClient, ServerDecoder, served_model
 from checkpoints.export.exporter import ExportOptions, export
 from checkpoints.export.formats.registry import find_format
 from checkpoints.run_folder import run_of
@@ -27,9 +28,10 @@ from data_prep.server.chat_request import MediaPolicy, request_messages
 from data_prep.splits import Split
 from sage.bench.measurement import BenchPrompt
 from sage.bench.options import Variant
-from sage.bench.runners import AUTOREGRESSIVE, PolicyRunner, baseline_runner
+from sage.bench.runners import AUTOREGRESSIVE, PolicyRunner, Runner, baseline_runner
 from sage.commands.cli import resolve_device
 from sage.decoding.sampling import Sampling
+from sage.decoding.stats import PREFILL_PHASES
 from sage.targets import Target
 from train.engines.prompts import prompt_data, validation_prompts, write_prompts
 from train.engines.vllm_process import EngineSetting, VllmProcess
@@ -39,22 +41,15 @@ ENGINE_PYTHON = Path(".venv-engines/bin/python")
 FORMAT = "eagle3"
 
 
-@dataclass(frozen=True)
-class ServedBy:
-    """A running server: its URL, the name of its model (None: the only one), and its key (empty: none)."""
-
-    url: str = field(repr=False)
-    model: str | None = None
-    key: str = field(default="", repr=False)
-
-
 @dataclass(kw_only=True)
 class Comparison:
     """What is compared.
 
     Attributes:
         python: interpreter of the environment with vLLM; unused with `server`.
-        server: a running server in place of vLLM.
+        server: URL of a running server in place of vLLM.
+        server_model: its name of the target; None: the only one it serves.
+        server_key: empty: none.
         target: folder of the target; a Qwen2.5-VL without `server`.
         drafts: folders by label; the first one is also that of the other side: served by `server`, or an `eagle3`, exported in
             fp32 and served by vLLM.
@@ -68,7 +63,9 @@ class Comparison:
     """
 
     python: Path = ENGINE_PYTHON
-    server: ServedBy | None = None
+    server: str | None = field(default=None, repr=False)
+    server_model: str | None = None
+    server_key: str = field(default="", repr=False)
     target: str
     drafts: dict[str, Path]
     variants: Sequence[Variant]
@@ -96,23 +93,19 @@ def measure(comparison: Comparison) -> dict[str, Any]:
     try:
         with tempfile.TemporaryDirectory() as scratch, ExitStack() as processes:
             if comparison.server is not None:
-                return _measure_server(comparison, comparison.server, Path(scratch), processes)
-            return _measure_vllm(comparison, Path(scratch), processes)
+                client = processes.enter_context(ServerClient(comparison.server, comparison.server_key))
+                return _measure_server(comparison, client, Path(scratch))
+            target = load_target(comparison)
+            prompts, prompts_file = write_prompts(target, pocket_prompts(comparison.num_prompts), Path(scratch))
+            theirs, versions = vllm_decoders(comparison, prompts_file, Path(scratch), processes)
+            return {"engine": versions, **_take_turns(comparison, target, prompts, theirs)}
     finally:
         os.sched_setaffinity(0, affinity)
         torch.set_num_threads(threads)
 
 
-def _measure_vllm(comparison: Comparison, scratch: Path, processes: ExitStack) -> dict[str, Any]:
-    target = load_target(comparison)
-    prompts, prompts_file = write_prompts(target, pocket_prompts(comparison.num_prompts), scratch)
-    theirs, versions = vllm_decoders(comparison, prompts_file, scratch, processes)
-    return {"engine": versions, **_take_turns(comparison, target, prompts, theirs)}
-
-
-def _measure_server(comparison: Comparison, server: ServedBy, scratch: Path, processes: ExitStack) -> dict[str, Any]:
-    client = processes.enter_context(ServerClient(server.url, server.key))
-    model = served_model(client, server.model)
+def _measure_server(comparison: Comparison, client: ServerClient, scratch: Path) -> dict[str, Any]:
+    model = served_model(client, comparison.server_model)
     data = prompt_data(run_of(comparison.drafts[comparison.served_draft]), comparison.target)
     conversations = validation_prompts(data, comparison.num_prompts)
     target = load_target(comparison)
@@ -141,7 +134,7 @@ def _take_turns(
 
 def server_decoder(
     comparison: Comparison, client: ServerClient, model: str, target: Target, questions: Sequence[Any]
-) -> ServerDecoder:
+) -> Decoder:
     """Returns the server as a decoder; it has a draft if it counts rounds of one."""
     assert target.processor is not None
     tokenizer, eos = target.processor.tokenizer, target.eos_token_ids[0]
@@ -153,7 +146,7 @@ def server_decoder(
         decoder = replace(decoder, extensions={})
         decoder.answer(questions[0])
     is_speculative = client.counters().since(before).rounds > 0
-    return replace(decoder, draft=comparison.served_draft if is_speculative else "")
+    return Decoder(SERVER, SERVER, comparison.served_draft if is_speculative else "", decoder.turn)
 
 
 def vllm_decoders(
@@ -163,19 +156,22 @@ def vllm_decoders(
     export_folder = scratch / "export"
     options = ExportOptions(target=comparison.target, dtype=torch.float32)
     export(comparison.drafts[comparison.served_draft], export_folder, FORMAT, options)
-    found: list[Decoder] = []
-    versions: dict[str, str] = {}
+    found, versions = list[Decoder](), dict[str, str]()
     for label, setting in engine_settings(comparison, export_folder).items():
         logger.info("loading %s", label)
         log = (comparison.log_folder or scratch) / f"{label.replace(' ', '_')}.log"
-        process = VllmProcess(
-            comparison.python, prompts_file, log, max_new_tokens=comparison.max_new_tokens, cores=comparison.cores
-        )
-        engine = processes.enter_context(process)
+        limits: dict[str, Any] = {"max_new_tokens": comparison.max_new_tokens, "cores": comparison.cores}
+        engine = processes.enter_context(VllmProcess(comparison.python, prompts_file, log, **limits))
         versions = engine.load(setting)
         passes = [len(answer["rounds"]) for answer in engine.trace()]
-        found.append(VllmDecoder(label, engine, passes, comparison.served_draft if setting.draft else ""))
+        turn = partial(_vllm_turn, engine, passes)
+        found.append(Decoder(label, VLLM, comparison.served_draft if setting.draft else "", turn))
     return found, versions
+
+
+def _vllm_turn(engine: VllmProcess, passes: Sequence[int]) -> list[Answer]:
+    """Returns the answers to every prompt; `passes` of the target after the prefill, per prompt."""
+    return [Answer(**answer, passes=count) for answer, count in zip(engine.time(), passes, strict=True)]
 
 
 def load_target(comparison: Comparison) -> Target:
@@ -190,12 +186,22 @@ def our_decoders(comparison: Comparison, target: Target, prompts: Sequence[Bench
     """Yields our autoregressive loop, the baselines, and every policy with every draft."""
     sampling = Sampling(max_new_tokens=comparison.max_new_tokens)
     for name in dict.fromkeys((AUTOREGRESSIVE, *comparison.baselines)):
-        yield OurDecoder(name, baseline_runner(target, name), prompts, sampling)
+        yield Decoder(name, OURS, "", partial(_our_turn, baseline_runner(target, name), prompts, sampling))
     for draft_label, folder in comparison.drafts.items():
         draft = sage.load_draft(folder, target)
         for one in comparison.variants:
             runner = PolicyRunner(target, draft, one.label, sage.policy(one.policy, **one.options))
-            yield OurDecoder(f"{one.label}, {draft_label}", runner, prompts, sampling, draft_label)
+            turn = partial(_our_turn, runner, prompts, sampling)
+            yield Decoder(f"{one.label}, {draft_label}", OURS, draft_label, turn)
+
+
+def _our_turn(runner: Runner, prompts: Sequence[BenchPrompt], sampling: Sampling) -> list[Answer]:
+    answers = []
+    for run in (runner.run(prompt.inputs, sampling) for prompt in prompts):
+        prefill_s = sum(run.time_s[phase] for phase in PREFILL_PHASES) if run.time_s else run.wall_s - run.decode_s
+        passes = run.stats.target_passes if run.stats else None
+        answers.append(Answer(run.tokens, run.wall_s - prefill_s, run.wall_s, passes))
+    return answers
 
 
 def engine_settings(comparison: Comparison, draft: Path) -> dict[str, EngineSetting]:

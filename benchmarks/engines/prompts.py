@@ -12,9 +12,11 @@ FAMILIES = ("caption", "question", "sign", "chart")  # one image each
 
 def pocket_prompts(count: int, split: str = "test") -> list[Conversation]:
     """Returns `count` questions, the families in turns."""
-    return [_question(split, number // len(FAMILIES), FAMILIES[number % len(FAMILIES)]) for number in range(count)]
+    places = [divmod(number, len(FAMILIES)) for number in range(count)]
+    return [question(split, index, FAMILIES[family]) for index, family in places]
 
 
-def _question(split: str, index: int, family: str) -> Conversation:
+def question(split: str, index: int, family: str) -> Conversation:
+    """Returns the first question of a conversation."""
     talk = world.sample(split, index, [family])
     return replace(talk, id=f"{talk.id}-{family}", family=family, messages=talk.messages[:1])

@@ -92,8 +92,9 @@ class ServerClient:
     def models(self) -> list[str]:
         """Returns the names of the served models."""
         try:
-            return [str(model["id"]) for model in self._get("/v1/models").json()["data"]]
-        except (ValueError, LookupError, TypeError) as error:
+            response = self._client.get(f"{self._root}/v1/models").raise_for_status()
+            return [str(model["id"]) for model in response.json()["data"]]
+        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
             raise ValueError(f"--server: its /v1/models is no list of models; {REMEDY}") from error
 
     def counters(self) -> Counters:
@@ -120,18 +121,13 @@ class ServerClient:
                     if line.startswith("data:") and (data := line.removeprefix("data:").strip()) != "[DONE]":
                         yield json.loads(data)
         except httpx.HTTPError as error:
-            raise ValueError(_unreachable(error)) from error
+            is_down = isinstance(error, httpx.ConnectError)
+            reason = "no connection; start it" if is_down else "the connection was cut; see its log"
+            if isinstance(error, httpx.TimeoutException):
+                reason = f"no answer within {TIMEOUT_S:.0f} s; see its log"
+            raise ValueError(f"--server: {reason}") from error
         except json.JSONDecodeError as error:
             raise ValueError(f"--server: its answer is no stream of JSON; {REMEDY}") from error
-
-    def _get(self, path: str) -> httpx.Response:
-        try:
-            response = self._client.get(f"{self._root}{path}")
-        except httpx.HTTPError as error:
-            raise ValueError(_unreachable(error)) from error
-        if not response.is_success:
-            raise ValueError(self._refusal(response))
-        return response
 
     def _refusal(self, response: httpx.Response) -> str:
         remedy = f"; export its key in {KEY_VARIABLE}" if response.status_code in (401, 403) else ""
@@ -147,7 +143,6 @@ class ServerDecoder:
         questions: messages of each prompt, as the API takes them.
         tokenizer: of the target, for the answers of servers that return no token ids.
         eos: appended to an answer that ended by itself, where there are no token ids.
-        draft: label of the draft; empty if the server does not speculate.
         extensions: of vLLM, added to every request.
     """
 
@@ -157,10 +152,7 @@ class ServerDecoder:
     tokenizer: Any
     eos: int
     max_new_tokens: int
-    draft: str = ""
     extensions: Mapping[str, Any] = field(default_factory=lambda: {"return_token_ids": True})
-    label: str = SERVER
-    side: str = SERVER
 
     def turn(self) -> list[Answer]:
         """Decodes every prompt."""
@@ -202,10 +194,3 @@ def served_model(client: ServerClient, name: str | None) -> str:
         given = "" if name is None else f" {name}: not served"
         raise ValueError(f"--server-model{given}: choose from {', '.join(models) or 'none, the server has no model'}")
     return name
-
-
-def _unreachable(error: httpx.HTTPError) -> str:
-    if isinstance(error, httpx.TimeoutException):
-        return f"--server: no answer within {TIMEOUT_S:.0f} s; see its log"
-    is_down = isinstance(error, httpx.ConnectError)
-    return f"--server: {'no connection; start it' if is_down else 'the connection was cut; see its log'}"

@@ -17,7 +17,6 @@ from benchmarks.papers.render import write_page
 from benchmarks.papers.runs import TrainingFailed
 from benchmarks.papers.settings import QUICK, load_settings
 from benchmarks.papers.studies import STUDIES, select_studies
-from benchmarks.papers.study import Study
 from sage.commands.cli import run
 
 logger = logging.getLogger(__name__)
@@ -28,7 +27,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Every figure is written as soon as it is measured, so an interrupted process loses one measurement.
     """
-    args = _parser().parse_args(argv)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.papers", description=__doc__)
+    parser.add_argument("studies", metavar="STUDY", nargs="*", help=f"one of {', '.join(STUDIES)}; default: all")
+    parser.add_argument("--quick", action="store_true", help="run every study once, on barely trained drafts")
+    parser.add_argument("--settings", metavar="FILE", action="append", default=[], help="YAML over full.yaml; repeatable")
+    parser.add_argument("--page-only", action="store_true", help="measure nothing: write the page and plots from the figures")
+    args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -36,33 +40,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = load_settings(*([QUICK] if args.quick else []), *args.settings)
     docs = Path(settings.docs_dir)
     store = FigureStore(docs / FIGURES_DIR)
-    failed = [] if args.page_only else _measure(studies, Lab(settings, store))
+    failed, start, lab = [], time.perf_counter(), Lab(settings, store)
+    for study in [] if args.page_only else studies:
+        try:
+            study.measure(lab)
+        except TrainingFailed as error:  # the other studies do not need that run
+            logger.error("%s: %s", study.name, error)
+            failed.append(study.name)
+        logger.info("%s: %.1f minutes since the start", study.name, (time.perf_counter() - start) / 60)
     print(f"written: {write_page(store.read_all(), docs)}")
     if failed:
         print(f"skipped, because a training run failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
-
-
-def _measure(studies: Sequence[Study], lab: Lab) -> list[str]:
-    """Returns the studies whose training run failed; the other studies do not need that run."""
-    failed, start = [], time.perf_counter()
-    for study in studies:
-        try:
-            study.measure(lab)
-        except TrainingFailed as error:
-            logger.error("%s: %s", study.name, error)
-            failed.append(study.name)
-        logger.info("%s: %.1f minutes since the start", study.name, (time.perf_counter() - start) / 60)
-    return failed
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.papers", description=__doc__)
-    parser.add_argument("studies", metavar="STUDY", nargs="*", help=f"one of {', '.join(STUDIES)}; default: all")
-    parser.add_argument("--quick", action="store_true", help="run every study once, on barely trained drafts")
-    parser.add_argument("--settings", metavar="FILE", action="append", default=[], help="YAML over full.yaml; repeatable")
-    parser.add_argument("--page-only", action="store_true", help="measure nothing: write the page and plots from the figures")
-    return parser
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.papers.figures import Json
@@ -16,18 +16,15 @@ CAPTIONS = "caption"
 def headline_table(figures: Figures) -> str:
     """Returns the table; empty before the policies are measured."""
     tables = by_target(figures, "policies")
-    rows = [_row(name, tables.values()) for name in decoders(tables)]
+    rows = []
+    for name in decoders(tables):
+        overall = [part_of(one, name) for one in tables.values()]
+        captions = [part_of(one["by_family"].get(CAPTIONS, {}), name) for one in tables.values()]
+        parts = [{"captions": first, "overall": second} for first, second in zip(captions, overall, strict=True)]
+        same, total = (sum(part.get(key, 0) for part in overall) for key in ("match", "total"))
+        identical = f"{same}/{total}" if total else ""
+        rows.append({"name": name, "mark": "**" if name == OURS else "", "parts": parts, "identical": identical})
     return fill("headline_table", {"targets": tables, "rows": rows}) if tables else ""
-
-
-def _row(name: str, tables: Iterable[Json]) -> Json:
-    parts = [
-        {"captions": part_of(figures["by_family"].get(CAPTIONS, {}), name), "overall": part_of(figures, name)}
-        for figures in tables
-    ]
-    same, total = (sum(part["overall"].get(key, 0) for part in parts) for key in ("match", "total"))
-    identical = f"{same}/{total}" if total else ""
-    return {"name": name, "mark": "**" if name == OURS else "", "parts": parts, "identical": identical}
 
 
 def engines_table(figures: Figures) -> str:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 import sage
+from benchmarks.engines.prompts import question
 from benchmarks.papers import runs
 from benchmarks.papers.figures import FigureStore, Json
 from benchmarks.papers.settings import Settings
-from data_prep.pocket import world
 from sage.bench.measurement import BenchPrompt
 from sage.bench.runners import AUTOREGRESSIVE, HF_ASSISTED, PolicyRunner, Runner, baseline_runner, find_assistant
 from sage.costs.measure import measure_costs
@@ -68,11 +68,9 @@ class Lab:
         """Returns first questions of held-out conversations, one task family after the other."""
 
         def make() -> list[BenchPrompt]:
-            talks = [world.sample(split, start + number, [family]) for number in range(per_family) for family in families]
+            talks = [question(split, start + number, family) for number in range(per_family) for family in families]
             prepare = self.target(target).prepare
-            return [
-                BenchPrompt(name=f"{one.id}-{one.family}", family=one.family, inputs=prepare(one.messages[:1])) for one in talks
-            ]
+            return [BenchPrompt(name=one.id, family=one.family, inputs=prepare(one.messages)) for one in talks]
 
         return self._cached(("prompts", target, split, *families, per_family, start), make)
 

@@ -27,17 +27,15 @@ def fill(template: str, values: Mapping[str, Any]) -> str:
 
 
 def _filled(text: str, values: Mapping[str, Any]) -> str:
-    first, *parts = EACH.split(text)
+    first, *pieces = EACH.split(text)
     filled = _Figures().vformat(first, (), values)
-    for key, _, block, rest in zip(*(parts[place::4] for place in range(4)), strict=True):
-        filled += "".join(_filled(block, {**values, **one}) for one in _rows(_Figures().get_field(key, (), values)[0]))
+    for key, _, block, rest in zip(*(pieces[place::4] for place in range(4)), strict=True):
+        parts = _Figures().get_field(key, (), values)[0]
+        for name, part in parts.items() if isinstance(parts, Mapping) else enumerate(parts):
+            own = part if isinstance(part, Mapping) else {}
+            filled += _filled(block, {**values, "name": name, "value": part, **own})
         filled += _Figures().vformat(rest, (), values)
     return filled
-
-
-def _rows(parts: Any) -> list[Json]:
-    named = parts.items() if isinstance(parts, Mapping) else enumerate(parts)
-    return [{"name": name, "value": part, **(part if isinstance(part, Mapping) else {})} for name, part in named]
 
 
 class _Missing(str):

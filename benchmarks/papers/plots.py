@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,7 +58,8 @@ def plot_curves(
         legend: its place in the first panel, or its number of columns below all panels.
     """
     figure = style.figure(height, title, subtitle)
-    for curves, axes in zip(panels.values(), _panels(figure, panels, share_y), strict=True):
+    for name, axes in titled_panels(figure, panels, share_y).items():
+        curves = panels[name]
         for one in curves:
             look = {"marker": "o", "markersize": 4.5, "linewidth": 1.6, **one.options}
             axes.plot(one.x, one.y, color=one.color, label=one.label, **look)
@@ -70,33 +71,16 @@ def plot_curves(
     for axes in figure.axes if from_zero else ():  # a limit ends the scaling of a shared axis: set it after all curves
         axes.set_ylim(bottom=0)
     if isinstance(legend, int):
-        legend_below(figure, first, legend)
+        style.legend_below(figure, legend, handlelength=1.4)
     else:
         first.legend(**{"loc": legend, "handlelength": 1.4})
     return figure
 
 
-def bar_panels(figure: Figure, names: Iterable[str]) -> dict[str, Axes]:
-    """Adds a titled panel per name for horizontal bars; returns the panels by name."""
-    names = list(names)
-    return dict(zip(names, _panels(figure, names, True, "x"), strict=True))
-
-
-def label_bars(axes: Axes, labels: Sequence[str]) -> None:
-    """Labels horizontal bars, the first one at the top."""
-    axes.set_yticks(range(len(labels)), labels)
-    axes.invert_yaxis()
-
-
-def _panels(figure: Figure, names: Iterable[str], share_y: bool, grid: str = "y") -> list[Axes]:
-    names = list(names)
-    found = list(figure.subplots(1, len(names), sharey=share_y, squeeze=False)[0])
-    for name, axes in zip(names, found, strict=True):
+def titled_panels(figure: Figure, names: Collection[str], share_y: bool = True, grid: str = "y") -> dict[str, Axes]:
+    """Adds a panel per name, side by side; returns them by name."""
+    found = dict(zip(names, figure.subplots(1, len(names), sharey=share_y, squeeze=False)[0], strict=True))
+    for name, axes in found.items():
         axes.set_title(name, fontsize=10.5, loc="left")
         style.despine(axes, grid)
     return found
-
-
-def legend_below(figure: Figure, axes: Axes, num_columns: int) -> None:
-    """Adds the legend of `axes` below all panels."""
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=num_columns, handlelength=1.4)

@@ -9,7 +9,7 @@ from benchmarks.papers.figures import FIGURES_DIR, Json
 from benchmarks.papers.headline import engines_table, headline_table
 from benchmarks.papers.markdown import fill, listing
 from benchmarks.papers.studies import SECTIONS, STUDIES
-from benchmarks.papers.study import Expectation, Figures, Study
+from benchmarks.papers.study import Figures, Study
 from sage.io.files import write_text
 from train.report import style
 
@@ -59,10 +59,12 @@ def render(files: Mapping[str, Json]) -> str:
     machines = list(dict.fromkeys(_machine_line(content) for content in files.values()))
     expectations = [one for study in shown for one in study.expectations(study.select(figures))]
     sections = [section(number, study, figures, _source(study, files, machines)) for number, study in enumerate(shown, start=1)]
+    rows = [{**vars(one), "met": "yes" if one.is_met else "**no**"} for one in sorted(expectations, key=lambda one: one.is_met)]
+    counts = {"num_met": sum(one.is_met for one in expectations), "num_total": len(rows)}
     values = {
         "machines": "\n".join(f"{number}. {line}" for number, line in enumerate(machines, start=1)),
         "headline": fill("headline", {"table": headline}) if headline else "",
-        "expectations": _expectations_section(expectations),
+        "expectations": fill("expectations", {**counts, "rows": rows}) if rows else "",  # unmet ones first
         "sections": "\n\n".join(sections),
     }
     return fill("results", values) + "\n"
@@ -75,14 +77,6 @@ def section(number: int, study: Study, figures: Figures, source: str) -> str:
     found = study.select(figures)
     own = {**next(iter(found.values())), "targets": found} if study.is_per_target else found
     return fill(study.name, {**own, **study.values(found), "number": number, "source": source})
-
-
-def _expectations_section(expectations: Sequence[Expectation]) -> str:
-    """Returns the section that lists all expectations, unmet ones first; empty without any."""
-    if not expectations:
-        return ""
-    rows = [{**vars(one), "met": "yes" if one.is_met else "**no**"} for one in sorted(expectations, key=lambda one: one.is_met)]
-    return fill("expectations", {"num_met": sum(one.is_met for one in expectations), "num_total": len(rows), "rows": rows})
 
 
 def _figures(files: Mapping[str, Json]) -> Figures:

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -28,11 +27,7 @@ class TrainingFailed(RuntimeError):
 
 
 def overrides(settings: Settings, name: str) -> list[str]:
-    """Returns the arguments of sage-train for a run, without the run folder.
-
-    Raises:
-        ValueError: the settings name no such run.
-    """
+    """Returns the arguments of sage-train for a run, without the folder; raises ValueError for a run without settings."""
     known = settings.training.runs
     if name not in known:
         raise ValueError(f"training.runs: {name!r} is not one of {', '.join(known)}")
@@ -84,21 +79,15 @@ def ensure_trained(settings: Settings, name: str) -> Path:
     log = folder.with_name(f"{folder.name}.log")
     logger.info("training %s (log: %s)", name, log)
     start = time.perf_counter()
-    _sage_train([*overrides(settings, name), f"run.dir={folder}"], log)
-    logger.info("trained %s in %.0f s", name, time.perf_counter() - start)
-    write_text(folder / MARKER, run_digest(settings, name))
-    return folder
-
-
-def _sage_train(words: Sequence[str], log: Path) -> None:
-    """Trains on the CPU, also where there is a GPU: two ranks need two GPUs, and all figures of the page are those of a CPU.
-
-    One thread per rank, as in `experiment=demo`: two small ranks use two cores better than two threads of one rank.
-    """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "train.cli.train", "launch.device=cpu", *words]
+    # On the CPU, also where there is a GPU: two ranks need two GPUs, and all figures of the page are those of a CPU. One thread
+    # per rank, as in `experiment=demo`: two small ranks use two cores better than two threads of one rank.
+    command = [sys.executable, "-m", "train.cli.train", "launch.device=cpu", *overrides(settings, name), f"run.dir={folder}"]
     with log.open("w", encoding="utf-8") as out:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=environment, check=False)
     if done.returncode:
         tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-LOG_TAIL_LINES:])
         raise TrainingFailed(f"sage-train ended with exit code {done.returncode}, see {log}:\n{tail}")
+    logger.info("trained %s in %.0f s", name, time.perf_counter() - start)
+    write_text(folder / MARKER, run_digest(settings, name))
+    return folder

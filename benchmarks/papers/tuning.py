@@ -9,7 +9,6 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from itertools import product
-from typing import Any
 
 import sage
 from benchmarks.papers.answers import ranks_on_path
@@ -21,7 +20,6 @@ from sage.replay.recording import Recording
 from sage.replay.replay import replay
 
 logger = logging.getLogger(__name__)
-Options = dict[str, Any]
 
 
 def tuning_figures(lab: Lab, target: str) -> Json:
@@ -36,12 +34,12 @@ def tuning_figures(lab: Lab, target: str) -> Json:
     return lab.figures("policies", f"tuning_{target}", lambda: _tune(lab, target), lab.main_runs(target), **inputs)
 
 
-def tuned_options(lab: Lab, target: str, policy: str) -> Options:
+def tuned_options(lab: Lab, target: str, policy: str) -> Json:
     """Returns the tuned options of a policy; empty (its defaults) if it is not tuned."""
     return dict(tuning_figures(lab, target)["policies"].get(policy, {}).get("options", {}))
 
 
-def most_tokens(lab: Lab, target: str, policy: str) -> Options:
+def most_tokens(lab: Lab, target: str, policy: str) -> Json:
     """Returns the options with the most tokens per target pass of all that were replayed, regardless of cost."""
     return dict(tuning_figures(lab, target)["policies"][policy]["most_tokens"])
 
@@ -77,7 +75,7 @@ def _rank(lab: Lab, recordings: Sequence[Recording], costs: Costs, policy: str) 
     return sorted(found, key=lambda one: -one["speed"])
 
 
-def _configurations(lab: Lab, recordings: Sequence[Recording], policy: str) -> list[Options]:
+def _configurations(lab: Lab, recordings: Sequence[Recording], policy: str) -> list[Json]:
     """Returns the configurations to replay, the defaults first."""
     plan = lab.sizes["tuning"]
     if policy == "static":

@@ -20,7 +20,6 @@ from train.launch.ranks import pick_device, process_group
 
 
 def main() -> int:
-    """Entry point."""
     arguments, overrides = _parser().parse_known_args()
     unknown = [word for word in overrides if arguments.what == "objective" or word.startswith("-")]
     if unknown:
@@ -46,12 +45,13 @@ def _step(arguments: argparse.Namespace, overrides: list[str]) -> str:
         raise ValueError("deepspeed.stage=3: allowed: 0, 1 or 2 here; under ZeRO-3 the draft cannot run outside the engine")
     with process_group(arguments.device, config.launch.timeout_s) as ranks:
         if arguments.shape is None:
-            with step.run_of_target(config, ranks) as made:
-                return step.measure(made, arguments.measured, arguments.warmup)
-        shape = shape_named(arguments.shape)
-        layers = arguments.layers or layers_that_fit(shape, torch_dtype(config.target.dtype), ranks.device)
-        with step.run_of_shape(config, ranks, shape, layers, arguments.length) as made:
-            return step.measure(made, arguments.measured, arguments.warmup)
+            made = step.run_of_target(config, ranks)
+        else:
+            shape = shape_named(arguments.shape)
+            layers = arguments.layers or layers_that_fit(shape, torch_dtype(config.target.dtype), ranks.device)
+            made = step.run_of_shape(config, ranks, shape, layers, arguments.length)
+        with made as run_of_parts:
+            return step.measure(run_of_parts, arguments.measured, arguments.warmup)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -60,32 +60,26 @@ def _parser() -> argparse.ArgumentParser:
     shared.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     shared.add_argument("--threads", type=int, help="CPU threads; default: as torch chooses")
     kinds = parser.add_subparsers(dest="what", required=True)
-    _add_objective(kinds.add_parser("objective", parents=[shared], help="the chunked loss against the naive loss"))
-    _add_step(kinds.add_parser("step", parents=[shared], help="an optimizer step against its parts; also takes overrides"))
-    return parser
-
-
-def _add_objective(parser: argparse.ArgumentParser) -> None:
+    loss = kinds.add_parser("objective", parents=[shared], help="the chunked loss against the naive loss")
     sizes = objective.Sizes()
-    parser.add_argument("--tokens", type=int, default=sizes.tokens, help="supervised positions")
-    parser.add_argument("--vocabulary", type=int, default=sizes.vocabulary)
-    parser.add_argument("--hidden", type=int, default=sizes.hidden)
-    parser.add_argument("--steps", type=int, default=sizes.steps, help="unrolled steps")
-    parser.add_argument("--draft-vocab-size", type=int, help="of a draft with a trained lm_head; default: the target's lm_head")
-    parser.add_argument("--chunk", type=int, default=ObjectiveConfig.chunk_tokens, help="objective.chunk_tokens")
+    loss.add_argument("--tokens", type=int, default=sizes.tokens, help="supervised positions")
+    loss.add_argument("--vocabulary", type=int, default=sizes.vocabulary)
+    loss.add_argument("--hidden", type=int, default=sizes.hidden)
+    loss.add_argument("--steps", type=int, default=sizes.steps, help="unrolled steps")
+    loss.add_argument("--draft-vocab-size", type=int, help="of a draft with a trained lm_head; default: the target's lm_head")
+    loss.add_argument("--chunk", type=int, default=ObjectiveConfig.chunk_tokens, help="objective.chunk_tokens")
     for term in TERMS:
         default, text = float(term.name == "ce"), f"objective.{term.name}_weight"
-        parser.add_argument(f"--{term.name}", type=float, default=default, help=text)
-    parser.add_argument("--dtype", default="fp32", choices=[str(name) for name in Precision])
-    parser.add_argument("--repeats", type=int, default=3)
-
-
-def _add_step(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--measured", type=int, default=20, help="steps to time")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before the timed ones")
-    parser.add_argument("--shape", choices=list(shapes()), help="use a random target of these sizes")
-    parser.add_argument("--layers", type=int, help="text layers of --shape; default: as many as fit")
-    parser.add_argument("--length", type=int, default=2048, help="tokens per sequence of --shape")
+        loss.add_argument(f"--{term.name}", type=float, default=default, help=text)
+    loss.add_argument("--dtype", default="fp32", choices=[str(name) for name in Precision])
+    loss.add_argument("--repeats", type=int, default=3)
+    steps = kinds.add_parser("step", parents=[shared], help="an optimizer step against its parts; also takes overrides")
+    steps.add_argument("--measured", type=int, default=20, help="steps to time")
+    steps.add_argument("--warmup", type=int, default=3, help="steps before the timed ones")
+    steps.add_argument("--shape", choices=list(shapes()), help="use a random target of these sizes")
+    steps.add_argument("--layers", type=int, help="text layers of --shape; default: as many as fit")
+    steps.add_argument("--length", type=int, default=2048, help="tokens per sequence of --shape")
+    return parser
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ Owns: interleaving and peak memory. Does not own: the clock (sage.runtime.timing
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -59,12 +59,14 @@ def interleaved(works: Mapping[str, Callable[[], Any]], repeats: int, device: to
     return samples
 
 
-def reset_peak(device: torch.device) -> int:
-    """Resets the peak; returns the bytes that are allocated now.
+def ratio_spread(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
+    """Returns the median of the ratios of paired times, and the bounds of all but the lowest and highest tenth."""
+    ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
+    return median(ratios), ratios[len(ratios) // 10], ratios[-1 - len(ratios) // 10]
 
-    Raises:
-        ValueError: this system does not report the peak memory of a process.
-    """
+
+def reset_peak(device: torch.device) -> int:
+    """Resets the peak and returns the bytes allocated now; raises ValueError on systems that do not report a peak."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return allocated(device)

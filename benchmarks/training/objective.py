@@ -12,7 +12,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from benchmarks.training.measuring import GIB, Samples, describe_machine, interleaved
+from benchmarks.training.measuring import GIB, describe_machine, interleaved
 from sage.io.dtypes import dtype_name
 from sage.io.tables import text_table
 from train.config.schema import ObjectiveConfig
@@ -94,7 +94,14 @@ def measure(sizes: Sizes, config: ObjectiveConfig, repeats: int, dtype: torch.dt
     works: dict[str, Callable[[], object]] = {"chunked": lambda: chunked(x, config), "naive": lambda: naive(x, config)}
     samples = interleaved(works, repeats, device)
     dots = _row_dots(sizes, config, repeats, device)
-    return "\n".join((*_floor(sizes, config, dtype), "", *_results(samples), difference, dots, describe_machine(device)))
+    ours, baseline = samples["chunked"], samples["naive"]
+    memory, seconds = ours.peak / max(baseline.peak, 1), ours.median_s / baseline.median_s
+    rows = [(name, f"{one.peak / GIB:.3f} GiB", one.text()) for name, one in samples.items()]
+    results = (
+        text_table(("loss", "peak additional", "median time (range)"), rows, "<>>", ruled=False),
+        f"chunked / naive: memory {memory:.3f} (1/{1 / max(memory, 1e-9):.1f}), time {seconds:.3f}",
+    )
+    return "\n".join((*_floor(sizes, config, dtype), "", *results, difference, dots, describe_machine(device)))
 
 
 def _row_dots(sizes: Sizes, config: ObjectiveConfig, repeats: int, device: torch.device) -> str:
@@ -130,11 +137,3 @@ def _floor(sizes: Sizes, config: ObjectiveConfig, dtype: torch.dtype) -> list[st
         f"floor: {products} products of {product / 1e12:.3g} TFLOP; naive keeps float32 logits of {logits:.2f} GiB each, "
         f"chunked of {chunk} positions at a time: {chunk_logits:.2f} GiB",
     ]
-
-
-def _results(samples: dict[str, Samples]) -> list[str]:
-    ours, baseline = samples["chunked"], samples["naive"]
-    rows = [(name, f"{s.peak / GIB:.3f} GiB", s.text()) for name, s in samples.items()]
-    memory, seconds = ours.peak / max(baseline.peak, 1), ours.median_s / baseline.median_s
-    ratios = f"chunked / naive: memory {memory:.3f} (1/{1 / max(memory, 1e-9):.1f}), time {seconds:.3f}"
-    return [text_table(("loss", "peak additional", "median time (range)"), rows, "<>>", ruled=False), ratios]

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
@@ -39,21 +39,15 @@ from train.state.resume import TrainState
 from train.validation.in_loop import ValidationOutcome
 
 
-@dataclass
-class Parts:
-    """Seconds of each measured step and of its parts alone, and tokens per step."""
+class StepTimes(NamedTuple):
+    """Seconds of a step with its data, of waiting for them, and of its parts alone; tokens of the step."""
 
-    step: list[float] = field(default_factory=list)
-    wait: list[float] = field(default_factory=list)
-    teacher: list[float] = field(default_factory=list)
-    forward: list[float] = field(default_factory=list)
-    backward: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-
-    def ratios(self) -> list[float]:
-        """Step with data wait over the sum of its parts; one per step, so that other load affects both sides."""
-        columns = zip(self.step, self.wait, self.teacher, self.forward, self.backward, strict=True)
-        return [(step + wait) / sum(parts) for step, wait, *parts in columns]
+    total: float
+    wait: float
+    teacher: float
+    forward: float
+    backward: float
+    tokens: int
 
 
 class RandomFeed:
@@ -73,11 +67,7 @@ class RandomFeed:
 
 @contextmanager
 def run_of_shape(config: Config, ranks: Ranks, shape: Shape, num_layers: int, length: int) -> Iterator[TrainingRun]:
-    """Yields a run on a random target of a shape; no file is read or written.
-
-    Raises:
-        ValueError: `num_layers` is 0 or exceeds the layers of the shape.
-    """
+    """Yields a run on a random target of a shape, without files; raises ValueError for more layers than it has, or none."""
     if not 1 <= num_layers <= shape.num_layers:
         raise ValueError(f"--layers {num_layers}: {shape.name} takes 1 to {shape.num_layers}")
     accumulation = check_batch(config, ranks.world_size)
@@ -116,27 +106,20 @@ def run_of_target(config: Config, ranks: Ranks) -> Iterator[TrainingRun]:
 
 def measure(run: TrainingRun, num_steps: int, warmup: int) -> str:
     """Times steps interleaved with their parts alone on the same batches; returns the text to print."""
-    device, parts = run.ranks.device, Parts()
     alone = copy.deepcopy(run.engine.student)
-    before = reset_peak(device)
-    steps = run.loader.__iter__()
-    try:
-        for number in range(warmup + num_steps):
-            _measure_step(run, alone, steps, parts if number >= warmup else Parts())
-    finally:
-        steps.close()
-    return _text(run, parts, peak(device) - before)
+    before = reset_peak(run.ranks.device)
+    with closing(run.loader.__iter__()) as steps:
+        times = [_measure_step(run, alone, steps) for _ in range(warmup + num_steps)][warmup:]
+    return _text(run, times, peak(run.ranks.device) - before)
 
 
-def _measure_step(run: TrainingRun, alone: Student, steps: Iterator[MicroBatches], parts: Parts) -> None:
+def _measure_step(run: TrainingRun, alone: Student, steps: Iterator[MicroBatches]) -> StepTimes:
     device = run.ranks.device
     start = now_s(device)
     batches = next(steps)
     ready = now_s(device)
     train_step(run, batches, run.config.optim.lr)
-    parts.wait.append(ready - start)
-    parts.step.append(now_s(device) - ready)
-    parts.tokens.append(sum(int(batch["attention_mask"].sum()) for batch in batches))
+    total = now_s(device) - start
     trained = [p for p in alone.parameters() if p.requires_grad]
     durations = []
     for batch in batches:
@@ -147,21 +130,23 @@ def _measure_step(run: TrainingRun, alone: Student, steps: Iterator[MicroBatches
         forward_end = now_s(device)
         torch.autograd.grad(loss, trained)
         durations.append((teacher_end - begin, forward_end - teacher_end, now_s(device) - forward_end))
-    for column, seconds in zip((parts.teacher, parts.forward, parts.backward), zip(*durations, strict=True), strict=True):
-        column.append(sum(seconds))
+    tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)
+    teacher, forward, backward = map(sum, zip(*durations, strict=True))
+    return StepTimes(total, ready - start, teacher, forward, backward, tokens)
 
 
-def _text(run: TrainingRun, parts: Parts, peak_bytes: int) -> str:
-    ratios, config = sorted(parts.ratios()), run.config
-    step_s = median(s + w for s, w in zip(parts.step, parts.wait, strict=True))
-    parts_s = {"teacher forward": parts.teacher, "draft forward, loss": parts.forward, "draft backward": parts.backward}
-    rows = [("optimizer step", f"{1e3 * step_s:.1f} ms", f"{median(parts.tokens) / step_s:,.0f} tokens/s")]
-    rows += [(name, f"{1e3 * median(seconds):.1f} ms", "alone") for name, seconds in parts_s.items()]
-    waited = sum(parts.wait) / (sum(parts.step) + sum(parts.wait))
+def _text(run: TrainingRun, times: Sequence[StepTimes], peak_bytes: int) -> str:
+    # one ratio per step, so that other load affects both sides
+    ratios, config = sorted(one.total / (one.teacher + one.forward + one.backward) for one in times), run.config
+    total, wait, *parts, tokens = zip(*times, strict=True)
+    rows = [("optimizer step", f"{1e3 * median(total):.1f} ms", f"{median(tokens) / median(total):,.0f} tokens/s")]
+    for name, seconds in zip(("teacher forward", "draft forward, loss", "draft backward"), parts, strict=True):
+        rows.append((name, f"{1e3 * median(seconds):.1f} ms", "alone"))
+    waited = sum(wait) / sum(total)
     return "\n".join(
         (
             f"{run.teacher.target.name}, draft={config.draft.kind}, {len(ratios)} steps of {config.train.global_batch_size} = "
-            f"{config.train.micro_batch_size} x {run.engine.accumulation}, {median(parts.tokens):.0f} tokens, "
+            f"{config.train.micro_batch_size} x {run.engine.accumulation}, {median(tokens):.0f} tokens, "
             f"ZeRO {config.deepspeed.stage}, {config.train.precision}",
             "",
             text_table(None, rows, "<><"),

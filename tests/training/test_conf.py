@@ -30,7 +30,7 @@ from train.config.schema import (
 )
 from train.distill.chunked_loss import weighted_terms
 from train.engine.engine import deepspeed_config, make_optimizer
-from train.engine.lr_schedule import learning_rate
+from train.job.schedule import learning_rate
 from train.monitor.sinks import check_tracking
 from train.plan.meta import build_on_meta
 from train.validation.validate import build_policies

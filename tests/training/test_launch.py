@@ -29,11 +29,10 @@ from train.config.schema import Config, ConfigError
 from train.console.errors import NOTHING_SAVED
 from train.job.rank import run_rank
 from train.launch.cluster_env import detect_launcher, first_host
-from train.launch.failures import RankFailed, describe, interrupted
 from train.launch.launcher import check_devices
 from train.launch.launcher import launch as launch_work
 from train.launch.signals import StopFlag
-from train.launch.supervisor import Supervisor
+from train.launch.supervisor import RankFailed, Supervisor, describe, interrupted
 
 START_S = 200
 SAGE_TRAIN = [sys.executable, "-m", "train.cli.train"]  # as users start it: torch has yet to read its log level

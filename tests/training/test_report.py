@@ -8,10 +8,9 @@ from matplotlib.image import imread
 from support.messages import refused
 
 from checkpoints.store import SaveFailed
-from train.report.calibration import pooled
 from train.report.generation import choose_policy
 from train.report.page import best_policy, headline, render_page
-from train.report.plots import write_plots
+from train.report.plots import pooled, write_plots
 from train.validation.validate import write
 
 pytestmark = pytest.mark.usefixtures("rendered_plots")

@@ -18,10 +18,10 @@ from train.config.hydra_app import compose
 from train.config.schema import Config
 from train.console.errors import NOTHING_SAVED
 from train.job.rank import run_rank
-from train.launch.failures import RankFailed
 from train.launch.launcher import launch
 from train.launch.ranks import Ranks, process_group
 from train.launch.signals import StopFlag
+from train.launch.supervisor import RankFailed
 from train.validation.decode_ranks import Interrupted, shard_prompts
 from train.validation.prompts import PromptSet
 

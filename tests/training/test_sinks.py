@@ -33,8 +33,8 @@ from train.config.schema import (
     WandbConfig,
     WandbMode,
 )
-from train.engine.lr_schedule import learning_rate
 from train.job.build import open_run_folder
+from train.job.schedule import learning_rate
 from train.launch.ranks import Ranks
 from train.monitor.metrics import TrainingMetrics
 from train.monitor.progress import Display, LiveDisplay, LogDisplay, describe, open_display

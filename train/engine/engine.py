@@ -26,7 +26,6 @@ from train.config.schema import Config, Offload, Precision
 from train.distill.pairs import Pairs
 from train.distill.student import Student
 from train.engine.optimizer_state import KINDS, WEIGHT, OptimizerState
-from train.launch import cluster_env
 from train.launch.ranks import Ranks
 
 DEPRECATED = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
@@ -47,7 +46,6 @@ class Engine:
         draft: Any = student.draft
         self.ranks, self.student, self.draft, self.accumulation = ranks, student, draft, accumulation
         self._bad_gradient = torch.zeros((), dtype=torch.bool, device=ranks.device)
-        cluster_env.set_default_local_rank()
         optimizer = make_optimizer(draft, config, ranks.device)
         with redirect_stdout(StringIO()):  # the wrapper for bf16 prints the memory in use
             self._engine, self._optimizer, _, _ = deepspeed.initialize(
@@ -123,11 +121,7 @@ class Engine:
             raise problem
 
     def load(self, folder: Path) -> None:
-        """Restores the files of `save`. Every rank has to call it.
-
-        Raises:
-            ValueError: they were saved from another draft.
-        """
+        """Restores the files of `save`, on every rank; raises ValueError if they were saved from another draft."""
         buffers = self._buffers()
         for kind in KINDS:
             path = folder / f"{kind}.safetensors"

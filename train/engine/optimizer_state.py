@@ -37,8 +37,9 @@ class OptimizerState:
     def read(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """Yields (name, unsharded float32 tensor on the device) of every parameter; `kind` is one of `KINDS`."""
         self._allocate()
+        is_plain = not (self._is_partitioned or self._is_linked)
         for name, parameter in self.parameters.items():
-            yield name, self._gather(parameter, kind)
+            yield name, self._tensor(parameter, kind) if is_plain else self._access("get_full", kind, parameter)
 
     @torch.no_grad()
     def write(self, name: str, kind: str, value: Tensor) -> None:
@@ -48,10 +49,8 @@ class OptimizerState:
         value = value.to(parameter.device)
         if self._is_partitioned:
             self._write_partition(parameter, kind, value)
-        elif self._is_linked and kind == WEIGHT:
-            self._deepspeed.utils.safe_set_full_fp32_param(parameter, value)
         elif self._is_linked:
-            self._deepspeed.utils.safe_set_full_optimizer_state(parameter, value, kind)
+            self._access("set_full", kind, parameter, value)
         else:
             self._tensor(parameter, kind).copy_(value)
         if kind == WEIGHT:
@@ -72,13 +71,11 @@ class OptimizerState:
 
     # -- storage by stage and precision --------------------------------------------------------------------------------
 
-    def _gather(self, parameter: nn.Parameter, kind: str) -> Tensor:
-        utils = self._deepspeed.utils
-        if not (self._is_partitioned or self._is_linked):
-            return self._tensor(parameter, kind)
+    def _access(self, action: str, kind: str, *arguments: Tensor) -> Any:
+        """Calls DeepSpeed's function of that name for a parameter and perhaps a value; it takes a moment's name as well."""
         if kind == WEIGHT:
-            return utils.safe_get_full_fp32_param(parameter)
-        return utils.safe_get_full_optimizer_state(parameter, kind)
+            return getattr(self._deepspeed.utils, f"safe_{action}_fp32_param")(*arguments)
+        return getattr(self._deepspeed.utils, f"safe_{action}_optimizer_state")(*arguments, kind)
 
     def _write_partition(self, parameter: Any, kind: str, value: Tensor) -> None:
         """ZeRO-3: writes this rank's part of the flat value; the last part is padded with zeros."""
@@ -86,10 +83,7 @@ class OptimizerState:
         part = torch.zeros(size, dtype=value.dtype, device=value.device)
         own = value.flatten()[torch.distributed.get_rank() * size :][:size]
         part[: len(own)] = own
-        if kind == WEIGHT:
-            self._deepspeed.utils.safe_set_local_fp32_param(parameter, part)
-        else:
-            self._deepspeed.utils.safe_set_local_optimizer_state(parameter, part, kind)
+        self._access("set_local", kind, parameter, part)
 
     def _tensor(self, key: Tensor, kind: str) -> Tensor:
         return key.data if kind == WEIGHT else self._optimizer.state[key][kind]

@@ -49,9 +49,8 @@ from train.monitor.metrics import TrainingMetrics
 from train.monitor.profiler import ProfileWindow
 from train.monitor.progress import open_display
 from train.monitor.sinks import Tracker, open_tracker
-from train.state.data_fingerprint import check_same_data, fingerprint_data
 from train.state.provenance import write_provenance
-from train.state.resume import TrainState, load_state, seed_everything
+from train.state.resume import TrainState, check_same_data, fingerprint_data, load_state, seed_everything
 from train.validation.decode_ranks import DecodeShard, all_ranks_decode, shard_prompts
 from train.validation.in_loop import InLoopValidation
 from train.validation.prompts import PromptSet
@@ -72,23 +71,23 @@ def building(
         validate: measures the draft; default: `train.validation.validate.validate`.
 
     Raises:
-        ValueError: target, draft, data, policies or the state to resume from do not fit, or another process is training in the
-            run folder; nothing is written.
+        ValueError: a model, data, policy or state does not fit, or another process trains in the folder; nothing is written.
     """
     disable_progress_bar()  # of transformers, one per model file
     set_threads(config, ranks)
     seed_everything(config.seed, ranks.rank)
     inputs = build_inputs(config, ranks)
-    target, loader = inputs.target, inputs.loader
+    target, loader, stop = inputs.target, inputs.loader, stop or StopFlag()
     steps = total_steps(config, loader.steps_per_epoch)
     store = StateStore(state_folder(config.run.dir), config.train.keep_last, config.train.keep_every)
-    stop = stop or StopFlag()
     _log_run(config, ranks, inputs, steps)
     with ExitStack() as stack:
         if ranks.is_main:
             stack.enter_context(locked_run(Path(config.run.dir)))
             check_run_folder(config.run)  # again: another process may have trained there since
-        engine = stack.enter_context(_open_engine(config, ranks, inputs.student, loader.accumulation))
+        engine = Engine(inputs.student, config, ranks, loader.accumulation)
+        # After an error the engine is closed only with one rank, since closing could wait for ranks that have exited.
+        stack.push(lambda error, *_: engine.close() if error is None or ranks.world_size == 1 else None)
         state = restore(config, store, engine, ranks, loader.dataset)
         loader.start_step = state.step
         tracker = stack.enter_context(closing(open_run_folder(config, ranks, target, loader.dataset.fingerprint, state)))
@@ -153,27 +152,26 @@ def build_inputs(config: Config, ranks: Ranks) -> RunInputs:
     if (long := long_examples(config.data, dataset)) is not None:
         logger.log(logging.WARNING if long.num_long else logging.INFO, "%s", long.line())
     student = build_student(config, target, dataset, ranks)
+    loader = StepLoader(
+        dataset,
+        target.processor.collate,
+        config.train.global_batch_size,
+        config.train.micro_batch_size,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        seed=config.seed,
+        num_workers=config.data.num_workers,
+        length_window=config.train.length_window,
+        stage=Staging(target, ranks.device, torch.promote_types(target.dtype, torch_dtype(config.train.precision))),
+    )
     return RunInputs(
         policies=policies,
         target=target,
         sharded=sharded,
-        loader=build_loader(config, ranks, dataset, target),
+        loader=loader,
         student=student,
         shard=prepare_prompts(config, target, student.decoding_draft, ranks),
     )
-
-
-@contextmanager
-def _open_engine(config: Config, ranks: Ranks, student: Student, accumulation: int) -> Iterator[Engine]:
-    """Closes the engine at the end; after an error only with one rank, since closing could wait for ranks that have exited."""
-    engine = Engine(student, config, ranks, accumulation)
-    has_succeeded = False
-    try:
-        yield engine
-        has_succeeded = True
-    finally:
-        if has_succeeded or ranks.world_size == 1:
-            engine.close()
 
 
 def restore(config: Config, store: StateStore, engine: Engine, ranks: Ranks, dataset: Any) -> TrainState:
@@ -204,23 +202,6 @@ def build_teacher(config: Config, target: sage.Target, student: Student) -> Teac
     """Builds the teacher with the features, embeddings and draft vocabulary that the student reads."""
     image_inputs = str(getattr(config.draft, "image_inputs", ImageInputs.embed))
     return Teacher(target, image_inputs, student.levels, student.token_map)
-
-
-def build_loader(config: Config, ranks: Ranks, dataset: Any, target: sage.Target) -> StepLoader:
-    """Builds the loader of this rank's micro-batches."""
-    assert target.processor is not None
-    return StepLoader(
-        dataset,
-        target.processor.collate,
-        config.train.global_batch_size,
-        config.train.micro_batch_size,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        seed=config.seed,
-        num_workers=config.data.num_workers,
-        length_window=config.train.length_window,
-        stage=Staging(target, ranks.device, torch.promote_types(target.dtype, torch_dtype(config.train.precision))),
-    )
 
 
 def prepare_prompts(config: Config, target: sage.Target, draft: Any, ranks: Ranks) -> DecodeShard:

@@ -17,9 +17,8 @@ from train.config.schema import Config
 from train.distill.pairs import count_supervised
 from train.distill.teacher import Teacher
 from train.engine.engine import Engine
-from train.engine.lr_schedule import learning_rate
 from train.job.callbacks import Callback
-from train.job.schedule import Due, RunSchedule
+from train.job.schedule import Due, RunSchedule, learning_rate
 from train.launch.ranks import Ranks
 from train.launch.signals import StopFlag
 from train.monitor.metrics import TrainingMetrics

@@ -1,15 +1,16 @@
 """The schedule of a run: what is due before the first step, after each step, and at the end.
 
-Pure functions of the settings and the state of a run. Does not own: performing what is due (train.job.loop), the learning rate
-(train.engine.lr_schedule).
+Pure functions of the settings and the state of a run; also the learning rate, so that resuming needs no state of it. Does not
+own: performing what is due (train.job.loop).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum, auto
 
-from train.config.schema import TrainConfig
+from train.config.schema import OptimConfig, Schedule, TrainConfig
 from train.state.resume import TrainState
 
 
@@ -47,7 +48,7 @@ class RunSchedule:
         """The step of a validation that may end the run is logged, for the run's report; a stop postpones the validation."""
         step, train = state.step, self.train
         has_validation = _is_multiple(step, train.validate_every)
-        may_end = step >= self.total_steps or is_stopping or (has_validation and state.stalls_next(train.patience))
+        may_end = step >= self.total_steps or is_stopping or (has_validation and state.has_stalled(train.patience, more=1))
         due = {
             Due.log: may_end or _is_multiple(step, train.log_every),
             Due.show: True,
@@ -67,3 +68,13 @@ class RunSchedule:
 
 def _is_multiple(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def learning_rate(optim: OptimConfig, step: int, total: int) -> float:
+    """Returns the learning rate after `step` steps: linear warm-up, then constant or a half cosine to `min_lr_ratio`."""
+    if step < optim.warmup_steps:
+        return optim.lr * (step + 1) / optim.warmup_steps
+    if optim.schedule is Schedule.constant:
+        return optim.lr
+    done = (step - optim.warmup_steps) / max(1, total - optim.warmup_steps)
+    return optim.lr * (optim.min_lr_ratio + (1 - optim.min_lr_ratio) * (1 + math.cos(math.pi * done)) / 2)

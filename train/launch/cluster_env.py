@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import partial
 
 from train.config.schema import ConfigError
 
@@ -39,29 +40,19 @@ def is_ranked() -> bool:
     return "RANK" in os.environ
 
 
-def rank() -> int:
-    """Rank of this process over all machines."""
-    return int(os.environ.get("RANK", 0))
+def _number(name: str, default: int) -> int:
+    return int(os.environ.get(name, default))
+
+
+rank = partial(_number, "RANK", 0)  # of this process over all machines
+local_rank = partial(_number, "LOCAL_RANK", 0)  # of this process on its machine
+world_size = partial(_number, "WORLD_SIZE", 1)  # ranks over all machines
+local_world_size = partial(_number, "LOCAL_WORLD_SIZE", 1)  # ranks on this machine
 
 
 def is_main_rank() -> bool:
     """Whether this process is rank 0; also known inside srun before `detect_launcher` is called."""
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
-
-
-def local_rank() -> int:
-    """Rank of this process on its machine."""
-    return int(os.environ.get("LOCAL_RANK", 0))
-
-
-def world_size() -> int:
-    """Number of ranks over all machines."""
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
-def local_world_size() -> int:
-    """Number of ranks on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def has_own_threads(is_cpu: bool) -> bool:
@@ -78,14 +69,9 @@ def set_rank(rank: int, world_size: int) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
 
 
-def set_default_local_rank() -> None:
-    """Sets LOCAL_RANK, which DeepSpeed requires, for a single rank without a launcher."""
-    os.environ.setdefault("LOCAL_RANK", "0")
-
-
-def set_device_index(index: int) -> None:
-    """Sets LOCAL_RANK, which DeepSpeed takes for the index of this rank's GPU."""
-    os.environ["LOCAL_RANK"] = str(index)
+def set_device_index(index: int | None) -> None:
+    """Sets LOCAL_RANK, which DeepSpeed requires and takes for the index of this rank's GPU; None: on a CPU."""
+    os.environ["LOCAL_RANK"] = str(local_rank() if index is None else index)
 
 
 def first_host(nodelist: str) -> str:

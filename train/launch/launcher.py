@@ -24,9 +24,8 @@ from train.config.checks import check_batch, check_deepspeed
 from train.config.schema import Config, ConfigError, Device, LaunchConfig
 from train.console.log import configure_logging
 from train.launch import cluster_env
-from train.launch.failures import Failure, describe, interrupted
 from train.launch.signals import StopFlag, ignore_sigterm
-from train.launch.supervisor import POLL_S, silence_loggers, supervise
+from train.launch.supervisor import POLL_S, Failure, describe, interrupted, silence_loggers, supervise
 
 logger = logging.getLogger(__name__)
 IGNORE_LEAKS = "ignore:resource_tracker:UserWarning"  # of the semaphores that a killed rank leaves; they are cleaned up
@@ -44,7 +43,7 @@ def launch(config: Config, work: RankWork) -> int:
             launcher's number.
         RankFailed: a rank failed.
     """
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # lost connections are reported by train.launch.failures
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # lost connections are reported by train.launch.supervisor
     if IGNORE_LEAKS not in (warned := os.environ.get("PYTHONWARNINGS", "")):
         os.environ["PYTHONWARNINGS"] = f"{warned},{IGNORE_LEAKS}".lstrip(",")
     configured = config.launch.gpus or config.launch.ranks
@@ -60,11 +59,8 @@ def launch(config: Config, work: RankWork) -> int:
         return _run_external_rank(config, work)
     num_ranks = configured or 1
     check_devices(config.launch, num_ranks)
-    return run_single_rank(config, work) if num_ranks == 1 else spawn(config, work, num_ranks)
-
-
-def run_single_rank(config: Config, work: RankWork) -> int:
-    """Runs the only rank in this process; raises RankFailed if interrupted: with exit code 3 if a state is saved, else 1."""
+    if num_ranks > 1:
+        return spawn(config, work, num_ranks)
     try:
         return work(config)
     except KeyboardInterrupt as error:

@@ -81,8 +81,7 @@ def process_group(device: str, timeout_s: int) -> Iterator[Ranks]:
     own_device = pick_device(device, cluster_env.local_rank())
     rank, world_size = cluster_env.rank(), cluster_env.world_size()
     is_cuda = own_device.type == "cuda"
-    if is_cuda:
-        cluster_env.set_device_index(own_device.index)
+    cluster_env.set_device_index(own_device.index)
     # A single rank needs neither port nor network; without a group DeepSpeed would look for MPI.
     local: dict[str, Any] = {"store": dist.HashStore()} if world_size == 1 else {}
     backend, limit = ("cpu:gloo,cuda:nccl", NCCL_TIMEOUT_S) if is_cuda else ("gloo", timeout_s)
@@ -142,11 +141,7 @@ def pick_device(device: str, local_rank: int) -> torch.device:
 
 
 def check_own_gpu(ranks: Ranks) -> None:
-    """Refuses ranks that share a GPU, on every rank.
-
-    Raises:
-        ConfigError: names the ranks and the GPU.
-    """
+    """Raises ConfigError, on every rank, for ranks that share a GPU."""
     uuid = str(torch.cuda.get_device_properties(ranks.device).uuid)
     found = ranks.gather(uuid)
     for rank, other in enumerate(found):

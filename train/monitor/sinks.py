@@ -13,7 +13,7 @@ import os
 import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from checkpoints.run_folder import METRICS, read_metrics
 from checkpoints.store import saving
@@ -34,19 +34,6 @@ class Sink(Protocol):
     def log(self, metrics: Metrics, step: int) -> None: ...
 
     def close(self) -> None: ...
-
-
-class TrackerSink(Sink, Protocol):
-    """A sink that `tracking=NAME` adds to metrics.jsonl; see `TRACKERS`."""
-
-    @classmethod
-    def check(cls, config: Config) -> None:
-        """Raises ConfigError if it cannot be opened; called before anything is written."""
-
-    @classmethod
-    def open(cls, config: Config, resolved: dict[str, Any], from_step: int) -> Self:
-        """Opens the sink; arguments as for `open_tracker`."""
-        ...
 
 
 class Tracker:
@@ -94,19 +81,15 @@ class Jsonl:
 class TensorBoard:
     """Writes TensorBoard event files to `runs/NAME/tensorboard`."""
 
-    def __init__(self, folder: Path, from_step: int) -> None:
+    def __init__(self, config: Config, resolved: dict[str, Any], from_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(folder), purge_step=from_step + 1)
+        self.writer = SummaryWriter(str(Path(config.run.dir) / "tensorboard"), purge_step=from_step + 1)
 
-    @classmethod
-    def check(cls, config: Config) -> None:
+    @staticmethod
+    def check(config: Config) -> None:
         if importlib.util.find_spec("tensorboard") is None:
             raise ConfigError("tracking=tensorboard: package tensorboard is missing; pip install 'sage-draft[tensorboard]'")
-
-    @classmethod
-    def open(cls, config: Config, resolved: dict[str, Any], from_step: int) -> Self:
-        return cls(Path(config.run.dir) / "tensorboard", from_step)
 
     def log(self, metrics: Metrics, step: int) -> None:
         for name, value in metrics.items():
@@ -124,39 +107,35 @@ class Wandb:
         ConfigError: wandb refuses, or its server cannot be reached.
     """
 
-    def __init__(self, folder: Path, config: WandbConfig, name: str, resolved: dict[str, Any]) -> None:
+    def __init__(self, config: Config, resolved: dict[str, Any], from_step: int) -> None:
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
 
-        identity = folder / WANDB_ID
+        assert isinstance(config.tracking, WandbConfig)
+        identity = Path(config.run.dir) / WANDB_ID
         if not identity.exists():
             write_text(identity, uuid.uuid4().hex[:12])
         try:
             self.run = wandb.init(
-                project=config.project,
-                entity=config.entity,
-                group=config.group,
-                mode=wandb_mode(config),  # type: ignore[arg-type]
-                name=name,
+                project=config.tracking.project,
+                entity=config.tracking.entity,
+                group=config.tracking.group,
+                mode=wandb_mode(config.tracking),  # type: ignore[arg-type]
+                name=config.run.name,
                 id=identity.read_text(),
                 resume="allow",
-                dir=str(folder),
+                dir=config.run.dir,
                 config=resolved,
             )
         except wandb.errors.Error as error:
             raise ConfigError(f"tracking=wandb: {' '.join(str(error).split())}; {WANDB_REMEDY}") from error
 
-    @classmethod
-    def check(cls, config: Config) -> None:
+    @staticmethod
+    def check(config: Config) -> None:
         assert isinstance(config.tracking, WandbConfig)
         needs_login = wandb_mode(config.tracking) not in NO_LOGIN_MODES
         if needs_login and cluster_env.is_main_rank() and not _has_login():  # other ranks have no sinks
             raise ConfigError(f"tracking=wandb: not logged in to wandb; {WANDB_REMEDY}")
-
-    @classmethod
-    def open(cls, config: Config, resolved: dict[str, Any], from_step: int) -> Self:
-        assert isinstance(config.tracking, WandbConfig)
-        return cls(Path(config.run.dir), config.tracking, config.run.name, resolved)
 
     def log(self, metrics: Metrics, step: int) -> None:
         self.run.log(dict(metrics), step=step)
@@ -165,7 +144,11 @@ class Wandb:
         self.run.finish()
 
 
-TRACKERS: dict[TrackingKind, type[TrackerSink]] = {TrackingKind.tensorboard: TensorBoard, TrackingKind.wandb: Wandb}
+# Sinks that `tracking=NAME` adds to metrics.jsonl; they take the arguments of `open_tracker`, and `check` raises ConfigError.
+TRACKERS: dict[TrackingKind, type[TensorBoard] | type[Wandb]] = {
+    TrackingKind.tensorboard: TensorBoard,
+    TrackingKind.wandb: Wandb,
+}
 
 
 def open_tracker(config: Config, resolved: dict[str, Any], from_step: int) -> Tracker:
@@ -181,7 +164,7 @@ def open_tracker(config: Config, resolved: dict[str, Any], from_step: int) -> Tr
     tracker = Tracker([Jsonl(Path(config.run.dir) / METRICS, from_step)])
     try:
         if config.tracking.kind in TRACKERS:
-            tracker.sinks.append(TRACKERS[config.tracking.kind].open(config, resolved, from_step))
+            tracker.sinks.append(TRACKERS[config.tracking.kind](config, resolved, from_step))
     except BaseException:
         tracker.close()
         raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -16,24 +15,14 @@ from train.report.plots import write_plots
 from train.report.run_page import write_run_report
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parses the command line."""
+def main() -> None:
+    """Console entry point; raises ConfigError for several sources with one `--out`."""
     parser = new_parser("python -m train.report", description=__doc__)
     text = "a run, for its curves; a report.json or its folder, such as RUN/checks/NAME; a file of `python -m sage.bench --out`"
     parser.add_argument("sources", metavar="RUN_OR_REPORT", nargs="+", help=text)
     text = "output folder, or DIR/NAME.md for a page of that name with its plots beside it; default: the folder of the source"
     parser.add_argument("--out", metavar="DIR", help=text)
-    return parser.parse_args(argv)
-
-
-def main() -> None:
-    """Console entry point.
-
-    Raises:
-        ConfigError: several sources with one `--out`.
-        ValueError: a source is neither a run nor a report, or `--out` is in the place of another file.
-    """
-    args = parse_args()
+    args = parser.parse_args()
     if args.out and len(args.sources) > 1:
         given = f"--out {args.out}: {len(args.sources)} sources would replace each other's page"
         raise ConfigError(f"{given}; give one of them with --out")
@@ -53,11 +42,7 @@ def draw(source: Path, out: str | None) -> Path:
 
 
 def page_path(out: str | None, default: Path) -> Path:
-    """Returns the path of the page for `--out`, and creates its folder.
-
-    Raises:
-        ValueError: a file is in the place of the folder, or a folder in the place of the page.
-    """
+    """Returns the path of the page for `--out`, and creates its folder; raises ValueError if either place is taken."""
     chosen = default if out is None else Path(out).expanduser()
     page = chosen if chosen.suffix == ".md" else chosen / REPORT_PAGE
     if page.parent.is_file() or page.is_dir():

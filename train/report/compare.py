@@ -1,7 +1,7 @@
 """Comparison of finished runs: changed configuration keys, length of training, validation results.
 
 Used by `sage-validate --compare runs/a runs/b` and at the end of a sweep. Owns: the content of compare.json, which files are
-written. Does not own: the table (train.report.compare_table), the plot (train.report.compare_plots), the layout of a run folder
+written. Does not own: the table (train.report.compare_table), the plot (train.report.run_plots), the layout of a run folder
 (checkpoints.run_folder).
 """
 
@@ -30,7 +30,7 @@ STEM = "compare"
 # Prefixes of keys that differ between runs without affecting the result: names, folders, the machine.
 IGNORED_KEYS = ("run.", "target.path", "target.revision", "data.cache_dir", "launch.", "debug")
 OPTIONS = "decode.options."  # of policies: compared among the runs that measure the policy
-NO_TERMINAL = (80, 24)
+DESCRIBED = ("steps", "best_step", "loss", "score", "scored_by", "policies", "measured_with", "error")
 FIGURES = ("tokens_per_target_pass", "mean_accepted_draft", "speedup", "tokens_per_s", "match", "total")
 
 
@@ -39,14 +39,10 @@ class RunSummary:
     """One run, read from its folder, or a later check of its draft.
 
     Attributes:
-        folder: the folder of the run or check.
         config: the configuration by dotted key.
-        steps: optimizer steps logged.
-        best_step: step of the validation with the best score.
-        loss: the last one logged.
-        score: of that validation; None without one.
-        policies: figures of that validation by policy.
-        measured_with: its settings.
+        steps, loss: the last ones logged.
+        best_step, score, policies, measured_with: of the validation with the best score: its step, score, figures by policy and
+            settings.
         error: the reason of a failure, if known.
         score_metric, score_policy: definition of the score (checkpoints.run_folder.score).
     """
@@ -62,6 +58,11 @@ class RunSummary:
     error: str | None = None
     score_metric: str = run_folder.DEFAULT_METRIC
     score_policy: str | None = None
+
+    @property
+    def scored_by(self) -> str | None:
+        policy = run_folder.score_policy(self.policies, self.score_policy)
+        return None if policy is None else f"{self.score_metric} of {policy}"
 
 
 def read_run(folder: Path, chosen: ScoreConfig | None = None) -> RunSummary:
@@ -83,7 +84,12 @@ def read_run(folder: Path, chosen: ScoreConfig | None = None) -> RunSummary:
     summary = RunSummary(folder=folder, config=run_folder.dotted_keys(config), score_metric=metric, score_policy=policy)
     if metrics:
         summary.steps, summary.loss = metrics[-1]["step"], metrics[-1].get("loss")
-    for step, report in _reports(folder):
+    if is_check(folder):
+        report = run_folder.read_report(folder / run_folder.REPORT)
+        reports = [(int(report.get("step", 0)), report)]
+    else:
+        reports = run_folder.read_reports(folder)
+    for step, report in reports:
         score = run_folder.score(report, metric, policy)
         if summary.best_step is None or (score is not None and (summary.score is None or score > summary.score)):
             summary.best_step, summary.score = step, score
@@ -93,14 +99,6 @@ def read_run(folder: Path, chosen: ScoreConfig | None = None) -> RunSummary:
             }
             summary.measured_with = measured_with(report)
     return summary
-
-
-def _reports(folder: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Returns the reports of a run by step, or that of a check."""
-    if not is_check(folder):
-        return run_folder.read_reports(folder)
-    report = run_folder.read_report(folder / run_folder.REPORT)
-    return [(int(report.get("step", 0)), report)]
 
 
 def home_of(folder: Path) -> Path:
@@ -114,9 +112,8 @@ def changed_keys(runs: Sequence[RunSummary]) -> list[str]:
     The options of a policy count among the runs that measure it.
     """
     known = [run.config for run in runs if run.config]
-    keys = list(dict.fromkeys(key for config in known for key in config))
-    differing = [key for key in keys if len({json.dumps(config.get(key), default=str) for config in _with(key, known)}) > 1]
-    changed = [key for key in differing if not key.startswith(IGNORED_KEYS)]
+    keys = dict.fromkeys(key for config in known for key in config if not key.startswith(IGNORED_KEYS))
+    changed = [key for key in keys if len({json.dumps(config.get(key), default=str) for config in _with(key, known)}) > 1]
     if "target.dtype" in changed and "train.precision" in changed:
         changed.remove("train.precision")
     return changed
@@ -140,52 +137,30 @@ def compare(runs: Sequence[RunSummary], out: Path, width: int | None = None) -> 
         the text to print: the table and the path of compare.md.
     """
     from train.report import style
-    from train.report.compare_plots import draw_comparison
+    from train.report.run_plots import draw_comparison
 
     ranked = sorted(runs, key=lambda run: (run.score is None, -(run.score or 0.0), str(run.folder)))
-    content = describe(ranked)
+    changed = changed_keys(ranked)
+    summaries = [
+        {
+            "run": name,
+            "folder": str(run.folder),
+            "changed": {key: run.config.get(key) for key in changed} if run.config else {},
+            **{figure: getattr(run, figure) for figure in DESCRIBED},
+        }
+        for name, run in zip(short_names([run.folder for run in ranked]), ranked, strict=True)
+    ]
+    content = {"schema": SCHEMA, "changed": changed, "runs": summaries}
     out.mkdir(parents=True, exist_ok=True)
     plot = None
     with style.rc_context():
-        figure = draw_comparison(content)
-        if figure is not None:
+        if (figure := draw_comparison(content)) is not None:
             plot = f"{STEM}.png"
             style.save(figure, out / plot)
     write_text(out / f"{STEM}.json", json.dumps(content, indent=2, default=str) + "\n")
     write_text(out / f"{STEM}.md", page(content, plot))
-    columns = width or shutil.get_terminal_size(NO_TERMINAL).columns
+    columns = width or shutil.get_terminal_size().columns
     return f"{table(content, columns)}\ncomparison: {out / f'{STEM}.md'}"
-
-
-def describe(runs: Sequence[RunSummary]) -> dict[str, Any]:
-    """Returns the content of compare.json, runs in the given order."""
-    changed = changed_keys(runs)
-    names = short_names([run.folder for run in runs])
-    return {
-        "schema": SCHEMA,
-        "changed": changed,
-        "runs": [
-            {
-                "run": name,
-                "folder": str(run.folder),
-                "changed": {key: run.config.get(key) for key in changed} if run.config else {},
-                "steps": run.steps,
-                "best_step": run.best_step,
-                "loss": run.loss,
-                "score": run.score,
-                "scored_by": _scored_by(run),
-                "policies": run.policies,
-                "measured_with": run.measured_with,
-                "error": run.error,
-            }
-            for name, run in zip(names, runs, strict=True)
-        ],
-    }
-
-
-def _scored_by(run: RunSummary) -> str | None:
-    policy = run_folder.score_policy(run.policies, run.score_policy)
-    return None if policy is None else f"{run.score_metric} of {policy}"
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
@@ -202,16 +177,16 @@ def short_names(folders: Sequence[Path]) -> list[str]:
 
 
 def find_runs(patterns: Iterable[str]) -> list[Path]:
-    """Returns the run folders of paths, glob patterns, and folders that contain runs.
-
-    Raises:
-        ConfigError: one of them contains no run.
-    """
+    """Returns the run folders of paths, glob patterns, and folders of runs; raises ConfigError for one without a run."""
     found: dict[Path, None] = {}
     for pattern in patterns:
         is_glob = glob.has_magic(pattern) and not Path(pattern).exists()
         paths = sorted(Path(name) for name in glob.glob(pattern)) if is_glob else [Path(pattern).expanduser()]
-        inside = [run for path in paths for run in _runs_in(path)]
+        inside = [
+            run
+            for path in paths
+            for run in ([path] if is_run(path) or is_check(path) else sorted(filter(is_run, path.glob("*"))))
+        ]
         if not inside:
             raise ConfigError(
                 f"{pattern}: no run folder found ({run_folder.CONFIG} is missing); give folders written by sage-train"
@@ -220,35 +195,20 @@ def find_runs(patterns: Iterable[str]) -> list[Path]:
     return list(found)
 
 
-def _runs_in(path: Path) -> list[Path]:
-    if is_run(path) or is_check(path):
-        return [path]
-    return sorted(folder for folder in path.glob("*") if is_run(folder))
-
-
 def output_folder(folders: Sequence[Path]) -> Path:
     """Returns the folder that contains the runs; a folder named after all of them if they are in several.
 
     Relative to the working directory if all runs are given so.
     """
-    folder = _common_folder(folders)
+    folder, *others = dict.fromkeys(home_of(folder).absolute().parent for folder in folders)
+    if others:
+        shared = Path(os.path.commonpath([folder, *others]))
+        folder = shared / "+".join("-".join(one.relative_to(shared).parts) or shared.name for one in (folder, *others))
     return folder if any(run.is_absolute() for run in folders) else Path(os.path.relpath(folder))
 
 
-def _common_folder(folders: Sequence[Path]) -> Path:
-    parents = list(dict.fromkeys(home_of(folder).absolute().parent for folder in folders))
-    if len(parents) == 1:
-        return parents[0]
-    shared = Path(os.path.commonpath(parents))
-    return shared / "+".join("-".join(parent.relative_to(shared).parts) or shared.name for parent in parents)
-
-
 def run_command(arguments: Sequence[str]) -> str:
-    """Implements `sage-validate --compare RUN ... [--out DIR]`; returns the text to print.
-
-    Raises:
-        ConfigError: an argument contains no run.
-    """
+    """Implements `sage-validate --compare RUN ... [--out DIR]`; returns the text to print."""
     parser = argparse.ArgumentParser(prog="sage-validate --compare", description="Compares finished runs.")
     parser.add_argument("runs", metavar="RUN", nargs="+", help="run folders, patterns, folders of runs, or RUN/checks/NAME")
     parser.add_argument("--out", metavar="DIR", help="output folder; default: that of the runs")
@@ -265,19 +225,11 @@ class SweepComparison:
         return None if config.launch.plan else read_run(Path(config.run.dir), config.score).score
 
     def compare(self, jobs: Sequence[Job]) -> None:
-        """Prints and writes the comparison of all jobs with a run folder; nothing for a single job."""
-        runs = [summary for job in jobs if (summary := _summary_of(job)) is not None]
+        """Prints and writes the comparison of all jobs with a run folder, with their errors; nothing for a single job."""
+        runs = []
+        for job, folder in ((job, Path(job.dir)) for job in jobs if job.dir is not None):
+            runs.append(read_run(folder) if is_run(folder) else RunSummary(folder=folder))
+            runs[-1].error = f"exit {job.code}: {job.error}" if job.code else None
         if len(jobs) < 2 or not any(run.config for run in runs):
             return
         print(compare(runs, output_folder([run.folder for run in runs])))
-
-
-def _summary_of(job: Job) -> RunSummary | None:
-    """Returns the run of a job, or its error; None if the job failed before its folder was known."""
-    if job.dir is None:
-        return None
-    folder = Path(job.dir)
-    summary = read_run(folder) if is_run(folder) else RunSummary(folder=folder)
-    if job.code:
-        summary.error = f"exit {job.code}: {job.error}"
-    return summary

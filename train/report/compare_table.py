@@ -6,7 +6,8 @@ A table too wide for the terminal is transposed: a row per key and figure, a col
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from sage.io.tables import RULE, markdown_table, text_table
@@ -23,7 +24,8 @@ def cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Returns head and rows: run, changed keys, steps, loss, tokens per pass and speedup of each policy, identical outputs."""
     runs, changed = content["runs"], content["changed"]
     policies = drafting_policies(content)
-    short = _short(changed)
+    last = [key.rpartition(".")[2] for key in changed]
+    short = [name if last.count(name) == 1 else key for name, key in zip(last, changed, strict=True)]
     head = ["run", *short, "steps", "loss", *(f"{name} tok/pass" for name in policies)]
     head += [*(f"{name} speedup" for name in policies), "identical"]
     rows = []
@@ -42,12 +44,6 @@ def drafting_policies(content: dict[str, Any]) -> list[str]:
     """Returns every drafting policy that was measured in any run."""
     names = dict.fromkeys(name for run in content["runs"] for name in run["policies"])
     return [name for name in names if name != AUTOREGRESSIVE]
-
-
-def _short(keys: Sequence[str]) -> list[str]:
-    """Returns the last part of each dotted key, or the complete key if the last part is ambiguous."""
-    last = [key.rpartition(".")[2] for key in keys]
-    return [name if last.count(name) == 1 else key for name, key in zip(last, keys, strict=True)]
 
 
 def _value(value: Any) -> str:
@@ -90,29 +86,18 @@ def _transposed(head: list[str], rows: list[list[str]], width: int) -> Iterator[
         chosen = rows[first : first + per_block]
         cell_width = (width - key_width) // len(chosen) - GAP
         columns = [_column(row[1:], cell_width) for row in chosen]
-        block = [line for cells in zip(keys, *columns, strict=True) for line in _side_by_side(cells)]
+        block = [line for cells in zip(keys, *columns, strict=True) for line in zip_longest(*cells, fillvalue="")]
         yield text_table(["run", *labels[first : first + per_block]], block, "<")
 
 
 def _column(texts: Sequence[str], width: int) -> list[list[str]]:
     """Wraps each text into lines of at most `width` characters, shortened in the middle beyond `MAX_CELL_LINES` lines."""
-    return [_split(_shorten(text, MAX_CELL_LINES * width), width) for text in texts]
-
-
-def _shorten(text: str, length: int) -> str:
-    if len(text) <= length:
-        return text
-    kept = length - len(ELLIPSIS)
-    return text[: kept // 2] + ELLIPSIS + text[len(text) - (kept - kept // 2) :]
-
-
-def _split(text: str, width: int) -> list[str]:
-    return [text[at : at + width] for at in range(0, len(text), width)] or [""]
-
-
-def _side_by_side(cells: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Returns the lines of one row of wrapped cells."""
-    return [[cell[line] if line < len(cell) else "" for cell in cells] for line in range(max(map(len, cells)))]
+    columns, kept = [], MAX_CELL_LINES * width - len(ELLIPSIS)
+    for text in texts:
+        if len(text) > MAX_CELL_LINES * width:
+            text = text[: kept // 2] + ELLIPSIS + text[len(text) - (kept - kept // 2) :]
+        columns.append([text[at : at + width] for at in range(0, len(text), width)] or [""])
+    return columns
 
 
 def notes(content: dict[str, Any]) -> list[str]:
@@ -120,10 +105,15 @@ def notes(content: dict[str, Any]) -> list[str]:
     scored = next((run["scored_by"] for run in content["runs"] if run["scored_by"]), None)
     by = f"{BEST_MARK} best by {scored}. " if scored else ""
     lines = [f"{by}steps: best validation / trained; identical: outputs identical to the target's."]
-    measured = {run["run"]: run["measured_with"] for run in content["runs"] if run["measured_with"]}
-    if len(set(measured.values())) == 1:
-        return [*lines, f"Measured with {next(iter(measured.values()))}."]
-    return [*lines, *(f"{name}: measured with {settings}" for name, settings in measured.items())]
+    return lines + measured_lines({run["run"]: run["measured_with"] for run in content["runs"]})
+
+
+def measured_lines(settings: Mapping[str, str]) -> list[str]:
+    """Returns the settings of measurements, which are empty where unknown: once if they are equal, else each with its label."""
+    known = {label: text for label, text in settings.items() if text}
+    if len(set(known.values())) == 1:
+        return [f"Measured with {next(iter(known.values()))}."]
+    return [f"{label}: measured with {text}" for label, text in known.items()]
 
 
 def page(content: dict[str, Any], plot: str | None) -> str:

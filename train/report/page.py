@@ -48,15 +48,18 @@ def render_page(report: Report, plots: Sequence[Plot] = ()) -> str:
 
 def headline(report: Report) -> str:
     """Returns the speedup of the fastest speculative policy, and whether all outputs are identical, as sentences."""
-    name = best_policy(report)
+    name, drafting = best_policy(report), [part for name, part in report["policies"].items() if name != AUTOREGRESSIVE]
     if name is None:
         return "Only autoregressive decoding was measured."
     part = report["policies"][name]
     verdict = "faster than" if part["speedup"] > 1 else "**slower** than"
     factor = part["speedup"] if part["speedup"] > 1 else 1 / max(part["speedup"], 1e-9)
+    match, total = sum(part["match"] for part in drafting), sum(part["total"] for part in drafting)
+    reference = "greedy decoding of the target" if report["temperature"] == 0 else "sampling from the target with the same seed"
     return (
         f"`{name}` decodes **{factor:.2f}x** {verdict} the fastest autoregressive baseline (`{report['fastest_baseline']}`), "
-        f"with {part['tokens_per_target_pass']:.2f} tokens per target pass. {_identical_outputs(report)}"
+        f"with {part['tokens_per_target_pass']:.2f} tokens per target pass. "
+        f"{f'All {total}' if match == total else f'{match} of {total}'} outputs are identical to {reference}."
     )
 
 
@@ -64,14 +67,6 @@ def best_policy(report: Report) -> str | None:
     """Returns the speculative policy with the highest decoding speedup; None if there is none."""
     names = [name for name in report["policies"] if name != AUTOREGRESSIVE]
     return max(names, key=lambda name: report["policies"][name]["speedup"], default=None)
-
-
-def _identical_outputs(report: Report) -> str:
-    parts = [part for name, part in report["policies"].items() if name != AUTOREGRESSIVE]
-    match, total = sum(part["match"] for part in parts), sum(part["total"] for part in parts)
-    reference = "greedy decoding of the target" if report["temperature"] == 0 else "sampling from the target with the same seed"
-    count = f"All {total}" if match == total else f"{match} of {total}"
-    return f"{count} outputs are identical to {reference}."
 
 
 def _policies(report: Report) -> str:

@@ -21,6 +21,7 @@ from sage.trees import AUTOREGRESSIVE, CHAIN
 from train.config.schema import ConfigError
 from train.report import style
 from train.report.compare import RunSummary, read_run
+from train.report.compare_table import measured_lines
 from train.report.run_plots import draw_curves
 from train.report.warnings import below_estimate_warning
 
@@ -43,16 +44,16 @@ def write_run_report(folder: Path, out: Path | None = None) -> Path:
     """
     if not run_folder.is_run(folder):
         raise ConfigError(f"{folder}: not a run folder ({run_folder.CONFIG} is missing); give a folder written by sage-train")
-    lines = read_metrics(folder / METRICS)
+    run, lines = read_run(folder), read_metrics(folder / METRICS)
     if not lines:
         raise ConfigError(f"{folder}: {METRICS} contains no step yet; steps are logged every train.log_every")
     measured = measured_against_estimate(lines, read_reports(folder))
     path = out or folder / run_folder.REPORT_PAGE
     with style.rc_context():
         style.save(draw_curves(folder.name, lines, measured), path.parent / CURVES)
-    write_text(path, page(folder, lines, measured, path.parent))
-    if measured and (warning := _warning(measured[-1])):
-        logger.warning("%s", warning)
+    write_text(path, page(run, lines, measured, path.parent))
+    if measured and measured[-1]["warning"]:
+        logger.warning("%s", measured[-1]["warning"])
     return path
 
 
@@ -71,35 +72,28 @@ def measured_against_estimate(
         policies = {name: part for name, part in report["policies"].items() if name != AUTOREGRESSIVE}
         chain = policies.get(CHAIN, {}).get("tokens_per_target_pass")
         ratio = chain / estimate if chain is not None and estimate else None
-        row = {"step": step, "estimate": estimate, "ratio": ratio, "policies": policies}
+        warning = below_estimate_warning(step, chain, estimate)
+        row = {"step": step, "estimate": estimate, "ratio": ratio, "policies": policies, "warning": warning}
         rows.append(row | {"measured_with": measured_with(report)})
     return rows
 
 
-def page(folder: Path, lines: Sequence[dict[str, Any]], measured: Sequence[dict[str, Any]], home: Path) -> str:
+def page(run: RunSummary, lines: Sequence[dict[str, Any]], measured: Sequence[dict[str, Any]], home: Path) -> str:
     """Returns the content of report.md; links are relative to `home`, the folder of the page."""
-    last, run = lines[-1], read_run(folder)
-    parts = [f"# Run `{folder.name}`", _headline(run, last), f"![Curves of the run]({CURVES})"]
+    folder = run.folder
+    parts = [f"# Run `{folder.name}`", _headline(run, lines[-1]), f"![Curves of the run]({CURVES})"]
     if changed := run_folder.describe_recipe_changes(folder):
         parts.append("\n".join(["The training recipe was changed:", "", *(f"* {line}" for line in changed)]))
     if measured:
         parts += [
             "## Estimated and measured acceptance",
             _table(measured),
-            _settings(measured),
+            "\n".join(measured_lines({f"* step {row['step']:,}": row["measured_with"] for row in measured})),
             _note(run),
-            *filter(None, map(_warning, measured[-1:])),
+            measured[-1]["warning"],
         ]
     parts += ["## Files", _files(folder, home)]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _settings(measured: Sequence[dict[str, Any]]) -> str:
-    """The settings of the validations: once if they are equal, else by step."""
-    found = {row["step"]: row["measured_with"] for row in measured if row["measured_with"]}
-    if len(set(found.values())) == 1:
-        return f"Measured with {next(iter(found.values()))}."
-    return "\n".join(f"* step {step:,}: measured with {settings}" for step, settings in found.items())
 
 
 def _headline(run: RunSummary, last: dict[str, Any]) -> str:
@@ -129,11 +123,6 @@ def _table(measured: Sequence[dict[str, Any]]) -> str:
     return markdown_table(head, rows, ">")
 
 
-def _warning(row: dict[str, Any]) -> str | None:
-    chain = row["policies"].get(CHAIN, {})
-    return below_estimate_warning(row["step"], chain.get("tokens_per_target_pass"), row["estimate"])
-
-
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
@@ -158,10 +147,9 @@ def _files(folder: Path, home: Path) -> str:
         run_folder.PROVENANCE: "revision, versions, command line, data",
         "profile": "profiler traces",
     }
-    links = {f"[{name}]": (folder / name, text) for name, text in known.items() if (folder / name).exists()}
-    for step, _ in read_reports(folder):
-        links[f"[validation at step {step:,}]"] = (run_folder.validation_folder(folder, step) / run_folder.REPORT_PAGE, "")
-    for check in run_folder.list_checks(folder):
-        links[f"[later check {check.name}]"] = (check / run_folder.REPORT_PAGE, "")
-    paths = {label: Path(os.path.relpath(path, home)).as_posix() for label, (path, _) in links.items()}
-    return "\n".join(f"* {label}({paths[label]}){f': {text}' if text else ''}" for label, (_, text) in links.items())
+    links = [(name, folder / name, f": {text}") for name, text in known.items() if (folder / name).exists()]
+    validations = {step: run_folder.validation_folder(folder, step) for step, _ in read_reports(folder)}
+    links += [(f"validation at step {step:,}", path / run_folder.REPORT_PAGE, "") for step, path in validations.items()]
+    checks = run_folder.list_checks(folder)
+    links += [(f"later check {check.name}", check / run_folder.REPORT_PAGE, "") for check in checks]
+    return "\n".join(f"* [{label}]({Path(os.path.relpath(path, home)).as_posix()}){text}" for label, path, text in links)

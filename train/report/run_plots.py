@@ -1,4 +1,4 @@
-"""The curves of a run: six panels over optimizer steps."""
+"""The curves of a run, six panels over optimizer steps, and the plot of a comparison, a row per run and a dot per policy."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from train.report import style
+from train.report.compare_table import drafting_policies
 
 Lines = Sequence[dict[str, Any]]
 LOSSES = (("loss", style.INK), ("loss_ce", "#2f6fa7"), ("loss_feature", "#d98e4a"))
 HEIGHT_IN = 7.4
 LOG_SCALE_RATIO = 50.0  # curves that span a larger factor have a logarithmic axis
-ESTIMATE_COLOR = "#6b7682"
+PANELS = (("tokens_per_target_pass", "tokens per target pass"), ("speedup", "speedup, decoding only"))  # of a comparison
+MAX_ROWS = 40
+LABEL_CHARACTERS = 34
 
 
 def draw_curves(name: str, lines: Lines, measured: Lines) -> Figure:
@@ -25,10 +28,11 @@ def draw_curves(name: str, lines: Lines, measured: Lines) -> Figure:
     panels = made.subplots(3, 2, sharex=True)
     _curves(panels[0][0], lines, LOSSES, "loss")
     _curves(panels[0][1], lines, (("agreement", "#2f6fa7"), ("acceptance", "#b23a6b")), "agreement and acceptance probability")
-    panels[0][1].set_yscale("linear")
-    panels[0][1].set_ylim(0, 1.02)
+    panels[0][1].set(yscale="linear", ylim=(0, 1.02))
     _tokens_per_pass(panels[1][0], lines, measured)
-    _speedups(panels[1][1], measured)
+    _dots(panels[1][1], measured, "speedup")
+    panels[1][1].axhline(1.0, **style.BASELINE)
+    _title(panels[1][1], "speedup, decoding only" if measured else "speedup: no validation yet")
     _curves(panels[2][0], lines, (("grad_norm", "#6f9e74"),), "gradient norm")
     _rate_and_speed(panels[2][1], lines)
     for axes in panels.flat:
@@ -47,26 +51,16 @@ def _curves(axes: Axes, lines: Lines, names: Sequence[tuple[str, str]], title: s
     values = [line[name] for name, _ in known for line in lines if line.get(name)]
     if values and min(values) > 0 and max(values) > LOG_SCALE_RATIO * min(values):
         axes.set_yscale("log")
-    _title(axes, title)
-    if len(known) > 1:
-        axes.legend(loc="best", handlelength=1.2, fontsize=8.5)
+    _title(axes, title, has_legend=len(known) > 1)
 
 
 def _tokens_per_pass(axes: Axes, lines: Lines, measured: Lines) -> None:
     """Draws the estimate as a line and the measurements as dots, one color per policy."""
     estimated = [(line["step"], line["estimated_tokens_per_pass"]) for line in lines if "estimated_tokens_per_pass" in line]
     if estimated:
-        axes.plot(*zip(*estimated, strict=True), color=ESTIMATE_COLOR, linewidth=1.3, label="estimated (chain)")
+        axes.plot(*zip(*estimated, strict=True), color=style.FAINT, linewidth=1.3, label="estimated (chain)")
     _dots(axes, measured, "tokens_per_target_pass")
-    _title(axes, "tokens per target pass")
-    if axes.get_legend_handles_labels()[1]:
-        axes.legend(loc="best", handlelength=1.2, fontsize=8.5)
-
-
-def _speedups(axes: Axes, measured: Lines) -> None:
-    _dots(axes, measured, "speedup")
-    axes.axhline(1.0, color=style.INK, linewidth=1.0, linestyle=(0, (4, 3)))
-    _title(axes, "speedup, decoding only" if measured else "speedup: no validation yet")
+    _title(axes, "tokens per target pass", has_legend=bool(axes.lines))
 
 
 def _dots(axes: Axes, measured: Lines, figure: str) -> None:
@@ -89,5 +83,51 @@ def _rate_and_speed(axes: Axes, lines: Lines) -> None:
     twin.tick_params(labelsize=8.5)
 
 
-def _title(axes: Axes, text: str) -> None:
+def _title(axes: Axes, text: str, has_legend: bool = False) -> None:
     axes.set_title(text, fontsize=10, loc="left")
+    if has_legend:
+        axes.legend(loc="best", handlelength=1.2, fontsize=8.5)
+
+
+# -- comparison ------------------------------------------------------------------------------------------------------------
+
+
+def draw_comparison(content: dict[str, Any]) -> Figure | None:
+    """Draws the runs, the best on top; None if no drafting policy was measured."""
+    runs = [run for run in content["runs"] if run["policies"]][:MAX_ROWS]
+    policies = drafting_policies(content)
+    if not runs or not policies:
+        return None
+    left_out = len(content["runs"]) - len(runs)
+    subtitle = "the best run on top" + (f"; {left_out} not shown" if left_out else "")
+    made = style.figure(1.55 + 0.34 * len(runs), "Comparison of runs", subtitle)
+    panels = made.subplots(1, len(PANELS), sharey=True)
+    for axes, (figure, title) in zip(panels, PANELS, strict=True):
+        _compared(axes, runs, policies, figure)
+        axes.set_xlabel(title)
+    panels[1].axvline(1.0, **style.BASELINE)
+    panels[0].set_yticks(range(len(runs)), [label_of(run, content["changed"]) for run in runs])
+    panels[0].set_ylim(len(runs) - 0.5, -0.5)
+    style.legend_below(made, 5, handletextpad=0.2)
+    return made
+
+
+def _compared(axes: Axes, runs: list[dict[str, Any]], policies: list[str], figure: str) -> None:
+    for place, run in enumerate(runs):
+        values = [run["policies"][name][figure] for name in policies if name in run["policies"]]
+        axes.plot([min(values), max(values)], [place, place], color=style.GRID, linewidth=2.4, zorder=1)
+    for name in policies:
+        known = [place for place, run in enumerate(runs) if name in run["policies"]]
+        values = [runs[place]["policies"][name][figure] for place in known]
+        axes.scatter(values, known, s=36, color=style.policy_color(name, policies), label=name, zorder=2)
+    style.despine(axes, "x")
+
+
+def label_of(run: dict[str, Any], changed: list[str]) -> str:
+    """Returns `lr 0.0003, feature_weight 2`, or the end of the folder's name if nothing differs or the text is too long."""
+    values = {key.rpartition(".")[2]: run["changed"][key] for key in changed if key in run["changed"]}
+    parts = [f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}" for key, value in values.items()]
+    name, text = run["run"], ", ".join(parts)
+    if parts and len(text) <= LABEL_CHARACTERS:
+        return text
+    return name if len(name) <= LABEL_CHARACTERS else "..." + name[3 - LABEL_CHARACTERS :]

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Container, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import PercentFormatter
 
 from sage.io.files import atomic_path
 
 WIDTH_IN, HEADING_IN = 7.6, 0.66
 DPI = 170
 INK, FAINT, GRID, BAND = "#1f2933", "#6b7682", "#e3e7eb", "#c9d1d9"
+BASELINE: dict[str, Any] = {"color": INK, "linewidth": 1.0, "linestyle": (0, (4, 3))}  # of a line at speedup 1
 
 POLICY_COLORS = {
     "autoregressive": "#8b95a1",
@@ -58,13 +60,7 @@ RC = {
     "legend.frameon": False,
     "legend.fontsize": 9.5,
 }
-
-
-@contextmanager
-def rc_context() -> Iterator[None]:
-    """Applies the settings to plots drawn inside; the caller's matplotlib settings are restored afterwards."""
-    with matplotlib.rc_context(RC):  # type: ignore[arg-type]
-        yield
+rc_context = partial(matplotlib.rc_context, RC)  # type: ignore[arg-type]  # for the time of drawing and saving
 
 
 def policy_color(name: str, names: Iterable[str] = ()) -> str:
@@ -91,8 +87,7 @@ def figure(height_in: float, heading: str, subtitle: str) -> Figure:
 
 def despine(axes: Axes, grid: str = "y") -> None:
     """Removes all spines except that of the categories, and draws light grid lines behind the data."""
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)
     axes.spines["left" if grid == "x" else "bottom"].set_color(BAND)
     axes.tick_params(length=0)
     axes.grid(axis=grid, color=GRID, linewidth=0.9)  # type: ignore[arg-type]
@@ -103,17 +98,38 @@ def twin_axis(axes: Axes) -> Axes:
     """Returns a second y axis on the right, without spines."""
     twin = axes.twinx()
     twin.tick_params(length=0)
-    for side in ("top", "right", "left"):
-        twin.spines[side].set_visible(False)
+    twin.spines[["top", "right", "left"]].set_visible(False)
     return twin
 
 
-def legend_above(axes: Axes, highest: float, columns: int, headroom: float = 1.4) -> None:
-    """Draws the legend above bars that end at `highest`, and no tick labels beside it."""
-    axes.set_ylim(0, headroom * max(highest, 1))
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
-    axes.set_yticks([tick for tick in axes.get_yticks() if 0 <= tick <= highest])
-    axes.legend(loc="upper right", ncols=columns, handlelength=1.0, borderaxespad=0.1, columnspacing=1.2)
+def phase_bar(axes: Axes, place: int, part: Mapping[str, Any], phases: Container[str] = PHASES) -> float:
+    """Stacks the milliseconds per token of each phase in a horizontal bar; returns their sum. The first bar has the labels."""
+    left = 0.0
+    for phase, (name, color) in PHASES.items():
+        if phase in phases:
+            width = 1e3 * part["time_s"].get(phase, 0.0) / max(part["tokens"], 1)
+            axes.barh(place, width, left=left, height=0.62, color=color, label=name if place == 0 else None)
+            left += width
+    return left
+
+
+def label_bars(axes: Axes, labels: Sequence[str]) -> None:
+    """Labels horizontal bars, the first one at the top."""
+    axes.set_yticks(range(len(labels)), labels)
+    axes.invert_yaxis()
+
+
+def legend_below(made: Figure, num_columns: int, **looks: Any) -> None:
+    """Adds the legend of the first panel below all panels."""
+    handles, labels = made.axes[0].get_legend_handles_labels()
+    made.legend(handles, labels, loc="outside lower center", ncols=num_columns, **looks)
+
+
+def percent_axes(axes: Axes) -> None:
+    """Sets both axes to shares between 0% and 100%."""
+    axes.set(xlim=(0, 1), ylim=(0, 1.02), xticks=(0, 0.5, 1))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(PercentFormatter(1.0))
 
 
 def save(made: Figure, path: Path) -> None:

@@ -7,13 +7,13 @@ import platform
 import subprocess
 import sys
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from checkpoints.run_folder import PROVENANCE
+from sage.bench.report import versions
 from sage.io.files import write_text
 from train.launch.ranks import Ranks
 
@@ -28,17 +28,18 @@ def write_provenance(
 
     `changed` holds the settings changed by the resume: dotted key -> [before, after].
     """
-    path = folder / PROVENANCE
+    path, found = folder / PROVENANCE, versions(PACKAGES)
+    is_cuda = ranks.device.type == "cuda"
     entry = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "from_step": from_step,
         "command": sys.argv,
         "git": git_revision(),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {name: found.get(name) for name in PACKAGES},
         "python": platform.python_version(),
         "host": platform.node(),
         "ranks": ranks.world_size,
-        "device": _device(ranks.device),
+        "device": torch.cuda.get_device_name(ranks.device) if is_cuda else platform.processor() or platform.machine(),
         "target": {"name": target.name, **target.fingerprint},
         "data_fingerprint": data_fingerprint,
         **({"changed": changed} if changed else {}),
@@ -65,14 +66,3 @@ def _git(folder: Path, *arguments: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def _device(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()

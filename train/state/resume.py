@@ -18,6 +18,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +28,10 @@ from checkpoints.files import remove_leftovers
 from checkpoints.run_folder import step_name
 from checkpoints.store import StateStore
 from checkpoints.tensors import read_tensors, write_tensors
-from sage.io.files import write_text
+from data_prep.build import open_sources
+from data_prep.splits import Split
+from sage.io.files import json_digest, write_text
+from train.config.schema import Config, ConfigError
 from train.engine.engine import Engine
 from train.launch.ranks import Ranks
 
@@ -47,7 +51,7 @@ class TrainState:
         best_step: its step.
         stale: validations since then.
         validated_step: step of the last validation; 0: none yet.
-        data: fingerprints of the data (see train.state.data_fingerprint); None: not recorded.
+        data: see `fingerprint_data`; None: not recorded.
     """
 
     step: int = 0
@@ -59,13 +63,9 @@ class TrainState:
     validated_step: int = 0
     data: dict[str, str] | None = None
 
-    def has_stalled(self, patience: int) -> bool:
-        """Whether `patience` validations in a row have brought no better score; never with 0."""
-        return 0 < patience <= self.stale
-
-    def stalls_next(self, patience: int) -> bool:
-        """Whether the next validation makes `has_stalled` true if it brings no better score."""
-        return 0 < patience <= self.stale + 1
+    def has_stalled(self, patience: int, more: int = 0) -> bool:
+        """Whether `patience` validations in a row, of which `more` are still to come, bring no better score; never with 0."""
+        return 0 < patience <= self.stale + more
 
     def has_progress_of(self, other: TrainState) -> bool:
         """Whether step and best score are those of `other`."""
@@ -127,6 +127,32 @@ def load_state(store: StateStore, engine: Engine, ranks: Ranks) -> TrainState:
         logger.info("saved with %d rank(s), resumed with %d: identical up to rounding", saved_by, ranks.world_size)
     logger.info("resumed from %s", folder)
     return TrainState(**trainer)
+
+
+# -- fingerprints of the training data (see `Source.fingerprint`), so that a run is not resumed with other examples ----------
+
+
+def fingerprint_data(config: Config, dataset: Any) -> dict[str, str]:
+    """Returns label -> hash of the content of every training source.
+
+    Unlike the keys of the data cache it does not depend on the code, so that a newer version can resume an older run.
+    """
+    opened = getattr(dataset, "sources", None) or getattr(dataset, "streams", None) or open_sources(config.data, Split.train)
+    labels = config.data.resolved(Split.train)
+    return {label: json_digest([source.fingerprint()]) for label, source in zip(labels, opened, strict=True)}
+
+
+def check_same_data(config: Config, saved: dict[str, str] | None, current: dict[str, str]) -> None:
+    """Raises ConfigError for the first source whose content has changed since `saved`; None: a new run."""
+    for label, source in config.data.resolved(Split.train).items():
+        if saved is not None and saved.get(label) != current[label]:
+            raise ConfigError(
+                f"data.path={source.path}: the content of data source {label} has changed since the run in {config.run.dir} "
+                f"was started; resume with the original data, or start another run.dir"
+            )
+
+
+# -- random generators -----------------------------------------------------------------------------------------------------
 
 
 def _rank_file(rank: int) -> str:

@@ -21,11 +21,7 @@ SECTIONS = (
 
 
 def select_studies(names: Sequence[str]) -> list[Study]:
-    """Returns the named studies in the order of `STUDIES`; all of them if `names` is empty.
-
-    Raises:
-        ValueError: an unknown study.
-    """
+    """Returns the named studies, all if there are no names, in the order of `STUDIES`; raises ValueError for an unknown one."""
     if unknown := [name for name in names if name not in STUDIES]:
         raise ValueError(f"{unknown[0]}: unknown study; choose from {', '.join(STUDIES)}")
     return [study for name, study in STUDIES.items() if not names or name in names]

@@ -13,7 +13,6 @@ from benchmarks.papers.comparison import compare, select
 from benchmarks.papers.figures import Json
 from benchmarks.papers.lab import Lab
 from benchmarks.papers.markdown import options_text
-from benchmarks.papers.plots import label_bars
 from benchmarks.papers.study import OURS, Expectation, Study
 from benchmarks.papers.tuning import tuned_options
 from sage.bench.runners import PolicyRunner
@@ -176,7 +175,7 @@ def _draw(found: Json) -> Figure:
         axes.barh(place, speed, height=0.62, color=color)
         axes.text(speed, place, f" {speed:.0f}", va="center", fontsize=9)
     axes.margins(x=0.1)
-    label_bars(axes, list(speeds))
+    style.label_bars(axes, list(speeds))
     style.despine(axes, "x")
     return figure
 

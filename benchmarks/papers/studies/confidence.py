@@ -14,7 +14,6 @@ from functools import partial
 
 import torch
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
 
 import sage
 from benchmarks.papers.answers import depth_on_path, ranks_on_path
@@ -242,15 +241,10 @@ def lemma(nodes: Sequence[PathNode]) -> Json:
     }
 
 
-def _examples(part: Json) -> list[Json]:
-    return [
-        {
-            **one,
-            "largest": ", ".join(f"{prob:.3f}" for prob in one["probs"]),
-            "outcome": "accepted" if one["accepted"] else "rejected",
-        }
-        for one in part["lemma"]["examples"]
-    ]
+def _examples(part: Json) -> Iterator[Json]:
+    for one in part["lemma"]["examples"]:
+        largest = ", ".join(f"{prob:.3f}" for prob in one["probs"])
+        yield {**one, "largest": largest, "outcome": "accepted" if one["accepted"] else "rejected"}
 
 
 def _calibration_expectations(found: Mapping[str, Json]) -> Iterator[Expectation]:
@@ -302,22 +296,18 @@ def _draw_reliability(found: Mapping[str, Json]) -> Figure:
     )
     figure = plot_curves(title, subtitle, panels, "predicted", "observed", height=4.1, legend=3)
     for axes in figure.axes:
-        axes.set(xlim=(0, 1), ylim=(0, 1.02), xticks=(0, 0.5, 1))
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(PercentFormatter(1.0))
+        style.percent_axes(axes)
     return figure
 
 
 def _draw_errors(found: Mapping[str, Json]) -> Figure:
     """Draws the calibration error by depth, before and after calibration."""
-    labels = {"before": "draft probability", "after": "calibrated"}
-    panels = {
-        title: [
-            Curve(label, [row["depth"] for row in part["by_depth"]], [row[key] for row in part["by_depth"]], PREDICTORS[label])
-            for key, label in labels.items()
-        ]
-        for title, part in found.items()
-    }
+
+    def curve(rows: Sequence[Json], key: str, label: str) -> Curve:
+        return Curve(label, [row["depth"] for row in rows], [row[key] for row in rows], PREDICTORS[label])
+
+    labels = {"before": "draft probability", "after": "calibrated"}.items()
+    panels = {title: [curve(part["by_depth"], *label) for label in labels] for title, part in found.items()}
     subtitle = "all drafted candidates of verified nodes, test split"
     return plot_curves("Calibration error by depth", subtitle, panels, "depth")
 

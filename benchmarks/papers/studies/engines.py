@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -32,27 +31,24 @@ def _measure(lab: Lab) -> None:
     if not Path(sizes["python"]).is_file():
         logger.warning("engines: SKIPPED, %s does not exist; `make engines-env` creates it", sizes["python"])
         return
+
+    def compute(target: str, drafts: Mapping[str, str]) -> Json:
+        comparison = Comparison(
+            python=Path(sizes["python"]),
+            target=lab.settings.targets[target],
+            drafts={label: lab.run(run) / runs.DRAFT for label, run in drafts.items()},
+            variants=variants(None, sizes["policies"]),
+            baselines=[HF_GENERATE, HF_COMPILED],
+            depths=sizes["depths"],
+            num_prompts=sizes["prompts"],
+            repeats=sizes["repeats"],
+            passes=sizes["passes"],
+            max_new_tokens=lab.settings.max_new_tokens,
+        )
+        return {"target": target, **measure_beside_vllm(comparison)}
+
     for target, drafts in sizes["runs"].items():
-        compute = partial(_compare, lab, target, drafts)
-        lab.figures("engines", f"engines_{target}", compute, list(drafts.values()), study=sizes)
-
-
-def _compare(lab: Lab, target: str, drafts: Mapping[str, str]) -> Json:
-    sizes = lab.sizes["engines"]
-    comparison = Comparison(
-        python=Path(sizes["python"]),
-        target=lab.settings.targets[target],
-        drafts={label: lab.run(run) / runs.DRAFT for label, run in drafts.items()},
-        variants=variants(None, sizes["policies"]),
-        baselines=[HF_GENERATE, HF_COMPILED],
-        depths=sizes["depths"],
-        num_prompts=sizes["prompts"],
-        repeats=sizes["repeats"],
-        passes=sizes["passes"],
-        max_new_tokens=lab.settings.max_new_tokens,
-        cores=sorted(os.sched_getaffinity(0)),
-    )
-    return {"target": target, **measure_beside_vllm(comparison)}
+        lab.figures("engines", f"engines_{target}", partial(compute, target, drafts), list(drafts.values()), study=sizes)
 
 
 def _values(found: Mapping[str, Json]) -> Json:

@@ -14,7 +14,7 @@ from benchmarks.papers.figures import Json
 from benchmarks.papers.headline import CAPTIONS, decoders, part_of, tuned_policies
 from benchmarks.papers.lab import Lab
 from benchmarks.papers.markdown import options_text, times, times_with_interval
-from benchmarks.papers.plots import Curve, bar_panels, label_bars, legend_below, plot_curves, policy_curve
+from benchmarks.papers.plots import Curve, plot_curves, policy_curve, titled_panels
 from benchmarks.papers.study import OURS, PUBLISHED, Expectation, Study
 from benchmarks.papers.tuning import most_tokens, tuned_options
 from sage.bench.report_table import HOST_PHASES
@@ -27,7 +27,6 @@ BASELINES = (HF_GENERATE, HF_STATIC, PROMPT_LOOKUP, HF_ASSISTED)
 MOST_TOKENS = "sage (most tokens)"
 CAPTION_SPEEDUP = 2.0  # our goal
 SAGE_LEAD = 1.2  # over static, in tokens per pass
-BASELINE_LINE: dict[str, Any] = {"color": style.INK, "linewidth": 1.0, "linestyle": (0, (4, 3))}
 
 
 def _measure(lab: Lab) -> None:
@@ -170,13 +169,13 @@ def _draw_headline(found: Mapping[str, Json]) -> Figure:
     names = decoders(found)
     subtitle = "over the fastest autoregressive decoder, decoding only; bars: captions, 95% interval; dots: all families"
     figure = style.figure(1.5 + 0.33 * len(names), "Speedup of lossless decoding on two CPU cores", subtitle)
-    for title, axes in bar_panels(figure, found).items():
+    for title, axes in titled_panels(figure, found, grid="x").items():
         for place, name in enumerate(names):
             _headline_bar(axes, place, name, found[title])
-        axes.axvline(1.0, **BASELINE_LINE)
+        axes.axvline(1.0, **style.BASELINE)
         axes.set_xlim(left=0)
         axes.margins(x=0.16)
-    label_bars(figure.axes[0], names)
+    style.label_bars(figure.axes[0], names)
     return figure
 
 
@@ -209,7 +208,7 @@ def _draw_families(found: Mapping[str, Json]) -> Figure:
     looks: dict[str, Any] = {"ylabel": "speedup", "height": 3.6, "from_zero": False, "legend": 5}
     figure = plot_curves("Speedup by task family", "tuned policies, decoding only", panels, **looks)
     for axes in figure.axes:
-        axes.axhline(1.0, **BASELINE_LINE)
+        axes.axhline(1.0, **style.BASELINE)
         axes.set_xticks(range(len(families)), families, rotation=35, ha="right", rotation_mode="anchor")
     return figure
 
@@ -219,24 +218,15 @@ def _draw_time(found: Mapping[str, Json]) -> Figure:
     names = [AUTOREGRESSIVE, *tuned_policies(next(iter(found.values())))]
     subtitle = "ms per generated token, without vision tower and target prefill"
     figure = style.figure(1.9 + 0.3 * len(names), "Decoding time by phase", subtitle)
-    for title, axes in bar_panels(figure, found).items():
+    for title, axes in titled_panels(figure, found, grid="x").items():
         for place, name in enumerate(names):
             if name in found[title]["policies"]:
-                _phases(axes, place, found[title]["policies"][name])
+                total_ms = style.phase_bar(axes, place, found[title]["policies"][name])
+                axes.text(total_ms, place, f" {total_ms:.2f}", va="center", fontsize=8.5)
         axes.margins(x=0.12)
-    label_bars(figure.axes[0], names)
-    legend_below(figure, figure.axes[0], 4)
+    style.label_bars(figure.axes[0], names)
+    style.legend_below(figure, 4, handlelength=1.4)
     return figure
-
-
-def _phases(axes: Axes, place: int, part: Json) -> None:
-    left = 0.0
-    for phase, (name, shade) in style.PHASES.items():
-        width = 1e3 * part["time_s"].get(phase, 0.0) / max(part["tokens"], 1)
-        label = name if place == 0 else None
-        axes.barh(place, width, left=left, height=0.62, color=shade, label=label)
-        left += width
-    axes.text(left, place, f" {left:.2f}", va="center", fontsize=8.5)
 
 
 STUDY = Study(

@@ -119,7 +119,9 @@ def _pair(row: Json, policy: str) -> Json:
 
 
 def _coupling_expectations(found: Mapping[str, Json]) -> Iterator[Expectation]:
-    hot = {title: _plain(study["rows"]) for title, study in found.items()}
+    hot = {}  # by target, the row at temperature 1 without truncation, or the last one
+    for title, rows in ((title, study["rows"]) for title, study in found.items()):
+        hot[title] = next((row for row in rows if (row["temperature"], row["top_p"]) == (1, 1)), rows[-1])
     for policy in ("chain", "sage"):
         gains = {title: _pair(row, policy)["gain"] for title, row in hot.items()}
         claim = f"Ours: at T 1, `{policy}` has at least {times(LEAST_GAIN)} the tokens per pass when coupled"
@@ -134,19 +136,12 @@ def _coupling_expectations(found: Mapping[str, Json]) -> Iterator[Expectation]:
     yield _same_texts("Ours: coupled or not, every text equals the autoregressive one of its seed", rows)
 
 
-def _plain(rows: Sequence[Json]) -> Json:
-    """Returns the row at temperature 1 without truncation, or the last one."""
-    return next((row for row in rows if (row["temperature"], row["top_p"]) == (1, 1)), rows[-1])
-
-
 def _draw_coupling(found: Mapping[str, Json]) -> Figure:
     def curves(rows: Sequence[Json]) -> Iterator[Curve]:
         rows = [row for row in rows if row["top_p"] == 1] or rows
-        temperatures, pairs = (
-            [row["temperature"] for row in rows],
-            {name: [_pair(row, name) for row in rows] for name in POLICIES},
-        )
-        for color, (name, own) in zip(COLORS, pairs.items(), strict=True):
+        temperatures = [row["temperature"] for row in rows]
+        for color, name in zip(COLORS, POLICIES, strict=True):
+            own = [_pair(row, name) for row in rows]
             yield Curve(name, temperatures, [pair["coupled"][TOKENS] for pair in own], color)
             yield Curve(None, temperatures, [pair["alone"][TOKENS] for pair in own], color, DOTTED)
 

@@ -11,7 +11,7 @@ from benchmarks.papers.comparison import compare, select
 from benchmarks.papers.figures import Json
 from benchmarks.papers.lab import Lab
 from benchmarks.papers.markdown import grouped, listing, times
-from benchmarks.papers.plots import COLORS, Curve, label_bars, legend_below, plot_curves
+from benchmarks.papers.plots import COLORS, Curve, plot_curves
 from benchmarks.papers.study import Expectation, Study
 from benchmarks.papers.tuning import tuned_options
 from sage.bench.runners import PolicyRunner
@@ -123,8 +123,8 @@ def _draw_compressors(found: Json) -> Figure:
             axes.scatter(x, y, s=34, color=style.policy_color(policy), label=policy, zorder=2)
         axes.set_xlabel(label)
         style.despine(axes, "x")
-    label_bars(figure.axes[0], [f"{label} ({tokens:.0f} tokens)" for label, tokens in context.items()])
-    legend_below(figure, figure.axes[0], 4)
+    style.label_bars(figure.axes[0], [f"{label} ({tokens:.0f} tokens)" for label, tokens in context.items()])
+    style.legend_below(figure, 4, handlelength=1.4)
     return figure
 
 
