@@ -52,11 +52,7 @@ def pop_debug_flag() -> bool:
 
 
 def new_parser(program: str, **texts: Any) -> argparse.ArgumentParser:
-    """Returns a parser with `--version`, whose help keeps the line breaks of its texts.
-
-    Args:
-        texts: `description` and `epilog`.
-    """
+    """Returns a parser with `--version`, whose help keeps the line breaks of its texts, `description` and `epilog`."""
     parser = argparse.ArgumentParser(prog=program, formatter_class=argparse.RawDescriptionHelpFormatter, **texts)
     parser.add_argument("--version", action="version", version=version_text(), help="print versions and exit")
     return parser
@@ -102,11 +98,8 @@ def add_device_option(parser: argparse._ActionsContainer, default: str) -> None:
 
 
 def add_settings(parser: argparse._ActionsContainer, kind: type, *names: str) -> None:
-    """Adds an option per field of a settings dataclass, with its type, default and meaning; `from_attributes` builds the
-    dataclass from the parsed options, and `check_fields` checks their ranges.
-
-    Args:
-        names: the fields; none: all.
+    """Adds an option per field (of `names`, if given) of a settings dataclass, with its type, default and meaning;
+    `from_attributes` builds the dataclass from the parsed options, and `check_fields` checks their ranges.
     """
     hints, meanings = field_types(kind), key_meanings(kind)
     for field in fields(kind):
