@@ -53,7 +53,8 @@ def _comparison(args: argparse.Namespace) -> Comparison:
     if unknown := [name for name in names(args.baselines) if name not in BASELINES]:
         raise ValueError(f"--baselines: {unknown[0]!r} is unknown; choose from {', '.join(BASELINES)}")
     _check_sides(args)
-    drafts = dict(_named_draft(text) for text in args.draft)
+    named = (text.rpartition("=")[::2] for text in args.draft)
+    drafts = {label or Path(path).name: find_draft(path, "--draft") for label, path in named}
     return Comparison(
         python=args.engine_python,
         server=ServedBy(args.server, args.server_model, os.environ.get(KEY_VARIABLE, "")) if args.server else None,
@@ -87,11 +88,6 @@ def _depths(text: str) -> list[int]:
         return counts(text)
     except ValueError as error:
         raise ValueError(f"--num-speculative-tokens {error}") from error
-
-
-def _named_draft(text: str) -> tuple[str, Path]:
-    label, _, path = text.rpartition("=")
-    return label or Path(path).name, find_draft(path, "--draft")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any, Protocol
 
 from checkpoints.engines.vllm_process import VllmProcess
-from sage.bench.measurement import BenchPrompt
+from sage.bench.measurement import BenchPrompt, rotated
 from sage.bench.runners import Runner
 from sage.decoding.sampling import Sampling
 from sage.decoding.stats import PREFILL_PHASES
@@ -110,8 +110,7 @@ def take_turns(decoders: Sequence[Decoder], repeats: int) -> list[Turns]:
     """Runs every decoder once as a warm-up, then `repeats` times in turns."""
     found = [Turns(decoder, decoder.turn()) for decoder in decoders]
     for repeat in range(repeats):
-        shift = repeat % len(found)
-        for turns in (*found[shift:], *found[:shift]):
+        for turns in rotated(found, repeat):
             time.sleep(SETTLE_S)
             turns.add(turns.decoder.turn())
         logger.info("repeat %d of %d", repeat + 1, repeats)

@@ -92,7 +92,13 @@ class ServerClient:
     def models(self) -> list[str]:
         """Returns the names of the served models."""
         try:
-            return [str(model["id"]) for model in self._get("/v1/models").json()["data"]]
+            response = self._client.get(f"{self._root}/v1/models")
+        except httpx.HTTPError as error:
+            raise ValueError(_unreachable(error)) from error
+        if not response.is_success:
+            raise ValueError(self._refusal(response))
+        try:
+            return [str(model["id"]) for model in response.json()["data"]]
         except (ValueError, LookupError, TypeError) as error:
             raise ValueError(f"--server: its /v1/models is no list of models; {REMEDY}") from error
 
@@ -123,15 +129,6 @@ class ServerClient:
             raise ValueError(_unreachable(error)) from error
         except json.JSONDecodeError as error:
             raise ValueError(f"--server: its answer is no stream of JSON; {REMEDY}") from error
-
-    def _get(self, path: str) -> httpx.Response:
-        try:
-            response = self._client.get(f"{self._root}{path}")
-        except httpx.HTTPError as error:
-            raise ValueError(_unreachable(error)) from error
-        if not response.is_success:
-            raise ValueError(self._refusal(response))
-        return response
 
     def _refusal(self, response: httpx.Response) -> str:
         remedy = f"; export its key in {KEY_VARIABLE}" if response.status_code in (401, 403) else ""

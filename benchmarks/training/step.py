@@ -73,11 +73,7 @@ class RandomFeed:
 
 @contextmanager
 def run_of_shape(config: Config, ranks: Ranks, shape: Shape, num_layers: int, length: int) -> Iterator[TrainingRun]:
-    """Yields a run on a random target of a shape; no file is read or written.
-
-    Raises:
-        ValueError: `num_layers` is 0 or exceeds the layers of the shape.
-    """
+    """Yields a run on a random target of a shape; no file is read or written."""
     if not 1 <= num_layers <= shape.num_layers:
         raise ValueError(f"--layers {num_layers}: {shape.name} takes 1 to {shape.num_layers}")
     accumulation = check_batch(config, ranks.world_size)

@@ -68,8 +68,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 def find_models(args: argparse.Namespace) -> tuple[str, Path | None]:
     """Returns the target's folder or hub id, and the draft's folder, if given, with its checksums verified; loads neither.
 
-    Raises:
-        ValueError: the draft is missing or corrupt, or no target is known.
+    Raises ValueError if the draft is missing or corrupt, or if no target is known.
     """
     if args.draft is None:
         if args.target is None:
@@ -175,11 +174,6 @@ def resolve_device(name: str) -> torch.device:
     return found
 
 
-def _warning_line(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
-    """`warnings.formatwarning` without the place in the code."""
-    return f"warning: {' '.join(str(message).split())}\n"
-
-
 def run(main: Callable[[], int | None]) -> int:
     """Runs a command and reports the user's mistakes as one line on stderr.
 
@@ -192,7 +186,8 @@ def run(main: Callable[[], int | None]) -> int:
     """
     has_traceback = pop_debug_flag()
     if not has_traceback:
-        warnings.formatwarning = _warning_line
+        # `warnings.formatwarning` without the place in the code.
+        warnings.formatwarning = lambda message, *_place, **_line: f"warning: {' '.join(str(message).split())}\n"
     try:
         return main() or EXIT_DONE
     except KeyboardInterrupt:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -29,13 +30,13 @@ from train.config.errors import explain, is_config_mistake, refuse_unknown
 from train.config.help import help_text
 from train.config.overrides import task_overrides, with_resume
 from train.config.resuming import with_own_choices, with_own_config
-from train.config.run_name import run_name
 from train.config.schema import ConfigError
 from train.config.store import register
 from train.config.sweep import SweepScore
 from train.config.target_path import lr_for_width, target_dtype, target_name, with_choice
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
+LONGEST_PART = 40  # characters of a part of a run's name
 NOTHING_SAVED = "stopped before anything was saved"
 
 Task = Callable[[Any], int]
@@ -268,6 +269,24 @@ def register_resolvers() -> None:
     register()
     for resolve in (package_dir, run_name, target_name, target_dtype, lr_for_width):
         OmegaConf.register_new_resolver(resolve.__name__, resolve, replace=True)
+
+
+def run_name(target: str, draft: str, path: str | None, data: str, objective: str) -> str:
+    """Returns `TARGET-DRAFT-DATA`, with `-OBJECTIVE` if it is not the draft's own.
+
+    Args:
+        path: `data.path`; names the data by its last part without suffix, because one format has many files.
+        data: `data.name`, for data without a path.
+    """
+    parts = [target, draft, Path(path).name.split(".")[0] if path else data]
+    if objective not in ("", draft):
+        parts.append(objective)
+    return "-".join(_plain(part)[:LONGEST_PART] for part in parts)
+
+
+def _plain(part: str) -> str:
+    """Replaces characters that a shell or Hydra would interpret."""
+    return re.sub(r"[^\w.]+", "_", part).strip("_.") or "data"
 
 
 def configure_logging(debug: bool, is_main: bool = True) -> None:
