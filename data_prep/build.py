@@ -25,7 +25,7 @@ from data_prep.dataset.prepare import prepare_examples
 from data_prep.dataset.skip_log import SKIPPED, SkipLog, count_reasons, read_skipped
 from data_prep.dataset.stream import StreamDataset, is_stream
 from data_prep.sources import open_source, open_stream
-from data_prep.sources.base import Source, as_prompt
+from data_prep.sources.base import Source, Stream, as_prompt
 from data_prep.splits import (
     Split,
     check_prompts_held_out,
@@ -114,8 +114,12 @@ def open_sources(config: DataConfig, split: Split) -> list[Source]:
     return sources
 
 
+def _open_streams(config: DataConfig, split: Split) -> list[Stream]:
+    return [open_stream(label, source, split) for label, source in config.resolved(split).items()]
+
+
 def _build_stream(config: DataConfig, processor: Processor, split: Split) -> StreamDataset:
-    streams = [open_stream(label, source, split) for label, source in config.resolved(split).items()]
+    streams = _open_streams(config, split)
     for label in config.resolved(split):
         check_split(config, split, label, has_splits=False)
     folder = cache_dir(config.cache_dir) / "streams" / json_digest([stream.fingerprint() for stream in streams])
@@ -126,7 +130,7 @@ def _prompt_readers(config: DataConfig, split: Split, skipped: SkipLog) -> list[
     """Opens all sources immediately, so that mistakes are found, and returns an iterator over the prompts of each."""
     resolved = config.resolved(split)
     if any(source.streaming for source in resolved.values()):
-        streams = [open_stream(label, source, split) for label, source in resolved.items()]
+        streams = _open_streams(config, split)
         for label in resolved:
             check_prompts_held_out(config, label, has_splits=False)
         shares = configured_shares(config)
@@ -146,8 +150,7 @@ def _no_prompt_message(config: DataConfig, split: Split) -> str:
     resolved = config.resolved(split)
     if config.validation or not any(source.streaming for source in resolved.values()):
         return f"data.validation: no prompt for split {split}; name prompt sources or raise data.holdout"
-    streams = [open_stream(label, source, split) for label, source in resolved.items()]
-    items = (item for stream in streams for item in islice(stream.iterate(0), NUM_SEARCHED))
+    items = (item for stream in _open_streams(config, split) for item in islice(stream.iterate(0), NUM_SEARCHED))
     share = enclosing_holdout(split_group(item) for item in items if not isinstance(item, BadItem))
     remedy = f"data.holdout={share} holds out one" if share else "give prompt sources (+data/validation=NAME)"
     return f"data.holdout: {config.holdout}; holds out no item of {', '.join(resolved)} for {split}; {remedy}"

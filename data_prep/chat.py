@@ -78,8 +78,6 @@ def build_example(
 
     Args:
         max_length: maximum number of tokens, visual tokens included; None: no limit. An image is kept completely or dropped.
-        on_long: handling of longer conversations.
-        num_frames: maximum number of frames per video.
 
     Returns:
         The fields of `Processor.encode` (input_ids [T], loss_mask [T] bool, pixel inputs) and `id`. The example ends with

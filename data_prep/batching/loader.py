@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from itertools import count
 from typing import Any
 
@@ -92,7 +93,7 @@ class StepLoader:
         self.lengths: np.ndarray | None = getattr(dataset, "lengths", None)
         self.accumulation = global_batch_size // (micro_batch_size * world_size)
         self.wait_s, self.num_tokens, self.num_padded_tokens = 0.0, 0, 0
-        self._epoch_orders: dict[int, np.ndarray] = {}
+        self._epoch = lru_cache(maxsize=2)(self._order)  # a step may span two epochs
 
     @property
     def steps_per_epoch(self) -> float | None:
@@ -136,13 +137,6 @@ class StepLoader:
         for step in count(self.start_step):
             positions, lengths = self.step_positions(step), self.lengths
             yield positions if lengths is None else sorted(positions, key=lambda position: -int(lengths[position]))
-
-    def _epoch(self, epoch: int) -> np.ndarray:
-        """Returns the order of an epoch; keeps that of the epoch before, for a step that spans both."""
-        if epoch not in self._epoch_orders:
-            kept = {number: order for number, order in self._epoch_orders.items() if number == epoch - 1}
-            self._epoch_orders = kept | {epoch: self._order(epoch)}
-        return self._epoch_orders[epoch]
 
     def _order(self, epoch: int) -> np.ndarray:
         drawn: np.ndarray = self.dataset.epoch(self.seed, epoch)

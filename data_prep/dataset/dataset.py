@@ -41,6 +41,7 @@ class ConversationDataset(Dataset[Example]):
 
     Attributes:
         fingerprint: content hash of the items, for provenance.
+        epoch: seed, number of an epoch -> its positions in order, int64 [N].
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class ConversationDataset(Dataset[Example]):
         self.config, self.sources, self.index, self.processor = config, sources, index, processor
         self.fingerprint = index.fingerprint
         self.skipped = SkipLog(skip_path(config, index), is_strict=config.on_bad is OnBad.error)
-        self.order = MixedOrder(index.source, weights)
+        self.epoch = MixedOrder(index.source, weights).epoch
 
     def __len__(self) -> int:
         return len(self.index)
@@ -69,10 +70,6 @@ class ConversationDataset(Dataset[Example]):
     def conversation(self, position: int) -> Conversation:
         """Returns the item without opening its images."""
         return self.sources[self.index.source[position]].conversation(int(self.index.row[position]))
-
-    def epoch(self, seed: int, epoch: int) -> np.ndarray:
-        """Returns the positions of one epoch in order, int64 [N]."""
-        return self.order.epoch(seed, epoch)
 
     def skipped_items(self) -> list[dict[str, str]]:
         """Returns the items that were skipped during preparation or, since then, by this process."""
@@ -117,7 +114,7 @@ class StoredDataset(Dataset[Example]):
     def __init__(self, store: ExampleStore, weights: list[float] | None, fingerprint: str) -> None:
         self.store, self.fingerprint = store, fingerprint
         self.lengths = store.lengths()
-        self.order = MixedOrder(store.sources, weights)
+        self.epoch = MixedOrder(store.sources, weights).epoch
 
     def __len__(self) -> int:
         return len(self.store)
@@ -128,7 +125,3 @@ class StoredDataset(Dataset[Example]):
 
     def __getitem__(self, position: int) -> Example:
         return self.store[position]
-
-    def epoch(self, seed: int, epoch: int) -> np.ndarray:
-        """Returns the positions of one epoch in order, int64 [N]."""
-        return self.order.epoch(seed, epoch)

@@ -25,6 +25,7 @@ from sage.io.tables import text_table
 
 KINDS = ("colour", "shape", "size", "position", "sign", "height")
 MAX_NEW_TOKENS = 200
+BATCH = 20  # prompts
 
 
 def prompt_turn(conversation: Conversation) -> tuple[list[dict[str, Any]], int]:
@@ -62,13 +63,13 @@ def answers(target: Any, prompts: list[list[dict[str, Any]]]) -> list[tuple[str,
     return found
 
 
-def score_family(target: Any, family: str, count: int, batch: int, samples: list[str]) -> dict[str, Any]:
+def score_family(target: Any, family: str, count: int, samples: list[str]) -> dict[str, Any]:
     """Scores `count` held-out prompts of one task family."""
     conversations = [world.sample("test", index, [family]) for index in range(count)]
     score: Score = Counter()
     lengths, finished = [], 0
-    for begin in range(0, count, batch):
-        part = conversations[begin : begin + batch]
+    for begin in range(0, count, BATCH):
+        part = conversations[begin : begin + BATCH]
         for conversation, (text, length, ended) in zip(part, answers(target, [prompt_turn(t)[0] for t in part]), strict=True):
             score += score_answer(text, conversation.meta["truth"], conversation.meta["expect"][prompt_turn(conversation)[1]])
             lengths.append(length)
@@ -100,10 +101,10 @@ def summary(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def score_target(target: Any, count: int = 60, batch: int = 20, samples: list[str] | None = None) -> dict[str, Any]:
+def score_target(target: Any, count: int = 60, samples: list[str] | None = None) -> dict[str, Any]:
     """Scores a loaded target (`sage.load_target`) on `count` held-out prompts of each task family."""
     kept = [] if samples is None else samples
-    return summary({name: score_family(target, name, count, batch, kept) for name in world.FAMILIES})
+    return summary({name: score_family(target, name, count, kept) for name in world.FAMILIES})
 
 
 def score_table(result: dict[str, Any]) -> str:

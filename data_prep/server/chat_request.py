@@ -61,7 +61,10 @@ class MediaPolicy:
         if isinstance(image, Image.Image):
             return _data_url(_png(image), "PNG")
         if not isinstance(image, (str, Path)) or str(image).startswith("data:"):
-            data = image if isinstance(image, bytes) else _decoded(str(image))
+            try:
+                data = image if isinstance(image, bytes) else base64.b64decode(str(image).partition(",")[2], validate=True)
+            except ValueError as error:
+                raise ValueError("image data: not valid base64") from error
             kind = _plain_format(io.BytesIO(data))
             return _data_url(data if kind else _png(data), kind or "PNG")
         file = Path(image).resolve()
@@ -79,9 +82,7 @@ class MediaPolicy:
 def request_messages(messages: list[Message], policy: MediaPolicy) -> list[dict[str, Any]]:
     """Returns the messages in the format of the API: messages with images as lists of parts, other messages as text.
 
-    Raises:
-        OutsideMedia: see `MediaPolicy.url`.
-        ValueError: an image that cannot be read, or a video.
+    Raises as `MediaPolicy.url`, and ValueError for a video.
     """
     found = []
     for message in messages:
@@ -129,13 +130,6 @@ def _plain_format(source: Any) -> str:
             return str(image.format) if is_plain and image.format in PLAIN_FORMATS else ""
     except (OSError, UnidentifiedImageError, Image.DecompressionBombError, SyntaxError):
         return ""
-
-
-def _decoded(url: str) -> bytes:
-    try:
-        return base64.b64decode(url.partition(",")[2], validate=True)
-    except ValueError as error:
-        raise ValueError("image data: not valid base64") from error
 
 
 def _data_url(data: bytes, kind: str) -> str:

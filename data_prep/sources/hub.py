@@ -68,10 +68,8 @@ class HubStream(Stream):
 
 
 def load_table(path: str, subset: str, split: str, cache_dir: str, streaming: bool) -> Any:
-    """Opens a `datasets` table (or stream) with images and videos undecoded, as {"bytes", "path"}.
-
-    Raises:
-        ValueError: it cannot be found or read; gives name and cause.
+    """Opens a `datasets` table (or stream) with images and videos undecoded, as {"bytes", "path"}; ValueError with name and
+    cause if it cannot be found or read.
     """
     import datasets
 

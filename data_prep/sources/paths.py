@@ -24,11 +24,7 @@ PACKED = {
 
 
 def check_path(kind: str, path: str) -> None:
-    """Checks that a local path exists and has the content that the kind reads; a name on the hub passes.
-
-    Raises:
-        ValueError: names the path, and the remedy.
-    """
+    """Checks that a local path exists and has the content that the kind reads; a name on the hub passes."""
     content = KINDS[kind].content
     if content is Content.none:
         return

@@ -160,11 +160,7 @@ def _tokens(example: Example, visual: list[bool], processor: Processor) -> str:
             while "\ufffd" in text and end < min(len(ids), position + 4):
                 end += 1
                 text = processor.tokenizer.decode(ids[position:end])
-            style = ' class="y"' if mask[position] else ""
-            spans.append(f"<span{style}>{_visible(text)}</span>")
+            style, shown = ' class="y"' if mask[position] else "", escape(text).replace("\n", "&#9166;\n")
+            spans.append(f"<span{style}>{shown}</span>")
         position = end
     return "".join(spans)
-
-
-def _visible(text: str) -> str:
-    return escape(text).replace("\n", "&#9166;\n")

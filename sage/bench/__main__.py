@@ -16,7 +16,7 @@ import sage
 from sage.bench import costs as cost
 from sage.bench import options, policies
 from sage.bench.calibration import calibration
-from sage.bench.measurement import BenchPrompt, measure
+from sage.bench.measurement import measure
 from sage.bench.projection import format_projection, project
 from sage.bench.prompts import load_prompts
 from sage.bench.replays import all_policies, replays
@@ -31,6 +31,7 @@ from sage.io.dtypes import torch_dtype
 from sage.io.files import read_json, write_json
 from sage.io.progress import progress_callback
 from sage.io.ranges import check_fields, from_attributes
+from sage.planning.base import Policy
 from sage.runtime.pass_modes import resolve_pass_mode
 
 CPU_LAYERS = 2  # one layer of a 7B target takes a CPU about a second per large tree
@@ -70,7 +71,7 @@ def _compare(args: argparse.Namespace, command: str) -> None:
         kinds={one.label: one.policy for one in own},
         options={one.label: one.options for one in own if one.options},
         calibration=calibration(runners, measurement),
-        replay=_replay(target, draft, own, prompts, sampling) if args.replay else {},
+        replay=replays(target, draft, prompts, sampling, _replayed(own)) if args.replay else {},
         command=command,
         **({"first_answer": True} if args.first_answer else {}),
     )
@@ -118,12 +119,10 @@ def _runners(target: Any, draft: Any, own: Sequence[options.Variant], args: argp
     return runners + [baseline_runner(target, name, assistant) for name in wanted if name not in taken]
 
 
-def _replay(
-    target: Any, draft: Any, own: Sequence[options.Variant], prompts: Sequence[BenchPrompt], sampling: sage.Sampling
-) -> dict[str, Any]:
-    """Replays the measured variants and every other policy."""
+def _replayed(own: Sequence[options.Variant]) -> dict[str, Policy]:
+    """Returns new policies of the measured variants, and every other policy."""
     policies = {one.label: sage.policy(one.policy, **one.options) for one in own}
-    return replays(target, draft, prompts, sampling, policies | all_policies({}, leave_out=[one.policy for one in own]))
+    return policies | all_policies({}, leave_out=[one.policy for one in own])
 
 
 def _read_report(file: str) -> dict[str, Any]:

@@ -6,11 +6,12 @@ actual use, including the first rounds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from sage.bench.measurement import Measurement
-from sage.bench.runners import PolicyRunner, Runner, TimedRun
+from sage.bench.runners import PolicyRunner, Runner
 from sage.costs.calibration import Reliability
 from sage.trees.cost_aware.policy import CostAware
 
@@ -29,22 +30,18 @@ def calibration(runners: Sequence[Runner], measurement: Measurement) -> dict[str
     """
     policies = {one.name: one.policy for one in runners if isinstance(one, PolicyRunner)}
     return {
-        name: {**_section(policy), **_expectation(measurement.runs[name])}
+        name: _section(policy, [entry for run in chain(*measurement.runs[name]) for entry in run.stats.rounds_log])
         for name, policy in policies.items()
         if isinstance(policy, CostAware) and policy.calibrate
     }
 
 
-def _expectation(runs: Sequence[Sequence[TimedRun]]) -> dict[str, float]:
-    log = [entry for repeats in runs for run in repeats for entry in run.stats.rounds_log]
-    return {key: sum(entry[key] for entry in log) / max(len(log), 1) for key in ("expected", "accepted")}
-
-
-def _section(policy: CostAware) -> dict[str, Any]:
+def _section(policy: CostAware, log: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     depths = [_depth(policy.learner.before, policy.learner.after, depth) for depth in policy.learner.before.error()]
     labels = sum(row["labels"] for row in depths)
     means = {key: sum(row[key] * row["labels"] for row in depths) / max(labels, 1) for key in ("before", "after")}
-    return {"rounds": policy.learner.rounds, "labels": labels, **means, "by_depth": depths}
+    tokens = {key: sum(entry[key] for entry in log) / max(len(log), 1) for key in ("expected", "accepted")}
+    return {"rounds": policy.learner.rounds, "labels": labels, **means, "by_depth": depths, **tokens}
 
 
 def _depth(before: Reliability, after: Reliability, depth: int) -> dict[str, Any]:

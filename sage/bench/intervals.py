@@ -17,22 +17,19 @@ LEVEL = 0.95
 RESAMPLES = 2000
 
 
-def ratio_interval(
-    tokens: Sequence[float], seconds: Sequence[float], base_tokens: Sequence[float], base_seconds: Sequence[float]
+def rate_interval(
+    tokens: Sequence[float],
+    seconds: Sequence[float],
+    base_tokens: Sequence[float] = (),
+    base_seconds: Sequence[float] = (),
 ) -> tuple[float, float] | None:
-    """Returns the interval of (sum tokens / sum seconds) / (sum base_tokens / sum base_seconds), prompts resampled in pairs.
-
-    Returns:
-        (low, high); None for fewer than two prompts, or if nothing was decoded.
+    """Returns the interval (low, high) of sum tokens / sum seconds, with a base over that of the base, prompts resampled in
+    pairs; None for fewer than two prompts, or if nothing was decoded.
     """
     if len(tokens) < 2:
         return None
-    return _quantiles(_rates(tokens, seconds) / _rates(base_tokens, base_seconds))
-
-
-def rate_interval(tokens: Sequence[float], seconds: Sequence[float]) -> tuple[float, float] | None:
-    """Returns the interval of sum tokens / sum seconds under resampling of prompts; None for fewer than two prompts."""
-    return None if len(tokens) < 2 else _quantiles(_rates(tokens, seconds))
+    rates_R = _rates(tokens, seconds)
+    return _quantiles(rates_R / _rates(base_tokens, base_seconds) if base_tokens else rates_R)
 
 
 def _rates(tokens: Sequence[float], seconds: Sequence[float]) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -12,10 +13,8 @@ from torch import Tensor
 
 def first_difference(reference: Sequence[int], other: Sequence[int]) -> int | None:
     """Returns the index of the first token that differs or is missing; None if the generations are equal."""
-    for index, (left, right) in enumerate(zip(reference, other, strict=False)):
-        if left != right:
-            return index
-    return None if len(reference) == len(other) else min(len(reference), len(other))
+    pairs = enumerate(zip_longest(reference, other))
+    return next((index for index, (left, right) in pairs if left != right), None)
 
 
 def earliest_difference(reference: Sequence[int], others: Sequence[Sequence[int]]) -> int | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from sage.bench.settings import MeasurementSettings
 from sage.decoding.settings import Sampling
 from sage.io.ranges import check_fields
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 WARMUP_TOKENS = 32
@@ -87,10 +89,10 @@ def measure(
     )
 
 
-def rotated(runners: Sequence[Runner], shift: int) -> list[Runner]:
-    """Returns the runners, rotated left by `shift`."""
-    shift %= len(runners)
-    return [*runners[shift:], *runners[:shift]]
+def rotated(items: Sequence[T], shift: int) -> list[T]:
+    """Returns the items, rotated left by `shift`."""
+    shift %= len(items)
+    return [*items[shift:], *items[:shift]]
 
 
 def _run(runner: Runner, prompt: BenchPrompt, sampling: Sampling, failed: dict[str, str]) -> TimedRun | None:

@@ -62,7 +62,8 @@ def _speed_table(report: Mapping[str, Any]) -> str:
     rows = [policy_row(name, section, report) for name, section in policies.items()]
     others = [_baseline_row(name, section, report) for name, section in baselines.items() if name not in policies]
     failed = [f"{name} left out: {reason}" for name, reason in report["failed_baselines"].items()]
-    return "\n".join([text_table(HEADER, [*rows, RULE, *others]), _footnote(report), *failed])
+    footnote = f"* fastest autoregressive baseline. {measured_with(report)}."
+    return "\n".join([text_table(HEADER, [*rows, RULE, *others]), footnote, *failed])
 
 
 def policy_row(name: str, section: Mapping[str, Any], report: Mapping[str, Any]) -> tuple[str, ...]:
@@ -93,10 +94,6 @@ def _baseline_row(name: str, section: Mapping[str, Any], report: Mapping[str, An
 
 def _marked(name: str, report: Mapping[str, Any]) -> str:
     return f"{name} *" if name == report["fastest_baseline"] else name
-
-
-def _footnote(report: Mapping[str, Any]) -> str:
-    return f"* fastest autoregressive baseline. {measured_with(report)}."
 
 
 def measured_with(report: Mapping[str, Any]) -> str:

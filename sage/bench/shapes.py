@@ -104,14 +104,8 @@ def random_target(shape: Shape, num_layers: int, dtype: torch.dtype, device: tor
         )
     else:
         config = AutoConfig.for_model(shape.model_type, **text)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            model = FAMILIES[shape.model_type].auto_class.from_config(config)
-    finally:
-        torch.set_default_dtype(before)
-    return Target(model)
+    with torch.device(device):
+        return Target(FAMILIES[shape.model_type].auto_class.from_config(config, dtype=dtype))
 
 
 def _text_config(shape: Shape, num_layers: int, context: int) -> dict[str, Any]:

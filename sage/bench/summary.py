@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from statistics import mean, median
 from typing import Any
 
-from sage.bench.intervals import rate_interval, ratio_interval
+from sage.bench.intervals import rate_interval
 from sage.bench.losslessness import earliest_difference, top2_gap
 from sage.bench.measurement import Measurement
 from sage.bench.runners import AUTOREGRESSIVE, HF_GENERATE, TimedRun
@@ -132,7 +132,7 @@ def _margins(measurement: Measurement, policies: Sequence[str]) -> dict[str, Any
     for name in measurement.runs:
         if name != best:
             other = _decode(measurement.runs[name])
-            bounds = ratio_interval(*own, *other)
+            bounds = rate_interval(*own, *other)
             over[name] = {"ratio": _ratio_or_zero(_rate(*own), _rate(*other)), **({"ci": list(bounds)} if bounds else {})}
     return {"policy": best, "over": over}
 
@@ -149,8 +149,8 @@ def _speeds(runs: Runs, base: Runs) -> dict[str, Any]:
     }
     intervals = {
         "tokens_per_s_ci": rate_interval(*decode[0]),
-        "speedup_ci": ratio_interval(*decode[0], *decode[1]),
-        "speedup_end_to_end_ci": ratio_interval(*end_to_end[0], *end_to_end[1]),
+        "speedup_ci": rate_interval(*decode[0], *decode[1]),
+        "speedup_end_to_end_ci": rate_interval(*end_to_end[0], *end_to_end[1]),
     }
     return section | {key: list(value) for key, value in intervals.items() if value is not None}
 

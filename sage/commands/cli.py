@@ -52,11 +52,7 @@ def pop_debug_flag() -> bool:
 
 
 def new_parser(program: str, **texts: Any) -> argparse.ArgumentParser:
-    """Returns a parser with `--version`, whose help keeps the line breaks of its texts.
-
-    Args:
-        texts: `description` and `epilog`.
-    """
+    """Returns a parser with `--version`, whose help keeps the line breaks of its texts, `description` and `epilog`."""
     parser = argparse.ArgumentParser(prog=program, formatter_class=argparse.RawDescriptionHelpFormatter, **texts)
     parser.add_argument("--version", action="version", version=version_text(), help="print versions and exit")
     return parser
@@ -72,8 +68,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 def find_models(args: argparse.Namespace) -> tuple[str, Path | None]:
     """Returns the target's folder or hub id, and the draft's folder, if given, with its checksums verified; loads neither.
 
-    Raises:
-        ValueError: the draft is missing or corrupt, or no target is known.
+    Raises ValueError if the draft is missing or corrupt, or if no target is known.
     """
     if args.draft is None:
         if args.target is None:
@@ -102,11 +97,8 @@ def add_device_option(parser: argparse._ActionsContainer, default: str) -> None:
 
 
 def add_settings(parser: argparse._ActionsContainer, kind: type, *names: str) -> None:
-    """Adds an option per field of a settings dataclass, with its type, default and meaning; `from_attributes` builds the
-    dataclass from the parsed options, and `check_fields` checks their ranges.
-
-    Args:
-        names: the fields; none: all.
+    """Adds an option per field (of `names`, if given) of a settings dataclass, with its type, default and meaning;
+    `from_attributes` builds the dataclass from the parsed options, and `check_fields` checks their ranges.
     """
     hints, meanings = field_types(kind), key_meanings(kind)
     for field in fields(kind):
@@ -182,11 +174,6 @@ def resolve_device(name: str) -> torch.device:
     return found
 
 
-def _warning_line(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
-    """`warnings.formatwarning` without the place in the code."""
-    return f"warning: {' '.join(str(message).split())}\n"
-
-
 def has_colors(stream: Any) -> bool:
     """Whether to color a stream: a terminal, unless NO_COLOR is set (https://no-color.org), or any with FORCE_COLOR."""
     return bool(os.environ.get("FORCE_COLOR")) or (stream.isatty() and not os.environ.get("NO_COLOR"))
@@ -204,7 +191,8 @@ def run(main: Callable[[], int | None]) -> int:
     """
     has_traceback = pop_debug_flag()
     if not has_traceback:
-        warnings.formatwarning = _warning_line
+        # `warnings.formatwarning` without the place in the code.
+        warnings.formatwarning = lambda message, *_place, **_line: f"warning: {' '.join(str(message).split())}\n"
     try:
         return main() or EXIT_DONE
     except KeyboardInterrupt:

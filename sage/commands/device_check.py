@@ -13,6 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from sage.drafts.draft import Draft
 from sage.inputs.format import Inputs
 from sage.io.dtypes import dtype_name
 from sage.runtime.timing import TimedCall, interleaved_s
-from sage.targets import Prompt, Target
+from sage.targets import Target
 from sage.targets.tree_passes import TreePasses
 from sage.trees import AUTOREGRESSIVE
 
@@ -51,20 +52,23 @@ def check_device(target: Target, draft: Draft | None, policy: str) -> Iterator[t
     device = target.device
     yield "device", _device(device)
     yield "versions", f"torch {torch.__version__}, transformers {transformers.__version__}"
-    weights = _decoder_bytes(target)
+    weights = sum(p.nbytes for name, p in target.text_model.named_parameters() if not name.startswith("embed_tokens"))
+    weights += sum(p.nbytes for p in target.lm_head.parameters())  # of the embedding, a pass reads single rows only
     yield "target", f"{Path(target.name).name}, {target.num_layers} layers on {len(set(target.layer_devices))} device(s)"
     yield "dtype", dtype_name(target.dtype)
     inputs = _inputs(target)
     prompt = target.embed(inputs)
     yield "vision attention", attention_used(TimedCall(lambda: target.embed(inputs)), device)
-    yield "prefill attention", attention_used(TimedCall(lambda: _prefill(target, prompt)), device)
+    cache_of = partial(target.new_cache, prompt.embeds.shape[1])
+    yield "prefill attention", attention_used(TimedCall(lambda: target.prefill(prompt, cache_of())), device)
     passes = TreePasses(target, ())
     cache = empty_cache(passes, CONTEXT + NODES)
     tree = verify_pass(passes, target, cache, NODES, CONTEXT)
     yield "tree attention", attention_used(tree, device)
     bandwidth = copy_bandwidth(device)
     pass_s = _median_s(tree, device)
-    read = weights + (CONTEXT + NODES) * _row_bytes(target)
+    row = 2 * target.num_layers * target.num_kv_heads * target.head_dim * target.dtype.itemsize  # keys and values of a token
+    read = weights + (CONTEXT + NODES) * row
     bound_s = read / bandwidth
     yield "copy bandwidth", f"{bandwidth / 1e9:.1f} GB/s"
     yield (
@@ -87,21 +91,6 @@ def _inputs(target: Target) -> Inputs:
     image = Image.effect_noise((IMAGE_SIDE, IMAGE_SIDE), 64).convert("RGB")
     content = [{"type": "image", "image": image}, {"type": "text", "text": "Describe the image."}]
     return target.prepare([{"role": "user", "content": content}])
-
-
-def _prefill(target: Target, prompt: Prompt) -> object:
-    return target.prefill(prompt, target.new_cache(prompt.embeds.shape[1]))
-
-
-def _decoder_bytes(target: Target) -> int:
-    """Bytes of the weights that a pass reads: text layers and lm_head, of the embedding only single rows."""
-    text = sum(p.nbytes for name, p in target.text_model.named_parameters() if not name.startswith("embed_tokens"))
-    return text + sum(p.nbytes for p in target.lm_head.parameters())
-
-
-def _row_bytes(target: Target) -> int:
-    """Bytes of the keys and values of one token."""
-    return 2 * target.num_layers * target.num_kv_heads * target.head_dim * target.dtype.itemsize
 
 
 @torch.inference_mode()

@@ -48,34 +48,26 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     """Console entry point."""
-    sys.exit(cli.run(lambda: _run(parse_args())))
 
+    def run() -> None:
+        args = parse_args()
+        (_check_device if args.check_device else _generate)(args)
 
-def _run(args: argparse.Namespace) -> None:
-    if args.check_device:
-        _check_device(args)
-    else:
-        _generate(args)
+    sys.exit(cli.run(run))
 
 
 def _check_device(args: argparse.Namespace) -> None:
-    from transformers.utils import logging
-
     from sage.commands.device_check import check_device
 
-    logging.disable_progress_bar()
     target, draft = _load(args)
     for name, value in check_device(target, draft, args.policy):
         print(f"{name:<20}{value}", flush=True)
 
 
 def _generate(args: argparse.Namespace) -> None:
-    from transformers.utils import logging
-
     import sage
     from sage.decoding.generation import pieces, start
 
-    logging.disable_progress_bar()
     messages = [{"role": "user", "content": _content(args)}]
     policy, sampling = sage.policy(args.policy), Sampling.from_attributes(args)
     if policy.num_candidates and not args.draft:
@@ -105,8 +97,11 @@ def _generate(args: argparse.Namespace) -> None:
 
 def _load(args: argparse.Namespace) -> tuple[Any, Any]:
     """Returns the target, and the draft if there is one."""
+    from transformers.utils import logging
+
     import sage
 
+    logging.disable_progress_bar()
     path, folder = cli.find_models(args)
     target = sage.load_target(path, passes=args.passes, **cli.load_options(args, cpu_dtype="float32"))
     draft = sage.load_draft(folder, target) if folder is not None else None

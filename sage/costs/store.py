@@ -57,11 +57,7 @@ def known_costs(target: Target, draft: Draft, context: int, longer: int, is_fres
 
 
 def rounded_contexts(context: int, longer: int, limit: int) -> tuple[int, int]:
-    """Returns the two contexts to measure at: S such that S and the largest tree fill a bucket of keys, at most `limit`.
-
-    Args:
-        context, longer: the least and the most S of the request.
-    """
+    """Returns the two contexts to measure at: S such that S and the largest tree fill a bucket of keys, at most `limit`."""
     first = min(_fill(context), limit)
     return first, min(_fill(max(longer, first + MIN_CONTEXT_SPAN)), limit)
 

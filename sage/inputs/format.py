@@ -69,8 +69,7 @@ class InputFormat:
     def encode_images(self, image_processor: Any, images: list[Any]) -> tuple[Inputs, list[str]]:
         """Returns the pixel inputs of one conversation's images, and the text that replaces the placeholder of each.
 
-        Raises:
-            ValueError: the family takes no images.
+        By default, raises ValueError: the family takes none.
         """
         raise ValueError(f"image: {self.model_type} takes no images; choose a vision-language target")
 
@@ -80,9 +79,6 @@ class InputFormat:
         Args:
             videos: frames of each video.
             fps: frames per second of each video, as sampled.
-
-        Raises:
-            ValueError: the family takes no videos.
         """
         raise ValueError(f"video: {self.model_type} takes no videos; give the frames as images")
 

@@ -172,10 +172,7 @@ def _check_size(size: tuple[int, int]) -> None:
 
 def _normalized(image: Image.Image) -> Image.Image:
     _check_size(image.size)
-    return _to_rgb(ImageOps.exif_transpose(image))
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
+    image = ImageOps.exif_transpose(image)
     if image.mode in WIDE_GRAY_MODES:
         return _from_wide_gray(image)
     if image.has_transparency_data:

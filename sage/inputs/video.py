@@ -39,8 +39,7 @@ class Video(NamedTuple):
 def read_video(path: Path, num_frames: int, segment: Segment = None) -> Video:
     """Reads at most `num_frames` evenly spaced frames of a video file or of a segment of it.
 
-    Raises:
-        ValueError: the file cannot be read as a video, or its format needs `av`, which is not installed.
+    Raises ValueError if the file cannot be read as a video, or its format needs `av`, which is not installed.
     """
     is_gif = path.suffix.lower() == ".gif"
     if not is_gif and importlib.util.find_spec(READER) is None:

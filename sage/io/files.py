@@ -112,8 +112,7 @@ def check_writable(path: Path) -> None:
 def locked(path: Path, instead: str = "another path") -> Iterator[None]:
     """Holds a lock on `path` among all processes of this machine (and of a shared file system that supports locks).
 
-    Raises:
-        CannotWrite: the lock file cannot be created.
+    Raises CannotWrite if the lock file cannot be created.
     """
     from filelock import FileLock
 

@@ -37,13 +37,9 @@ def write_manifest(folder: Path, step: int) -> None:
 
 
 def verify_manifest(folder: Path) -> dict[str, Any]:
-    """Compares every file listed in a folder's manifest, and the manifest itself, with what was written.
+    """Compares every file listed in a folder's manifest, and the manifest itself, with what was written; returns it.
 
-    Returns:
-        the manifest.
-
-    Raises:
-        CorruptFolder: a file is missing, unreadable or has another size or content.
+    Raises CorruptFolder if a file is missing, unreadable or has another size or content.
     """
     manifest = read_manifest(folder)
     for name, listed in manifest["files"].items():

@@ -28,15 +28,12 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         raise ValueError(f"draft: {folder}: no draft there (config.json is missing); give a run's draft/ folder")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError(f"contains a {type(content).__name__}, not a JSON object")
     except (OSError, ValueError) as error:
         raise ValueError(
             f"draft: {folder}: cannot read its config.json ({in_one_line(error)}); save or copy it again"
         ) from error
-    if not isinstance(content, dict):
-        raise ValueError(
-            f"draft: {folder}: cannot read its config.json (contains a {type(content).__name__}, not a JSON object); save or "
-            f"copy it again"
-        )
     return content
 
 

@@ -29,9 +29,7 @@ def source_digest(*modules: str) -> str:
     """Returns a digest of the source of `modules` and of all modules of the project that they import, 32 hexadecimal digits.
 
     Files are read once per process. `__init__.py` of a package counts where a name is imported from the package itself.
-
-    Raises:
-        ValueError: there is no such module.
+    ValueError if there is no such module.
     """
     return json_digest({name: _read_source(path)[0] for name, path in source_files(*modules).items()})
 

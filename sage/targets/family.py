@@ -231,13 +231,9 @@ class Family(InputFormat):
         return {**inputs, POSITIONS: position_ids, NEXT_POSITION: next_position}
 
     def embed(self, model: Any, inputs: Inputs, past: Prompt | None = None) -> Prompt:
-        """Runs embedding and vision tower once.
+        """Runs embedding and vision tower once; arguments as for `Target.embed`.
 
-        Args:
-            past: an earlier prompt of the same conversation, whose visual embeddings are reused if the pixel inputs are equal.
-
-        Raises:
-            ValueError: the numbers of slots and of visual embeddings differ.
+        Raises ValueError if the numbers of slots and of visual embeddings differ.
         """
         given, inputs = inputs, without_positions(inputs)
         input_ids, attention_mask = inputs["input_ids"], _attention_mask(inputs)

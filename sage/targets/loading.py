@@ -20,7 +20,7 @@ from sage.io.model_files import in_one_line, load_weights, read_config
 from sage.runtime.attention import HALF, VARLEN
 from sage.runtime.pass_modes import PassMode, check_pass_mode, resolve_pass_mode
 from sage.runtime.vision_attention import VisionAttention, check_attention, resolve_attention
-from sage.targets.families import FAMILIES, family_of, known_types
+from sage.targets.families import FAMILIES, family_of
 from sage.targets.placement import check_device_map
 from sage.targets.target import Target
 
@@ -135,7 +135,7 @@ def _unreadable(path: str, reason: str) -> str:
     if "auto_map" in config and config.get("model_type") not in FAMILIES:
         return (
             f"target: {path}: cannot read its config.json: model_type {config.get('model_type')!r} is code in the folder "
-            f"(auto_map), which is never run, and tree masks would not reach its attention; known: {known_types()}"
+            f"(auto_map), which is never run, and tree masks would not reach its attention; known: {', '.join(FAMILIES)}"
         )
     return f"target: {path}: cannot read its config.json ({reason}); copy the model again"
 

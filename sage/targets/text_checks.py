@@ -18,11 +18,7 @@ SINKS = ("gpt_oss",)  # model types whose attention has sinks; no field of the c
 
 
 def check_text_model(config: Any, where: str) -> None:
-    """Raises ValueError, prefixed by `where`, for a text model that a tree pass cannot run under any mask.
-
-    Args:
-        config: the target's configuration.
-    """
+    """Raises ValueError, prefixed by `where`, for a target whose text model a tree pass cannot run under any mask."""
     text = config.get_text_config()
     if unknown := set(getattr(text, "layer_types", None) or ()) - {FULL, SLIDING}:
         kind = min(unknown)
@@ -43,10 +39,8 @@ def check_text_model(config: Any, where: str) -> None:
 
 
 def check_text_type(config: Any, text_types: Collection[str], where: str) -> None:
-    """Raises ValueError, prefixed by `where`, if a vision-language model of a known family has an unknown text model.
-
-    Args:
-        text_types: `model_type` of the text models that are supported alone.
+    """Raises ValueError, prefixed by `where`, if a vision-language model of a known family has a text model that is neither
+    its own nor one of `text_types`, which are supported alone.
     """
     outer, inner = config.model_type, config.get_text_config().model_type
     if not inner.startswith(outer) and inner not in text_types:

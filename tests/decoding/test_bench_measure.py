@@ -11,7 +11,7 @@ from support.models import make_inputs, make_llava, make_qwen
 
 import sage
 import sage.decoding.generation
-from sage.bench.intervals import rate_interval, ratio_interval
+from sage.bench.intervals import rate_interval
 from sage.bench.losslessness import earliest_difference, first_difference, top2_gap
 from sage.bench.measurement import BenchPrompt, measure, rotated
 from sage.bench.report import build_report
@@ -304,20 +304,20 @@ def test_equal_output_has_no_gaps():
 
 
 def test_interval_of_equal_prompts_is_a_point_and_of_unequal_ones_contains_the_ratio():
-    assert ratio_interval([2, 2], [1, 1], [2, 2], [2, 2]) == (2.0, 2.0)
-    low, high = ratio_interval([2, 2, 2], [1, 2, 3], [2, 2, 2], [2, 2, 2])
+    assert rate_interval([2, 2], [1, 1], [2, 2], [2, 2]) == (2.0, 2.0)
+    low, high = rate_interval([2, 2, 2], [1, 2, 3], [2, 2, 2], [2, 2, 2])
     assert 2 / 3 <= low < 1.0 < high <= 2.0
     low, high = rate_interval([2, 4], [1, 1])
     assert (low, high) == (2.0, 4.0)
 
 
 def test_interval_needs_two_prompts():
-    assert ratio_interval([2], [1], [2], [2]) is None and rate_interval([2], [1]) is None
+    assert rate_interval([2], [1], [2], [2]) is None and rate_interval([2], [1]) is None
 
 
 def test_prompts_are_resampled_in_pairs():
     """Both decoders are ten times slower on the second prompt: the ratio has no variance."""
-    low, high = ratio_interval([1, 1], [1, 10], [1, 1], [2, 20])
+    low, high = rate_interval([1, 1], [1, 10], [1, 1], [2, 20])
     assert low == pytest.approx(2.0) and high == pytest.approx(2.0)
 
 

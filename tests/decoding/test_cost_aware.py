@@ -319,7 +319,7 @@ class TestCoupledScores:
             [value for row in masses for value in row]
         )
         assert ours.acceptance([0.6, 0.3], 1, 0.0) == before.acceptance([0.6, 0.3], 1, 0.0)
-        assert policy._planner.acceptance == ours.acceptance
+        assert policy.learner is ours
 
 
 class TestLearning:

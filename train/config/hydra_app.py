@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -28,7 +29,6 @@ from train.config.errors import as_mistake, refuse_unknown
 from train.config.help import help_text
 from train.config.overrides import task_overrides, with_resume
 from train.config.resuming import with_own_choices, with_own_config
-from train.config.run_name import run_name
 from train.config.schema import ConfigError
 from train.config.store import register
 from train.config.sweep import SweepScore
@@ -36,6 +36,7 @@ from train.config.target_path import lr_for_width, target_dtype, target_name, wi
 from train.console.errors import NOTHING_SAVED, is_crash, message_of, print_error, report
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
+LONGEST_PART = 40  # characters of a part of a run's name
 
 Task = Callable[[Any], int]
 
@@ -240,6 +241,24 @@ def register_resolvers() -> None:
     register()
     for resolve in (package_dir, run_name, target_name, target_dtype, lr_for_width):
         OmegaConf.register_new_resolver(resolve.__name__, resolve, replace=True)
+
+
+def run_name(target: str, draft: str, path: str | None, data: str, objective: str) -> str:
+    """Returns `TARGET-DRAFT-DATA`, with `-OBJECTIVE` if it is not the draft's own.
+
+    Args:
+        path: `data.path`; names the data by its last part without suffix, because one format has many files.
+        data: `data.name`, for data without a path.
+    """
+    parts = [target, draft, Path(path).name.split(".")[0] if path else data]
+    if objective not in ("", draft):
+        parts.append(objective)
+    return "-".join(_plain(part)[:LONGEST_PART] for part in parts)
+
+
+def _plain(part: str) -> str:
+    """Replaces characters that a shell or Hydra would interpret."""
+    return re.sub(r"[^\w.]+", "_", part).strip("_.") or "data"
 
 
 def package_dir(name: str) -> str:

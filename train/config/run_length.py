@@ -12,10 +12,8 @@ MIN_STEPS = 50  # of a run without a given length; an epoch of a few hundred row
 def total_steps(config: Config, steps_per_epoch: float | None) -> int:
     """Returns the optimizer steps of a run: `train.epochs` or `train.max_steps`, whichever is reached first.
 
-    Without either, one epoch, repeated for small data until it has `MIN_STEPS` steps. Streams have no `steps_per_epoch`.
-
-    Raises:
-        ConfigError: a stream without `train.max_steps`.
+    Without either, one epoch, repeated for small data until it has `MIN_STEPS` steps. Streams have no `steps_per_epoch` and
+    need `train.max_steps`: ConfigError without it.
     """
     train = config.train
     if _is_repeated(config, steps_per_epoch):

@@ -76,9 +76,7 @@ def build_on_meta(config: Config) -> MetaModels:
 def meta_draft(config: Config, target: sage.Target) -> Draft:
     """Returns the draft of `config` without weights; its trained parameters require gradients.
 
-    Raises:
-        ConfigError: `draft.path` holds a draft of another kind.
-        ValueError: `draft.path` holds no draft, or one for another target.
+    Raises ValueError if `draft.path` holds no draft, or one of another kind (ConfigError) or for another target.
     """
     chosen = config.draft
     if chosen.path is None:

@@ -26,11 +26,6 @@ FAMILIES = _discover()
 TEXT_TYPES = tuple(name for name, family in FAMILIES.items() if not family.placeholders)  # families of text alone
 
 
-def known_types() -> str:
-    """Returns the known values of `model_type` for messages."""
-    return ", ".join(FAMILIES)
-
-
 def family_of(config: Any, where: str = "target: ") -> Family:
     """Returns the family of a configuration.
 
@@ -41,16 +36,12 @@ def family_of(config: Any, where: str = "target: ") -> Family:
     check_text_model(config, where)
     family = FAMILIES.get(config.model_type)
     if family is None:
-        raise ValueError(f"{where}model_type {config.model_type!r} is not a known family; known: {known_types()}")
+        raise ValueError(f"{where}model_type {config.model_type!r} is not a known family; known: {', '.join(FAMILIES)}")
     check_text_type(config, TEXT_TYPES, where)
-    _check_vision_type(config, family.vision_types, where)
-    return family(config)
-
-
-def _check_vision_type(config: Any, vision_types: tuple[str, ...], where: str) -> None:
     tower = getattr(getattr(config, "vision_config", None), "model_type", None)
-    if vision_types and tower not in vision_types:
+    if family.vision_types and tower not in family.vision_types:
         raise ValueError(
             f"{where}{config.model_type} with a vision tower of model_type {tower!r}, which is not supported; supported: "
-            f"{', '.join(vision_types)}"
+            f"{', '.join(family.vision_types)}"
         )
+    return family(config)

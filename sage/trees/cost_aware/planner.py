@@ -69,86 +69,82 @@ class CostPlan:
         }
 
 
-class Planner:
-    """Applies prices to the candidates of a round; `acceptance` maps a node's candidates to acceptance probabilities."""
+def next_level(options: CostAware, acceptance: Acceptance, plan: CostPlan, frontier: Frontier) -> NextLevel | None:
+    """Adds the nodes that may be worth verifying, P(v) >= lambda * dc_t, and expands those that pay for a level."""
+    level = plan.expanded = frontier.level
+    plan.drafting_s += plan.prices.level_s[len(frontier.rows) - 1]
+    children = paths, acceptances, picks = _children(options, acceptance, plan, frontier)
+    if not paths:
+        return None
+    plan.levels = level
+    plan.paths += paths
+    expand = _worth_expanding(options, plan, children, frontier) if level < options.max_depth else []
+    plan.frontier = [(paths[i], acceptances[i]) for i in expand]
+    return NextLevel(picks, [picks[i] for i in expand])
 
-    def __init__(self, options: CostAware, acceptance: Acceptance) -> None:
-        self.options, self.acceptance = options, acceptance
 
-    def next_level(self, plan: CostPlan, frontier: Frontier) -> NextLevel | None:
-        """Adds the nodes that may be worth verifying, P(v) >= lambda * dc_t, and expands those that pay for a level."""
-        level = plan.expanded = frontier.level
-        plan.drafting_s += plan.prices.level_s[len(frontier.rows) - 1]
-        children = paths, acceptances, picks = self._children(plan, frontier)
-        if not paths:
-            return None
-        plan.levels = level
-        plan.paths += paths
-        expand = self._worth_expanding(plan, children, frontier) if level < self.options.max_depth else []
-        plan.frontier = [(paths[i], acceptances[i]) for i in expand]
-        return NextLevel(picks, [picks[i] for i in expand])
+def _children(options: CostAware, acceptance: Acceptance, plan: CostPlan, frontier: Frontier) -> Children:
+    """Returns the candidates whose P pays for a node of a tree of usual size, at most the `max_nodes` most probable."""
+    level, node_price = frontier.level, plan.prices.node
+    paths: list[float] = []
+    acceptances: list[float] = []
+    picks: list[int] = []
+    first = 0
+    for (path, own), probs in zip(plan.frontier, frontier.rows, strict=True):
+        accepted = acceptance(probs, level, node_price / (path or MIN_PATH_PROB))
+        pick = first
+        for probability in accepted:
+            paths.append(path * probability)
+            picks.append(pick)
+            pick += 1
+        acceptances += accepted
+        if plan.has_feedback:
+            plan.masses.append((level - 1, own, sum(accepted)))
+        first += len(probs)
+    if len(paths) <= options.max_nodes:
+        return paths, acceptances, picks
+    kept = sorted(sorted(range(len(paths)), key=paths.__getitem__)[-options.max_nodes :])
+    return [paths[i] for i in kept], [acceptances[i] for i in kept], [picks[i] for i in kept]
 
-    def _children(self, plan: CostPlan, frontier: Frontier) -> Children:
-        """Returns the candidates whose P pays for a node of a tree of usual size, at most the `max_nodes` most probable."""
-        acceptance = self.acceptance
-        level, node_price = frontier.level, plan.prices.node
-        paths: list[float] = []
-        acceptances: list[float] = []
-        picks: list[int] = []
-        first = 0
-        for (path, own), probs in zip(plan.frontier, frontier.rows, strict=True):
-            accepted = acceptance(probs, level, node_price / (path or MIN_PATH_PROB))
-            pick = first
-            for probability in accepted:
-                paths.append(path * probability)
-                picks.append(pick)
-                pick += 1
-            acceptances += accepted
-            if plan.has_feedback:
-                plan.masses.append((level - 1, own, sum(accepted)))
-            first += len(probs)
-        if len(paths) <= self.options.max_nodes:
-            return paths, acceptances, picks
-        kept = sorted(sorted(range(len(paths)), key=paths.__getitem__)[-self.options.max_nodes :])
-        return [paths[i] for i in kept], [acceptances[i] for i in kept], [picks[i] for i in kept]
 
-    def _worth_expanding(self, plan: CostPlan, children: Children, frontier: Frontier) -> list[int]:
-        """Selects the nodes to expand: the width that maximizes expected gain minus cost; empty if that is negative."""
-        prices, masses = plan.prices.levels, plan.prices.masses[frontier.level]
-        paths, acceptances, picks = children
-        gains: list[tuple[float, int]] = []
-        for i, path in enumerate(paths):
-            gains.append((path * masses[int(acceptances[i] * CONFIDENCE_BINS)], i))
-        if self.options.sees_ends and (ends := frontier.ends()):
-            gains = [(gain, i) for gain, i in gains if picks[i] not in ends]
-        gains.sort(reverse=True)
-        total, best_net, best_gain, best_width = 0.0, -math.inf, 0.0, 0
-        for width, ((gain, _), price) in enumerate(zip(gains, prices, strict=False), start=1):
-            total += gain
-            if total - price > best_net:
-                best_net, best_gain, best_width = total - price, total, width
-        plan.gain, plan.level_cost = best_gain, prices[max(best_width, 1) - 1]
-        if self.options.stop and best_net <= 0:
-            return []
-        return sorted([i for _, i in gains[: best_width if self.options.stop else self.options.max_width]])
+def _worth_expanding(options: CostAware, plan: CostPlan, children: Children, frontier: Frontier) -> list[int]:
+    """Selects the nodes to expand: the width that maximizes expected gain minus cost; empty if that is negative."""
+    prices, masses = plan.prices.levels, plan.prices.masses[frontier.level]
+    paths, acceptances, picks = children
+    gains: list[tuple[float, int]] = []
+    for i, path in enumerate(paths):
+        gains.append((path * masses[int(acceptances[i] * CONFIDENCE_BINS)], i))
+    if options.sees_ends and (ends := frontier.ends()):
+        gains = [(gain, i) for gain, i in gains if picks[i] not in ends]
+    gains.sort(reverse=True)
+    total, best_net, best_gain, best_width = 0.0, -math.inf, 0.0, 0
+    for width, ((gain, _), price) in enumerate(zip(gains, prices, strict=False), start=1):
+        total += gain
+        if total - price > best_net:
+            best_net, best_gain, best_width = total - price, total, width
+    plan.gain, plan.level_cost = best_gain, prices[max(best_width, 1) - 1]
+    if options.stop and best_net <= 0:
+        return []
+    return sorted([i for _, i in gains[: best_width if options.stop else options.max_width]])
 
-    def select(self, plan: CostPlan) -> list[int] | None:
-        """Returns the top n nodes by P in that order, n maximizing expected tokens minus priced time.
 
-        Ancestors are included because P never increases along a path. The path most likely to be accepted tends to come first.
-        """
-        paths = plan.paths
-        if not paths:
-            return None
-        order = sorted(range(len(paths)), key=paths.__getitem__, reverse=True)  # stable: ties keep their order
-        del order[self.options.max_nodes :]
-        verify_s, price = plan.prices.verify_s, plan.prices.time
-        total = expected = best_net = 0.0
-        size = 0
-        for nodes, i in enumerate(order, start=1):
-            total += paths[i]
-            net = total - price * (verify_s[nodes] - verify_s[0])
-            if net > best_net:
-                best_net, expected, size = net, total, nodes
-        plan.expected = expected
-        return [0, *[i + 1 for i in order[:size]]]
+def select(options: CostAware, plan: CostPlan) -> list[int] | None:
+    """Returns the top n nodes by P in that order, n maximizing expected tokens minus priced time.
+
+    Ancestors are included because P never increases along a path. The path most likely to be accepted tends to come first.
+    """
+    paths = plan.paths
+    if not paths:
+        return None
+    order = sorted(range(len(paths)), key=paths.__getitem__, reverse=True)  # stable: ties keep their order
+    del order[options.max_nodes :]
+    verify_s, price = plan.prices.verify_s, plan.prices.time
+    total = expected = best_net = 0.0
+    size = 0
+    for nodes, i in enumerate(order, start=1):
+        total += paths[i]
+        net = total - price * (verify_s[nodes] - verify_s[0])
+        if net > best_net:
+            best_net, expected, size = net, total, nodes
+    plan.expected = expected
+    return [0, *[i + 1 for i in order[:size]]]

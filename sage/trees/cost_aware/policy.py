@@ -18,7 +18,7 @@ from sage.io.ranges import PositiveInt, Range
 from sage.planning.base import Policy
 from sage.planning.tree import Frontier, NextLevel, RoundOutcome
 from sage.trees.cost_aware.learner import Learner, PendingRound
-from sage.trees.cost_aware.planner import CostPlan, Planner
+from sage.trees.cost_aware.planner import CostPlan, next_level, select
 from sage.trees.cost_aware.pricing import Prices
 
 
@@ -61,7 +61,6 @@ class CostAware(Policy):
         self.learner = Learner(self.calibrate, self.memory, self.max_depth)  # of the kind of the current request
         self._is_coupled = False
         self._learners = {False: self.learner}  # by `_is_coupled`: a score needs another calibration than a probability
-        self._planner = Planner(self, self.learner.acceptance)
         self._prices: Prices | None = None
         self._priced_costs: Costs | None = None  # the tables that `_prices` are based on
 
@@ -109,7 +108,7 @@ class CostAware(Policy):
         learner = self._learners.get(self._is_coupled)
         if learner is None:
             learner = self._learners[self._is_coupled] = self.learner.successor()
-        self.learner, self._planner.acceptance, self._prices = learner, learner.acceptance, None
+        self.learner, self._prices = learner, None
 
     def should_draft(self) -> bool:
         if self._num_skipped == 0 or not self.stop:
@@ -121,10 +120,10 @@ class CostAware(Policy):
         self.plan = CostPlan(self.prices, self.learner.needs_round(self._num_skipped))
 
     def next_level(self, frontier: Frontier) -> NextLevel | None:
-        return self._planner.next_level(self.plan, frontier)
+        return next_level(self, self.learner.acceptance, self.plan, frontier)
 
     def select(self) -> list[int] | None:
-        return self._planner.select(self.plan)
+        return select(self, self.plan)
 
     def needs_feedback(self) -> bool:
         return self.plan.has_feedback
