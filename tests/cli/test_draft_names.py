@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from hydra.core.config_store import ConfigStore
-from support.messages import check_message, refused
+from support.messages import check_message, exit_code, refused
 from support.validate_helpers import save_draft, save_run, save_target
 
 import sage
@@ -82,9 +82,6 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The drafts that were verified, instead of loading anything."""
     found: list[Path] = []
 
-    class Found(Exception):
-        pass
-
     def refuse_corrupt_draft(folder: Path) -> None:
         found.append(folder)
         raise ValueError("found")
@@ -149,10 +146,7 @@ def test_generate_verifies_the_draft_before_it_loads_the_target(
     other.mkdir()
     (other / "config.json").write_text(json.dumps({"model_type": "llama", "target_path": str(target)}))
     for folder, part in ((draft, "corrupt"), (other, "sage-export --import"), (tmp_path / "none", "no such folder")):
-        monkeypatch.setattr(sys, "argv", ["sage-generate", "--draft", str(folder), "--prompt", "Hi"])
-        with pytest.raises(SystemExit) as ended:
-            sage_generate()
-        assert ended.value.code == 2
+        assert exit_code(sage_generate, "--draft", folder, "--prompt", "Hi") == 2
         check_message(capsys.readouterr().err, str(folder), part)
 
 

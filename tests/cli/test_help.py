@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from hydra.core.config_store import ConfigStore
-from support.messages import check_message
+from support.messages import check_message, exit_code
 from support.train_helpers import environment
 
 from data_prep.sources import SourceConfig
@@ -151,27 +151,20 @@ def test_sections_of_docstrings() -> None:
     assert parse_section("No section.") == {}
 
 
-def called(main: Any, monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    """Exit code of a console entry point."""
-    monkeypatch.setattr(sys, "argv", ["command", *words])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return int(ended.value.code or 0)
-
-
 @pytest.mark.parametrize(
     "main", [sage_train, sage_validate, sage_data, sage_generate, sage_export, lambda: sys.exit(run(bench))]
 )
-def test_version(main: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert called(main, monkeypatch, "--version") == 0
+def test_version(main: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(main, "--version") == 0
     assert re.fullmatch(r"sage-draft \S+, torch \S+, transformers \S+, Python \S+\n", capsys.readouterr().out)
 
 
-def test_mistakes_beside_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert called(sage_train, monkeypatch, "draft=eagel", "--help") == 2
+def test_mistakes_beside_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(sage_train, "draft=eagel", "--help") == 2
     check_message(capsys.readouterr().err, "draft=eagel", "draft=eagle")
-    assert called(sage_validate, monkeypatch, "-h") == 0
-    assert capsys.readouterr().out.startswith("Measures")
+    assert exit_code(sage_validate, "-h") == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("Measures") and "sage-validate checkpoint=runs/demo" in shown
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ import datasets
 import pytest
 from support.chat_server import serving
 from support.data_helpers import make_processor, save_images, save_target
-from support.messages import check_message, refused
+from support.messages import check_message, exit_code, refused
 
 import sage
 from data_prep.build import build_dataset
@@ -132,41 +132,39 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_target("qwen2_5_vl", tmp_path_factory.mktemp("target"))
 
 
-def command(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["sage-data", *words])
-    with pytest.raises(SystemExit) as caught:
-        data_cli.main()
-    return int(caught.value.code or 0)
+def command(*words: str) -> int:
+    return exit_code(data_cli.main, *words)
+
+
+@pytest.fixture
+def regeneration(target_folder: Path, tmp_path: Path) -> list[str]:
+    """Arguments that regenerate two short answers to own.jsonl."""
+    words = [f"target.path={target_folder}", "data.num_examples=2", f"data.cache_dir={tmp_path}", "action=regenerate"]
+    return [*words, f"out={tmp_path / 'own.jsonl'}", "regenerate.max_new_tokens=4", "launch.device=cpu"]
 
 
 @pytest.mark.slow
-def test_check_from_the_command_line(
-    target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_from_the_command_line(target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [f"target.path={target_folder}", "data.num_examples=6", f"data.cache_dir={tmp_path}"]
     page_path = tmp_path / "page.html"
-    assert command(monkeypatch, *words, f"out={page_path}", "data.max_length=null") == 0
+    assert command(*words, f"out={page_path}", "data.max_length=null") == 0
     printed = capsys.readouterr().out
     assert "6 examples, 6 measured" in printed
     assert f"page: {page_path}" in printed
     assert page_path.read_text().startswith("<!doctype html>")
     rows = tmp_path / "rows.jsonl"
-    assert command(monkeypatch, *words, "action=convert", f"out={rows}") == 0
+    assert command(*words, "action=convert", f"out={rows}") == 0
     assert len(rows.read_text().splitlines()) == 6
 
 
 @pytest.mark.slow
-def test_regenerate_from_the_command_line(
-    target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_regenerate_from_the_command_line(regeneration: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "own.jsonl"
-    words = [f"target.path={target_folder}", "data.num_examples=2", f"data.cache_dir={tmp_path}", "action=regenerate"]
-    words += [f"out={out}", "regenerate.max_new_tokens=4", "launch.device=cpu"]
-    assert command(monkeypatch, *words) == 0
+    assert command(*regeneration) == 0
     assert f"2 conversations (2 now): 2 cut short: {out}; 2 without a row" in capsys.readouterr().out
-    assert command(monkeypatch, *words) == 0
+    assert command(*regeneration) == 0
     assert "(0 now)" in capsys.readouterr().out
-    assert command(monkeypatch, *words, "regenerate.temperature=1.0") == 2
+    assert command(*regeneration, "regenerate.temperature=1.0") == 2
     assert "(temperature: 0.0 there, 1.0 here)" in capsys.readouterr().err
 
 
@@ -181,12 +179,10 @@ def interruptible() -> Iterator[None]:
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.slow
 def test_interrupted_regeneration_exits_with_3_once_answers_are_saved(
-    target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    regeneration: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """After Ctrl-C and after SIGTERM; the signal handlers are restored."""
     out = tmp_path / "own.jsonl"
-    words = [f"target.path={target_folder}", "data.num_examples=2", f"data.cache_dir={tmp_path}", "action=regenerate"]
-    words += [f"out={out}", "regenerate.max_new_tokens=4", "launch.device=cpu"]
     before = signal.getsignal(signal.SIGTERM)
     for number in (signal.SIGINT, signal.SIGTERM):
 
@@ -195,15 +191,15 @@ def test_interrupted_regeneration_exits_with_3_once_answers_are_saved(
 
         with monkeypatch.context() as patch:
             patch.setattr(cli, "regenerate", interrupted)
-            assert command(patch, *words) == 1
+            assert command(*regeneration) == 1
             check_message(capsys.readouterr().err.splitlines()[-1], "stopped", str(out))
             part = out.with_name("own.jsonl.part-0-of-1.jsonl")
             part.write_text("{")
-            assert command(patch, *words) == 3
+            assert command(*regeneration) == 3
             part.unlink()
         check_message(capsys.readouterr().err.splitlines()[-1], "stopped", str(out))
         assert signal.getsignal(signal.SIGTERM) is before
-    assert command(monkeypatch, *words) == 0
+    assert command(*regeneration) == 0
 
 
 SERVED = ["action=regenerate", "out=a.jsonl", "regenerate.server=http://127.0.0.1:9/v1"]  # nobody listens there
@@ -261,7 +257,7 @@ def test_invalid_arguments_are_one_line_and_exit_code_2(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "FILE").write_text("{}\n")
-    assert command(monkeypatch, f"target.path={target_folder}", *words) == 2
+    assert command(f"target.path={target_folder}", *words) == 2
     error = capsys.readouterr().err
     check_message(error, part)
     assert error.count("error:") == 1 and error.count("\n") == 1
@@ -275,16 +271,14 @@ def test_key_that_cannot_be_sent_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OPENAI_API_KEY", key)
-    assert command(monkeypatch, f"target.path={target_folder}", *SERVED) == 2
+    assert command(f"target.path={target_folder}", *SERVED) == 2
     error = capsys.readouterr().err
     check_message(error, "regenerate.key_variable: OPENAI_API_KEY", "line break")
     assert error.count("\n") == 1 and "cret" not in error
 
 
 @pytest.mark.slow
-def test_regenerate_from_a_server(
-    target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_regenerate_from_a_server(target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The rows of the decoder, from the command line; once they are complete, the server is not needed."""
     words = [f"target.path={target_folder}", "data.num_examples=4", "data.sources.pocket.families=[caption]"]
     words += [f"data.cache_dir={tmp_path}", "action=regenerate", "regenerate.max_new_tokens=4"]
@@ -294,11 +288,11 @@ def test_regenerate_from_a_server(
         out = sage.generate(target, None, target.prepare(messages), policy="autoregressive", max_new_tokens=4)
         return TargetAnswer(out.text, Outcome.answered if int(out.tokens[-1]) in target.eos_token_ids else Outcome.cut)
 
-    assert command(monkeypatch, *words, f"out={tmp_path}/a.jsonl", "launch.device=cpu") == 0
+    assert command(*words, f"out={tmp_path}/a.jsonl", "launch.device=cpu") == 0
     with serving(target.processor, model, models=[{"id": target_folder.name}]) as server:
         own = [*words, f"out={tmp_path}/b.jsonl", f"regenerate.server={server.url}"]
-        assert command(monkeypatch, *own) == 0
-    assert command(monkeypatch, *own) == 0
+        assert command(*own) == 0
+    assert command(*own) == 0
     assert "4 conversations (0 now)" in capsys.readouterr().out
     a, b = ((tmp_path / name).read_text() for name in ("a.jsonl.skipped.jsonl", "b.jsonl.skipped.jsonl"))
     first, second = ([json.loads(line) for line in text.splitlines()] for text in (a, b))
@@ -308,14 +302,12 @@ def test_regenerate_from_a_server(
         "dtype", "policy", "served_model"
     }  # fmt: skip
     assert [{**row, "provenance": 0} for row in first] == [{**row, "provenance": 0} for row in second]
-    assert command(monkeypatch, *words, f"out={tmp_path}/b.jsonl", "launch.device=cpu") == 2
+    assert command(*words, f"out={tmp_path}/b.jsonl", "launch.device=cpu") == 2
     check_message(capsys.readouterr().err, "other settings", "served_model")
 
 
 @pytest.mark.slow
-def test_killed_client_of_a_server_continues(
-    target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_killed_client_of_a_server_continues(target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Killed in the middle, the same command answers the rest: every conversation once, none lost."""
     words = [f"target.path={target_folder}", "data.num_examples=24", "data.sources.pocket.families=[question]"]
     words += [f"data.cache_dir={tmp_path}", "action=regenerate", "regenerate.concurrency=3"]
@@ -335,8 +327,8 @@ def test_killed_client_of_a_server_continues(
         kept = part.read_bytes().count(b"\n")
         before = len(server.prompts)
         server.delay_s = 0.0
-        assert command(monkeypatch, *killed) == 0
+        assert command(*killed) == 0
         assert f"24 conversations ({24 - kept} now): 24 answered" in capsys.readouterr().out
         assert len(server.prompts) - before < 24 * 3  # of the finished ones, none is answered again
-        assert command(monkeypatch, *words, f"regenerate.server={server.url}", f"out={tmp_path}/b.jsonl") == 0
+        assert command(*words, f"regenerate.server={server.url}", f"out={tmp_path}/b.jsonl") == 0
     assert (tmp_path / "a.jsonl").read_text() == (tmp_path / "b.jsonl").read_text().replace("b_media", "a_media")

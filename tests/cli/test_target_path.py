@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
+from support.messages import exit_code
 
 from train.cli.train import main
 from train.config.hydra_app import compose
@@ -62,13 +62,8 @@ def test_overrides_come_first(tmp_path: Path) -> None:
 
 def test_the_choice_is_inserted_before_its_path() -> None:
     """Not at the end, where it could follow an option of Hydra."""
-    assert with_choice(["seed=1", "+target.path=x", "--cfg", "job"]) == [
-        "seed=1",
-        "target=by_path",
-        "+target.path=x",
-        "--cfg",
-        "job",
-    ]
+    words = ["seed=1", "+target.path=x", "--cfg", "job"]
+    assert with_choice(words) == [words[0], "target=by_path", *words[1:]]
     for words in (["target.path=x", "target=y"], ["target.dtype=bf16"], []):
         assert with_choice(words) == words
 
@@ -88,17 +83,8 @@ def test_a_draft_without_run_is_measured_in_its_targets_dtype(tmp_path: Path) ->
     assert settle(compose("validate", words, ValidateConfig), alone, words).target.dtype == "fp32"
 
 
-def test_the_command_line_composes_it_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [f"target.path={folder_of(tmp_path, dtype='float32')}", "--cfg", "job", "--resolve"]
-    monkeypatch.setattr(sys, "argv", ["sage-train", *words])
-    with pytest.raises(SystemExit) as ended:
-        main()
+def test_the_command_line_composes_it_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = folder_of(tmp_path, dtype="float32")
+    assert exit_code(main, f"target.path={folder}", "--cfg", "job", "--resolve") == 0
     shown = capsys.readouterr().out
-    assert (
-        ended.value.code == 0
-        and "  name: Own-7B\n" in shown
-        and "  dtype: fp32\n" in shown
-        and "dir: runs/Own_7B-eagle3-pocket" in shown
-    )
+    assert "  name: Own-7B\n" in shown and "  dtype: fp32\n" in shown and "dir: runs/Own_7B-eagle3-pocket" in shown

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 from support.data_helpers import make_processor, save_target
-from support.messages import refused
+from support.messages import exit_code, refused
 
 from data_prep.build import build_dataset
 from data_prep.config import DataConfig, validate
@@ -58,22 +57,11 @@ def test_config_accepts_the_kind_and_its_options(poems: SourceConfig, tmp_path: 
         validate(DataConfig(sources={"it": SourceConfig(kind="poems", path="ode", prompt="x")}))
 
 
-def test_sage_data_reads_the_kind(
-    poems: SourceConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sage_data_reads_the_kind(poems: SourceConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = save_target("qwen2_5_vl", tmp_path / "target")
-    words = [
-        f"target.path={target}",
-        "data.sources.pocket.kind=poems",
-        "data.path=ode",
-        "data.num_examples=0",
-        "data.holdout=0",
-    ]
+    words = ["data.sources.pocket.kind=poems", "data.path=ode", "data.num_examples=0", "data.holdout=0"]
     out = tmp_path / "page.html"
-    monkeypatch.setattr(sys, "argv", ["sage-data", *words, f"out={out}", f"data.cache_dir={tmp_path}"])
-    with pytest.raises(SystemExit) as caught:
-        data_cli.main()
-    assert not caught.value.code
+    assert exit_code(data_cli.main, f"target.path={target}", *words, f"out={out}", f"data.cache_dir={tmp_path}") == 0
     assert "4 examples, 4 measured" in capsys.readouterr().out
     assert "family poem" in out.read_text()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import datasets
 import pytest
-from support.data_helpers import make_target, png, share_turns, train_step
+from support.data_helpers import make_target, png, save_onevision, share_turns, train_step
 from support.messages import refused
 
 from data_prep.batching.loader import StepLoader
@@ -28,25 +28,13 @@ configs:
 @pytest.fixture(params=["README.md", "folders alone"])
 def repository(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """Two configurations of LLaVA-OneVision-Data's columns, each with six training rows in two shards and two test rows."""
-    features = datasets.Features(
-        {
-            "id": datasets.Value("string"),
-            "image": datasets.Image(),
-            "conversations": [{"from": datasets.Value("string"), "value": datasets.Value("string")}],
-            "data_source": datasets.Value("string"),
-        }
-    )
     folder = tmp_path / "LLaVA-OneVision-Data"
     for config, colour in (("ai2d", "red"), ("geo", "blue")):
-        (folder / config).mkdir(parents=True)
         for name, ids in (("train-00000-of-00002", "abc"), ("train-00001-of-00002", "def"), ("test-00000-of-00001", "yz")):
-            table = {
-                "id": [f"{config}-{i}" for i in ids],
-                "image": [{"bytes": png(colour), "path": None}] * len(ids),
-                "conversations": [share_turns("<image>\nWhat?", f"It is {colour}.")] * len(ids),
-                "data_source": [config] * len(ids),
-            }
-            datasets.Dataset.from_dict(table, features).to_parquet(folder / config / f"{name}.parquet")
+            row = {"image": {"bytes": png(colour), "path": None}, "data_source": config}
+            row["conversations"] = share_turns("<image>\nWhat?", f"It is {colour}.")
+            columns = {key: [value] * len(ids) for key, value in row.items()}
+            save_onevision(folder / config / f"{name}.parquet", id=[f"{config}-{i}" for i in ids], **columns)
     if request.param == "README.md":
         (folder / "README.md").write_text(README)
     return folder

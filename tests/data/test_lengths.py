@@ -23,6 +23,7 @@ from data_prep.dataset.skip_log import read_skipped
 from data_prep.sources import SourceConfig
 from data_prep.tools import cli
 
+PROCESSOR = make_processor("qwen2_5_vl")
 # 40, 239 and 116 tokens
 SHORT, ONE_LONG, TWO_TURNS = share_turns("a", "b"), share_turns("a", "b" * 200), share_turns("a", "b", "c", "d" * 60)
 
@@ -37,14 +38,13 @@ def rows(folder: Path, *conversations: Any, **changes: Any) -> DataConfig:
 @pytest.mark.parametrize("on_long", list(OnLong))
 @pytest.mark.parametrize("max_length", [None, 36, 39, 40, 100, 1000])
 def test_what_becomes_of_an_example_is_predicted(on_long: OnLong, max_length: int | None, tmp_path: Path) -> None:
-    processor = make_processor("qwen2_5_vl")
-    dataset = build_dataset(rows(tmp_path, SHORT, TWO_TURNS, ONE_LONG), processor)
+    dataset = build_dataset(rows(tmp_path, SHORT, TWO_TURNS, ONE_LONG), PROCESSOR)
     for position, row in enumerate(dataset.full_lengths().tolist()):
         conversation = dataset.conversation(position)
-        complete = build_example(conversation, processor)
+        complete = build_example(conversation, PROCESSOR)
         assert row[0] == len(complete["input_ids"])
         try:
-            length = len(build_example(conversation, processor, max_length, on_long)["input_ids"])
+            length = len(build_example(conversation, PROCESSOR, max_length, on_long)["input_ids"])
             fit = Fit.kept if length == row[0] else Fit.shortened
         except TooLong:
             fit = Fit.dropped
@@ -57,7 +57,7 @@ def test_long_examples_are_counted_apart_from_invalid_ones(
 ) -> None:
     config = rows(tmp_path, SHORT, SHORT[:1], TWO_TURNS, ONE_LONG, max_length=100, cache=cache, on_bad=OnBad.skip)
     with caplog.at_level(logging.INFO):
-        dataset = build_dataset(config, make_processor("qwen2_5_vl"))
+        dataset = build_dataset(config, PROCESSOR)
         found = long_examples(config, dataset)
     assert found is not None
     assert found.counts == {Fit.kept: 1, Fit.shortened: 1, Fit.dropped: 1}
@@ -65,38 +65,34 @@ def test_long_examples_are_counted_apart_from_invalid_ones(
         found.line(), "2 of 3 examples", "data.max_length=100", "1 shortened and 1 dropped", "data.max_length=239 keeps"
     )
     assert "skipped 1 invalid items" in caplog.text
-    fits = long_examples(replace(config, max_length=239), build_dataset(replace(config, max_length=239), dataset_processor()))
+    fits = long_examples(replace(config, max_length=239), build_dataset(replace(config, max_length=239), PROCESSOR))
     assert fits is not None and fits.counts == {Fit.kept: 3}
     assert "the longest of 3 examples has 239 tokens (data.max_length=239)" in fits.line()
-
-
-def dataset_processor() -> Any:
-    return make_processor("qwen2_5_vl")
 
 
 @pytest.mark.parametrize("cache", list(Cache))
 def test_all_examples_too_long_is_an_error_before_training(cache: Cache, tmp_path: Path) -> None:
     config = rows(tmp_path, SHORT, ONE_LONG, max_length=30, cache=cache)
     with refused("data.max_length: 30", "all of 2 examples", "data.on_long=turn", "at least 40", "data.max_length=239"):
-        long_examples(config, build_dataset(config, dataset_processor()))
+        long_examples(config, build_dataset(config, PROCESSOR))
 
 
 def test_listed_items_have_a_kind(tmp_path: Path) -> None:
     config = rows(tmp_path, SHORT, SHORT[:1], ONE_LONG, max_length=100, cache=Cache.examples, on_bad=OnBad.skip)
     listing = tmp_path / "bad.jsonl"
-    build_dataset(replace(config, bad_list=str(listing)), dataset_processor())
+    build_dataset(replace(config, bad_list=str(listing)), PROCESSOR)
     assert [(row["index"], row["kind"]) for row in read_skipped(listing)] == [("1", "invalid"), ("2", "too long")]
 
 
 def test_a_sample_is_measured_once_for_every_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dataset_module, "NUM_MEASURED", 4)
     config = rows(tmp_path, *[SHORT] * 6, *[ONE_LONG] * 6, max_length=100)
-    found = long_examples(config, build_dataset(config, dataset_processor()))
+    found = long_examples(config, build_dataset(config, PROCESSOR))
     assert found is not None and (found.num_measured, found.total) == (4, 12)
     assert "4 measured examples (of 12)" in found.line()
     monkeypatch.setattr(dataset_module, "encode_example", None)
     for max_length in (None, 20_000):
-        again = long_examples(config, build_dataset(replace(config, max_length=max_length), dataset_processor()))
+        again = long_examples(config, build_dataset(replace(config, max_length=max_length), PROCESSOR))
         assert again is not None and again.num_measured == 4
 
 
@@ -108,9 +104,9 @@ def test_corrupt_image_is_found_before_training(tmp_path: Path) -> None:
     source = SourceConfig(kind="llava_json", path=str(tmp_path / "rows.json"))
     config = DataConfig(sources={"it": source}, holdout=0.0, cache_dir=str(tmp_path / "cache"))
     with refused("rows.json: item 1", "b.png", "data.on_bad=skip", error=BadItem):
-        long_examples(config, build_dataset(config, dataset_processor()))
+        long_examples(config, build_dataset(config, PROCESSOR))
     skipping = replace(config, on_bad=OnBad.skip)
-    found = long_examples(skipping, build_dataset(skipping, dataset_processor()))
+    found = long_examples(skipping, build_dataset(skipping, PROCESSOR))
     assert found is not None and found.num_measured == 1
 
 
@@ -118,17 +114,17 @@ def test_a_stream_is_not_measured(tmp_path: Path) -> None:
     datasets.Dataset.from_dict({"question": ["q"] * 2, "answer": ["a"] * 2}).to_parquet(tmp_path / "t.parquet")
     source = SourceConfig(kind="hub", path=str(tmp_path / "t.parquet"), streaming=True)
     config = DataConfig(sources={"it": source}, holdout=0.0, cache_dir=str(tmp_path / "c"))
-    assert long_examples(config, build_dataset(config, dataset_processor())) is None
+    assert long_examples(config, build_dataset(config, PROCESSOR)) is None
 
 
 def test_check_reports_long_and_invalid_rows(tmp_path: Path) -> None:
     config = rows(tmp_path, SHORT, SHORT[:1], TWO_TURNS, ONE_LONG, max_length=100, on_bad=OnBad.skip)
-    statistics, _ = cli.check_data(config, dataset_processor(), "train", 0)
+    statistics, _ = cli.check_data(config, PROCESSOR, "train", 0)
     text = statistics.as_text()
     assert "1 invalid items skipped" in text and "2 of 3 examples are too long" in text
     assert statistics.as_json()["long"] == {"kept": 1, "shortened": 1, "dropped": 1}
     with refused("data.max_length: 30", "data.max_length=239 keeps"):
-        cli.check_data(replace(config, max_length=30), dataset_processor(), "train", 0)
+        cli.check_data(replace(config, max_length=30), PROCESSOR, "train", 0)
 
 
 def test_lines_of_a_stream_and_without_a_limit() -> None:

@@ -16,7 +16,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.data_helpers import ids_by_step, make_processor, take
+from support.data_helpers import Numbers, ids_by_step, make_processor, take
+from support.data_helpers import collate_numbers as collate
 from support.messages import refused
 
 from data_prep.batching.buckets import group_by_length
@@ -25,29 +26,6 @@ from data_prep.build import build_dataset
 from data_prep.config import Cache, DataConfig
 from data_prep.conversation import BadItem
 from data_prep.dataset.mixing import MixedOrder, next_source, permutation
-
-
-class Numbers:
-    """A dataset whose example i is the token i."""
-
-    def __init__(self, size: int, weights: list[float] | None = None, sources: list[int] | None = None) -> None:
-        self.size = size
-        self.order = MixedOrder(np.array(sources or [0] * size), weights)
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, number: int) -> dict[str, Any]:
-        return {"id": f"n{number}", "input_ids": torch.tensor([number])}
-
-    def epoch(self, seed: int, epoch: int) -> np.ndarray:
-        return self.order.epoch(seed, epoch)
-
-
-def collate(examples: list[dict[str, Any]]) -> dict[str, Any]:
-    rows = [example["input_ids"] for example in examples]
-    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
-    return {"input_ids": padded, "attention_mask": (padded >= 0).long()}
 
 
 @settings(max_examples=25, deadline=None)

@@ -15,17 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
-from support.data_helpers import make_image, make_noise, make_processor, save_images
+from support.data_helpers import make_image, make_noise, make_processor
 from support.messages import refused
 
 from data_prep.build import build_dataset
 from data_prep.chat import build_example, encode_example
 from data_prep.config import Cache, DataConfig, OnBad, OnLong
-from data_prep.conversation import BadItem
 from data_prep.dataset import prepare
 from data_prep.dataset.pixel_codec import LEVEL, STILL, PixelTable
-from data_prep.dataset.skip_log import count_reasons, read_skipped
+from data_prep.dataset.skip_log import read_skipped
 from data_prep.pocket import world
 from data_prep.sources import SourceConfig
 from sage.io import source
@@ -217,76 +215,6 @@ def test_worker_processes_give_the_same(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(prepare, "num_processes", lambda: 2)
     together = build_dataset(pocket(tmp_path / "together"), processor)
     assert all(same(alone[i], together[i]) for i in range(6))
-
-
-def bad_folder(folder: Path) -> Path:
-    """Writes fourteen rows: two valid, one too long, three with invalid pixels, eight with an invalid text."""
-    save_images(folder, "good.png", "cut.jpg", "gone.png")
-    noise = make_noise()
-    noise.save(folder / "cut.jpg")
-    (folder / "cut.jpg").write_bytes((folder / "cut.jpg").read_bytes()[:900])
-    (folder / "gone.png").unlink()
-    make_image(1).save(folder / "dot.png")
-    Image.new("RGB", (20000, 20)).save(folder / "strip.png")
-
-    def row(image: str | None, *values: str) -> str:
-        turns = [{"from": ("human", "gpt")[i % 2], "value": value} for i, value in enumerate(values)]
-        return json.dumps({"conversations": turns} | ({"image": image} if image else {}))
-
-    lines = [
-        row("good.png", "<image>What?", "Red."),
-        row("gone.png", "<image>What?", "Red."),
-        '{"broken',
-        row("good.png", "What?", "Red."),
-        row(None, "<image>What?", "Red."),
-        row("cut.jpg", "<image>What?", "Red."),
-        row("dot.png", "<image>What?", "Red."),
-        row("strip.png", "<image>What?", "Red."),
-        row(None, "What?", "Red." * 100),
-        row(None, "What?", "Red."),
-        row(None, "Only a question?"),
-        json.dumps({"conversations": [{"from": "human", "value": "a"}, {"from": "human", "value": "b"}]}),
-        json.dumps({"conversations": [{"from": "robot", "value": "a"}]}),
-    ]
-    path = folder / "rows.jsonl"
-    path.write_bytes("\n".join(lines).encode() + b'\n{"conversations": "\xff"}')
-    return path
-
-
-@pytest.mark.parametrize("cache", list(Cache))
-def test_skipped_items_are_counted_and_listed(tmp_path: Path, cache: Cache, caplog: pytest.LogCaptureFixture) -> None:
-    config = DataConfig(
-        sources={"it": SourceConfig(kind="llava_json", path=str(bad_folder(tmp_path)))},
-        on_bad=OnBad.skip,
-        cache=cache,
-        cache_dir=str(tmp_path / "cache"),
-        bad_list=str(tmp_path / "bad.jsonl"),
-        holdout=0.0,
-        max_length=200,
-    )
-    dataset = build_dataset(config, make_processor("qwen2_5_vl"))
-    found = {dataset[i]["id"] for i in range(len(dataset))}
-    assert found == {"0", "9"}
-    listed = read_skipped(tmp_path / "bad.jsonl")
-    assert {row["source"] for row in listed} == {str(tmp_path / "rows.jsonl")}
-    assert sorted(int(row["index"].split()[0]) for row in listed) == [1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12, 13]
-    assert "skipped" in caplog.text
-    assert "bad.jsonl" in caplog.text
-    assert sum(count_reasons(listed).values()) == 12
-
-
-@pytest.mark.parametrize("cache", list(Cache))
-def test_invalid_item_is_an_error_by_default(tmp_path: Path, cache: Cache) -> None:
-    path = bad_folder(tmp_path)
-    config = DataConfig(
-        sources={"it": SourceConfig(kind="llava_json", path=str(path))}, cache=cache, cache_dir=str(tmp_path / "cache")
-    )
-    with refused("rows.jsonl: item 1:", "gone.png", error=BadItem):
-        build_dataset(config, make_processor("qwen2_5_vl"))
-    path.write_bytes(path.read_bytes().splitlines()[5])  # the truncated JPEG alone: found only when its pixels are read
-    with refused("rows.jsonl: item 0:", "cut.jpg", "truncated", error=BadItem):
-        config.holdout = 0.0
-        build_dataset(config, make_processor("qwen2_5_vl"))[0]
 
 
 def test_no_valid_item_is_an_error(tmp_path: Path) -> None:

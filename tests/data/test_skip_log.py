@@ -48,3 +48,4 @@ def test_every_skipped_item_is_listed_with_its_id(tmp_path: Path, caplog: pytest
     assert [item["index"] for item in listed] == ["0 (id robot)", "1 (id open)", "2 (id long)"]
     assert "'robot'" in caplog.text and "'user'" in caplog.text
     assert "item 0 (id robot)" in caplog.text
+    assert "skipped" in caplog.text and str(dataset.skipped.path) in caplog.text

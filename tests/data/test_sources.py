@@ -9,7 +9,17 @@ from typing import Any
 
 import datasets
 import pytest
-from support.data_helpers import assistant, make_image, make_target, png, save_images, share_turns, train_step, user
+from support.data_helpers import (
+    assistant,
+    make_image,
+    make_target,
+    png,
+    save_images,
+    save_onevision,
+    share_turns,
+    train_step,
+    user,
+)
 from support.messages import refused
 
 from data_prep.batching.loader import StepLoader
@@ -58,22 +68,13 @@ def messages(folder: Path) -> SourceConfig:
 
 
 def llava_onevision(folder: Path) -> SourceConfig:
-    table = {
-        "id": ["a", "b", "c"],
-        "image": [{"bytes": png(), "path": None}, {"bytes": png("blue"), "path": "b.png"}, None],
-        "conversations": [share_turns("<image>\nWhat?", "Red."), share_turns("What?", "Blue."), share_turns("Text?", "Yes.")],
-        "data_source": ["ai2d", "ai2d", "text"],
-    }
-    features = datasets.Features(
-        {
-            "id": datasets.Value("string"),
-            "image": datasets.Image(),
-            "conversations": [{"from": datasets.Value("string"), "value": datasets.Value("string")}],
-            "data_source": datasets.Value("string"),
-        }
+    save_onevision(
+        folder / "subset" / "train-00000-of-00001.parquet",
+        id=["a", "b", "c"],
+        image=[{"bytes": png(), "path": None}, {"bytes": png("blue"), "path": "b.png"}, None],
+        conversations=[share_turns("<image>\nWhat?", "Red."), share_turns("What?", "Blue."), share_turns("Text?", "Yes.")],
+        data_source=["ai2d", "ai2d", "text"],
     )
-    (folder / "subset").mkdir()
-    datasets.Dataset.from_dict(table, features).to_parquet(folder / "subset" / "train-00000-of-00001.parquet")
     return SourceConfig(kind="llava_onevision", path=str(folder / "subset"))
 
 

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 from PIL import Image
+from support.data_helpers import assistant, user
 from support.data_helpers import save_target as save_other
 from support.messages import check_message, refused
 from support.validate_helpers import save_draft, save_target
@@ -34,23 +35,10 @@ def bench(folders, *words):
     main(["--target", str(folders[0]), "--draft", str(folders[1]), "--max-new-tokens", "5", "--repeats", "1", *words])
 
 
-def user(text):
-    return {"role": "user", "content": [{"type": "text", "text": text}]}
-
-
 def test_it_prints_a_table_and_writes_the_report(folders, tmp_path, capsys):
     out = tmp_path / "deep" / "bench.json"
-    bench(
-        folders,
-        "--policies",
-        "chain,sage",
-        "--baselines",
-        "hf_generate,hf_prompt_lookup",
-        "--num-prompts",
-        "2",
-        "--out",
-        str(out),
-    )
+    words = ["--policies", "chain,sage", "--baselines", "hf_generate,hf_prompt_lookup", "--num-prompts", "2"]
+    bench(folders, *words, "--out", str(out))
     report = json.loads(out.read_text())
     assert list(report["policies"]) == ["chain", "sage"]
     assert set(report["baselines"]) == {"autoregressive", "hf_generate", "hf_prompt_lookup"}
@@ -197,8 +185,7 @@ def test_a_smaller_model_as_the_draft_is_the_assistant(folders, capsys):
 
 def test_a_file_of_chats_drops_answers_and_keeps_names(tmp_path, target):
     file = tmp_path / "chats.jsonl"
-    answer = {"role": "assistant", "content": [{"type": "text", "text": "Fine."}]}
-    lines = [[user("How are you?"), answer], {"id": "q7", "family": "small talk", "messages": [user("Well?")]}]
+    lines = [[user("How are you?"), assistant("Fine.")], {"id": "q7", "family": "small talk", "messages": [user("Well?")]}]
     file.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
     assert [(name, family, len(messages)) for name, family, messages in read_jsonl(file)] == [
         ("chats-1", "", 1),

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from support.messages import refused
-from support.models import make_llava, make_qwen, random_draft
+from support.models import in_double, random_draft
 from support.processors import make_processor, random_image
 from transformers import LogitsProcessor, LogitsProcessorList
 
@@ -16,35 +14,23 @@ from sage.decoding.generation import CachedPrefix, start
 from sage.targets import Features
 
 LENGTH = 12
-MAKERS = {"qwen2_5_vl": make_qwen, "llava_onevision": make_llava}
 
 
-@pytest.fixture(params=MAKERS)
-def ready(request: pytest.FixtureRequest) -> sage.Target:
-    target = MAKERS[request.param]()
-    target.model.double()
-    return sage.Target(target.model, make_processor(target))
-
-
-def in_double(target: sage.Target) -> sage.Target:
-    """Makes `prepare` give float64 pixels."""
+@pytest.fixture
+def target(tiny_target: sage.Target) -> sage.Target:
+    """A target in float64, whose `prepare` gives float64 pixels."""
+    tiny_target.model.double()
+    target = sage.Target(tiny_target.model, make_processor(tiny_target))
     prepare = target.prepare
-
-    def doubled(messages: list[dict[str, Any]]) -> Any:
-        inputs = prepare(messages)
-        return {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
-
-    target.prepare = doubled  # type: ignore[method-assign]
+    target.prepare = lambda messages: in_double(prepare(messages))  # type: ignore[method-assign]
     return target
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 @pytest.mark.parametrize("has_second_image", [False, True])
-def test_turns_equal_a_new_request(ready: sage.Target, kind: str, has_second_image: bool) -> None:
-    target = in_double(ready)
-    options = {"feature_levels": [1, 2, 3]} if kind == "eagle3" else {}
-    draft = random_draft(target, kind, seed=0, **options)
+def test_turns_equal_a_new_request(target: sage.Target, kind: str, has_second_image: bool) -> None:
+    draft = random_draft(target, kind, seed=0)
     chat = sage.Chat(target, draft, policy="static", max_new_tokens=LENGTH)
     chat.ask("one", images=[random_image(16, 8)])
     messages = [*chat.messages]
@@ -67,8 +53,7 @@ def test_turns_equal_a_new_request(ready: sage.Target, kind: str, has_second_ima
 
 
 @pytest.mark.slow
-def test_pruning_keeps_the_same_visual_tokens_in_a_later_turn(ready: sage.Target) -> None:
-    target = in_double(ready)
+def test_pruning_keeps_the_same_visual_tokens_in_a_later_turn(target: sage.Target) -> None:
     draft = random_draft(target, seed=0)
     options = {"policy": "static", "max_new_tokens": LENGTH, "pruning": sage.Pruning(0.5)}
     chat = sage.Chat(target, draft, **options)
@@ -99,16 +84,15 @@ def test_prefix_ends_at_the_first_difference(tiny_qwen: sage.Target) -> None:
     assert read[0].last.shape[1] == 5
 
 
-def test_vision_tower_runs_once_per_image(ready: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = in_double(ready)
+def test_vision_tower_runs_once_per_image(target: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
     chat = sage.Chat(target, None, policy="autoregressive", max_new_tokens=3)
     chat.ask("one", images=[random_image(16, 8)])
     monkeypatch.setattr(target.family, "visual_features", lambda *_: pytest.fail("the vision tower ran again"))
     chat.ask("two")
 
 
-def test_failed_turn_leaves_the_conversation_unchanged(ready: sage.Target) -> None:
-    chat = sage.Chat(in_double(ready), None, policy="autoregressive", max_new_tokens=3, system="be brief")
+def test_failed_turn_leaves_the_conversation_unchanged(target: sage.Target) -> None:
+    chat = sage.Chat(target, None, policy="autoregressive", max_new_tokens=3, system="be brief")
     chat.ask("one")
     before = [*chat.messages]
     with refused("nowhere.png"):
@@ -124,8 +108,7 @@ class Breaks(LogitsProcessor):
         raise ValueError("in the middle")
 
 
-def test_unfinished_turn_leaves_the_conversation_unchanged(ready: sage.Target) -> None:
-    target = in_double(ready)
+def test_unfinished_turn_leaves_the_conversation_unchanged(target: sage.Target) -> None:
     chat = sage.Chat(target, None, policy="autoregressive", max_new_tokens=3)
     chat.ask("one", images=[random_image(16, 8)])
     before = [*chat.messages]

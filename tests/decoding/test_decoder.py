@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 import torch
 from support.messages import refused
-from support.models import EOS, OracleSession, in_float64, make_inputs, make_llava, make_qwen, random_draft
+from support.models import (
+    EOS,
+    MAKERS,
+    OracleSession,
+    followed_by,
+    greedy_text,
+    in_float64,
+    make_inputs,
+    make_qwen,
+    random_draft,
+)
 from support.toy_helpers import make_policy
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
@@ -22,12 +32,6 @@ from sage.drafts.model import ModelDraft
 from sage.planning.base import Policy
 
 LENGTH = 32
-
-
-def hugging_face(target: sage.Target, inputs: dict[str, torch.Tensor], length: int = LENGTH) -> list[int]:
-    """The reference: greedy `generate` of the model itself."""
-    ids = target.model.generate(**inputs, max_new_tokens=length, do_sample=False)
-    return ids[0, inputs["input_ids"].shape[1] :].tolist()
 
 
 @pytest.fixture
@@ -52,7 +56,7 @@ def test_random_draft_gives_the_text_of_hugging_face_under_every_policy(tiny_tar
     """Here the draft is random; deep paths and seeds are in test_losslessness.py."""
     inputs = in_float64(tiny_target, make_inputs(tiny_target))
     draft = random_draft(tiny_target, seed=0)
-    expected = hugging_face(tiny_target, inputs)
+    expected = greedy_text(tiny_target, inputs, LENGTH)
     for name in sage.POLICIES:
         out = sage.generate(tiny_target, draft, inputs, policy=small(name), max_new_tokens=LENGTH)
         assert out.tokens.tolist() == expected, name
@@ -60,7 +64,7 @@ def test_random_draft_gives_the_text_of_hugging_face_under_every_policy(tiny_tar
 
 
 # Grouped or plain heads (4 query heads), tied or not; complete trees, trees pruned after drafting, and pruned by cost.
-AUDITED = list(itertools.product((make_qwen, make_llava), ((2, False), (4, True)), ("static", "eagle2", "sage", "cost_aware")))
+AUDITED = list(itertools.product(MAKERS.values(), ((2, False), (4, True)), ("static", "eagle2", "sage", "cost_aware")))
 
 
 @pytest.mark.slow
@@ -70,18 +74,16 @@ def test_cache_equals_a_fresh_prefill_after_every_round(
 ) -> None:
     target = make(*heads)
     inputs = in_float64(target, make_inputs(target))
-    with_oracle(hugging_face(target, inputs))
+    with_oracle(greedy_text(target, inputs, LENGTH))
     draft = sage.new_draft(target)
     run = generation.start(target, draft, inputs, policy=make_policy(policy, {}), max_new_tokens=LENGTH)
     for _ in run.rounds():
-        new = torch.tensor([run.tokens[:-1]], dtype=torch.long)
-        ids = torch.cat((inputs["input_ids"], new), 1)
+        again = followed_by(target, inputs, torch.tensor(run.tokens[:-1], dtype=torch.long))
         fresh = DynamicCache(config=target.text_config)
-        again = {**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids), **target.family.token_inputs(ids)}
         with torch.no_grad():
             target.model(**again, past_key_values=fresh, use_cache=True)
         length = run.request.cache.length
-        assert length == ids.shape[1]
+        assert length == again["input_ids"].shape[1]
         for ours, theirs in zip(run.request.cache.layers, fresh.layers, strict=True):
             torch.testing.assert_close(ours.keys[:, :, :length], theirs.keys, atol=1e-10, rtol=0)
             torch.testing.assert_close(ours.values[:, :, :length], theirs.values, atol=1e-10, rtol=0)
@@ -92,7 +94,7 @@ def test_negative_control_cache_that_keeps_the_wrong_rows(
     tiny_qwen: sage.Target, with_oracle: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = in_float64(tiny_qwen, make_inputs(tiny_qwen))
-    expected = hugging_face(tiny_qwen, inputs)
+    expected = greedy_text(tiny_qwen, inputs, LENGTH)
     with_oracle(expected)
     monkeypatch.setattr("sage.runtime.cache.TreeCache.keep_path", lambda self, start, path: self.crop_to(start + len(path)))
     out = sage.generate(tiny_qwen, sage.new_draft(tiny_qwen), inputs, policy="static", max_new_tokens=LENGTH)
@@ -108,10 +110,7 @@ def test_draft_after_commits_equals_one_prefill(tiny_target: sage.Target) -> Non
         pass
     session = run.request.session
     read = len(run.tokens) - 1  # the draft has not read the last round
-    tokens = torch.tensor([run.tokens[:read]])
-    ids = torch.cat((inputs["input_ids"], tokens), 1)
-    again = {**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids), **tiny_target.family.token_inputs(ids)}
-    prompt = tiny_target.embed(again)
+    prompt = tiny_target.embed(followed_by(tiny_target, inputs, torch.tensor(run.tokens[:read])))
     features = tiny_target.features(prompt)
     with torch.no_grad():
         full = draft(prompt.embeds[:, 1:], features.last[:, :-1], prompt.position_ids[..., :-1])
@@ -125,8 +124,7 @@ def test_reused_staging_memory_does_not_change_draft_logits(
     kind: str, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = make_inputs(tiny_qwen)
-    options = {"feature_levels": [1, 2, 3]} if kind == "eagle3" else {}
-    draft = ModelDraft(tiny_qwen, tiny_qwen) if kind == "model" else random_draft(tiny_qwen, kind, seed=1, **options)
+    draft = ModelDraft(tiny_qwen, tiny_qwen) if kind == "model" else random_draft(tiny_qwen, kind, seed=1)
 
     def draft_logits(is_overwritten: bool) -> list[torch.Tensor]:
         run = generation.start(tiny_qwen, draft, inputs, policy="static", max_new_tokens=LENGTH)
@@ -166,7 +164,7 @@ def test_features_are_kept_for_a_later_turn_only(tiny_qwen: sage.Target) -> None
 @pytest.mark.parametrize("length", [1, 2, 3, 7])
 def test_length_limit_is_exact(policy: str, length: int, tiny_qwen: sage.Target, with_oracle: Callable[..., None]) -> None:
     inputs = make_inputs(tiny_qwen)
-    expected = hugging_face(tiny_qwen, inputs, LENGTH)
+    expected = greedy_text(tiny_qwen, inputs, LENGTH)
     with_oracle(expected)
     out = sage.generate(tiny_qwen, sage.new_draft(tiny_qwen), inputs, policy=small(policy), max_new_tokens=length)
     assert out.tokens.tolist() == expected[:length]
@@ -179,7 +177,7 @@ def test_eos_cuts_inside_an_accepted_path(
     policy: str, at: int, tiny_llava: sage.Target, with_oracle: Callable[..., None]
 ) -> None:
     inputs = make_inputs(tiny_llava)
-    answer = hugging_face(tiny_llava, inputs)
+    answer = greedy_text(tiny_llava, inputs, LENGTH)
     tiny_llava.eos_token_ids = [answer[at]]
     first = answer.index(answer[at])
     with_oracle(answer)
@@ -193,7 +191,7 @@ def test_drafted_marks_the_drafted_tokens_of_each_round(
     length: int, eos_at: int | None, tiny_llava: sage.Target, with_oracle: Callable[..., None]
 ) -> None:
     inputs = make_inputs(tiny_llava)
-    answer = hugging_face(tiny_llava, inputs)
+    answer = greedy_text(tiny_llava, inputs, LENGTH)
     tiny_llava.eos_token_ids = [] if eos_at is None else [answer[eos_at]]
     with_oracle(answer)
     run = generation.start(tiny_llava, sage.new_draft(tiny_llava), inputs, policy="sage", max_new_tokens=length)
@@ -246,7 +244,7 @@ def test_generate_enters_inference_mode_once(
     tiny_qwen: sage.Target, with_oracle: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = make_inputs(tiny_qwen)
-    with_oracle(hugging_face(tiny_qwen, inputs))
+    with_oracle(greedy_text(tiny_qwen, inputs, LENGTH))
     entered: list[bool] = []
     mode = torch.inference_mode
     monkeypatch.setattr(torch, "inference_mode", lambda: entered.append(True) or mode())
@@ -275,7 +273,7 @@ def test_a_chain_is_drafted_without_a_mask(
 
 def test_counts_are_consistent(tiny_qwen: sage.Target, with_oracle: Callable[..., None]) -> None:
     inputs = make_inputs(tiny_qwen)
-    with_oracle(hugging_face(tiny_qwen, inputs))
+    with_oracle(greedy_text(tiny_qwen, inputs, LENGTH))
     stats = sage.generate(tiny_qwen, sage.new_draft(tiny_qwen), inputs, policy="sage", max_new_tokens=LENGTH).stats
     assert stats.target_passes == stats.rounds == len(stats.accepted) == len(stats.rounds_log)
     assert stats.new_tokens == LENGTH
@@ -299,14 +297,14 @@ def test_text_only_and_two_images(tiny_qwen: sage.Target) -> None:
     draft = sage.new_draft(tiny_qwen)
     for inputs in (text, two):
         out = sage.generate(tiny_qwen, draft, inputs, policy="sage", max_new_tokens=12)
-        assert out.tokens.tolist() == hugging_face(tiny_qwen, inputs, 12)
+        assert out.tokens.tolist() == greedy_text(tiny_qwen, inputs, 12)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_nothing(side: str, tiny_target: sage.Target) -> None:
     inputs = in_float64(tiny_target, make_inputs(tiny_target))
     draft = random_draft(tiny_target, seed=0)
-    expected = hugging_face(tiny_target, inputs, 12)
+    expected = greedy_text(tiny_target, inputs, 12)
     padding = (5, 0) if side == "left" else (0, 5)
     ids = inputs["input_ids"]
     padded = {
@@ -371,7 +369,7 @@ class TestRefusals:
     ) -> None:
         """Only passes below the first level give NaN, as overflow in float16 can."""
         inputs = make_inputs(tiny_qwen)
-        with_oracle(hugging_face(tiny_qwen, inputs))
+        with_oracle(greedy_text(tiny_qwen, inputs, LENGTH))
         run = generation.start(tiny_qwen, sage.new_draft(tiny_qwen), inputs, make_policy(policy, {}), max_new_tokens=LENGTH)
         assert run.request.session is not None
         expand = run.request.session.expand

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.slow_trees import SlowTree, add_next_level
+from support.toy_helpers import make_policy
 
-import sage
 from sage.planning.base import Policy
 from sage.planning.level import DROPPED, TreeBuilder
 from sage.planning.tree import NextLevel, Tree
@@ -33,10 +33,7 @@ few = settings(max_examples=60, deadline=None)
 
 
 def make(name: str, options: dict[str, Any]) -> Policy:
-    policy = sage.policy(name, **options)
-    if policy.needs_costs:
-        verify, draft = sage.costs.tables.Curve([1, 64], [1.0, 1.6]), sage.costs.tables.Curve([1, 16], [0.05, 0.08])
-        policy.costs = sage.costs.tables.Costs(verify, draft, context=0)
+    policy = make_policy(name, options)
     policy.reset()
     policy.begin()
     return policy

@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.messages import refused
-from support.slow_trees import SlowTree, add_next_level
+from support.slow_trees import SlowTree, add_next_level, paths_of
 
 import sage
 from sage.planning.base import Policy
@@ -44,14 +44,6 @@ def draft_tree(policy: Policy, draft: Draft, levels: int = 99) -> tuple[SlowTree
             break
     keep = policy.select()
     return (tree if keep is None else tree.subtree(torch.tensor(keep))), expanded, level
-
-
-def paths_of(tree: Tree) -> list[Ranks]:
-    """Rank paths of all nodes, the root first."""
-    paths: list[Ranks] = [()]
-    for parent, rank in zip(tree.parents.tolist()[1:], tree.tokens.tolist()[1:], strict=True):
-        paths.append((*paths[parent], rank))
-    return paths
 
 
 def by_table(table: dict[Ranks, list[float]]) -> Draft:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.messages import refused
-from support.models import OracleSession, make_inputs, make_llava, make_qwen
+from support.models import OracleSession, make_inputs
 
 import sage
 from sage.costs.tables import Costs, Curve
@@ -33,13 +33,12 @@ SMALL: dict[str, dict[str, Any]] = {
     "ddd": {"total": 24, "depth": 6, "top_k": 5},
     "sage": {},
 }
-MAKERS = {"qwen2_5_vl": make_qwen, "llava_onevision": make_llava}
 
 
-@pytest.fixture(params=MAKERS)
-def ready(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[sage.Target, Any, dict[str, torch.Tensor]]:
+@pytest.fixture
+def ready(tiny_target: sage.Target, monkeypatch: pytest.MonkeyPatch) -> tuple[sage.Target, Any, dict[str, torch.Tensor]]:
     """A target with a scripted draft that errs on purpose, so that every kind of round occurs."""
-    target = MAKERS[request.param]()
+    target = tiny_target
     inputs = make_inputs(target)
     alone = sage.generate(target, None, inputs, policy="autoregressive", max_new_tokens=LENGTH).tokens.tolist()
     monkeypatch.setattr(generation, "new_session", lambda *_: OracleSession(alone, target.vocab_size, seed=1))

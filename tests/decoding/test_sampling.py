@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.messages import refused
-from support.models import OracleSession, in_float64, make_inputs, make_qwen
+from support.models import OracleSession, greedy_text, in_float64, make_inputs, make_qwen
 from support.processors import make_processor
 from support.slow_trees import tree_of
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -51,9 +51,7 @@ def test_nodes_of_one_depth_share_their_noise() -> None:
 def test_draws_follow_p() -> None:
     """4,000 keyed draws; the standard error of a share is below .008, so .035 is four of them."""
     p = torch.tensor([0.5, 0.3, 0.15, 0.05])
-    draws = []
-    for seed in range(4_000):
-        draws.append(int(sampler(temperature=1.0, seed=seed)(p.log()[None], tree_of([]))))
+    draws = [int(sampler(temperature=1.0, seed=seed)(p.log()[None], tree_of([]))) for seed in range(4_000)]
     torch.testing.assert_close(torch.tensor(draws).bincount(minlength=4) / 4_000, p, atol=0.035, rtol=0)
 
 
@@ -105,32 +103,23 @@ def test_processors_see_each_nodes_own_prefix() -> None:
         assert found[node] == PrefixPenalty()(prefix, logits[node : node + 1].clone()).argmax()
 
 
-GREEDY_OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"repetition_penalty": 1.4}, {"repetition_penalty": 1.4}),
-    ({"min_new_tokens": 9}, {"min_new_tokens": 9}),
-    (
-        {"logits_processor": LogitsProcessorList([PrefixPenalty()])},
-        {"logits_processor": LogitsProcessorList([PrefixPenalty()])},
-    ),
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("ours", "theirs"), GREEDY_OPTIONS)
+@pytest.mark.parametrize(
+    "options",
+    [{"repetition_penalty": 1.4}, {"min_new_tokens": 9}, {"logits_processor": LogitsProcessorList([PrefixPenalty()])}],
+    ids=lambda options: next(iter(options)),
+)
 def test_greedy_with_processors_equals_hugging_face(
-    ours: dict[str, Any], theirs: dict[str, Any], tiny_target: sage.Target, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], tiny_target: sage.Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = in_float64(tiny_target, make_inputs(tiny_target))
-    answer = tiny_target.model.generate(**inputs, max_new_tokens=LENGTH, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-    tiny_target.eos_token_ids = tiny_target.model.generation_config.eos_token_id = [
-        int(answer[4])
-    ]  # an EOS that the answer contains
-    ids = tiny_target.model.generate(**inputs, max_new_tokens=LENGTH, do_sample=False, **theirs)
-    expected = ids[0, inputs["input_ids"].shape[1] :].tolist()
+    eos = greedy_text(tiny_target, inputs, LENGTH)[4]  # one that the answer contains
+    tiny_target.eos_token_ids = tiny_target.model.generation_config.eos_token_id = [eos]
+    expected = greedy_text(tiny_target, inputs, LENGTH, **options)
     draft = sage.new_draft(tiny_target, seed=0)
     monkeypatch.setattr(generation, "new_session", lambda *_: OracleSession(expected, tiny_target.vocab_size, 0))
     for policy in sage.POLICIES:
-        out = sage.generate(tiny_target, draft, inputs, policy=policy, max_new_tokens=LENGTH, **ours)
+        out = sage.generate(tiny_target, draft, inputs, policy=policy, max_new_tokens=LENGTH, **options)
         assert out.tokens.tolist() == expected, policy
 
 

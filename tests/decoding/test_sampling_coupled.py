@@ -23,6 +23,7 @@ from support.toy_helpers import (
     make_policy,
     sequences,
     target_probs,
+    toy_answer,
     toy_request,
 )
 from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopPLogitsWarper
@@ -136,7 +137,7 @@ def verified_by_ratio(self: Verifier, logits: torch.Tensor, tree: Tree, *options
     """Rejection sampling of a chain with everything from the shared noise: u < p / q, else the residual's argmax with g."""
     sampler: Any = self.sampler
     sampler(logits, tree)
-    context: Context = tuple(tree_context(sampler))
+    context: Context = tuple(sampler.emitted)
     path, tokens = [0], []
     for node in range(len(tree)):
         noise = sampler._noise(sampler.num_new + node, 1)[0]
@@ -150,11 +151,6 @@ def verified_by_ratio(self: Verifier, logits: torch.Tensor, tree: Tree, *options
             break
         path, tokens, context = [*path, node + 1], [*tokens, drafted], (*context, drafted)
     return Verdict(path, tokens)
-
-
-def tree_context(sampler: TargetSampler) -> list[int]:
-    emitted: list[int] = sampler.emitted  # type: ignore[attr-defined]
-    return emitted
 
 
 @pytest.mark.slow
@@ -233,13 +229,9 @@ def test_a_perfect_draft_is_always_accepted(monkeypatch: pytest.MonkeyPatch) -> 
     for couple in (True, False):
         accepted = rounds = 0
         for seed in range(20):
-            request = toy_request(make_policy("chain", {"depth": 3}), {}, 13, [])
-            request.session = TableSession(target_probs)
             sampling = Sampling(temperature=1.0, couple=couple, seed=seed, max_new_tokens=13)
-            request.verifier = Verifier(TargetSampler(sampling, torch.tensor(PROMPT)))
-            for _ in decode(request):
-                pass
-            accepted, rounds = accepted + sum(request.stats.accepted), rounds + len(request.stats.accepted)
+            stats = toy_answer(make_policy("chain", {"depth": 3}), sampling, TableSession(target_probs)).stats
+            accepted, rounds = accepted + sum(stats.accepted), rounds + len(stats.accepted)
         assert (accepted == 3 * rounds) == couple
 
 

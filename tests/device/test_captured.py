@@ -30,11 +30,7 @@ def without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_equal_tokens_and_bounds_per_round(traffic: Traffic, make: Any, kind: str, case: str) -> None:
     """The eager tokens of the CPU; synchronizations at most levels + 1. `case`: policy and temperature."""
     target = make()
-    draft: Any = (
-        near_draft(target)
-        if kind == "near"
-        else head(target, kind, **({"feature_levels": [1, 2, 3]} if kind == "eagle3" else {}))
-    )
+    draft: Any = near_draft(target) if kind == "near" else head(target, kind)
     policy, temperature = case.split()
     options = {"max_new_tokens": 7, "temperature": float(temperature), "seed": 3}
     inputs = make_inputs(target)

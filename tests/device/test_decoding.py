@@ -9,7 +9,7 @@ import torch
 from support.accelerator import IS_SUPPORTED, on_device, pretend_accelerator
 from support.compressor_helpers import COMPRESSORS, CONVERSATIONS, draft_with, example, prompt_of, starts_of_answers
 from support.messages import refused
-from support.models import make_inputs, make_llava, make_qwen, random_draft
+from support.models import MAKERS, make_inputs, make_qwen, random_draft
 from support.near_draft import near_draft
 from support.processors import make_processor, random_image
 from support.synchronizations import new_policy
@@ -20,7 +20,6 @@ from sage.drafts.draft import Draft
 from sage.drafts.model import ModelDraft, shallow_model
 
 LENGTH = 7
-MAKERS = {"qwen2_5_vl": make_qwen, "llava_onevision": make_llava}
 pytestmark = pytest.mark.skipif(not IS_SUPPORTED, reason="this torch cannot register a device type written in Python")
 every_family = pytest.mark.parametrize("family", MAKERS)
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.fake_cuda import FakeCuda, fake_cuda
-from support.messages import check_message
+from support.messages import check_message, exit_code
 
 import sage
 from sage.commands import device_check
@@ -29,10 +29,7 @@ def test_report_of_the_cpu(
     family: str, targets: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(device_check, "REPEATS", 2)
-    monkeypatch.setattr("sys.argv", ["sage-generate", "--check-device", "--target", str(targets[family]), "--device", "cpu"])
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert end.value.code == 0
+    assert exit_code(main, "--check-device", "--target", targets[family], "--device", "cpu") == 0
     rows = {line[:20].strip(): line[20:] for line in capsys.readouterr().out.splitlines()}
     target = sage.load_target(targets[family])
     assert rows["device"].startswith("cpu, ") and rows["dtype"] == "float32"
@@ -43,13 +40,8 @@ def test_report_of_the_cpu(
     assert rows["synchronizations"] == "n/a"
 
 
-def test_without_the_option_a_prompt_is_required(
-    target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["sage-generate", "--target", str(target), "--policy", "autoregressive"])
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert end.value.code == 2
+def test_without_the_option_a_prompt_is_required(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(main, "--target", target, "--policy", "autoregressive") == 2
     check_message(capsys.readouterr().err.strip(), "--prompt: missing")
 
 

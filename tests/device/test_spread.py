@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from support.accelerator import DEVICES, Traffic, on_device, on_host
+from support.accelerator import DEVICES, Kind, Traffic, on_device, on_host
 from support.messages import refused
-from support.models import in_float64, make_inputs, make_llava, make_qwen, random_draft
+from support.models import MAKERS, in_float64, make_inputs, make_qwen, random_draft
 from support.pass_helpers import tree_pass
 from support.processors import make_processor, random_image
 
@@ -18,7 +18,6 @@ import sage
 from sage.drafts.model import ModelDraft
 from sage.targets.placement import check_device_map
 
-MAKERS = {"qwen2_5_vl": make_qwen, "llava_onevision": make_llava}
 LENGTH = 16
 
 
@@ -47,8 +46,7 @@ def drafts(one: sage.Target, two: sage.Target, kind: str) -> tuple[Any, Any]:
         smaller = MAKERS[one.family.model_type](seed=7)
         smaller.model.double()
         return ModelDraft(smaller, one), ModelDraft(sage.Target(on_device(copy.deepcopy(smaller.model), two.device)), two)
-    options = {"feature_levels": [1, 2, 3]} if kind == "eagle3" else {}
-    first, second = (random_draft(target, kind, **options) for target in (one, two))
+    first, second = (random_draft(target, kind) for target in (one, two))
     second.load_state_dict({name: on_device(value, two.device) for name, value in first.state_dict().items()})
     return first, second
 
@@ -119,7 +117,7 @@ def test_a_pass_copies_each_tensor_once(traffic: Traffic) -> None:
     cache.keep_path(0, [0])
     traffic.reset()
     tree_pass(target, token, position + 1, visible, cache)
-    assert 2 <= traffic.between_devices <= 6, traffic.table()
+    assert 2 <= traffic.count(Kind.BETWEEN_DEVICES) <= 6, traffic.table()
 
 
 def test_the_cache_moves_rows_on_every_device(traffic: Traffic) -> None:

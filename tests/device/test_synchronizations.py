@@ -52,7 +52,7 @@ def test_processors_that_depend_on_the_prefix_upload_the_emitted_tokens(traffic:
         assert counts.uploads <= MAX_UPLOADS + 1 and counts.blocking_uploads == 0, counts
 
 
-def test_table(traffic: Traffic, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table() -> None:
     counts = synchronizations.Counts([1, 2, 3], [RoundCounts(4, 5, 1, 0), RoundCounts(3, 4, 2, 1)])
     assert table({"sage": counts}).splitlines()[-1] == "| `sage` | 2 | 3.5 | 4.5 | 1.5 | 0.5 |"
 

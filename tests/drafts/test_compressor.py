@@ -19,7 +19,7 @@ from support.compressor_helpers import (
     words,
 )
 from support.messages import refused
-from support.models import EOS, make_llava, make_qwen
+from support.models import EOS, MAKERS, in_double
 from torch import Tensor
 
 import sage
@@ -61,14 +61,10 @@ class World:
         return Teacher(self.target, levels=LEVELS)(in_double(example(self.target, pieces)))
 
 
-def in_double(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()}
-
-
-@pytest.fixture(scope="module", params=[make_qwen, make_llava], ids=["qwen2_5_vl", "llava_onevision"])
+@pytest.fixture(scope="module", params=MAKERS)
 def world(request: pytest.FixtureRequest) -> World:
     generator = torch.get_rng_state()
-    target = request.param()
+    target = MAKERS[request.param]()
     target.model.double()
     examples = {name: in_double(example(target, pieces)) for name, pieces in CONVERSATIONS.items()}
     batch = together(target, list(examples.values()))
@@ -250,15 +246,10 @@ class TestGate:
         draft = compressed(world, "eagle", mode)
         turn = [words(3, 1), "image", words(4, 2), [EOS], words(2, 3)]
         scores = self.scores_of(world, draft, [*turn, (*words(4, 4), EOS)])
-        assert_equal(
-            self.scores_of(world, draft, [*turn, (*words(6, 14), EOS), words(5, 15), [EOS], (*words(3, 16), EOS)]),
-            scores,
-        )
-        other = self.scores_of(
-            world,
-            draft,
-            [words(3, 1), "image", words(4, 99), [EOS], words(2, 3), (*words(4, 4), EOS)],
-        )
+        later = [*turn, (*words(6, 14), EOS), words(5, 15), [EOS], (*words(3, 16), EOS)]
+        assert_equal(self.scores_of(world, draft, later), scores)
+        question = [words(3, 1), "image", words(4, 99), [EOS], words(2, 3), (*words(4, 4), EOS)]
+        other = self.scores_of(world, draft, question)
         assert (other - scores).abs().max() > 1e-3
 
     @torch.no_grad()

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from support.data_helpers import save_target
-from support.messages import check_message, refused
-from support.models import make_inputs, make_llava, make_qwen, random_draft
+from support.messages import check_message, exit_code, refused
+from support.models import MAKERS, greedy_text, in_double, make_inputs, make_qwen, random_draft
 from support.processors import image_part, make_processor, random_image, user
 from support.toy_helpers import make_policy
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -21,7 +21,6 @@ from sage.targets.tree_passes import TreePass
 
 LENGTH = 10
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-MAKERS = {"qwen2_5_vl": make_qwen, "llava_onevision": make_llava}
 
 
 @pytest.fixture(scope="module", params=MAKERS)
@@ -72,12 +71,10 @@ class Shifted(LogitsProcessor):
 @pytest.mark.parametrize("kind", ["text", "several", "tall", "frames", "folder", "file", "both"])
 def test_every_kind_of_prompt_gives_hugging_faces_text(ready: tuple[sage.Target, Any], kind: str, tmp_path: Path) -> None:
     target, draft = ready
-    inputs = target.prepare(messages(kind, tmp_path))
-    inputs = {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()}
+    inputs = in_double(target.prepare(messages(kind, tmp_path)))
     for processors in (LogitsProcessorList(), LogitsProcessorList([Shifted()])):
+        expected = greedy_text(target, inputs, LENGTH, logits_processor=processors)
         options = {"max_new_tokens": LENGTH, "logits_processor": processors}
-        ids = target.model.generate(**inputs, do_sample=False, **options)
-        expected = ids[0, inputs["input_ids"].shape[1] :].tolist()
         for policy in ("static", "cost_aware"):
             out = sage.generate(target, draft, inputs, policy=make_policy(policy, {}), **options)
             assert out.tokens.tolist() == expected, (policy, len(processors))
@@ -110,6 +107,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     target = save_target("qwen2_5_vl", folder / "target")
     random_draft(sage.load_target(target), seed=0).save_pretrained(folder / "draft")
     return str(target), str(folder / "draft")
+
+
+def generate(*words: str) -> int:
+    """Exit code of the console script."""
+    return exit_code(main, "--prompt", "Hi", *words)
 
 
 class TestCommand:
@@ -153,13 +155,6 @@ class TestCommand:
         with refused("--device foo", "2 GPU", "auto, cpu, cuda, cuda:0, cuda:1"):
             cli.resolve_device("foo")
 
-    def command(self, monkeypatch: pytest.MonkeyPatch, *words: str) -> Any:
-        """Returns the exit code of the console script."""
-        monkeypatch.setattr("sys.argv", ["sage-generate", "--prompt", "Hi", *words])
-        with pytest.raises(SystemExit) as end:
-            main()
-        return end.value.code
-
     def test_default_dtype_is_fp32_on_a_cpu_and_that_of_the_checkpoint_elsewhere(
         self, folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -172,37 +167,35 @@ class TestCommand:
         monkeypatch.setattr(sage, "load_target", recorded)
         assert parse_args([]).device == "auto"
         words = ["--target", folders[0], "--policy", "autoregressive", "--max-new-tokens", "2", "--device", "cpu"]
-        assert self.command(monkeypatch, *words) == 0
-        assert self.command(monkeypatch, *words, "--dtype", "bf16") == 0
+        assert generate(*words) == 0
+        assert generate(*words, "--dtype", "bf16") == 0
         monkeypatch.setattr(cli, "resolve_device", lambda name: torch.device("cuda"))
-        assert self.command(monkeypatch, *words) == 0
+        assert generate(*words) == 0
         assert given == [torch.float32, torch.bfloat16, None]
 
-    def test_a_policy_that_drafts_needs_a_draft(
-        self, folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_a_policy_that_drafts_needs_a_draft(self, folders: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
         assert parse_args(["--prompt", "Hi"]).policy == "chain"
-        assert self.command(monkeypatch, "--target", folders[0]) == 2
+        assert generate("--target", folders[0]) == 2
         check_message(capsys.readouterr().err.strip(), "error: --draft", "chain", "autoregressive")
         words = ["--target", folders[0], "--policy", "autoregressive", "--max-new-tokens", "2"]
-        assert self.command(monkeypatch, *words) == 0
+        assert generate(*words) == 0
 
     def test_debug_shows_the_traceback(self, folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
         words = ["--target", folders[0], "--policy", "sgae"]
-        assert self.command(monkeypatch, *words) == 2
+        assert generate(*words) == 2
         monkeypatch.setattr("sys.argv", ["sage-generate", "--prompt", "Hi", *words, "--debug"])
         with pytest.raises(ValueError, match="'sgae' is unknown"):
             main()
 
     def test_the_draft_tells_the_target_or_what_is_wrong_with_it(
-        self, folders: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+        self, folders: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert self.command(monkeypatch, "--draft", folders[1], "--max-new-tokens", "2") == 0
+        assert generate("--draft", folders[1], "--max-new-tokens", "2") == 0
         for content, message in {None: "config.json", "{": "config.json", "{}": "model_type"}.items():
             if content is not None:
                 (tmp_path / "config.json").write_text(content)
             capsys.readouterr()
-            assert self.command(monkeypatch, "--draft", str(tmp_path)) == 2
+            assert generate("--draft", str(tmp_path)) == 2
             check_message(capsys.readouterr().err, f"draft: {tmp_path}: ", message)
 
     def test_weights_that_give_nan_name_the_pass(

@@ -94,6 +94,7 @@ def test_rotation_in_exif_is_applied() -> None:
 
 def test_transparency_is_composited_over_white() -> None:
     assert open_image(Image.new("RGBA", (4, 4), (0, 0, 0, 0))).getpixel((0, 0)) == (255, 255, 255)
+    assert open_image(Image.new("L", (4, 4), 7)).getpixel((0, 0)) == (7, 7, 7)
     assert open_image(Image.new("LA", (4, 4), (0, 128))).getpixel((0, 0)) == (127, 127, 127)
     palette = Image.new("P", (4, 4))
     palette.putpalette([10, 20, 30])

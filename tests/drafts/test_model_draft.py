@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.messages import refused
-from support.models import in_float64, make_inputs, make_llava, make_qwen, random_draft
+from support.models import MAKERS, followed_by, greedy_text, in_float64, make_inputs, make_qwen, random_draft
 from support.processors import make_processor
 from transformers import PreTrainedTokenizerFast
 
@@ -16,12 +16,6 @@ from sage.drafts.model import ModelDraft, ModelSession
 from sage.drafts.pruning import two_stage_indices, uniform_indices
 
 LENGTH = 24
-MAKERS = {"qwen2_5_vl": make_qwen, "llava_onevision": make_llava}
-
-
-def hugging_face(target: sage.Target, inputs: dict[str, torch.Tensor]) -> list[int]:
-    ids = target.model.generate(**inputs, max_new_tokens=LENGTH, do_sample=False)
-    return ids[0, inputs["input_ids"].shape[1] :].tolist()
 
 
 @pytest.mark.parametrize("family", MAKERS)
@@ -31,7 +25,7 @@ def test_any_model_drafts_losslessly(family: str, policy: str) -> None:
     """The target as its own draft and an unrelated model both give the target's text."""
     target = MAKERS[family]()
     inputs = in_float64(target, make_inputs(target))
-    expected = hugging_face(target, inputs)
+    expected = greedy_text(target, inputs, LENGTH)
     for seed, is_itself in ((0, True), (7, False)):
         other = MAKERS[family](seed=seed)
         other.model.double()
@@ -56,8 +50,7 @@ def test_commit_equals_a_fresh_prefill(tiny_target: sage.Target) -> None:
     session.prefill(prompt, None, torch.tensor([5]))
     session.expand(torch.tensor([0, 0]), torch.tensor([9, 8]))
     found = session.commit(None, torch.tensor([6, 7]))
-    ids = torch.cat((inputs["input_ids"], torch.tensor([[5, 6, 7]])), 1)
-    again = {**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids), **tiny_target.family.token_inputs(ids)}
+    again = followed_by(tiny_target, inputs, torch.tensor([5, 6, 7]))
     fresh = tiny_target.lm_head(tiny_target.features(tiny_target.embed(again)).last[:, -1])
     torch.testing.assert_close(found, fresh, atol=1e-10, rtol=0)
 
@@ -66,7 +59,7 @@ def test_commit_equals_a_fresh_prefill(tiny_target: sage.Target) -> None:
 @pytest.mark.parametrize("ratio", [0.3, 0.9, 1.0])
 def test_pruning_changes_the_draft_and_never_the_output(method: str, ratio: float, tiny_target: sage.Target) -> None:
     inputs = in_float64(tiny_target, make_inputs(tiny_target))
-    expected = hugging_face(tiny_target, inputs)
+    expected = greedy_text(tiny_target, inputs, LENGTH)
     pruning = sage.Pruning(ratio, method)
     for draft in (random_draft(tiny_target, seed=0), ModelDraft(tiny_target, tiny_target)):
         out = sage.generate(tiny_target, draft, inputs, policy="sage", max_new_tokens=LENGTH, pruning=pruning)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.models import in_float64, make_inputs, random_draft
+from support.models import cut, in_float64, make_inputs, random_draft
 from torch import Tensor, nn
 
 import sage
@@ -14,22 +14,11 @@ from sage.drafts.unroll import Chains
 STEPS = 4
 
 
-def head(target: sage.Target, kind: str) -> sage.drafts.head.DraftHead:
-    options = {"feature_levels": [1, 2, 3]} if kind == "eagle3" else {}
-    return random_draft(target, kind, seed=3, **options)
-
-
-def cut(inputs: dict[str, Tensor], length: int) -> dict[str, Tensor]:
-    """Returns the inputs of the first `length` tokens, after all images."""
-    total = inputs["input_ids"].shape[1]
-    return {k: v[:, :length] if v.dim() == 2 and v.shape == (1, total) else v for k, v in inputs.items()}
-
-
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_unroll_equals_a_drafted_chain(tiny_target: sage.Target, kind: str) -> None:
     """Row s of step i equals a session that has read up to pair s and then drafted the next i tokens of the text."""
     inputs = in_float64(tiny_target, make_inputs(tiny_target, length=14))
-    draft = head(tiny_target, kind)
+    draft = random_draft(tiny_target, kind, seed=3)
     prompt = tiny_target.embed(inputs)
     features = tiny_target.features(prompt, draft.levels)
     tokens = inputs["input_ids"][0]
@@ -52,14 +41,14 @@ def test_unroll_equals_a_drafted_chain(tiny_target: sage.Target, kind: str) -> N
 
 def test_one_step_equals_forward(tiny_target: sage.Target) -> None:
     inputs = make_inputs(tiny_target)
-    draft, prompt = head(tiny_target, "eagle"), tiny_target.embed(inputs)
+    draft, prompt = random_draft(tiny_target, seed=3), tiny_target.embed(inputs)
     features = tiny_target.features(prompt).last
     args = (prompt.embeds[:, 1:], features[:, :-1], prompt.position_ids[..., :-1])
     assert torch.equal(draft.unroll(*args)[0], draft(*args))
 
 
 def test_sequences_shorter_than_the_steps_end_early(tiny_qwen: sage.Target) -> None:
-    draft = head(tiny_qwen, "eagle")
+    draft = random_draft(tiny_qwen, seed=3)
     states = torch.zeros(1, 2, 32)
     assert [out.shape[1] for out in draft.unroll(states, states, torch.zeros(3, 1, 2, dtype=torch.long), STEPS)] == [2, 1]
 
@@ -120,7 +109,7 @@ def test_bf16_keeps_the_share_of_the_chain() -> None:
 
 def test_negative_control_later_keys_are_masked(tiny_qwen: sage.Target) -> None:
     """The target's feature of token t + 1 must not reach a draft that has read up to token t."""
-    draft = head(tiny_qwen, "eagle").double()
+    draft = random_draft(tiny_qwen, seed=3).double()
     embeds, features = torch.randn(2, 1, 8, 32, dtype=torch.float64)
     positions = torch.arange(8).expand(3, 1, 8)
     spoilt = features.clone()

@@ -28,13 +28,13 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -42,7 +42,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 import sage
 
@@ -91,11 +91,6 @@ class Traffic:
         """Copies to the device that wait for it."""
         return self.count(Kind.BLOCKING_UPLOAD)
 
-    @property
-    def between_devices(self) -> int:
-        """Copies from one pretend device to another."""
-        return self.count(Kind.BETWEEN_DEVICES)
-
     def reset(self) -> None:
         """Starts to count anew."""
         self.lines.clear()
@@ -117,34 +112,13 @@ class Traffic:
         self.lines[kind, f"{name}:{frame.f_lineno}" if frame else "elsewhere"] += 1
 
 
-class _State:
-    """What the operators below consult; there is one accelerator per process."""
-
-    def __init__(self) -> None:
-        self.traffic = Traffic()
-        self.is_active = False
-        self.library: Any = None  # of the operators below; set when the device type is registered
-        self.pinned: dict[int, Tensor] = {}  # by address of the storage; kept alive, so that no other tensor gets the address
-
-
-_STATE = _State()
-_SYNCHRONIZING = frozenset(
-    f"aten::{name}"
-    for name in (
-        "_local_scalar_dense",
-        "bincount",
-        "equal",
-        "is_nonzero",
-        "masked_select",
-        "nonzero",
-        "repeat_interleave",
-        "_unique",
-        "_unique2",
-        "unique_consecutive",
-        "unique_dim",
-    )
-)
-_INDEXING = frozenset(("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"))
+# What the operators below consult; there is one accelerator per process. `library` is set when the device type is registered,
+# `pinned` are tensors by address of their storage, kept alive, so that no other tensor gets the address.
+_STATE = SimpleNamespace(traffic=Traffic(), is_active=False, library=None, pinned={})
+_SYNCHRONIZING = {f"aten::{name}" for name in ("_local_scalar_dense", "bincount", "equal", "is_nonzero", "masked_select")}
+_SYNCHRONIZING |= {f"aten::{name}" for name in ("nonzero", "repeat_interleave", "_unique", "_unique2", "unique_dim")}
+_SYNCHRONIZING |= {"aten::unique_consecutive"}
+_INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 
 
 class PretendTensor(torch.Tensor):
@@ -207,9 +181,9 @@ class PretendTensor(torch.Tensor):
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Runs an operator on the CPU; wraps its results if they belong on a pretend device."""
-    operands: list[Tensor] = []
-    plain_args, plain = _unwrapped(args, operands), {key: _unwrapped(value, operands) for key, value in kwargs.items()}
+    operands = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
     ours = [operand for operand in operands if isinstance(operand, PretendTensor)]
+    plain_args, plain = tree_map(lambda value: value.inner if isinstance(value, PretendTensor) else value, (args, kwargs))
     name = func._schema.name
     if name == "aten::_to_copy":
         device = _copied(args[0], kwargs.get("device") or args[0].device, kwargs.get("non_blocking", False))
@@ -227,29 +201,15 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     result = func(*plain_args, **plain)
     if is_pinned:
         _remember_pinned(result)
-    return _wrapped(result, _indexed(device), ours) if _is_pretend(device) else result
-
-
-def _unwrapped(value: Any, operands: list[Tensor]) -> Any:
-    """Replaces pretend tensors by their values; appends all tensors to `operands`."""
-    if isinstance(value, Tensor):
-        operands.append(value)
-        return value.inner if isinstance(value, PretendTensor) else value
-    if isinstance(value, (list, tuple)):
-        return type(value)([_unwrapped(one, operands) for one in value])
-    return value
+    return tree_map(lambda one: _wrapped(one, _indexed(device), ours), result) if _is_pretend(device) else result
 
 
 def _wrapped(result: Any, device: torch.device, ours: list[PretendTensor]) -> Any:
-    """Inverse of `_unwrapped`; a result that is an operand itself, of an operator in place, stays the same object."""
-    if isinstance(result, Tensor):
-        for one in ours:
-            if one.inner is result:
-                return one
-        return PretendTensor(result, device)
-    if isinstance(result, (list, tuple)):
-        return type(result)([_wrapped(one, device, ours) for one in result])
-    return result
+    """Wraps a tensor; a result that is an operand itself, of an operator in place, stays the same object."""
+    if not isinstance(result, Tensor):
+        return result
+    same = [one for one in ours if one.inner is result]
+    return same[0] if same else PretendTensor(result, device)
 
 
 def _common_device(name: str, args: Any, operands: list[Tensor], device: torch.device) -> torch.device:
@@ -296,10 +256,6 @@ def _indexed(device: torch.device) -> torch.device:
     return DEVICE if _is_pretend(device) and device.index is None else device
 
 
-def _inner(value: Any) -> Any:
-    return value.inner if isinstance(value, PretendTensor) else value
-
-
 def _remember_pinned(tensor: Tensor) -> Tensor:
     _STATE.pinned[tensor.untyped_storage().data_ptr()] = tensor
     return tensor
@@ -336,62 +292,17 @@ def _is_composite(func: Any) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
 
 
-# Operators that PyTorch calls below the mode, for example within `torch.tensor(.., device=DEVICE)`.
-
-
-def _empty(size: Any, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None, **_: Any) -> Tensor:
-    return PretendTensor(torch.empty(size, dtype=dtype), _indexed(torch.device(device)))
-
-
-def _empty_strided(
-    size: Any, stride: Any, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None
-) -> Tensor:
-    return PretendTensor(torch.empty_strided(size, stride, dtype=dtype), _indexed(torch.device(device)))
+def _kernel(func: Any) -> Callable[..., Any]:
+    """An operator as PyTorch calls it below the mode, for example within `torch.tensor(.., device=DEVICE)`."""
+    return lambda *args, **kwargs: _run(func, args, kwargs)
 
 
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
-    _copied(source, target.device, non_blocking)
-    _inner(target).copy_(_inner(source))
-    return target
-
-
-def _to_copy(source: Tensor, dtype: Any = None, device: Any = None, non_blocking: bool = False, **_: Any) -> Tensor:
-    to = _copied(source, device or source.device, non_blocking)
-    moved = _inner(source).to(dtype or source.dtype, copy=True)
-    return PretendTensor(moved, to) if _is_pretend(to) else moved
-
-
-def _local_scalar_dense(tensor: PretendTensor) -> Any:
-    _STATE.traffic.add(Kind.SYNCHRONIZATION)
-    return tensor.inner.item()
+    return _run(torch.ops.aten.copy_.default, (target, source, non_blocking), {})
 
 
 def _no_grad(mode: bool = True) -> AbstractContextManager[Any]:
     return torch.no_grad() if mode else nullcontext()
-
-
-class _BackendModule:
-    """What becomes `torch.vacc`."""
-
-    def is_available(self) -> bool:
-        return _STATE.is_active
-
-    is_initialized = is_available
-
-    def device_count(self) -> int:
-        return len(DEVICES)
-
-    def current_device(self) -> int:
-        return 0
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16]
-
-    def manual_seed_all(self, seed: int) -> None:
-        pass
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
 
 
 def _register() -> None:
@@ -407,16 +318,21 @@ def _register() -> None:
         def is_built(self) -> bool:
             return True
 
-    backend_registration._setup_privateuseone_for_python_backend(BACKEND, _BackendModule(), Hooks())
+    module = SimpleNamespace(  # becomes `torch.vacc`
+        is_available=lambda: _STATE.is_active,
+        is_initialized=lambda: _STATE.is_active,
+        device_count=lambda: len(DEVICES),
+        current_device=lambda: 0,
+        get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
+        manual_seed_all=lambda seed: None,
+        _is_in_bad_fork=lambda: False,
+    )
+    backend_registration._setup_privateuseone_for_python_backend(BACKEND, module, Hooks())
     _STATE.library = library = torch.library.Library("aten", "IMPL")
-    for operator, function in {
-        "empty.memory_format": _empty,
-        "empty_strided": _empty_strided,
-        "_copy_from": _copy_from,
-        "_to_copy": _to_copy,
-        "_local_scalar_dense": _local_scalar_dense,
-    }.items():
-        library.impl(operator, function, "PrivateUse1")
+    library.impl("_copy_from", _copy_from, "PrivateUse1")
+    aten = torch.ops.aten
+    for func in (aten.empty.memory_format, aten.empty_strided.default, aten._to_copy.default, aten._local_scalar_dense.default):
+        library.impl(func._schema.name + f".{func._schema.overload_name}".rstrip("."), _kernel(func), "PrivateUse1")
 
 
 # -- interface ---------------------------------------------------------------------------------------------------------------

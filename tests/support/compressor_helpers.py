@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from support.models import EOS, IMAGE_TOKEN, VIDEO_TOKEN, random_draft
+from support.models import EOS, IMAGE_TOKEN, VIDEO_TOKEN, random_draft, token_fields
 from torch import Tensor
 
 import sage
@@ -54,8 +54,7 @@ CONVERSATIONS: dict[str, list[Any]] = {
 
 def draft_with(target: sage.Target, kind: str, compressor: dict[str, Any] | None, seed: int = 0) -> DraftHead:
     """Returns a head with random weights in evaluation mode."""
-    options = {"feature_levels": [1, 2, 3]} if kind == "eagle3" else {}
-    head: DraftHead = random_draft(target, kind, seed=seed, compressor=compressor, **options).eval()
+    head: DraftHead = random_draft(target, kind, seed=seed, compressor=compressor).eval()
     return head
 
 
@@ -67,14 +66,14 @@ def example(target: sage.Target, pieces: list[Any]) -> dict[str, Tensor]:
         ids += _placeholders(target, piece, pieces.count("image")) if isinstance(piece, str) else piece
         mask += [int(isinstance(piece, tuple))] * (len(ids) - len(mask))
     pixels = _pixels(target, pieces.count("image"), pieces.count("video"))
-    return {**_tokens(target, torch.tensor([ids])), **pixels, "loss_mask": torch.tensor([mask])}
+    return {**token_fields(target, torch.tensor([ids])), **pixels, "loss_mask": torch.tensor([mask])}
 
 
 def prompt_of(target: sage.Target, full: dict[str, Tensor], length: int) -> dict[str, Tensor]:
     """Returns the inputs of the first `length` tokens; an image begins with its first placeholder."""
     ids = full["input_ids"][:, :length]
     images, videos = (_runs(ids[0] == token) for token in (IMAGE_TOKEN, VIDEO_TOKEN))
-    return {**_tokens(target, ids), **_pixels(target, images, videos)}
+    return {**token_fields(target, ids), **_pixels(target, images, videos)}
 
 
 def together(target: sage.Target, examples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -89,10 +88,6 @@ def together(target: sage.Target, examples: list[dict[str, Tensor]]) -> dict[str
 def starts_of_answers(loss_mask: Tensor) -> list[int]:
     row = loss_mask[0].tolist()
     return [place for place, is_answer in enumerate(row) if is_answer and not row[place - 1]]
-
-
-def _tokens(target: sage.Target, ids: Tensor) -> dict[str, Tensor]:
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **target.family.token_inputs(ids)}
 
 
 def _runs(mask: Tensor) -> int:

@@ -8,23 +8,21 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import torch
 from PIL import Image
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    LlavaOnevisionConfig,
-    LlavaOnevisionForConditionalGeneration,
-    PreTrainedTokenizerFast,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-)
+from support.models import llava_config, qwen_config, text_sizes
+from support.processors import byte_level
+from tokenizers import pre_tokenizers
+from transformers import LlavaOnevisionForConditionalGeneration, PreTrainedTokenizerFast, Qwen2_5_VLForConditionalGeneration
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import sage
 from data_prep.batching.loader import StepLoader
 from data_prep.conversation import Conversation
+from data_prep.dataset.mixing import MixedOrder
 from data_prep.tools.regenerate import skipped_path
 from sage.inputs.processing import Processor
 from sage.targets.families.llava_onevision import LlavaOnevision
@@ -65,50 +63,38 @@ LLAVA_TEMPLATE = """\
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"""
 
 
-def byte_tokenizer_of(special: dict[str, int], eos: str) -> PreTrainedTokenizerFast:
-    """Returns a tokenizer with one token per byte from 64 on, and special tokens of given ids below 64."""
-    vocabulary = {f"<unused{i}>": i for i in set(range(64)) - set(special.values())} | special
-    vocabulary |= {letter: 64 + i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
-    core.add_special_tokens([AddedToken(token, special=True) for token in special])
-    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=eos, pad_token=min(vocabulary, key=vocabulary.__getitem__))
-
-
 def byte_tokenizer(family: str) -> PreTrainedTokenizerFast:
     """Returns a tokenizer with one token per byte, and the special tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
+    core = byte_level({letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))})
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=SPECIAL[2], pad_token=SPECIAL[0])
     tokenizer.add_special_tokens({"additional_special_tokens": [*SPECIAL, *MEDIA_TOKENS[family]]})
     return tokenizer
 
 
-def make_processor(family: str) -> Processor:
-    """Returns a processor: 16 x 16 images are 4 visual tokens (Qwen2.5-VL), 8 x 8 images 4 + 6 (LLaVA-OneVision)."""
+def make_processor(family: str, hidden_size: int = 32) -> Processor:
+    """Returns a processor: 16 x 16 images are 4 visual tokens (Qwen2.5-VL), 8 x 8 images 4 + 6 (LLaVA-OneVision).
+
+    Its family has the configuration of a target of two layers.
+    """
     tokenizer = byte_tokenizer(family)
+    ids = {
+        "bos_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": hidden_size, "max_position_embeddings": 2048}
+    text = text_sizes(num_hidden_layers=2, **sizes, **ids)
+    media = tokenizer.convert_tokens_to_ids(list(MEDIA_TOKENS[family]))
     if family == "qwen2_5_vl":
-        ids = tokenizer.convert_tokens_to_ids(list(MEDIA_TOKENS[family]))
         names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
-        config: Any = Qwen2_5_VLConfig(
-            vision_config={"patch_size": 4, "spatial_merge_size": 2}, **dict(zip(names, ids, strict=True))
-        )
-        image_processor: Any = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, min_pixels=256, max_pixels=256)
-        return Processor(tokenizer, image_processor, Qwen2_5_VL(config), QWEN_TEMPLATE)
-    ids = tokenizer.convert_tokens_to_ids(list(MEDIA_TOKENS[family]))
-    config = LlavaOnevisionConfig(
-        vision_config={"model_type": "siglip_vision_model", "image_size": 8, "patch_size": 4},
-        image_token_id=ids[0],
-        video_token_id=ids[1],
-        image_grid_pinpoints=[[8, 8]],
-    )
-    image_processor = LlavaOnevisionImageProcessorPil(
+        qwen = Qwen2_5_VL(qwen_config(text, dict(zip(names, media, strict=True))))
+        images: Any = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, min_pixels=256, max_pixels=256)
+        return Processor(tokenizer, images, qwen, QWEN_TEMPLATE)
+    llava = LlavaOnevision(llava_config(text, {"image_token_id": media[0], "video_token_id": media[1]}, [[8, 8]]))
+    images = LlavaOnevisionImageProcessorPil(
         size={"height": 8, "width": 8}, image_grid_pinpoints=[[8, 8]], image_mean=[0.5] * 3, image_std=[0.5] * 3
     )
-    return Processor(tokenizer, image_processor, LlavaOnevision(config), LLAVA_TEMPLATE)
+    return Processor(tokenizer, images, llava, LLAVA_TEMPLATE)
 
 
 def make_image(size: int = 16, colour: str = "red") -> Image.Image:
@@ -145,47 +131,12 @@ def save_images(folder: Path, *names: str) -> None:
         make_image(16, ("red", "green", "blue", "yellow")[i % 4]).save(folder / name)
 
 
-def make_target(family: str) -> Any:
+def make_target(family: str, hidden_size: int = 32) -> Any:
     """Returns a target of two layers with random weights and the processor of `make_processor`."""
-    processor = make_processor(family)
-    text = {
-        "vocab_size": len(processor.tokenizer),
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 2048,
-        "eos_token_id": processor.tokenizer.eos_token_id,
-        "pad_token_id": processor.tokenizer.pad_token_id,
-        "bos_token_id": processor.tokenizer.pad_token_id,
-        "initializer_range": 0.3,
-    }
-    config = processor.family.config
+    processor = make_processor(family, hidden_size)
+    kind: Any = Qwen2_5_VLForConditionalGeneration if family == "qwen2_5_vl" else LlavaOnevisionForConditionalGeneration
     torch.manual_seed(0)
-    if family == "qwen2_5_vl":
-        text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
-        vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
-        vision |= {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 16}
-        vision |= {"fullatt_block_indexes": [0]}
-        names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-        ids = {name: getattr(config, name) for name in names}
-        model: Any = Qwen2_5_VLForConditionalGeneration(
-            Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **ids)
-        )
-    else:
-        vision = {"model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 24, "image_size": 8}
-        vision |= {"num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4, "vision_use_head": False}
-        ids = {"image_token_id": config.image_token_id, "video_token_id": config.video_token_id}
-        model = LlavaOnevisionForConditionalGeneration(
-            LlavaOnevisionConfig(
-                text_config={"model_type": "qwen2", **text},
-                vision_config=vision,
-                image_grid_pinpoints=[[8, 8]],
-                tie_word_embeddings=False,
-                **ids,
-            )
-        )
+    model = kind(processor.family.config)
     model.generation_config.eos_token_id = processor.tokenizer.eos_token_id
     model.generation_config.pad_token_id = processor.tokenizer.pad_token_id
     return sage.Target(model, processor)
@@ -205,9 +156,9 @@ def train_step(target: Any, batch: dict[str, Any]) -> float:
     return float(mean.detach())
 
 
-def save_target(family: str, folder: Path) -> Path:
+def save_target(family: str, folder: Path, hidden_size: int = 32) -> Path:
     """Saves the target of `make_target` as a target folder."""
-    target = make_target(family)
+    target = make_target(family, hidden_size)
     target.model.save_pretrained(folder)
     target.processor.tokenizer.chat_template = target.processor.chat_template
     target.processor.tokenizer.save_pretrained(folder)
@@ -222,9 +173,42 @@ def png(colour: str = "red") -> bytes:
     return stream.getvalue()
 
 
-def share_turns(*values: str) -> list[dict[str, str]]:
+def share_turns(*values: str, roles: tuple[str, ...] = ("human", "gpt")) -> list[dict[str, str]]:
     """Returns alternating turns in the ShareGPT layout."""
-    return [{"from": "human" if i % 2 == 0 else "gpt", "value": value} for i, value in enumerate(values)]
+    return [{"from": roles[i % len(roles)], "value": value} for i, value in enumerate(values)]
+
+
+def save_onevision(path: Path, **columns: list[Any]) -> None:
+    """Writes a table with the columns of LLaVA-OneVision-Data."""
+    word = datasets.Value("string")
+    kinds = {"image": datasets.Image(), "conversations": [{"from": word, "value": word}]}
+    features = datasets.Features({name: kinds.get(name, word) for name in columns})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    datasets.Dataset.from_dict(columns, features).to_parquet(path)
+
+
+class Numbers:
+    """A dataset whose example i is the token i, in the order of a mixture of sources."""
+
+    def __init__(self, size: int, weights: list[float] | None = None, sources: list[int] | None = None) -> None:
+        self.size = size
+        self.order = MixedOrder(np.array(sources or [0] * size), weights)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return {"id": f"n{number}", "input_ids": torch.tensor([number])}
+
+    def epoch(self, seed: int, epoch: int) -> np.ndarray:
+        return self.order.epoch(seed, epoch)
+
+
+def collate_numbers(examples: list[dict[str, Any]]) -> dict[str, Any]:
+    """Pads examples of `Numbers`."""
+    rows = [example["input_ids"] for example in examples]
+    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
+    return {"input_ids": padded, "attention_mask": (padded >= 0).long()}
 
 
 class TwoTurnConversations:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import make_llava, make_qwen
+from support.models import MAKERS
+from support.train_helpers import policy_figures
 
 import sage
 from checkpoints.export.exporter import ExportOptions, ExportResult, export
@@ -23,12 +24,11 @@ from train.cli.export import main
 LEVELS = [0, 1, 2]  # the tiny targets have three layers, too few for the engines' default
 REDUCED = torch.arange(3, 330, 3)
 outputs = find_format("eagle3").outputs  # of an EAGLE-3 draft on the fixed batch
-TARGETS = {"qwen2_5_vl": make_qwen, "llava_onevision": make_llava}
 
 
 def save_target(folder: Path, family: str = "qwen2_5_vl", seed: int = 0) -> sage.Target:
     """Saves a tiny target and returns it under the name of its folder."""
-    target = TARGETS[family](seed=seed)
+    target = MAKERS[family](seed=seed)
     target.model.save_pretrained(folder)
     target.name = str(folder)
     return target
@@ -64,21 +64,6 @@ def edit_json(path: Path, change: Any) -> None:
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content, indent=2) + "\n")
-
-
-def policy_figures(tokens_per_target_pass: float) -> dict[str, Any]:
-    """Returns the figures of a policy in report.json."""
-    return {
-        "mean_accepted_draft": tokens_per_target_pass - 1,
-        "tokens_per_target_pass": tokens_per_target_pass,
-        "tokens_per_s": 50.0,
-        "speedup": 1.75,
-        "speedup_end_to_end": 1.5,
-        "match": 4,
-        "total": 4,
-        "first_gaps": [],
-        "time_s": {},
-    }
 
 
 def save_run(folder: Path, target: sage.Target, scores: dict[int, float], **draft: Any) -> Path:

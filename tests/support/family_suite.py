@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import transformers
-from support.data_helpers import assistant, byte_tokenizer_of, train_step
+from support.data_helpers import assistant, train_step
 from support.kernel_layouts import use_cuda_layouts
-from support.models import OracleSession, random_draft, text_sizes
+from support.models import OracleSession, cut, followed_by, greedy_text, in_double, random_draft, text_sizes
 from support.pass_helpers import tree_pass
-from support.processors import image_part, random_image, user
+from support.processors import byte_tokenizer_of, image_part, random_image, user
 from support.toy_helpers import make_policy
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -29,13 +29,14 @@ from sage.decoding import generation
 from sage.drafts.draft import new_session
 from sage.inputs.format import Inputs
 from sage.inputs.processing import Processor
+from sage.planning.tree import Tree
 from sage.targets.families import FAMILIES, family_of
 from sage.targets.family import Prompt
 from sage.targets.loading import meta_target
 from train.plan.meta import count
 
 IMAGE, VIDEO, END = 60, 61, 1  # ids of the slots and of the token that ends an answer
-TREE_TOKENS, TREE_PARENTS = [70, 71, 72, 73, 74], [-1, 0, 0, 1, 3]
+TREE = Tree(*map(torch.tensor, ([70, 71, 72, 73, 74], [-1, 0, 0, 1, 3], [0, 1, 1, 2, 3])))
 EXACT = {"atol": 1e-11, "rtol": 0}
 NEW_TOKENS, STEPS = 8, 3
 SIZES = [(8, 8), (16, 8), (9, 31), (40, 12), (3, 90)]  # of images
@@ -62,7 +63,6 @@ def text(**more: Any) -> dict[str, Any]:
 
 QWEN_TOKENS = {"<|image_pad|>": IMAGE, "<|video_pad|>": VIDEO, "<|vision_start|>": 62, "<|vision_end|>": 63}
 QWEN_TEMPLATE = chatml("<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>")
-QWEN_IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": 62, "vision_end_token_id": 63}
 
 CLIP = {"model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3}
 CLIP |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 4, "projection_dim": 16}
@@ -197,19 +197,17 @@ class FamilySuite:
         for name in prompts.keys() - {"short", "image", "video"}:
             expected, prompt = paths(target, prompts[name]), target.embed(prompts[name])
             for known in {0, between_media(prompt)}:
-                for nodes in (len(TREE_TOKENS), 1):
+                for nodes in (len(TREE), 1):
                     found, case = tree(target, prompt, known, nodes), f"{name}, {known} tokens reused, {nodes} nodes"
                     torch.testing.assert_close(found, expected[:nodes], **EXACT, msg=lambda m, n=case: f"{n}: {m}")
 
     def test_a_lost_mask_is_an_error(self, target: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
         """Negative control: a dict of masks by layer type, which some text models drop, fails or changes nothing."""
         prompt = target.embed(self.longest(target))
-        expected, layers = tree(target, prompt), type(target.family).tree_mask
+        expected, mask = tree(target, prompt), target.family.tree_mask
         if target.family.window:
             return
-        monkeypatch.setattr(
-            target.family, "tree_mask", lambda *args: {"full_attention": layers(target.family, *args)}, raising=False
-        )
+        monkeypatch.setattr(target.family, "tree_mask", lambda *args: {"full_attention": mask(*args)}, raising=False)
         try:
             found = tree(target, prompt)
         except RuntimeError as error:
@@ -255,18 +253,11 @@ class FamilySuite:
 
     def hugging_face(self, target: sage.Target) -> Any:
         """Returns Hugging Face's processor, built without its video processor, which needs torchvision."""
-        kind = getattr(transformers, self.hf_processor)
-        theirs: Any = object.__new__(kind)
+        theirs: Any = object.__new__(getattr(transformers, self.hf_processor))
         images = target.processor.image_processor
-        for name, value in {
-            "image_processor": images,
-            "video_processor": images,
-            "tokenizer": target.processor.tokenizer,
-        }.items():
-            setattr(theirs, name, value)
-        for name, value in {f"{kind}_token": token for kind, token in target.family.placeholders.items()}.items():
-            setattr(theirs, name, value)
-        for name, value in self.hugging_face_settings(target).items():
+        parts = {"image_processor": images, "video_processor": images, "tokenizer": target.processor.tokenizer}
+        tokens = {f"{kind}_token": token for kind, token in target.family.placeholders.items()}
+        for name, value in {**parts, **tokens, **self.hugging_face_settings(target)}.items():
             setattr(theirs, name, value)
         return theirs
 
@@ -300,12 +291,10 @@ class FamilySuite:
     @pytest.mark.slow
     def test_texts_of_every_policy_are_generates(self, target: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
         inputs = self.longest(target)
-        ids = target.model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
-        expected = ids[0, inputs["input_ids"].shape[1] :].tolist()
+        expected = greedy_text(target, inputs, NEW_TOKENS)
         draft = sage.new_draft(target, "eagle", seed=0)
         shapes = use_cuda_layouts(monkeypatch)
-        sessions = lambda draft, target, capacity: OracleSession(expected, target.vocab_size, 1)  # noqa: E731
-        monkeypatch.setattr(generation, "new_session", sessions)
+        monkeypatch.setattr(generation, "new_session", lambda *_: OracleSession(expected, target.vocab_size, 1))
         for name in sage.POLICIES:
             out = sage.generate(target, draft, inputs, make_policy(name, POLICIES.get(name, {})), max_new_tokens=NEW_TOKENS)
             assert out.tokens.tolist() == expected, name
@@ -370,11 +359,6 @@ class FamilySuite:
         assert (width > 0, mlp_width > 0, values > 0) == (self.has_images,) * 3
 
 
-def in_double(inputs: Any) -> Inputs:
-    """Returns inputs with floating-point tensors in float64."""
-    return {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
-
-
 def hidden_states(target: sage.Target, inputs: Inputs) -> list[Tensor]:
     """Returns the inputs of all layers and the last state, after the norm, of a pass of Hugging Face's model."""
     states: list[Tensor] = []
@@ -394,40 +378,20 @@ def between_media(prompt: Prompt) -> int:
     return next((i for i in range(1, len(visual)) if visual[i - 1] and not visual[i]), 2)
 
 
-def tree_ancestors() -> Tensor:
-    ancestors = torch.eye(len(TREE_PARENTS), dtype=torch.bool)
-    for node, parent in enumerate(TREE_PARENTS):
-        if parent >= 0:
-            ancestors[node] |= ancestors[parent]
-    return ancestors
-
-
-def tree(target: sage.Target, prompt: Prompt, known: int = 0, nodes: int = len(TREE_TOKENS)) -> Tensor:
+def tree(target: sage.Target, prompt: Prompt, known: int = 0, nodes: int = len(TREE)) -> Tensor:
     """Returns the features [N, D] of a tree below the prompt, of which `known` tokens were prefilled before the others."""
-    cache, ancestors = target.new_cache(512), tree_ancestors()[:nodes, :nodes]
+    cache, ancestors = target.new_cache(512), TREE.ancestors[:nodes, :nodes]
     if known:
         target.prefill(prompt.at(torch.arange(known)), cache)
     target.prefill(prompt.after(known), cache)
-    positions = prompt.next_position + ancestors.sum(1) - 1
-    return tree_pass(target, torch.tensor(TREE_TOKENS[:nodes]), positions, ancestors, cache).last[0]
+    return tree_pass(target, TREE.tokens[:nodes], prompt.next_position + TREE.depths[:nodes], ancestors, cache).last[0]
 
 
 def paths(target: sage.Target, inputs: Inputs) -> Tensor:
     """Returns the features [N, D] of the same nodes, each on a path that ends a prompt of Hugging Face's model."""
-    ancestors, found = tree_ancestors(), {}
-    for leaf in set(range(len(TREE_PARENTS))) - set(TREE_PARENTS):
-        nodes = ancestors[leaf].nonzero()[:, 0]
-        ids = torch.cat((inputs["input_ids"], torch.tensor(TREE_TOKENS)[nodes][None]), 1)
-        states = hidden_states(target, {**inputs, **token_fields(target, ids)})[-1][0, -len(nodes) :]
+    found: dict[int, Tensor] = {}
+    for leaf in set(range(len(TREE))) - set(TREE.parents.tolist()):
+        nodes = TREE.ancestors[leaf].nonzero()[:, 0]
+        states = hidden_states(target, followed_by(target, inputs, TREE.tokens[nodes]))[-1][0, -len(nodes) :]
         found |= dict(zip(nodes.tolist(), states, strict=True))
-    return torch.stack([found[node] for node in range(len(TREE_PARENTS))])
-
-
-def token_fields(target: sage.Target, ids: Tensor) -> Inputs:
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **target.family.token_inputs(ids)}
-
-
-def cut(inputs: Inputs, length: int) -> Inputs:
-    """Returns the inputs of the first `length` tokens, after all images."""
-    shape = inputs["input_ids"].shape
-    return {k: v[:, :length] if isinstance(v, Tensor) and v.shape == shape else v for k, v in inputs.items()}
+    return torch.stack([found[node] for node in range(len(TREE))])

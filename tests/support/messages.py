@@ -9,12 +9,14 @@ import fcntl
 import json
 import os
 import re
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from huggingface_hub.constants import HF_HOME
@@ -32,6 +34,13 @@ def refused(*parts: str, error: type[BaseException] = ValueError) -> Iterator[py
     with pytest.raises(error) as caught:
         yield caught
     check_message(str(caught.value), *parts)
+
+
+def exit_code(main: Callable[[], object], *words: object) -> int:
+    """Returns the exit code of a console entry point."""
+    with mock.patch.object(sys, "argv", ["command", *map(str, words)]), pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
 
 
 def check_message(text: str, *parts: str) -> None:

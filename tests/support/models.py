@@ -1,10 +1,12 @@
-"""Tiny random targets of both families, random drafts, and a scripted draft."""
+"""Tiny random targets of both families, their inputs, random drafts, and a scripted draft."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     LlavaOnevisionConfig,
     LlavaOnevisionForConditionalGeneration,
@@ -18,6 +20,10 @@ from sage.runtime.host_tensors import Tokens
 
 VOCABULARY = 330  # 64 ids for the tests and one per byte
 IMAGE_TOKEN, VIDEO_TOKEN, EOS = 60, 61, 1
+LLAVA_IDS = {"image_token_id": IMAGE_TOKEN, "video_token_id": VIDEO_TOKEN}
+QWEN_IDS = {**LLAVA_IDS, "vision_start_token_id": 62, "vision_end_token_id": 63}
+SIGLIP = {"model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+SIGLIP |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 4, "vision_use_head": False}
 
 
 def text_sizes(kv_heads: int = 2, tied: bool = False, **extra: Any) -> dict[str, Any]:
@@ -39,55 +45,39 @@ def text_sizes(kv_heads: int = 2, tied: bool = False, **extra: Any) -> dict[str,
     }
 
 
+def qwen_config(text: dict[str, Any], ids: dict[str, int], tied: bool = False) -> Qwen2_5_VLConfig:
+    """Returns the configuration of a tiny Qwen2.5-VL with these text layers and ids of special tokens."""
+    width = text["hidden_size"]
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [width // 8 - 2, 1, 1]}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": width, "patch_size": 4}
+    vision |= {"spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 16, "fullatt_block_indexes": [0]}
+    texts = {"rope_parameters": rope, **text}
+    return Qwen2_5_VLConfig(text_config=texts, vision_config=vision, tie_word_embeddings=tied, **ids)
+
+
+def llava_config(text: dict[str, Any], ids: dict[str, int], tiles: list[list[int]], tied: bool = False) -> LlavaOnevisionConfig:
+    """Returns the configuration of a tiny LLaVA-OneVision with these text layers, ids of special tokens and resolutions."""
+    texts = {"model_type": "qwen2", **text}
+    return LlavaOnevisionConfig(
+        text_config=texts, vision_config=SIGLIP, image_grid_pinpoints=tiles, tie_word_embeddings=tied, **ids
+    )
+
+
 def make_qwen(kv_heads: int = 2, tied: bool = False, seed: int = 0, **text: Any) -> sage.Target:
     """A random Qwen2.5-VL of three layers, width 32; `text` changes its text model."""
-    config = Qwen2_5_VLConfig(
-        text_config=text_sizes(
-            kv_heads, tied, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}, **text
-        ),
-        vision_config={
-            "depth": 1,
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "num_heads": 2,
-            "out_hidden_size": 32,
-            "patch_size": 4,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            "window_size": 16,
-            "fullatt_block_indexes": [0],
-        },
-        image_token_id=IMAGE_TOKEN,
-        video_token_id=VIDEO_TOKEN,
-        vision_start_token_id=62,
-        vision_end_token_id=63,
-        tie_word_embeddings=tied,
-    )
+    config = qwen_config(text_sizes(kv_heads, tied, **text), QWEN_IDS, tied)
     torch.manual_seed(seed)
     return _target(Qwen2_5_VLForConditionalGeneration(config))
 
 
 def make_llava(kv_heads: int = 2, tied: bool = False, seed: int = 0) -> sage.Target:
     """A random LLaVA-OneVision of three layers, width 32."""
-    config = LlavaOnevisionConfig(
-        text_config={"model_type": "qwen2", **text_sizes(kv_heads, tied)},
-        vision_config={
-            "model_type": "siglip_vision_model",
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "image_size": 8,
-            "patch_size": 4,
-            "vision_use_head": False,
-        },
-        image_token_id=IMAGE_TOKEN,
-        video_token_id=VIDEO_TOKEN,
-        image_grid_pinpoints=[[8, 8], [8, 16], [16, 8]],
-        tie_word_embeddings=tied,
-    )
+    config = llava_config(text_sizes(kv_heads, tied), LLAVA_IDS, [[8, 8], [8, 16], [16, 8]], tied)
     torch.manual_seed(seed)
     return _target(LlavaOnevisionForConditionalGeneration(config))
+
+
+MAKERS = {"qwen2_5_vl": make_qwen, "llava_onevision": make_llava}
 
 
 def _target(model: Any) -> sage.Target:
@@ -122,22 +112,82 @@ def make_inputs(target: sage.Target, seed: int = 0, length: int = 12) -> dict[st
         visual = 4 + 2 * 3
     half = length // 2
     ids = torch.cat((text_ids(half), torch.full((visual,), IMAGE_TOKEN), text_ids(length - half)))[None]
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **target.family.token_inputs(ids), **pixels}
+    return {**token_fields(target, ids), **pixels}
+
+
+def token_fields(target: sage.Target, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The inputs that follow from token ids [B, T]."""
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **target.family.token_inputs(ids)}
+
+
+def followed_by(target: sage.Target, inputs: dict[str, torch.Tensor], tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The inputs of a prompt and the tokens [T] after it."""
+    return {**inputs, **token_fields(target, torch.cat((inputs["input_ids"], tokens[None]), 1))}
+
+
+def cut(inputs: dict[str, torch.Tensor], length: int) -> dict[str, torch.Tensor]:
+    """The inputs of the first `length` tokens, after all images."""
+    shape = inputs["input_ids"].shape
+    return {k: v[:, :length] if isinstance(v, torch.Tensor) and v.shape == shape else v for k, v in inputs.items()}
+
+
+def in_double(inputs: Any) -> dict[str, Any]:
+    """Inputs with floating-point tensors in float64."""
+    return {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
 
 
 def in_float64(target: sage.Target, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Converts target and inputs to float64, where sums in a different order agree to 1e-12."""
     target.model.double()
-    return {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()}
+    return in_double(inputs)
+
+
+def padded_batch(target: sage.Target, lengths: tuple[int, ...] = (14, 9)) -> dict[str, Any]:
+    """Conversations as the loader yields them: one image each, padded on the right, the second half of each supervised."""
+    examples = [make_inputs(target, seed, length) for seed, length in enumerate(lengths)]
+    ids = [example["input_ids"][0] for example in examples]
+    pixels = [key for key in target.family.pixel_keys if key in examples[0]]
+    tokens = {
+        "input_ids": ids,
+        "attention_mask": [torch.ones_like(one) for one in ids],
+        "loss_mask": [torch.arange(len(one)) >= len(one) // 2 for one in ids],
+    }
+    batch = {key: nn.utils.rnn.pad_sequence(values, batch_first=True) for key, values in tokens.items()}
+    batch |= {key: target.family.stack(key, [example[key] for example in examples]) for key in pixels}
+    return {**batch, **target.family.token_inputs(batch["input_ids"]), "ids": ["a", "b"]}
+
+
+def greedy_text(target: sage.Target, inputs: dict[str, torch.Tensor], length: int, **options: Any) -> list[int]:
+    """The reference: the tokens of Hugging Face's greedy `generate` of the model itself."""
+    ids = target.model.generate(**inputs, max_new_tokens=length, do_sample=False, **options)
+    return ids[0, inputs["input_ids"].shape[1] :].tolist()
 
 
 def random_draft(target: sage.Target, kind: str = "eagle", seed: int = 0, **options: Any) -> Any:
-    """A draft with random weights in all layers; the blocks of a new draft have zero output, which would hide their inputs."""
+    """A draft with random weights in all layers; the blocks of a new draft have zero output, which would hide their inputs.
+
+    An EAGLE-3 head reads the levels 1 to 3 of a target with too few layers for the default ones.
+    """
+    if kind == "eagle3" and target.num_layers == 3:
+        options.setdefault("feature_levels", [1, 2, 3])
     draft = sage.new_draft(target, kind, seed=seed, **options)
     generator = torch.Generator().manual_seed(seed)
     for parameter in draft.parameters():
         parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
     return draft
+
+
+class Operators(TorchDispatchMode):
+    """Records the operators that run: their names, and the shapes of their results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.calls.append((func._schema.name, getattr(out, "shape", ())))
+        return out
 
 
 class OracleSession(DraftSession):

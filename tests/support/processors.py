@@ -20,23 +20,29 @@ TEMPLATE = (
 )
 
 
+def byte_level(vocabulary: dict[str, int]) -> Tokenizer:
+    """Returns a tokenizer whose tokens are bytes."""
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    return core
+
+
+def byte_tokenizer_of(special: dict[str, int], eos: str | None = None) -> PreTrainedTokenizerFast:
+    """Returns a tokenizer with one token per byte from 64 on, and special tokens of given ids below 64."""
+    vocabulary = {f"<unused{i}>": i for i in set(range(64)) - set(special.values())} | special
+    vocabulary |= {letter: 64 + i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    core = byte_level(vocabulary)
+    core.add_special_tokens([AddedToken(token, special=True) for token in special])
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=eos, pad_token=min(vocabulary, key=vocabulary.__getitem__))
+
+
 def make_processor(target: sage.Target) -> Processor:
     """A byte-level tokenizer whose placeholder ids are the tiny model's, and a small image processor."""
     family = target.family
-    vocabulary = {f"<{i}>": i for i in range(64)}
-    byte_level = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary |= {letter: 64 + i for i, letter in enumerate(byte_level)}
-    for kind, token in (("image", IMAGE_TOKEN), ("video", VIDEO_TOKEN)):
-        vocabulary[family.placeholders[kind]] = vocabulary.pop(f"<{token}>")
-    inner = Tokenizer(models.BPE(vocabulary, []))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    inner.add_special_tokens(
-        [AddedToken(token, special=True) for token in (family.placeholders["image"], family.placeholders["video"])]
-    )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<0>")
-    places = f"{{{{ {{'image': '{family.placeholders['image']}', 'video': '{family.placeholders['video']}'}}[p.type] }}}}"
-    template = TEMPLATE.replace("PLACE_{{ p.type }}", places)
+    image, video = family.placeholders["image"], family.placeholders["video"]
+    tokenizer = byte_tokenizer_of({image: IMAGE_TOKEN, video: VIDEO_TOKEN})
+    template = TEMPLATE.replace("PLACE_{{ p.type }}", f"{{{{ {{'image': '{image}', 'video': '{video}'}}[p.type] }}}}")
     images: Any = (
         Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size={"shortest_edge": 64, "longest_edge": 1024})
         if family.model_type == "qwen2_5_vl"

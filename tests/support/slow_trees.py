@@ -96,3 +96,11 @@ def tree_of(paths: list[tuple[int, ...]]) -> Tree:
         new = tree.add_level(torch.tensor([index[path[:-1]]]), torch.tensor([path[-1]]), torch.tensor([0.5]))
         index[path] = int(new)
     return tree
+
+
+def paths_of(tree: Tree) -> list[tuple[int, ...]]:
+    """Token paths of all nodes below the root, whose own is empty and the first."""
+    paths: list[tuple[int, ...]] = [()]
+    for parent, token in zip(tree.parents.tolist()[1:], tree.tokens.tolist()[1:], strict=True):
+        paths.append((*paths[parent], token))
+    return paths

@@ -13,9 +13,10 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from checkpoints import files as module
 from checkpoints.files import remove_leftovers, replace_folder, restore_interrupted
@@ -45,7 +46,7 @@ class Faults:
 
         return wrapped
 
-    def write(self, path: Path, text: str, **_: object) -> None:
+    def write(self, path: Path, text: str) -> None:
         """Replaces `Path.write_text`, with a moment in the middle."""
         self()
         with path.open("w") as file:
@@ -67,16 +68,11 @@ def fill_disk() -> None:
 @contextmanager
 def injected(faults: Faults) -> Iterator[None]:
     """Routes the store's system calls and the writing of a state's files through `faults`."""
-    before = {name: getattr(os, name) for name in ("replace", "fsync")}
-    tree, text, make = shutil.rmtree, Path.write_text, Path.mkdir
-    os.replace, os.fsync = (faults.around(before[name]) for name in before)
-    shutil.rmtree = faults.around(tree)  # type: ignore[assignment]
-    Path.write_text, Path.mkdir = lambda path, content, **kw: faults.write(path, content), faults.around(make)  # type: ignore
-    try:
+    with ExitStack() as stack:
+        for owner, name in ((os, "replace"), (os, "fsync"), (shutil, "rmtree"), (Path, "mkdir")):
+            stack.enter_context(mock.patch.object(owner, name, faults.around(getattr(owner, name))))
+        stack.enter_context(mock.patch.object(Path, "write_text", lambda path, content, **_: faults.write(path, content)))
         yield
-    finally:
-        os.replace, os.fsync = before["replace"], before["fsync"]
-        shutil.rmtree, Path.write_text, Path.mkdir = tree, text, make  # type: ignore
 
 
 def filled(name: str, label: str) -> str:
@@ -153,11 +149,8 @@ def check_draft(home: Path) -> None:
 
 def replace_in_two_steps(home: Path) -> None:
     """Replaces a draft as on a file system that cannot exchange names."""
-    before, module.exchange = module.exchange, lambda *_: False
-    try:
+    with mock.patch.object(module, "exchange", lambda *_: False):
         make_draft(home, "new")
-    finally:
-        module.exchange = before
 
 
 SCENARIOS: dict[str, tuple[Callable[[Path], None], Callable[[Path], None], Callable[[Path], None]]] = {

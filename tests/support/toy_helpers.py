@@ -15,10 +15,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from support.slow_trees import paths_of
 
 import sage
 from sage.costs.tables import Costs, Curve
-from sage.decoding.decoder import Request, draft_tree
+from sage.decoding.decoder import Request, decode, draft_tree
 from sage.decoding.sampling import Sampling, TargetSampler
 from sage.decoding.stopping_rules import StopCriterion
 from sage.decoding.verify import Verifier
@@ -211,7 +212,14 @@ def toy_tree(policy: Policy, root: Context = (0,), levels: int = 3) -> tuple[Tre
     policy.begin()
     request.stop.append([root[-1]])
     tree = draft_tree(request)
-    contexts = [root]
-    for parent, token in zip(tree.parents.tolist()[1:], tree.tokens.tolist()[1:], strict=True):
-        contexts.append((*contexts[parent], token))
-    return tree, contexts
+    return tree, [(*root, *path) for path in paths_of(tree)]
+
+
+def toy_answer(policy: Policy, sampling: Sampling, session: DraftSession | None = None) -> Request:
+    """A decoded request to the table models, with the sampler's own draws; `session` replaces that of `draft_probs`."""
+    request = toy_request(policy, {}, sampling.max_new_tokens, [])
+    request.session = session or request.session
+    request.verifier = Verifier(TargetSampler(sampling, torch.tensor(PROMPT)))
+    for _ in decode(request):
+        pass
+    return request

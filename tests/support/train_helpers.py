@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from data_prep.pocket import architecture, training
 from train.state.resume import rng_state, set_rng_state
@@ -40,25 +41,18 @@ SMALL = [
 ]
 
 
-QUICK_FIGURES = {
-    "tokens_per_target_pass": 1.0,
-    "mean_accepted_draft": 0.0,
-    "tokens_per_s": 1.0,
-    "speedup": 1.0,
-    "speedup_end_to_end": 1.0,
-    "match": 1,
-    "total": 1,
-    "nodes_per_round": 1.0,
-    "draft_steps_per_round": 1.0,
-    "time_s": {},
-}
+def policy_figures(tokens: float, **more: Any) -> dict[str, Any]:
+    """The figures of a policy in report.json."""
+    counts = {"tokens_per_target_pass": tokens, "mean_accepted_draft": tokens - 1, "match": 4, "total": 4, "first_gaps": []}
+    return counts | {"tokens_per_s": 50.0, "speedup": 1.75, "speedup_end_to_end": 1.5, "time_s": {}} | more
 
 
 def quick_report(**figures: float) -> dict[str, Any]:
     """A report as the summary of a run needs it."""
     same = {"prompts": 1, "repeats": 1, "dtype": "float32", "device": "cpu", "temperature": 0.0, "path": "nowhere"}
     rest = {"baselines": {}, "failed_baselines": {}, "fastest_baseline": None}
-    return {"policies": {"sage": QUICK_FIGURES | figures}, **same, **rest}
+    shape = {"nodes_per_round": 1.0, "draft_steps_per_round": 1.0}
+    return {"policies": {"sage": policy_figures(1.0, **shape) | figures}, **same, **rest}
 
 
 def quick_validation(*_: Any, **__: Any) -> dict[str, Any]:
@@ -86,6 +80,21 @@ def command(target: Path, run: Path, *overrides: str) -> list[str]:
     where = [f"target.path={target}", "target.dtype=fp32", f"run.dir={run}", f"data.cache_dir={run.parent}/cache"]
     has_kind = any(override.startswith(("draft=", "experiment=")) for override in overrides)
     return [*SMALL, *([] if has_kind else ["draft=eagle"]), *where, *overrides]
+
+
+def configured(target: Path, run: Path, *overrides: str) -> Config:
+    """The configuration of a short training run on one rank."""
+    from train.config.hydra_app import compose
+    from train.config.schema import Config
+
+    one_rank = ["deepspeed=zero0", "launch.device=cpu"]
+    config: Config = compose("config", [*command(target, run), *one_rank, *overrides], Config)
+    return config
+
+
+def draft_weights(run: Path) -> dict[str, torch.Tensor]:
+    """The weights of a run's draft."""
+    return load_file(run / "draft" / "model.safetensors")
 
 
 def train_until_signal(config: Config, ranks: Ranks, step: int, validate: Validate = quick_validation) -> None:

@@ -4,60 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-from support.data_helpers import MEDIA_TOKENS, QWEN_TEMPLATE, byte_tokenizer
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from support.data_helpers import save_target as save_target_of
 
 import sage
 from sage.io.manifest import write_manifest
 
-FAMILY = "qwen2_5_vl"
-
 
 def save_target(folder: Path, hidden_size: int = 32) -> Path:
     """A Qwen2.5-VL of two layers that reads bytes."""
-    tokenizer = byte_tokenizer(FAMILY)
-    names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
-    ids = dict(zip(names, tokenizer.convert_tokens_to_ids(list(MEDIA_TOKENS[FAMILY])), strict=True))
-    config = Qwen2_5_VLConfig(
-        text_config={
-            "vocab_size": len(tokenizer),
-            "hidden_size": hidden_size,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 2048,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [hidden_size // 8 - 2, 1, 1]},
-            "bos_token_id": tokenizer.pad_token_id,
-            "eos_token_id": tokenizer.eos_token_id,
-            "pad_token_id": tokenizer.pad_token_id,
-            "initializer_range": 0.3,
-        },
-        vision_config={
-            "depth": 1,
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "num_heads": 2,
-            "out_hidden_size": hidden_size,
-            "patch_size": 4,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            "window_size": 16,
-            "fullatt_block_indexes": [0],
-        },
-        **ids,
-    )
-    torch.manual_seed(0)
-    model = Qwen2_5_VLForConditionalGeneration(config)
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
-    model.save_pretrained(folder)
-    tokenizer.chat_template = QWEN_TEMPLATE
-    tokenizer.save_pretrained(folder)
-    Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, min_pixels=256, max_pixels=256).save_pretrained(folder)
-    return folder
+    return save_target_of("qwen2_5_vl", folder, hidden_size)
 
 
 def save_draft(folder: Path, target: sage.Target) -> Path:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.data_helpers import byte_tokenizer_of
 from support.family_suite import END, IMAGE, FamilySuite, paths, text, tree
-from support.processors import random_image
+from support.models import SIGLIP
+from support.processors import byte_tokenizer_of, random_image
 from transformers import Gemma3Config, Gemma3ImageProcessorPil, Gemma3Processor, Gemma3TextConfig
 
 import sage
@@ -49,9 +49,7 @@ class TestGemma3(TestGemma3Text):
     has_video = False
 
     def config(self) -> Any:
-        vision = {"model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-        vision |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 4, "vision_use_head": False}
-        tokens = {"image_token_index": IMAGE, "boi_token_index": 5, "eoi_token_index": 6}
+        vision, tokens = SIGLIP | {"image_size": 16}, {"image_token_index": IMAGE, "boi_token_index": 5, "eoi_token_index": 6}
         return Gemma3Config(text_config=self.sizes(), vision_config=vision, mm_tokens_per_image=4, **tokens)
 
     def model(self) -> Any:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from support.data_helpers import assistant
-from support.family_suite import CLIP, IMAGE, VICUNA, FamilySuite, in_double, text
+from support.family_suite import CLIP, IMAGE, VICUNA, FamilySuite, text
 from support.messages import refused
+from support.models import SIGLIP, in_double
 from support.processors import image_part, random_image, user
 from transformers import CLIPImageProcessorPil, LlamaTokenizer, LlavaConfig
 
@@ -18,9 +19,6 @@ from data_prep.chat import segments
 from data_prep.conversation import Message
 from sage.inputs.processing import Processor
 from sage.targets.families import family_of
-
-SIGLIP = {"model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-SIGLIP |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 4, "vision_use_head": False}
 
 
 def two_turns() -> list[Message]:

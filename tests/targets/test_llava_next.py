@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.data_helpers import byte_tokenizer_of
 from support.family_suite import CLIP, END, IMAGE, VICUNA, FamilySuite, paths, text, tree
-from support.processors import image_part, user
+from support.processors import byte_tokenizer_of, image_part, user
 from transformers import LlavaNextConfig, LlavaNextImageProcessorPil
 
 import sage

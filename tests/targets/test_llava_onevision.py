@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from support.family_suite import IMAGE, VIDEO, FamilySuite, text
+from support.models import LLAVA_IDS, llava_config
 from transformers import LlavaOnevisionConfig, LlavaOnevisionImageProcessorPil
 
 import sage
@@ -22,15 +23,7 @@ class TestLlavaOnevision(FamilySuite):
     hf_processor = "LlavaOnevisionProcessor"
 
     def config(self) -> LlavaOnevisionConfig:
-        vision = {"model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-        vision |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 4, "vision_use_head": False}
-        return LlavaOnevisionConfig(
-            text_config={"model_type": "qwen2", **text()},
-            vision_config=vision,
-            image_token_id=IMAGE,
-            video_token_id=VIDEO,
-            image_grid_pinpoints=TILES,
-        )
+        return llava_config(text(), LLAVA_IDS, TILES)
 
     def image_processor(self) -> Any:
         return LlavaOnevisionImageProcessorPil(size={"height": 8, "width": 8}, image_grid_pinpoints=TILES)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from support.family_suite import QWEN_IDS, QWEN_TEMPLATE, QWEN_TOKENS, FamilySuite, qwen_images, text
+from support.family_suite import QWEN_TEMPLATE, QWEN_TOKENS, FamilySuite, qwen_images, text
+from support.models import QWEN_IDS
 from transformers import Qwen2VLConfig
 
 

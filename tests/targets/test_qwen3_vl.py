@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.family_suite import QWEN_IDS, QWEN_TEMPLATE, QWEN_TOKENS, FamilySuite, paths, qwen_images, text, tree
-from support.models import random_draft
+from support.family_suite import QWEN_TEMPLATE, QWEN_TOKENS, FamilySuite, paths, qwen_images, text, tree
+from support.models import QWEN_IDS, random_draft
 from transformers import Qwen3VLConfig, Qwen3VLMoeConfig
 
 import sage

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.data_helpers import byte_tokenizer_of
 from support.family_suite import END, IMAGE, FamilySuite, text
+from support.processors import byte_tokenizer_of
 from transformers import Idefics3Config, Idefics3ImageProcessorPil, SmolVLMConfig, SmolVLMImageProcessorPil
 
 import sage

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.data_helpers import assistant, byte_tokenizer_of
+from support.data_helpers import assistant
 from support.family_suite import END, FamilySuite, chatml, paths, text, tree
 from support.models import random_draft
-from support.processors import user
+from support.processors import byte_tokenizer_of, user
 from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, LlamaTokenizer, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.messages import refused
-from support.train_helpers import command, single_process
+from support.train_helpers import command
 
 import train
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("alone")]
 
 
 class Recorder(train.Callback):
@@ -35,12 +35,6 @@ class Recorder(train.Callback):
 class Stopper(train.Callback):
     def on_log(self, step: int, metrics: Mapping[str, float]) -> None:
         raise ValueError("enough")
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with single_process(monkeypatch):
-        yield
 
 
 def test_a_run_returns_its_report_and_calls_back(target: Path, tmp_path: Path) -> None:

@@ -16,14 +16,8 @@ from sage.bench.shapes import Shape, shapes
 from train.config.schema import ObjectiveConfig
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("alone")
 TINY = Shape("tiny", hidden_size=32, intermediate_size=48, num_layers=8, num_heads=4, num_kv_heads=2, vocab_size=64, head_dim=8)
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("LOCAL_RANK", "0")
 
 
 def printed(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 from PIL import Image
-from support.messages import check_message, refused
+from support.messages import check_message, exit_code, refused
+from support.train_helpers import policy_figures
 
 from checkpoints.run_folder import next_check
 from train.cli import validate as validate_cli
@@ -46,14 +47,7 @@ def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def figures(tokens: float, speedup: float = 2.0, match: int = 4) -> dict[str, Any]:
-    return {
-        "tokens_per_target_pass": tokens,
-        "mean_accepted_draft": tokens - 1,
-        "speedup": speedup,
-        "tokens_per_s": 100.0,
-        "match": match,
-        "total": 4,
-    }
+    return policy_figures(tokens, speedup=speedup, match=match)
 
 
 def write_run(folder: Path, lr: float, validations: dict[int, dict[str, Any]], steps: int = 4) -> Path:
@@ -197,18 +191,12 @@ def test_the_output_of_relative_runs_is_relative(tmp_path: Path, monkeypatch: py
 
 
 def test_the_command_prints_the_table_and_its_path(
-    runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["sage-validate", "--compare", str(runs[0]), str(runs[1]), "--out", str(tmp_path / "o")])
-    with pytest.raises(SystemExit) as ended:
-        validate_cli.main()
-    assert ended.value.code == 0
+    assert exit_code(validate_cli.main, "--compare", runs[0], runs[1], "--out", tmp_path / "o") == 0
     shown = capsys.readouterr().out
     assert "b *" in shown and shown.endswith(f"comparison: {tmp_path / 'o' / 'compare.md'}\n")
-    monkeypatch.setattr("sys.argv", ["sage-validate", "--compare", "/no/such"])
-    with pytest.raises(SystemExit) as ended:
-        validate_cli.main()
-    assert ended.value.code == 2
+    assert exit_code(validate_cli.main, "--compare", "/no/such") == 2
     shown = capsys.readouterr().err
     assert shown.startswith("error: ") and shown.count("\n") == 1
     check_message(shown, "/no/such", "config.yaml")
@@ -250,16 +238,8 @@ def test_a_single_job_is_not_compared(runs: list[Path], tmp_path: Path, capsys: 
 
 
 def test_a_job_is_named_by_what_the_sweep_changes() -> None:
-    arguments = [
-        "-m",
-        "optim.lr=1e-4,3e-4",
-        "run.dir=x",
-        "+a.b=range(1,3)",
-        "seed=choice(1,2)",
-        "oops",
-        "decode.policies=[sage,chain]",
-    ]
-    assert swept_keys(arguments) == ["optim.lr", "a.b", "seed"]
+    arguments = "-m optim.lr=1e-4,3e-4 run.dir=x +a.b=range(1,3) seed=choice(1,2) oops decode.policies=[sage,chain]"
+    assert swept_keys(arguments.split()) == ["optim.lr", "a.b", "seed"]
     assert swept_keys(["optim.lr=tag(log,interval(1e-5,1e-3))"]) == ["optim.lr"]
     overrides = ["optim.lr=1e-4", "run.dir=x", "+a.b=1"]
     assert job_name(overrides, ["optim.lr", "a.b"], "all") == "optim.lr=1e-4 a.b=1"

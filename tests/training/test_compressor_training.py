@@ -5,23 +5,22 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from support.compressor_helpers import COMPRESSORS
 from support.data_helpers import make_noise
 from support.fork_server import ForkServer
 from support.messages import check_message, refused
-from support.train_helpers import command, sage_train, single_process, train_quickly
+from support.train_helpers import command, configured, draft_weights, sage_train, train_quickly
 
 import sage
+from checkpoints.run_folder import read_metrics
 from data_prep.build import prompts
 from train.cli.train import train as train_command
-from train.config.hydra_app import compose, run_app
+from train.config.hydra_app import run_app
 from train.config.schema import Config
 from train.job.build import building
 from train.job.loop import train_step
@@ -31,6 +30,7 @@ from train.plan.meta import build_on_meta
 
 EAGLE3 = ["draft=eagle3", "draft.feature_levels=[0,1,2]", "objective.steps=3"]
 STEPS = 5
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +41,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory, target: Path) -> Path:
     return where
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No launcher's variables, a validation that returns at once, the caller's generators as they were."""
-    with single_process(monkeypatch):
-        yield
-
-
 def options(mode: str) -> list[str]:
     """The command line of a compressor."""
     given = COMPRESSORS[mode]
@@ -55,9 +48,7 @@ def options(mode: str) -> list[str]:
 
 
 def configure(folder: Path, run: Path, *overrides: str) -> Config:
-    fixed = [f"data.cache_dir={folder}/cache", "deepspeed=zero0", "launch.device=cpu"]
-    config: Config = compose("config", [*command(folder / "target_qwen2_5_vl", run), *fixed, *overrides], Config)
-    return config
+    return configured(folder / "target_qwen2_5_vl", run, f"data.cache_dir={folder}/cache", *overrides)
 
 
 @pytest.mark.slow
@@ -106,8 +97,7 @@ def test_the_saved_draft_decodes_and_resuming_is_exact(folder: Path, tmp_path: P
     state = tmp_path / "half" / "config.yaml"
     state.write_text(state.read_text().replace("max_steps: 1", "max_steps: 2"))
     assert train_quickly(configure(folder, tmp_path / "half", *options(mode), *draft, "run.resume=true")) == 0
-    one, other = (load_file(tmp_path / name / "draft" / "model.safetensors") for name in ("run", "half"))
-    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    torch.testing.assert_close(draft_weights(tmp_path / "run"), draft_weights(tmp_path / "half"), rtol=0, atol=0)
 
 
 @pytest.mark.slow
@@ -129,8 +119,7 @@ def test_two_ranks_under_zero_3_of_which_one_has_no_image(folder: Path, tmp_path
         cwd=tmp_path, timeout_s=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in metrics if "loss" in line]
+    steps = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
     assert len(steps) == 3 and all(math.isfinite(line["loss"]) for line in steps)
     target = sage.load_target(folder / "target_qwen2_5_vl", dtype=torch.float32)
     assert sage.load_draft(tmp_path / "run" / "draft", target).config.compressor == COMPRESSORS["select"]  # type: ignore[union-attr]

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.accelerator import DEVICE, Kind, Traffic, on_device, on_host
-from support.batches import padded_batch
-from support.models import make_llava, make_qwen
+from support.models import MAKERS, make_qwen, padded_batch
 
 import sage
 from sage.drafts.model import shallow_model
@@ -25,7 +24,6 @@ from train.launch.signals import StopFlag
 from train.monitor.metrics import TrainingMetrics
 from train.state.resume import TrainState
 
-FAMILIES = {"qwen2_5_vl": make_qwen, "llava_onevision": make_llava}
 KINDS = ["eagle", "eagle3", "model"]
 
 
@@ -55,11 +53,11 @@ def step(student: Student, teacher: Teacher, pairs: Pairs, count: int) -> torch.
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MAKERS)
 def test_a_step_on_the_device_equals_one_on_the_cpu(family: str, kind: str, traffic: Traffic) -> None:
     results = []
     for is_device in (False, True):
-        target = FAMILIES[family]()
+        target = MAKERS[family]()
         student, batch = make_student(target, kind), padded_batch(target)
         if is_device:
             on_device(target)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from support.models import make_qwen
-from support.train_helpers import single_process
 
 import sage
 from train.config.hydra_app import compose
@@ -16,11 +13,7 @@ from train.distill.build import new_student
 from train.engine.engine import Engine, make_optimizer
 from train.launch.ranks import process_group
 
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with single_process(monkeypatch):
-        yield
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 @pytest.mark.parametrize("offload", ["none", "cpu"])

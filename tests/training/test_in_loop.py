@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.messages import refused
-from support.train_helpers import command, make_target, quick_report, single_process
+from support.train_helpers import configured, draft_weights, make_target, quick_report
 
 from checkpoints.store import SaveFailed
 from data_prep.conversation import Conversation
@@ -27,6 +26,8 @@ from train.launch.ranks import Ranks
 from train.validation.decode_ranks import all_ranks_decode, interleave, shard_prompts
 from train.validation.prompts import PromptSet, limit_turns
 from train.validation.validate import validate
+
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def conversation(name: str, later: int) -> Conversation:
@@ -100,16 +101,8 @@ class Scores:
         return quick_report(speedup=self.left.pop(0))
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with single_process(monkeypatch):
-        yield
-
-
 def configure(folder: Path, *overrides: str) -> Config:
-    arguments = [*command(make_target(folder), folder / "run", *overrides), "deepspeed=zero0", "launch.device=cpu"]
-    config: Config = compose("config", arguments, Config)
-    return config
+    return configured(make_target(folder), folder / "run", *overrides)
 
 
 @pytest.mark.slow
@@ -123,7 +116,7 @@ def test_a_run_without_progress_ends_early_and_keeps_its_best_draft(tmp_path: Pa
     assert scores.left == [9.9]
     trainer = json.loads((run / "state" / "step_00000004" / "trainer.json").read_text())
     assert (trainer["step"], trainer["best"], trainer["best_step"], trainer["stale"]) == (4, 2.0, 2, 2)
-    last, best = (load_file(run / name / "model.safetensors") for name in ("draft", "draft_best"))
+    last, best = draft_weights(run), load_file(run / "draft_best" / "model.safetensors")
     assert any(not torch.equal(last[name], best[name]) for name in last)
     trace = json.loads((run / "profile" / "rank_00000.json").read_text())
     steps = [event for event in trace["traceEvents"] if event.get("name") == "Optimizer.step#AdamW.step"]

@@ -89,15 +89,12 @@ def test_a_planned_draft_has_the_parameters_of_the_real_one(target: Path, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (0, "bf16"), (1, "bf16"), (2, "fp32"), (2, "bf16"), (3, "bf16")])
-def test_planned_weights_and_optimizer_states_match_the_engine(stage: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planned_weights_and_optimizer_states_match_the_engine(stage: int, dtype: str, alone: None) -> None:
     """On one rank, without sharding: weights in the training precision, master weights and both moments in float32."""
     from train.distill.build import new_student
     from train.engine.engine import Engine
     from train.launch.ranks import process_group
 
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
     config = configure(f"deepspeed=zero{stage}", f"train.precision={dtype}", f"target.dtype={dtype}", "launch.device=cpu")
     student = new_student(sage.new_draft(make_qwen(), "eagle", seed=0), config)
     parameters = sum(p.numel() for p in student.parameters())

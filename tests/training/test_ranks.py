@@ -21,9 +21,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.fork_server import ForkServer
-from support.train_helpers import ROOT, command, environment, quick_validation, train_quickly, train_until_signal
+from support.train_helpers import (
+    ROOT,
+    command,
+    configured,
+    draft_weights,
+    environment,
+    quick_validation,
+    single_process,
+    train_quickly,
+    train_until_signal,
+)
 
-from train.config.hydra_app import compose
+from checkpoints.run_folder import read_metrics
 from train.config.schema import Config
 from train.distill.pairs import count_supervised
 from train.job.build import building
@@ -44,24 +54,19 @@ WHERE = ["launch.device=cpu", "data.cache=examples"]
 def home(tmp_path_factory: pytest.TempPathFactory, target: Path, commands: ForkServer) -> Path:
     """A folder of runs: `one_*` by this process, the others by two ranks."""
     home = tmp_path_factory.mktemp("ranks")
-    generators = rng_state(torch.device("cpu"))
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
-            patch.delenv(name, raising=False)
-        patch.setenv("LOCAL_RANK", "0")
+    with pytest.MonkeyPatch.context() as patch, single_process(patch):
+        patch.delenv("SLURM_STEP_ID", raising=False)
         assert train_quickly(config(target, home / "one_2")) == 0
         assert train_quickly(config(target, home / "one_4", *LENGTH)) == 0
         with process_group("cpu", 60) as ranks:
             train_until_signal(config(target, home / "to_two", *LENGTH), ranks, 2)
         run_two_ranks(commands, home, target)
         assert train_quickly(config(target, home / "from_two", *LENGTH, "run.resume=true", "deepspeed=zero1")) == 0
-    set_rng_state(generators, torch.device("cpu"))
     return home
 
 
 def config(target: Path, run: Path, *overrides: str) -> Config:
-    found: Config = compose("config", [*command(target, run), *WHERE, "deepspeed=zero0", *overrides], Config)
-    return found
+    return configured(target, run, *WHERE, *overrides)
 
 
 def run_two_ranks(commands: ForkServer, home: Path, target: Path) -> None:
@@ -119,22 +124,11 @@ def slurm(rank: int) -> dict[str, str]:
     return {f"SLURM_{name}": str(value) for name, value in facts.items()}
 
 
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "draft" / "model.safetensors")
-
-
-def metrics(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def assert_same_run(one: Path, other: Path) -> None:
     """The order of sums differs, so features agree to about 1e-6 (see test_run for the effect on a step of Adam); a
     wrong factor would move every weight by entire steps of 1e-3."""
-    left, right = weights(one), weights(other)
-    assert left.keys() == right.keys()
-    for name in left:
-        assert (left[name] - right[name]).abs().max() <= 5e-6, name
-    for left_line, right_line in zip(metrics(one), metrics(other), strict=True):
+    torch.testing.assert_close(draft_weights(one), draft_weights(other), rtol=0, atol=5e-6)
+    for left_line, right_line in zip(*(read_metrics(run / "metrics.jsonl") for run in (one, other)), strict=True):
         assert left_line["tokens"] == right_line["tokens"]
         for name in ("loss", "loss_ce", "loss_feature", "grad_norm"):
             assert left_line[name] == pytest.approx(right_line[name], rel=1e-4), name
@@ -149,8 +143,8 @@ def test_two_ranks_give_the_weights_of_one(home: Path, kind: str, stage: int) ->
 
 def test_a_sharded_target_gives_the_same_run_bit_for_bit(home: Path) -> None:
     for stage in STAGES:
-        complete, sharded = weights(home / f"complete_{stage}"), weights(home / f"sharded_{stage}")
-        assert all(torch.equal(complete[name], sharded[name]) for name in complete)
+        complete, sharded = (draft_weights(home / f"{kind}_{stage}") for kind in ("complete", "sharded"))
+        torch.testing.assert_close(complete, sharded, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -236,6 +230,6 @@ def test_a_draft_saved_under_zero_3_loads_without_deepspeed(home: Path, target: 
     )
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    expected = sum(value.double().abs().sum().item() for value in weights(home / "complete_3").values())
+    expected = sum(value.double().abs().sum().item() for value in draft_weights(home / "complete_3").values())
     assert float(done.stdout) == pytest.approx(expected, rel=1e-12)
     assert os.environ.get("RANK") is None

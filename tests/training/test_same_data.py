@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from support.messages import refused
-from support.train_helpers import command, single_process, train_quickly
+from support.train_helpers import configured, train_quickly
 
 from sage.io.manifest import write_manifest
-from train.config.hydra_app import compose
 from train.config.schema import Config, ConfigError
 from train.launch.ranks import process_group
 
-LOCAL = ["deepspeed=zero0", "launch.device=cpu"]
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("alone")]
 
 WORDS = ["the", "red", "cube", "is", "left", "of", "a", "small", "green", "ball"]
 OTHERS = ["seven", "yellow", "cylinders", "stand", "behind", "two", "purple", "cones"]
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with single_process(monkeypatch):
-        yield
 
 
 def append_rows(path: Path, words: list[str], count: int) -> None:
@@ -40,9 +31,7 @@ def append_rows(path: Path, words: list[str], count: int) -> None:
 def configure(home: Path, *overrides: str) -> Config:
     own = ["data=messages", f"data.path={home}/rows.jsonl", "data.num_examples=0", "data.holdout=0.1", "data.num_workers=0"]
     draft = ["draft=eagle3", "draft.feature_levels=[0,1,2]", "draft.draft_vocab_size=40"]
-    arguments = command(home / "target_qwen2_5_vl", home / "run", *own, *draft, *LOCAL, *overrides)
-    config: Config = compose("config", arguments, Config)
-    return config
+    return configured(home / "target_qwen2_5_vl", home / "run", *own, *draft, *overrides)
 
 
 @pytest.fixture

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.messages import refused
-from support.train_helpers import command, quick_report, single_process, train_until_signal
+from support.train_helpers import configured, quick_report, train_until_signal
 
 from checkpoints.store import StateStore
 from train.config.hydra_app import compose
@@ -25,11 +24,7 @@ from train.launch.supervisor import RankFailed
 from train.validation.decode_ranks import Interrupted, shard_prompts
 from train.validation.prompts import PromptSet
 
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with single_process(monkeypatch):
-        yield
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 class SignalledValidation:
@@ -59,14 +54,11 @@ class SignalledValidation:
 
 
 def configure(target: Path, run: Path, *overrides: str) -> Config:
-    arguments = [*command(target, run), "deepspeed=zero0", "launch.device=cpu", "train.save_every=0", *overrides]
-    config: Config = compose("config", arguments, Config)
-    return config
+    return configured(target, run, "train.save_every=0", *overrides)
 
 
-def trainer(run: Path, step: int) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run / "state" / f"step_{step:08d}" / "trainer.json").read_text())
-    return found
+def trainer(run: Path, step: int) -> Any:
+    return json.loads((run / "state" / f"step_{step:08d}" / "trainer.json").read_text())
 
 
 @pytest.mark.slow

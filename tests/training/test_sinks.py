@@ -17,7 +17,7 @@ from typing import Any, cast
 import pytest
 import torch
 from rich.console import Console
-from support.messages import refused
+from support.messages import exit_code, refused
 
 from checkpoints.run_folder import read_metrics
 from checkpoints.store import SaveFailed
@@ -51,13 +51,19 @@ def config_in(folder: Path, *overrides: str) -> Config:
     return config
 
 
-def test_metrics_are_one_object_per_line(tmp_path: Path) -> None:
-    tracker = open_tracker(config_in(tmp_path), {}, 0)
+def logged(config: Config) -> Tracker:
+    """A tracker that has received `LINES`."""
+    tracker = open_tracker(config, {"seed": 0}, 0)
     for line in LINES:
         tracker.log(line, line["step"])  # type: ignore[arg-type]
+    return tracker
+
+
+def test_metrics_are_one_object_per_line(tmp_path: Path) -> None:
+    tracker = logged(config_in(tmp_path))
     tracker.log({"validation/sage/speedup": 2.0}, 3)  # a figure of a report, which has a file of its own
     tracker.close()
-    assert [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()] == LINES
+    assert read_metrics(tmp_path / "metrics.jsonl") == LINES
 
 
 def test_resuming_drops_later_lines_and_a_truncated_line(tmp_path: Path) -> None:
@@ -114,10 +120,7 @@ def test_an_error_on_closing_a_sink_is_logged_and_the_others_are_closed(caplog: 
 @pytest.mark.slow
 def test_tensorboard_receives_every_metric(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    tracker = open_tracker(config_in(tmp_path, "tracking=tensorboard"), {}, 0)
-    for line in LINES:
-        tracker.log(line, line["step"])  # type: ignore[arg-type]
-    tracker.close()
+    logged(config_in(tmp_path, "tracking=tensorboard")).close()
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [
         (line["step"], pytest.approx(line["loss"])) for line in LINES
@@ -138,10 +141,7 @@ def test_wandb_offline_is_a_real_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("WANDB_SILENT", "true")
     config = config_in(tmp_path, "tracking=wandb", "tracking.mode=offline", "tracking.project=tests")
     assert isinstance(config.tracking, WandbConfig) and config.tracking.mode is WandbMode.offline
-    tracker = open_tracker(config, {"seed": 0}, 0)
-    for line in LINES:
-        tracker.log(line, line["step"])  # type: ignore[arg-type]
-    tracker.close()
+    logged(config).close()
     identity = (tmp_path / "wandb_id").read_text()
     (log,) = (tmp_path / "wandb").glob(f"offline-run-*-{identity}/run-{identity}.wandb")
     assert log.stat().st_size > 0
@@ -163,16 +163,14 @@ LOGIN = ("tracking=wandb", "wandb login", "tracking.mode=offline")
 @pytest.mark.usefixtures("logged_out")
 @pytest.mark.slow
 def test_wandb_without_a_login_is_refused_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = config_in(tmp_path / "run", "tracking=wandb")
     with refused(*LOGIN, error=ConfigError):
         check_tracking(config)
-    monkeypatch.setattr("sys.argv", ["sage-train", "tracking=wandb", f"run.dir={tmp_path}/run"])
-    with pytest.raises(SystemExit) as ended:
-        main()
+    assert exit_code(main, "tracking=wandb", f"run.dir={tmp_path}/run") == 2
     shown = capsys.readouterr().err
-    assert ended.value.code == 2 and shown.startswith("error: tracking=wandb: ") and shown.count("\n") == 1
+    assert shown.startswith("error: tracking=wandb: ") and shown.count("\n") == 1
     assert not (tmp_path / "run").exists()
 
 

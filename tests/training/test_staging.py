@@ -5,12 +5,11 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from support.batches import padded_batch
+from support.data_helpers import Numbers, collate_numbers
 from support.fake_cuda import FakeCuda, fake_cuda
-from support.models import make_llava, make_qwen
+from support.models import padded_batch
 from torch import Tensor
 
 import sage
@@ -33,10 +32,9 @@ def test_embedding_uses_the_staged_positions(tiny_target: sage.Target, monkeypat
     assert POSITIONS not in found.inputs and NEXT_POSITION not in found.inputs
 
 
-@pytest.mark.parametrize("make", [make_qwen, make_llava])
-def test_pixels_are_converted_before_they_are_copied(make: Any) -> None:
+def test_pixels_are_converted_before_they_are_copied(tiny_target: sage.Target) -> None:
     """Nothing is lost: the vision tower converts them to its own dtype first."""
-    target = make()
+    target = tiny_target
     target.model.bfloat16()
     batch = padded_batch(target) | {"second_per_grid_ts": torch.tensor([0.4375, 1 / 3])}
     staged = Staging(target, CPU, torch.bfloat16)(batch)
@@ -57,31 +55,14 @@ def test_batches_for_a_gpu_are_pinned_in_the_context_of_that_gpu(
     assert staged["ids"] == ["a", "b"]
 
 
-class Numbers:
-    """Examples of one token."""
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, position: int) -> dict[str, Any]:
-        return {"input_ids": torch.tensor([position])}
-
-    def epoch(self, seed: int, epoch: int) -> Any:
-        return np.arange(4)
-
-
 def test_the_loader_stages_in_its_own_thread() -> None:
     threads = list[str]()
-
-    def collate(examples: list[dict[str, Any]]) -> dict[str, Any]:
-        ids = torch.stack([example["input_ids"] for example in examples])
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
     def stage(batch: dict[str, Any]) -> dict[str, Any]:
         threads.append(threading.current_thread().name)
         return batch | {"is_staged": True}
 
-    loader = StepLoader(Numbers(), collate, 2, 1, stage=stage)
+    loader = StepLoader(Numbers(4), collate_numbers, 2, 1, stage=stage)
     steps = iter(loader)
     assert all(batch["is_staged"] for batch in next(steps))
     steps.close()

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from support.messages import refused
-from support.models import make_inputs, make_qwen, random_draft
-from support.train_helpers import command, single_process, train_quickly
+from support.models import in_double, make_inputs, make_qwen, random_draft
+from support.train_helpers import command, configured, draft_weights, train_quickly
 
 import sage
+from checkpoints.run_folder import read_metrics
 from data_prep.dataset.vocabulary import most_frequent
 from sage.drafts.eagle3 import Eagle3Draft
 from sage.drafts.model import ModelDraft, shallow_model
@@ -28,6 +26,7 @@ from train.distill.teacher import Teacher
 
 EAGLE3 = ["draft=eagle3", "draft.feature_levels=[0,1,2]", "draft.draft_vocab_size=200", "objective.steps=3"]
 MODEL = ["draft=model", "draft.num_layers=1"]
+pytestmark = pytest.mark.usefixtures("alone")
 KINDS = {"eagle3": EAGLE3, "model": MODEL}
 
 
@@ -39,33 +38,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory, target: Path) -> Path:
     return where
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No launcher's variables, a validation that returns at once, the caller's generators as they were."""
-    with single_process(monkeypatch):
-        yield
-
-
 def train(folder: Path, run: Path, *overrides: str) -> Path:
-    target = folder / "target_qwen2_5_vl"
-    fixed = [f"data.cache_dir={folder}/cache", "deepspeed=zero0", "launch.device=cpu"]
-    config: Config = compose("config", [*command(target, run), *fixed, *overrides], Config)
-    assert train_quickly(config) == 0
+    assert train_quickly(configured(folder / "target_qwen2_5_vl", run, f"data.cache_dir={folder}/cache", *overrides)) == 0
     return run
 
 
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "draft" / "model.safetensors")
-
-
 def metrics(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def assert_close(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], tolerance: float) -> None:
-    assert left.keys() == right.keys()
-    for name in left:
-        assert (left[name].double() - right[name].double()).abs().max() <= tolerance, name
+    return read_metrics(run / "metrics.jsonl")
 
 
 @pytest.mark.slow
@@ -75,7 +54,7 @@ def test_sharding_and_splitting_give_the_same_steps(folder: Path, tmp_path: Path
     AdamW divides by the gradient's size, so where that is near zero a weight may move by some thousandths of a step (1e-3)."""
     plain = train(folder, tmp_path / "plain", *KINDS[kind])
     other = train(folder, tmp_path / "other", *KINDS[kind], "deepspeed=zero3", "train.micro_batch_size=1")
-    assert_close(weights(plain), weights(other), 1e-5)
+    torch.testing.assert_close(draft_weights(plain), draft_weights(other), rtol=0, atol=1e-5)
     for one, two in zip(metrics(plain), metrics(other), strict=True):
         assert one["loss"] == pytest.approx(two["loss"], rel=1e-5)
 
@@ -89,9 +68,11 @@ def test_an_eagle3_run_saves_a_draft_with_counted_vocabulary(folder: Path, tmp_p
     assert isinstance(draft, Eagle3Draft) and draft.token_map is not None
     assert draft.levels == (0, 1, 2) and len(draft.token_map) == 200
     assert set(end_tokens(target)) <= set(draft.token_map.tolist())
-    assert torch.equal(weights(run)["d2t"], weights(again)["d2t"])  # counted from a sample of all, and from the store
+    assert torch.equal(
+        draft_weights(run)["d2t"], draft_weights(again)["d2t"]
+    )  # counted from a sample of all, and from the store
     fresh = sage.new_draft(target, "eagle3", seed=0, vocabulary=draft.token_map, feature_levels=[0, 1, 2])
-    moved = {name for name, value in fresh.state_dict().items() if not torch.equal(value, weights(run)[name])}
+    moved = {name for name, value in fresh.state_dict().items() if not torch.equal(value, draft_weights(run)[name])}
     assert moved == {name for name, _ in fresh.named_parameters()}
     assert metrics(run)[-1]["loss_feature"] == 0 and metrics(run)[-1]["kl"] > 0
 
@@ -112,7 +93,7 @@ def test_a_model_run_exports_a_complete_target_folder(folder: Path, tmp_path: Pa
     plain = sage.generate(target, None, inputs, policy="autoregressive", max_new_tokens=8)
     assert torch.equal(sage.generate(target, draft, inputs, max_new_tokens=8).tokens, plain.tokens)
     further = train(folder, tmp_path / "further", "draft=model", f"draft.path={run}/draft", "optim.lr=1e-12")
-    assert_close(weights(run), weights(further), 1e-9)
+    torch.testing.assert_close(draft_weights(run), draft_weights(further), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -145,11 +126,10 @@ def test_the_loss_of_a_head_with_its_own_vocabulary_equals_the_loss_by_hand() ->
     target = make_qwen()
     target.model.double()
     vocabulary = torch.arange(0, 330, 3)
-    draft = random_draft(target, "eagle3", vocabulary=vocabulary, feature_levels=[1, 2, 3]).double()
+    draft = random_draft(target, "eagle3", vocabulary=vocabulary).double()
     student = HeadStudent(draft, objective(steps=3, step_decay=0.5))
     teacher = Teacher(target, levels=student.levels, token_map=student.token_map)
-    batch = {k: v.double() if v.is_floating_point() else v for k, v in batch_of(target).items()}
-    pairs = teacher(batch)
+    pairs = teacher(in_double(batch_of(target)))
     ours = student(pairs, teacher.lm_head)[0]
     steps = draft.unroll(pairs.embeds_next, draft.fuse(pairs.features), pairs.position_ids, 3)
     total = torch.zeros((), dtype=torch.float64)
@@ -206,10 +186,7 @@ class TestMistakes:
             (["draft=eagle3", "draft.draft_vocab_size=99999"], ("draft.draft_vocab_size=99999", "at most")),
             (["draft=eagle3"], ("draft.feature_levels", "2 layers")),
             (["draft=eagle3", "draft.feature_levels=[0,1,9]"], ("draft.feature_levels=[0, 1, 9]", "0 to 2")),
-            (
-                ["draft.num_attention_heads=3"],
-                ("draft.num_attention_heads=3", "draft.num_key_value_heads=2"),
-            ),
+            (["draft.num_attention_heads=3"], ("draft.num_attention_heads=3", "draft.num_key_value_heads=2")),
             (["draft=model", "draft.num_layers=2"], ("draft.num_layers", "1 to 1")),
         ],
     )

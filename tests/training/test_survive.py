@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,10 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from support.fork_server import ForkServer
 from support.messages import refused
-from support.train_helpers import command, environment, single_process, train_quickly
+from support.train_helpers import command, environment, train_quickly
 from torch import nn
 
+from checkpoints.run_folder import read_metrics
 from checkpoints.store import SaveFailed, StateStore
 from train.config.hydra_app import compose
 from train.config.schema import Config
@@ -53,11 +53,9 @@ main()
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No launcher variables; restores the random generators and the number of threads."""
+def restored_threads(alone: None) -> Iterator[None]:
     threads = torch.get_num_threads()
-    with single_process(monkeypatch):
-        yield
+    yield
     torch.set_num_threads(threads)
 
 
@@ -87,33 +85,23 @@ def test_a_run_killed_during_a_save_resumes_bit_for_bit(target: Path, tmp_path: 
     for kind in KINDS:
         one, other = (load_file(run / "state" / "step_00000005" / f"{kind}.safetensors") for run in (straight, killed))
         assert one and all(torch.equal(one[name], other[name]) for name in one), kind
-    lines = [json.loads(line) for line in (killed / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert [line["step"] for line in read_metrics(killed / "metrics.jsonl")] == [1, 2, 3, 4, 5]
     assert not [path for path in killed.rglob(".*") if path.suffix in (".part", ".old")]
-
-
-@contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """Limits the size of written files, so that the operating system fails as with a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_full_disk_ends_in_one_line_and_the_run_resumes_later(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, begin = tmp_path / "run", StateStore.begin
+    """The size of files is limited, so that the operating system fails as with a full disk."""
+    run, begin, limits = tmp_path / "run", StateStore.begin, resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def begin_on_a_full_disk(self: StateStore, step: int) -> Path:
         if step == 2:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
         return begin(self, step)
 
-    with files_of_at_most(resource.getrlimit(resource.RLIMIT_FSIZE)[0]), monkeypatch.context() as patch:
+    with ExitStack() as restored, monkeypatch.context() as patch:
+        restored.callback(resource.setrlimit, resource.RLIMIT_FSIZE, limits)
         patch.setattr(StateStore, "begin", begin_on_a_full_disk)
         with refused("step 2", "File too large", "step 1", error=SaveFailed) as caught:
             train_quickly(configure(target, run))

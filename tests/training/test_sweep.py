@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
+import torch
 from support.fork_server import ForkServer
-from support.train_helpers import command, sage_train, single_process, train_quickly
+from support.train_helpers import command, configured, draft_weights, sage_train, train_quickly
 
 import sage
+from checkpoints.run_folder import read_metrics
 from data_prep.build import prompts as held_out_prompts
 from train.config.hydra_app import compose
 from train.config.schema import Config
@@ -24,7 +25,7 @@ COUNTS = ("tokens_per_target_pass", "mean_accepted_draft", "match", "total", "ac
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_sweep_of_two_ranks_each_ends_in_one_comparison(
-    tmp_path: Path, target: Path, commands: ForkServer, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, target: Path, commands: ForkServer, alone: None
 ) -> None:
     ranks = ["launch.ranks=2", "launch.device=cpu", "train.micro_batch_size=1"]
     arguments = command(target, tmp_path / "sweep", "train.max_steps=2", *ranks)
@@ -43,18 +44,15 @@ def test_a_sweep_of_two_ranks_each_ends_in_one_comparison(
     assert all(run["policies"]["static"]["total"] == 3 for run in compared["runs"])
     assert done.stdout.endswith(f"comparison: {tmp_path / 'sweep' / 'compare.md'}\n")
     check_merged_report(runs[0], target, tmp_path)
-    with single_process(monkeypatch):
-        check_weights(runs[0], target, tmp_path / "one")
+    check_weights(runs[0], target, tmp_path / "one")
 
 
 def check_weights(run: Path, target: Path, one: Path) -> None:
     """The same global batch: 2 ranks x 1 x 2 against 1 rank x 2 x 2; every stage and tolerances are in test_ranks.py."""
-    config: Config = compose("config", [*command(target, one), "deepspeed=zero0", "launch.device=cpu"], Config)
-    assert train_quickly(config) == 0
-    left, right = (load_file(folder / "draft" / "model.safetensors") for folder in (one, run))
-    assert all((left[name] - right[name]).abs().max() <= 5e-6 for name in left)
-    lines = [(folder / "metrics.jsonl").read_text().splitlines() for folder in (one, run)]
-    assert [json.loads(line)["tokens"] for line in lines[0]] == [json.loads(line)["tokens"] for line in lines[1]]
+    assert train_quickly(configured(target, one)) == 0
+    torch.testing.assert_close(draft_weights(one), draft_weights(run), rtol=0, atol=5e-6)
+    lines, expected = (read_metrics(folder / "metrics.jsonl") for folder in (run, one))
+    assert [line["tokens"] for line in lines] == [line["tokens"] for line in expected]
 
 
 def check_merged_report(run: Path, target_folder: Path, tmp_path: Path) -> None:

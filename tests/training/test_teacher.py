@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.batches import padded_batch
+from support.models import padded_batch
 from torch import Tensor, nn
 
 import sage
