@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import pytest
 from support.train_helpers import command, single_process
 
-from data_prep import StepLoader
+from data_prep.batching.loader import StepLoader
 from sage.bench.runners import HFRunner, PolicyRunner
 from sage.trees import policy
 from train.cli.train import main
