@@ -42,7 +42,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 import sage
 
@@ -181,9 +181,9 @@ class PretendTensor(torch.Tensor):
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Runs an operator on the CPU; wraps its results if they belong on a pretend device."""
-    operands = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+    operands: list[Tensor] = []
+    plain_args, plain = _unwrapped(args, operands), {key: _unwrapped(value, operands) for key, value in kwargs.items()}
     ours = [operand for operand in operands if isinstance(operand, PretendTensor)]
-    plain_args, plain = tree_map(lambda value: value.inner if isinstance(value, PretendTensor) else value, (args, kwargs))
     name = func._schema.name
     if name == "aten::_to_copy":
         device = _copied(args[0], kwargs.get("device") or args[0].device, kwargs.get("non_blocking", False))
@@ -201,15 +201,27 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     result = func(*plain_args, **plain)
     if is_pinned:
         _remember_pinned(result)
-    return tree_map(lambda one: _wrapped(one, _indexed(device), ours), result) if _is_pretend(device) else result
+    return _wrapped(result, _indexed(device), ours) if _is_pretend(device) else result
+
+
+def _unwrapped(value: Any, operands: list[Tensor]) -> Any:
+    """Replaces pretend tensors by their values; appends all tensors to `operands`."""
+    if isinstance(value, Tensor):
+        operands.append(value)
+        return value.inner if isinstance(value, PretendTensor) else value
+    if isinstance(value, (list, tuple)):
+        return type(value)([_unwrapped(one, operands) for one in value])
+    return value
 
 
 def _wrapped(result: Any, device: torch.device, ours: list[PretendTensor]) -> Any:
-    """Wraps a tensor; a result that is an operand itself, of an operator in place, stays the same object."""
-    if not isinstance(result, Tensor):
-        return result
-    same = [one for one in ours if one.inner is result]
-    return same[0] if same else PretendTensor(result, device)
+    """Inverse of `_unwrapped`; a result that is an operand itself, of an operator in place, stays the same object."""
+    if isinstance(result, Tensor):
+        same = [one for one in ours if one.inner is result]
+        return same[0] if same else PretendTensor(result, device)
+    if isinstance(result, (list, tuple)):
+        return type(result)([_wrapped(one, device, ours) for one in result])
+    return result
 
 
 def _common_device(name: str, args: Any, operands: list[Tensor], device: torch.device) -> torch.device:
