@@ -81,7 +81,9 @@ def load_table(path: str, subset: str, split: str, cache_dir: str, streaming: bo
             table = datasets.load_from_disk(path)
         else:
             name, config, files = _load_arguments(path, subset)
-            _require_table(name, cache)
+            is_cached = cache is not None and (Path(cache) / name.replace("/", "___").lower()).exists()
+            if name != "parquet" and not is_cached:
+                require_hub(name, "data.path")
             table = datasets.load_dataset(name, config, data_files=files, split=split, streaming=streaming, cache_dir=cache)
     except HubUnreachable:
         raise
@@ -90,13 +92,6 @@ def load_table(path: str, subset: str, split: str, cache_dir: str, streaming: bo
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(f"data set {path}: {reason}; check path, subset and split (here {given})") from error
     return _undecoded(table)
-
-
-def _require_table(name: str, cache: str | None) -> None:
-    """Raises ValueError for a data set that is neither local nor in the cache where the hub cannot be reached."""
-    is_cached = cache is not None and (Path(cache) / name.replace("/", "___").lower()).exists()
-    if name != "parquet" and not is_cached:
-        require_hub(name, "data.path")
 
 
 def _load_arguments(path: str, subset: str) -> tuple[str, str | None, Any]:

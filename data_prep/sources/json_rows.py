@@ -30,11 +30,13 @@ class JsonRows:
         ValueError: an array that is not complete (an invalid *line* is an error of that item).
     """
 
-    def __init__(self, path: str, cache_dir: str = "") -> None:
+    def __init__(self, path: str, configured_cache: str = "") -> None:
         self.path = Path(path)
         self.name = path
         self.digest = file_digest(self.path)
-        self.spans = self._cached_spans(cache_dir)
+        cached = cache_dir(configured_cache) / "rows" / f"{self.digest[:24]}.npy"
+        with computed_once(cached, self._write_spans):
+            self.spans = np.load(cached, mmap_mode="r")
 
     def __len__(self) -> int:
         return len(self.spans)
@@ -56,11 +58,6 @@ class JsonRows:
     def error(self, index: int, reason: str) -> BadItem:
         """Returns the error that names this file and item."""
         return BadItem(str(self.path), index, reason)
-
-    def _cached_spans(self, configured_cache: str) -> np.ndarray:
-        cached = cache_dir(configured_cache) / "rows" / f"{self.digest[:24]}.npy"
-        with computed_once(cached, self._write_spans):
-            return np.load(cached, mmap_mode="r")
 
     def _write_spans(self, path: Path) -> None:
         spans = _array_spans(self.path) if is_array(self.path) else _line_spans(self.path)

@@ -69,8 +69,7 @@ def refuse_corrupt_draft(folder: Path) -> None:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Reads a manifest and checks its form; the listed files are not read.
 
-    Raises:
-        CorruptFolder: the manifest is missing, not byte for byte as written, or lists a path outside `folder`.
+    Raises CorruptFolder if it is missing, not byte for byte as written, or lists a path outside `folder`.
     """
     path = folder / MANIFEST
     try:

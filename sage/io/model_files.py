@@ -61,21 +61,19 @@ def load_weights(model_class: Any, folder: str | Path, role: str, allow_unused: 
     unused = sorted(info["unexpected_keys"])
     if allow_unused and unused:
         logger.warning("%s: %s: %d of its tensors are not used: %s", role, folder, len(unused), _listed(unused))
-    wrong = sorted(_mismatches(info, [] if allow_unused else unused))
+    wrong = [f"{name} is missing" for name in info["missing_keys"]]
+    wrong += [] if allow_unused else [f"{name} is not part of the model" for name in unused]
+    wrong += [f"{name} is {list(found)}, not {list(expected)}" for name, found, expected in info["mismatched_keys"]]
     if wrong:
-        raise ValueError(f"{role}: {folder}: its weights do not fit its config: {_listed(wrong)}; save or copy it again")
+        raise ValueError(
+            f"{role}: {folder}: its weights do not fit its config: {_listed(sorted(wrong))}; save or copy it again"
+        )
     return model
 
 
 def in_one_line(error: Exception) -> str:
     """Returns an error's message in one line; for pickle errors, whose message recommends unsafe loading, a text of our own."""
     return "not a file of tensors" if isinstance(error, UnpicklingError) else " ".join(str(error).split())
-
-
-def _mismatches(info: dict[str, Any], unused: list[str]) -> Iterator[str]:
-    yield from (f"{name} is missing" for name in info["missing_keys"])
-    yield from (f"{name} is not part of the model" for name in unused)
-    yield from (f"{name} is {list(found)}, not {list(expected)}" for name, found, expected in info["mismatched_keys"])
 
 
 def _listed(names: list[str]) -> str:
