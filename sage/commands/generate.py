@@ -87,12 +87,19 @@ def _generate(args: argparse.Namespace) -> None:
     try:
         for piece in pieces(generation):
             print(f"{GREEN}{piece.text}{RESET}" if is_green and piece.is_drafted else piece.text, end="", flush=True)
-    finally:  # also after Ctrl-C
-        print(flush=True)
-        if args.explain:
-            _explain(policy, generation.stats)
-        if generation.stats.new_tokens:
-            _report(generation.stats, is_green)
+    except KeyboardInterrupt:
+        _finish(args, policy, generation.stats)
+        raise
+    _finish(args, policy, generation.stats)
+
+
+def _finish(args: argparse.Namespace, policy: Any, stats: Any) -> None:
+    """Ends the line of the answer, complete or interrupted, and reports what was decoded."""
+    print(flush=True)
+    if args.explain:
+        _explain(policy, stats)
+    if stats.new_tokens:
+        _report(stats, args.show_drafted and cli.has_colors(sys.stdout) and cli.has_colors(sys.stderr))
 
 
 def _load(args: argparse.Namespace) -> tuple[Any, Any]:

@@ -31,6 +31,13 @@ def config_dir() -> Path:
     return Path(__file__).resolve().parents[2] / "conf"
 
 
+def package_dir(name: str) -> str:
+    """Returns the folder of an installed package, found without importing it."""
+    spec = importlib.util.find_spec(name)
+    assert spec is not None and spec.submodule_search_locations, name
+    return str(Path(list(spec.submodule_search_locations)[0]).resolve())
+
+
 def json_digest(value: Any) -> str:
     """Returns a digest of the content of a value, 32 hexadecimal digits; what JSON does not know counts as its text."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:32]

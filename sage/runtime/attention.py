@@ -219,12 +219,6 @@ def repeat_mask(additive: Tensor, group: int) -> Tensor:
     return mask
 
 
-def causal_mask(length: int, past: int, group: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Causal mask of `length` tokens after `past` cached ones, [1, 1, group * length, past + length]."""
-    visible = torch.ones(length, past + length, dtype=torch.bool, device=device)
-    return tile_mask(visible.tril(past), group, dtype)
-
-
 @contextmanager
 def use_tree_attention(text_model: nn.Module) -> Iterator[None]:
     """Makes `text_model` attend with `tree_attention` within the block; restores its own implementation afterwards."""

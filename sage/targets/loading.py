@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from sage.inputs.processing import Processor
-from sage.io.files import config_dir
+from sage.io.files import config_dir, package_dir
 from sage.io.hub import require_hub
 from sage.io.model_files import in_one_line, load_weights, read_config
 from sage.runtime.attention import HALF, VARLEN
@@ -77,8 +76,7 @@ def path_of_target(name: str) -> str:
     if Path(name).exists() or Path(name).name != name or not file.is_file():
         return name
     found = str(yaml.safe_load(file.read_text(encoding="utf-8"))["path"])
-    package = re.match(r"\$\{package_dir:(\w+)\}", found)
-    return found if package is None else f"{Path(str(find_spec(package[1]).origin)).parent}{found[package.end() :]}"  # type: ignore[union-attr]
+    return re.sub(r"\$\{package_dir:(\w+)\}", lambda package: package_dir(package[1]), found)
 
 
 def _set_attention(model: Any, attention: VisionAttention) -> None:

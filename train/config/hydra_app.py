@@ -6,7 +6,6 @@ torch, so that `--help` and mistakes are answered at once.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import sys
@@ -23,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from checkpoints.run_folder import is_run
 from sage.commands.cli import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_USER, pop_debug_flag, version_text
-from sage.io.files import config_dir
+from sage.io.files import config_dir, package_dir
 from train.config import sweep
 from train.config.errors import as_mistake, refuse_unknown
 from train.config.help import help_text
@@ -259,9 +258,3 @@ def run_name(target: str, draft: str, path: str | None, data: str, objective: st
 def _plain(part: str) -> str:
     """Replaces characters that a shell or Hydra would interpret."""
     return re.sub(r"[^\w.]+", "_", part).strip("_.") or "data"
-
-
-def package_dir(name: str) -> str:
-    spec = importlib.util.find_spec(name)
-    assert spec is not None and spec.submodule_search_locations, name
-    return str(Path(list(spec.submodule_search_locations)[0]).resolve())
