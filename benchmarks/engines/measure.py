@@ -30,8 +30,8 @@ from sage.bench.measurement import BenchPrompt
 from sage.bench.options import Variant
 from sage.bench.runners import AUTOREGRESSIVE, PolicyRunner, Runner, baseline_runner
 from sage.commands.cli import resolve_device
+from sage.decoding.answer import PREFILL_PHASES
 from sage.decoding.sampling import Sampling
-from sage.decoding.stats import PREFILL_PHASES
 from sage.targets import Target
 from train.engines.prompts import prompt_data, validation_prompts, write_prompts
 from train.engines.vllm_process import EngineSetting, VllmProcess

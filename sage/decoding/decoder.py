@@ -13,14 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage.decoding.stats import Stats
-from sage.decoding.stopping_rules import StopCriterion
+from sage.decoding.answer import Stats, StopCriterion
 from sage.decoding.verify import Verdict, Verifier
 from sage.drafts.pruning import KEEP_ALL, Pruning
 from sage.drafts.session import DraftSession, check_probabilities
 from sage.planning.base import Policy
-from sage.planning.level import TreeBuilder
-from sage.planning.tree import RoundOutcome, Tree
+from sage.planning.tree import RoundOutcome, Tree, TreeBuilder
 from sage.runtime.cache import TreeCache
 from sage.runtime.host_tensors import Tokens, cached_index, join_tokens
 from sage.runtime.timing import Clock

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from sage.costs.store import known_costs
+from sage.decoding.answer import Stats, StopCriterion
 from sage.decoding.decoder import Request, Round, decode
 from sage.decoding.detokenizer import Detokenizer
 from sage.decoding.sampling import Sampling, TargetSampler
-from sage.decoding.stats import Stats
-from sage.decoding.stopping_rules import StopCriterion
 from sage.decoding.verify import Verifier
 from sage.drafts.draft import Draft, new_session
 from sage.drafts.loading import check_draft

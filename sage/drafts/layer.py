@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 
-from sage.drafts.rope import rotate
 from sage.drafts.unroll import Chains
 from sage.runtime.attention import causal_attention
 
@@ -123,6 +122,12 @@ class DraftLayer(nn.Module):
         """
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), rope, mask, cache)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Applies rope to [B, H, T, d], halves paired as in Llama."""
+    first, second = states.chunk(2, -1)
+    return states * cos + torch.cat((-second, first), -1) * sin
 
 
 def fuse_linears(draft: nn.Module) -> None:

@@ -69,12 +69,6 @@ class Rope(nn.Module):
         return cos.to(dtype), sin.to(dtype)
 
 
-def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies rope to [B, H, T, d], halves paired as in Llama."""
-    first, second = states.chunk(2, -1)
-    return states * cos + torch.cat((-second, first), -1) * sin
-
-
 def rope_axes(section: list[int], is_interleaved: bool) -> list[int]:
     """Returns the axis of every frequency [d / 2]: 0 temporal, 1 height, 2 width.
 

@@ -20,8 +20,7 @@ import torch
 from sage.costs.tables import Costs
 from sage.decoding.verify import Verdict
 from sage.planning.base import Policy
-from sage.planning.level import TreeBuilder
-from sage.planning.tree import RoundOutcome, Tree
+from sage.planning.tree import RoundOutcome, Tree, TreeBuilder
 from sage.replay.recording import Candidates, RecordedRound, Recording, TokenPath
 from sage.runtime.host_tensors import CPU
 from sage.runtime.timing import RoundTimes

@@ -8,8 +8,9 @@ Shapes: B batch, T tokens, D hidden, N tree nodes, S keys.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +18,11 @@ from transformers import AutoModelForImageTextToText
 
 from sage.inputs.format import InputFormat, Inputs
 from sage.targets.rope import RopeConfig
-from sage.targets.windows import Mask, Tile, layer_masks, window_of
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+# `attention_mask` of a text model; a dict has one for each of its `layer_types`.
+Mask: TypeAlias = Tensor | dict[str, Tensor] | None
+Tile = Callable[[Tensor], Tensor]  # Bool [N, S] or [B, N, S], True = attend -> the additive mask of `sage.runtime.attention`
 POSITIONS, NEXT_POSITION = "position_ids", "next_position"  # keys of inputs, see `Family.with_positions`
 
 
@@ -278,3 +282,22 @@ def without_positions(inputs: Inputs) -> Inputs:
 def _attention_mask(inputs: Inputs) -> Tensor:
     mask = inputs.get("attention_mask")
     return torch.ones_like(inputs["input_ids"]) if mask is None else mask
+
+
+def window_of(text_config: Any) -> int | None:
+    """Returns the window in tokens of the layers that have one; None if all layers have full attention."""
+    layer_types = getattr(text_config, "layer_types", None)
+    if layer_types and SLIDING not in layer_types:
+        return None
+    return getattr(text_config, "sliding_window", None)
+
+
+def layer_masks(text_config: Any, visible: Tensor, is_near: Tensor, tile: Tile) -> Mask:
+    """Returns a mask for each of `layer_types`, or one for all layers if the configuration names no types.
+
+    Args:
+        visible: Bool [N, S] or [B, N, S], the keys that each token may attend to in layers with full attention.
+        is_near: Bool [N, S], the keys within its window.
+    """
+    near = tile(visible & is_near)
+    return {FULL: tile(visible), SLIDING: near} if getattr(text_config, "layer_types", None) else near

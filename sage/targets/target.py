@@ -22,9 +22,8 @@ from sage.runtime.attention import AttentionRecorder, select_backends, tile_mask
 from sage.runtime.cache import TreeCache
 from sage.runtime.pass_modes import PassMode
 from sage.targets.families import family_of
-from sage.targets.family import Prompt
+from sage.targets.family import Mask, Prompt
 from sage.targets.placement import connect, is_multi_device, layer_devices
-from sage.targets.windows import Mask
 
 
 @dataclass

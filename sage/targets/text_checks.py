@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from sage.targets.windows import FULL, SLIDING
+from sage.targets.family import FULL, SLIDING
 
 LINEAR = "linear attention layers keep one state for all tokens, which a tree mask cannot split"
 REASONS = {  # layer type -> why a tree pass cannot run it

@@ -17,9 +17,8 @@ from sage.runtime.attention import tile_mask, use_tree_attention
 from sage.runtime.cache import RowCache, TreeCache
 from sage.runtime.executors import Executor, executor_of
 from sage.runtime.pass_function import CAPACITY, KEYS, NODES, VISIBLE, Argument, Padding, PassFunction, Result
-from sage.targets.family import Family
+from sage.targets.family import Family, Mask
 from sage.targets.target import Features, Target
-from sage.targets.windows import Mask
 
 NAN_TOKEN = -1  # in place of a token where a logit is NaN
 

@@ -35,8 +35,8 @@ from sage.bench.runners import (
 from sage.bench.summary import acceptance_by_depth, accepted_histogram, pooled_counts, summarize
 from sage.costs import store
 from sage.costs.measure import measure_costs
+from sage.decoding.answer import Stats
 from sage.decoding.sampling import Sampling
-from sage.decoding.stats import Stats
 from sage.runtime.timing import PHASES
 
 SAMPLING = Sampling(max_new_tokens=8)

@@ -13,8 +13,7 @@ from support.slow_trees import SlowTree, add_next_level
 from support.toy_helpers import make_policy
 
 from sage.planning.base import Policy
-from sage.planning.level import DROPPED, TreeBuilder
-from sage.planning.tree import NextLevel, Tree
+from sage.planning.tree import DROPPED, NextLevel, Tree, TreeBuilder
 from sage.runtime.host_tensors import CPU
 
 K = 12

@@ -36,9 +36,9 @@ from transformers import (
 
 import sage
 from sage.decoding import generation
+from sage.decoding.answer import Stats
 from sage.decoding.decoder import decode, draft_tree
 from sage.decoding.sampling import Sampling
-from sage.decoding.stats import Stats
 from sage.decoding.verify import accept
 from sage.planning.tree import Tree
 from sage.trees.eagle2 import Eagle2

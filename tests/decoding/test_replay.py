@@ -12,9 +12,9 @@ from support.models import OracleSession, make_inputs
 import sage
 from sage.costs.tables import Costs, Curve
 from sage.decoding import generation
+from sage.decoding.answer import StopCriterion
 from sage.decoding.decoder import Request, draft_tree
 from sage.decoding.sampling import Sampling, TargetSampler
-from sage.decoding.stopping_rules import StopCriterion
 from sage.decoding.verify import Verifier, accept
 from sage.planning.base import Policy
 from sage.replay.recording import RecordedRound, Recording, record

@@ -18,8 +18,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import sage
 from sage.decoding import generation
+from sage.decoding.answer import StopCriterion
 from sage.decoding.sampling import Sampling, TargetSampler
-from sage.decoding.stopping_rules import StopCriterion
 from sage.decoding.verify import Verifier
 
 LENGTH = 28

@@ -29,9 +29,9 @@ from support.toy_helpers import (
 from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopPLogitsWarper
 
 import sage
+from sage.decoding.answer import Stats
 from sage.decoding.decoder import decode
 from sage.decoding.sampling import Sampling, TargetSampler
-from sage.decoding.stats import Stats
 from sage.decoding.verify import Verdict, Verifier
 from sage.drafts.model import ModelDraft
 from sage.planning.tree import Tree

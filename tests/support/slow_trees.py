@@ -1,4 +1,4 @@
-"""Trees grown and pruned one operation at a time: the slow reference of `sage.planning.level`, and tree factories for tests."""
+"""Trees grown and pruned one operation at a time: the slow reference of `sage.planning.tree`, and tree factories for tests."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ from support.slow_trees import paths_of
 
 import sage
 from sage.costs.tables import Costs, Curve
+from sage.decoding.answer import StopCriterion
 from sage.decoding.decoder import Request, decode, draft_tree
 from sage.decoding.sampling import Sampling, TargetSampler
-from sage.decoding.stopping_rules import StopCriterion
 from sage.decoding.verify import Verifier
 from sage.drafts.session import DraftSession
 from sage.planning.base import Policy

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from sage.inputs.format import Inputs
-from sage.targets.family import Family, Prompt
+from sage.targets.family import FULL, Family, Prompt
 from sage.targets.rope import RopeConfig
-from sage.targets.windows import FULL
 
 
 class Gemma3Text(Family):

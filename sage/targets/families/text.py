@@ -25,7 +25,7 @@ class Text(Family):
 
 
 class Mistral(Text):
-    """Mistral, whose first version has sliding windows (see `sage.targets.windows`)."""
+    """Mistral, whose first version has sliding windows (see `sage.targets.family`)."""
 
     model_types = {"mistral": "MistralForCausalLM"}
     served_by = ("vLLM",)
