@@ -26,8 +26,7 @@ from data_prep.dialog import one_by_one
 from data_prep.server.answers import ServedTarget, ServerAnswers
 from data_prep.server.chat_request import MediaPolicy
 from data_prep.splits import Split
-from data_prep.tools.jsonl_writer import MediaFolder, as_line
-from data_prep.tools.regenerate import RegenerationResult, answerer, finished_provenance, regenerate
+from data_prep.tools.regenerate import MediaFolder, RegenerationResult, answerer, as_line, finished_provenance, regenerate
 from data_prep.tools.stats import Statistics, measure, render_html
 from sage.drafts.location import find_draft
 from sage.inputs.processing import Processor
