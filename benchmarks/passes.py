@@ -16,15 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 import sage
 from benchmarks.training.measuring import allocated, describe_machine, peak, ratio_spread, reset_peak
 from sage.bench.options import counts
-from sage.commands.cli import (
-    add_device_option,
-    add_dtype_option,
-    add_model_options,
-    find_models,
-    new_parser,
-    resolve_device,
-    run,
-)
+from sage.commands import cli
 from sage.costs.measure import draft_level, empty_cache, verify_pass
 from sage.drafts.draft import new_session
 from sage.io.dtypes import torch_dtype
@@ -125,26 +117,27 @@ def measure(target: Any, draft: Any, nodes: Sequence[int], widths: Sequence[int]
 
 
 def main() -> int:
-    parser = new_parser("python -m benchmarks.passes", description=__doc__)
-    add_model_options(parser)
+    parser = cli.new_parser("python -m benchmarks.passes", description=__doc__)
+    cli.add_model_options(parser)
     parser.add_argument("--nodes", metavar="N,N", default="1,4,8,16,32", help="nodes of target passes; default %(default)s")
     parser.add_argument("--widths", metavar="N,N", default="1,4,8", help="nodes of draft levels; default %(default)s")
     parser.add_argument("--context", type=int, default=256, help="tokens in the cache; default %(default)s")
     parser.add_argument("--repeats", type=int, default=60, help="timed turns; default %(default)s")
     parser.add_argument("--threads", type=int, metavar="N", help="torch's threads; default: torch's own choice")
-    add_dtype_option(parser, "fp32", "dtype of target and draft (default %(default)s)")
-    add_device_option(parser, "auto")
+    cli.add_dtype_option(parser, "fp32", "dtype of target and draft (default %(default)s)")
+    cli.add_device_option(parser, "auto")
     args = parser.parse_args()
     if min(args.context, args.repeats) < 1:
         raise ValueError("--context, --repeats: give at least 1")
     if args.threads:
         torch.set_num_threads(args.threads)
-    path, folder = find_models(args)
-    target = sage.load_target(path, dtype=torch_dtype(args.dtype), device=resolve_device(args.device), passes=PassMode.eager)
+    path, folder = cli.find_models(args)
+    device, dtype = cli.resolve_device(args.device), torch_dtype(args.dtype)
+    target = sage.load_target(path, dtype=dtype, device=device, passes=PassMode.eager)
     draft = None if folder is None else sage.load_draft(folder, target)
     print(measure(target, draft, counts(args.nodes), counts(args.widths), args.context, args.repeats))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(cli.run(main))

@@ -19,20 +19,11 @@ import sage
 from benchmarks.engines.prompts import question
 from benchmarks.training.measuring import describe_machine
 from data_prep.pocket import world
-from sage.bench.losslessness import first_difference, next_logits
-from sage.bench.measurement import BenchPrompt
+from sage.bench.measurement import BenchPrompt, load_prompts
 from sage.bench.options import names
-from sage.bench.prompts import load_prompts
 from sage.bench.runners import on_device
-from sage.commands.cli import (
-    add_device_option,
-    add_dtype_option,
-    add_model_options,
-    find_models,
-    new_parser,
-    resolve_device,
-    run,
-)
+from sage.bench.summary import first_difference, next_logits
+from sage.commands import cli
 from sage.decoding.noise import gumbel
 from sage.decoding.sampling import Sampling
 from sage.io.dtypes import torch_dtype
@@ -115,8 +106,8 @@ def report(target: Any, draft: Any, policies: Sequence[str], prompts: Sequence[B
 
 
 def main() -> int:
-    parser = new_parser("python -m benchmarks.texts", description=__doc__)
-    add_model_options(parser)
+    parser = cli.new_parser("python -m benchmarks.texts", description=__doc__)
+    cli.add_model_options(parser)
     parser.add_argument("--policies", default=",".join(sage.POLICIES), metavar="NAME,..", help="default: all")
     parser.add_argument("--prompts", metavar="FILE", help="JSONL of chat messages; default: the pocket test split")
     parser.add_argument(
@@ -124,18 +115,19 @@ def main() -> int:
     )
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default %(default)s")
-    add_dtype_option(parser, "fp32", "dtype of target and draft (default %(default)s)")
-    add_device_option(parser, "auto")
+    cli.add_dtype_option(parser, "fp32", "dtype of target and draft (default %(default)s)")
+    cli.add_device_option(parser, "auto")
     args = parser.parse_args()
     if min(args.per_family, args.max_new_tokens) < 1:
         raise ValueError("--per-family, --max-new-tokens: give at least 1")
     policies = names(args.policies)
     for policy in policies:
         sage.policy(policy)
-    path, folder = find_models(args)
+    path, folder = cli.find_models(args)
     if folder is None:
         raise ValueError("--draft: missing; give a draft to compare the policies with")
-    target = sage.load_target(path, dtype=torch_dtype(args.dtype), device=resolve_device(args.device), passes=PassMode.eager)
+    device, dtype = cli.resolve_device(args.device), torch_dtype(args.dtype)
+    target = sage.load_target(path, dtype=dtype, device=device, passes=PassMode.eager)
     draft = sage.load_draft(folder, target)
     if args.prompts is None:
         talks = [question("test", number, family) for family in world.FAMILIES for number in range(args.per_family)]
@@ -147,4 +139,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(cli.run(main))

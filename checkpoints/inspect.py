@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints import run_folder
-from checkpoints.export.export_folder import EXPORT_INFO, export_info, verify_export
-from checkpoints.export.formats.layout import EngineConfig
+from checkpoints.export.checks import check_folder
+from checkpoints.export.configs import EngineConfig
+from checkpoints.export.exporter import find_source
+from checkpoints.export.folder import CONFIG, EXPORT_INFO, Weights, export_info, verify_export
 from checkpoints.export.formats.registry import recognize
 from checkpoints.export.serving import COMPRESSOR, format_compressor
-from checkpoints.export.source import find_source
-from checkpoints.export.validator.validator import check_folder
-from checkpoints.export.weight_files import CONFIG, Weights
 from checkpoints.files import restore_interrupted
 from checkpoints.run_folder import BEST_DRAFT, DRAFT, is_run, list_checks, list_steps, run_of, state_folder, step_name
 from checkpoints.store import verify_state

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Annotated, Any
 
-from data_prep.sources import KINDS, SourceConfig, check_source
-from data_prep.sources.paths import check_path
+from data_prep.sources import KINDS, SourceConfig, check_path, check_source
 from data_prep.splits import Share, Split, check_shares
 from sage.decoding.settings import AnswerSettings
 from sage.io.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Range, check_fields

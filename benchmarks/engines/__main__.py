@@ -90,10 +90,10 @@ def _comparison(args: argparse.Namespace) -> Comparison:
     except ValueError as error:
         raise ValueError(f"--num-speculative-tokens {error}") from error
     drafts = dict(_named_draft(text) for text in args.draft)
+    same = ("server_model", "repeats", "max_new_tokens", "passes", "device")
     return Comparison(
         python=args.engine_python,
         server=args.server or None,
-        server_model=args.server_model,
         server_key=os.environ.get(KEY_VARIABLE, ""),
         target=args.target or target_of(next(iter(drafts.values())), "--target"),
         drafts=drafts,
@@ -101,12 +101,9 @@ def _comparison(args: argparse.Namespace) -> Comparison:
         baselines=names(args.baselines),
         depths=depths,
         num_prompts=args.prompts,
-        repeats=args.repeats,
-        max_new_tokens=args.max_new_tokens,
         cores=sorted(os.sched_getaffinity(0))[: args.threads],
-        passes=args.passes,
         log_folder=args.logs,
-        device=args.device,
+        **{name: getattr(args, name) for name in same},
     )
 
 

@@ -14,8 +14,7 @@ from transformers.utils import logging as transformers_logging
 from benchmarks.papers.figures import FIGURES_DIR, FigureStore
 from benchmarks.papers.lab import Lab
 from benchmarks.papers.render import write_page
-from benchmarks.papers.runs import TrainingFailed
-from benchmarks.papers.settings import QUICK, load_settings
+from benchmarks.papers.runs import QUICK, TrainingFailed, load_settings
 from benchmarks.papers.studies import STUDIES, select_studies
 from sage.commands.cli import run
 

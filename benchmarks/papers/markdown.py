@@ -4,62 +4,52 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from string import Formatter
 from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Undefined, UndefinedError
 
 from benchmarks.papers.figures import Json
 
 TEMPLATES = Path(__file__).with_name("page")
-EACH = re.compile(r"<!-- each ([\w\[\]]+) -->(\n?)(.*?)<!-- end \1 -->\2", re.DOTALL)
 
 
 def fill(template: str, values: Mapping[str, Any]) -> str:
-    """Returns `TEMPLATE.md` with its placeholders replaced; empty paragraphs are removed.
+    """Returns the Jinja template `TEMPLATE.md`, filled with the values; empty paragraphs are removed.
 
-    Placeholders are those of `str.format`; beside Python's formats, `x` writes 2.31x and `interval` 1.94-2.31; a format in
-    brackets adds a blank and brackets. A placeholder with a format is empty where its figure is missing. What stands between
-    `<!-- each KEY -->` and `<!-- end KEY -->`, such as the row of a table or a cell of a row, is repeated for every element of
-    the list or mapping `KEY`; `name` is the key of an element, `value` an element that has no keys of its own.
+    The filter `f` formats a figure (see `formatted`), `options` the options of a policy (see `options_text`). A placeholder
+    with `f` is empty where its figure is missing. Raises ValueError for another placeholder without a value.
     """
-    text = (TEMPLATES / f"{template}.md").read_text(encoding="utf-8")
-    return re.sub(r"\n{3,}", "\n\n", _filled(text, values)).strip()
+    try:
+        text = _pages().get_template(f"{template}.md").render(values)
+    except UndefinedError as error:
+        name = re.findall(r"'([^']*)'", str(error))[-1]
+        raise ValueError(f"{{{name}}}: a placeholder without a value") from error
+    return re.sub(r"\n{3,}", "\n\n", text).strip()
 
 
-def _filled(text: str, values: Mapping[str, Any]) -> str:
-    first, *pieces = EACH.split(text)
-    filled = _Figures().vformat(first, (), values)
-    for key, _, block, rest in zip(*(pieces[place::4] for place in range(4)), strict=True):
-        parts = _Figures().get_field(key, (), values)[0]
-        for name, part in parts.items() if isinstance(parts, Mapping) else enumerate(parts):
-            own = part if isinstance(part, Mapping) else {}
-            filled += _filled(block, {**values, "name": name, "value": part, **own})
-        filled += _Figures().vformat(rest, (), values)
-    return filled
+@cache
+def _pages() -> Environment:
+    pages = Environment(loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True)
+    pages.filters |= {"f": formatted, "options": options_text}
+    return pages
 
 
-class _Missing(str):
-    """Name of a placeholder without a figure."""
+def formatted(value: Any, spec: str) -> str:
+    """Formats a figure; empty if it is None or missing.
 
-
-class _Figures(Formatter):
-    def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
-        try:
-            return super().get_field(field_name, args, kwargs)
-        except KeyError:
-            return _Missing(field_name), field_name
-
-    def format_field(self, value: Any, format_spec: str) -> str:
-        if isinstance(value, _Missing) and not format_spec:
-            raise ValueError(f"{{{value}}}: a placeholder without a value")
-        if value is None or isinstance(value, _Missing):
-            return ""
-        if format_spec.startswith("("):
-            text = self.format_field(value, format_spec[1:-1])
-            return f" ({text})" if text else ""
-        if format_spec == "interval":
-            return interval(value)
-        return times(value) if format_spec == "x" else format(value, format_spec)
+    Args:
+        spec: of Python, `x` for 2.31x, or `interval` for 1.94-2.31; in brackets, it adds a blank and brackets.
+    """
+    if value is None or isinstance(value, Undefined):
+        return ""
+    if spec.startswith("("):
+        text = formatted(value, spec[1:-1])
+        return f" ({text})" if text else ""
+    if spec == "interval":
+        return interval(value)
+    return times(value) if spec == "x" else format(value, spec)
 
 
 def grouped(rows: Iterable[Json], key: str) -> dict[str, list[Json]]:

@@ -55,17 +55,14 @@ def _between(text: str, start: str, end: str, content: str) -> str:
 def render(files: Mapping[str, Json]) -> str:
     """Returns the text of the page."""
     figures = _figures(files)
-    shown, headline = _shown(figures), headline_table(figures)
+    shown = _shown(figures)
     machines = list(dict.fromkeys(_machine_line(content) for content in files.values()))
     expectations = [one for study in shown for one in study.expectations(study.select(figures))]
-    sections = [section(number, study, figures, _source(study, files, machines)) for number, study in enumerate(shown, start=1)]
-    rows = [{**vars(one), "met": "yes" if one.is_met else "**no**"} for one in sorted(expectations, key=lambda one: one.is_met)]
-    counts = {"num_met": sum(one.is_met for one in expectations), "num_total": len(rows)}
     values = {
-        "machines": "\n".join(f"{number}. {line}" for number, line in enumerate(machines, start=1)),
-        "headline": fill("headline", {"table": headline}) if headline else "",
-        "expectations": fill("expectations", {**counts, "rows": rows}) if rows else "",  # unmet ones first
-        "sections": "\n\n".join(sections),
+        "machines": machines,
+        "table": headline_table(figures),
+        "expectations": sorted(expectations, key=lambda one: one.is_met),  # unmet ones first
+        "sections": [section(number, study, figures, _source(study, files, machines)) for number, study in enumerate(shown, 1)],
     }
     return fill("results", values) + "\n"
 

@@ -1,25 +1,47 @@
 """Tunes policies on the validation split: replays many configurations on the same drafts, then times the best few.
 
-`static` is tuned by its tree: the n rank paths that recorded answers took most often. `cost_aware` keeps its defaults.
+`static` is tuned by its tree: the n rank paths that recorded answers took most often. `cost_aware` keeps its defaults. Studies
+share `ranks_on_path`: how far, and at which ranks, the recorded candidates of a draft contain the tokens of the answer.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 
+from torch import Tensor
+
 import sage
-from benchmarks.papers.answers import ranks_on_path
-from benchmarks.papers.comparison import compare
 from benchmarks.papers.figures import Json
-from benchmarks.papers.lab import Lab
+from benchmarks.papers.lab import Lab, compare
 from sage.costs.tables import Costs
-from sage.replay.recording import Recording
+from sage.replay.recording import RecordedRound, Recording
 from sage.replay.replay import replay
 
 logger = logging.getLogger(__name__)
+
+
+def ranks_on_path(recording: Recording, recorded: RecordedRound) -> Iterator[tuple[Tensor, int | None]]:
+    """Yields, per recorded node on the path of the answer, the probabilities of its candidates [K] and the rank of the token.
+
+    The rank of the answer's token is None, and the path ends, where the token is not among the candidates.
+    """
+    answer = tuple(recording.tokens[recorded.position :])
+    for depth, token in enumerate(answer):
+        if answer[:depth] not in recorded.candidates:
+            return
+        probs, candidates = recorded.candidates[answer[:depth]]
+        tokens = candidates.tolist()
+        yield probs, tokens.index(token) if token in tokens else None
+        if token not in tokens:
+            return
+
+
+def depth_on_path(recording: Recording, recorded: RecordedRound) -> int:
+    """Returns the number of tokens of the answer that the candidates of a round contain."""
+    return sum(rank is not None for _, rank in ranks_on_path(recording, recorded))
 
 
 def tuning_figures(lab: Lab, target: str) -> Json:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +11,28 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from checkpoints.export.export_folder import EXPORT_INFO, new_export
+from checkpoints import run_folder
+from checkpoints.export.checks import CheckResult, InvalidExport, check_folder
+from checkpoints.export.configs import EMBEDDING, TargetFacts, read_target_embedding
+from checkpoints.export.folder import CONFIG, EXPORT_INFO, WEIGHTS, new_export
 from checkpoints.export.formats.base import ExportFormat, ImportOptions
-from checkpoints.export.formats.registry import find_format
+from checkpoints.export.formats.registry import find_format, imported_drafts
 from checkpoints.export.model_card import render_card
 from checkpoints.export.serving import COMPRESSOR, check_compatible
-from checkpoints.export.source import DraftSource, find_source, load_trained, summarize_report, with_report
-from checkpoints.export.target_facts import EMBEDDING, TargetFacts, read_target_embedding
-from checkpoints.export.validator.validator import CheckResult, InvalidExport, check_folder
-from checkpoints.export.weight_files import CONFIG, WEIGHTS
 from sage.drafts.head import DraftHead
+from sage.drafts.location import find_draft
+from sage.drafts.registry import head_kind
 from sage.io.dtypes import dtype_name
-from sage.io.files import write_json, write_text
+from sage.io.files import read_json, write_json, write_text
+from sage.io.manifest import refuse_corrupt_draft
+from sage.io.model_files import load_weights, read_config
+from sage.targets import is_target_folder
 
 logger = logging.getLogger(__name__)
 
 CARD = "README.md"
 SCHEMA = 1
+REPORT_SETTINGS = ("step", "target", "device", "dtype", "prompts", "repeats", "max_new_tokens", "temperature", "seed")
 
 
 @dataclass(kw_only=True)
@@ -80,7 +85,7 @@ class ExportResult:
     """A finished export.
 
     Attributes:
-        check: the validator's findings.
+        check: the findings of `check_folder`.
         warnings: what differs from training, as complete sentences.
     """
 
@@ -156,7 +161,7 @@ def find_facts(config: Any, target: str | None) -> TargetFacts:
 def _verify(
     part: Path, out: Path, format_: ExportFormat, trained: DraftHead, facts: TargetFacts
 ) -> tuple[CheckResult, RoundingError]:
-    """Runs the validator and the reload check on the written files; errors name the final folder."""
+    """Runs `check_folder` and the reload check on the written files; errors name the final folder."""
     try:
         check = check_folder(part, facts)
         check.raise_if_invalid()
@@ -215,3 +220,97 @@ def _export_info(result: ExportResult, trained: DraftHead) -> dict[str, Any]:
         "warnings": result.warnings,
         "validation": summarize_report(source.report),
     }
+
+
+# -- the draft to export --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftSource:
+    """A draft and its origin.
+
+    Attributes:
+        draft: folder of the trained draft.
+        run: the run that contains it, if any.
+        step: optimizer steps it was trained for; None if unknown.
+        recipe: the run's configuration when the draft was saved.
+        recipe_changes: earlier changes of the recipe, one line each.
+        provenance: the run's provenance.json.
+        report: the validation report of this draft: the run's own, unless `with_report` chose another.
+    """
+
+    draft: Path
+    run: Path | None = None
+    step: int | None = None
+    recipe: dict[str, Any] = field(default_factory=dict)
+    recipe_changes: list[str] = field(default_factory=list)
+    provenance: dict[str, Any] = field(default_factory=dict)
+    report: dict[str, Any] | None = None
+
+
+def find_source(path: Path) -> DraftSource:
+    """Finds the draft that `path` names (see `find_draft`), and the run that contains it.
+
+    Raises:
+        ValueError: there is no draft.
+    """
+    draft = find_draft(path)
+    run = run_folder.run_of(draft)
+    if run is None:
+        return DraftSource(draft=draft)
+    step = run_folder.draft_step(draft)
+    return DraftSource(
+        draft=draft,
+        run=run,
+        step=step,
+        recipe=run_folder.read_run_config(run, step),
+        recipe_changes=run_folder.describe_recipe_changes(run, step),
+        provenance=read_json(run / run_folder.PROVENANCE) if (run / run_folder.PROVENANCE).is_file() else {},
+        report=run_folder.draft_report(draft),
+    )
+
+
+def with_report(source: DraftSource, path: Path) -> DraftSource:
+    """Replaces the run's own measurement by another report.json (or the folder that contains it), e.g. of a later check.
+
+    Raises:
+        ValueError: there is no report, or it measured the draft after another number of steps.
+    """
+    report = run_folder.read_report(path / run_folder.REPORT if path.is_dir() else path)
+    if report.get("step") not in (None, source.step or 0):
+        raise ValueError(
+            f"--report {path}: measured a draft after {report['step']} steps, {source.draft} has {source.step or 0}; "
+            "give a report of this draft"
+        )
+    return replace(source, report=report)
+
+
+def summarize_report(report: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Returns the settings of a validation report and the scalar figures of each policy."""
+    if report is None:
+        return None
+    policies = {
+        name: {key: value for key, value in figures.items() if isinstance(value, (int, float))}
+        for name, figures in report.get("policies", {}).items()
+    }
+    return {**{key: report[key] for key in REPORT_SETTINGS if key in report}, "policies": policies}
+
+
+def load_trained(folder: Path) -> DraftHead:
+    """Loads a draft of this package without its target, on the CPU and in the dtype it was saved in.
+
+    Raises:
+        ValueError: not a draft head of this package, corrupt, or weights that do not fit its config.
+    """
+    refuse_corrupt_draft(folder)
+    if is_target_folder(folder):
+        raise ValueError(f"{folder}: a complete model, not a draft head; engines load it directly as a draft model")
+    stored = read_config(folder)
+    kind = head_kind(stored.get("model_type"))
+    if kind is None or not stored.get("target"):
+        raise ValueError(
+            f"{folder}: model_type {stored.get('model_type')!r} is not a draft of this package; --import reads "
+            f"{imported_drafts()} drafts"
+        )
+    head: DraftHead = load_weights(kind.draft_class(), folder, "draft", dtype="auto")
+    return head.eval()

@@ -15,12 +15,10 @@ import torch
 from torch import Tensor
 
 import sage
-from checkpoints.export.export_folder import EXPORT_INFO, export_info, new_export
+from checkpoints.export.configs import EMBEDDING, EngineConfig, TargetFacts, read_target_embedding
+from checkpoints.export.folder import CONFIG, EXPORT_INFO, Weights, export_info, new_export
 from checkpoints.export.formats.base import PREFIXES, ImportOptions
-from checkpoints.export.formats.layout import EngineConfig
 from checkpoints.export.formats.registry import imported_drafts, recognize
-from checkpoints.export.target_facts import EMBEDDING, TargetFacts, read_target_embedding
-from checkpoints.export.weight_files import CONFIG, Weights
 from sage.drafts.head import DraftHead
 from sage.io.files import write_json
 from sage.io.manifest import refuse_corrupt_draft

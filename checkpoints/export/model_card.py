@@ -9,9 +9,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from checkpoints.export.configs import TargetFacts
 from checkpoints.export.formats.base import ExportFormat
 from checkpoints.export.serving import engines_for
-from checkpoints.export.target_facts import TargetFacts
 from checkpoints.run_folder import dotted_keys
 from sage.bench.report_table import measured_with
 from sage.io.tables import markdown_table

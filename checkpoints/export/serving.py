@@ -10,9 +10,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from checkpoints.export.configs import TargetFacts
 from checkpoints.export.formats.base import ExportFormat, Obstacle
 from checkpoints.export.formats.registry import flavoured, variants
-from checkpoints.export.target_facts import TargetFacts
 from sage.drafts.registry import KINDS, head_kind
 
 ENGINES = {"vLLM": "0.33", "SGLang": "0.5.23"}  # the versions that `Family.served_by` speaks of

@@ -1,14 +1,24 @@
-"""Map-style datasets: `ConversationDataset` encodes on access, `StoredDataset` reads cached examples.
+"""Map-style datasets: `ConversationDataset` encodes on access, `StoredDataset` reads cached examples; and the draft vocabulary,
+the most frequent tokens of the training answers.
 
-Owns: position -> example, and the replacement of an invalid item. Does not own: the order (data_prep.dataset.mixing), batches
-and worker processes (data_prep.batching.loader).
+Ref. of the vocabulary: EAGLE-3, arXiv 2503.01840, as released.
+
+Owns: position -> example, the replacement of an invalid item, counts of tokens. Does not own: the order
+(data_prep.dataset.mixing), batches and worker processes (data_prep.batching.loader).
+
+Shapes: V target vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from data_prep.cache import cache_dir, computed_once
@@ -21,6 +31,7 @@ from data_prep.dataset.lengths import as_array
 from data_prep.dataset.mixing import MixedOrder, sample
 from data_prep.dataset.prepare import LENGTHS, processor_fingerprint
 from data_prep.dataset.skip_log import SKIPPED, SkipLog, read_skipped, unique_rows
+from data_prep.dataset.stream import is_stream
 from data_prep.sources.base import Source
 from sage.inputs.processing import Processor
 from sage.io.files import json_digest
@@ -29,6 +40,7 @@ from sage.io.source import source_digest
 
 NUM_MEASURED = 500  # examples whose lengths are measured before training; more would take minutes with large images
 MAX_INVALID_IN_A_ROW = 100
+NUM_SAMPLED = 4096  # examples to count where they are not cached
 
 
 def skip_path(config: DataConfig, index: Index) -> Path:
@@ -125,3 +137,42 @@ class StoredDataset(Dataset[Example]):
 
     def __getitem__(self, position: int) -> Example:
         return self.store[position]
+
+
+def count_tokens(dataset: Any, vocab_size: int) -> Tensor:
+    """Returns the number of supervised occurrences of each token, int64 [V].
+
+    Counts all examples if they are cached, else an evenly spaced sample; each example once, regardless of the weight of its
+    source. The result is a function of the data alone.
+    """
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for input_ids, loss_mask in _answers(dataset):
+        counts += np.bincount(input_ids[loss_mask.astype(bool)], minlength=vocab_size)
+    return torch.from_numpy(counts)
+
+
+def most_frequent(counts_V: Tensor, size: int, always: Iterable[int]) -> Tensor:
+    """Returns the `size` most frequent ids and those of `always` in increasing order, LongTensor [size].
+
+    The lower id comes first among equal counts. Raises ValueError if `always` has more than `size` ids.
+    """
+    kept = sorted(set(always))
+    if len(kept) > size:
+        raise ValueError(f"draft.draft_vocab_size={size}: allowed: {len(kept)} or more, for the tokens that end an answer")
+    ranked = counts_V.clone()
+    ranked[kept] = torch.iinfo(ranked.dtype).max
+    return ranked.sort(descending=True, stable=True).indices[:size].sort().values
+
+
+def _answers(dataset: Any) -> Iterable[tuple[np.ndarray, np.ndarray]]:
+    """Yields (input_ids, loss_mask) of the cached examples at once, or of one example at a time."""
+    if isinstance(dataset, StoredDataset):
+        yield dataset.store.column("input_ids"), dataset.store.column("loss_mask")
+        return
+    if is_stream(dataset):
+        keys: Iterable[Any] = islice(dataset.items(0, 0), NUM_SAMPLED)
+    else:
+        keys = np.linspace(0, len(dataset) - 1, min(NUM_SAMPLED, len(dataset))).round().astype(int).tolist()
+    for key in keys:
+        example = dataset[key]
+        yield example["input_ids"].numpy(), example["loss_mask"].numpy()

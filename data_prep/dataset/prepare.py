@@ -20,10 +20,9 @@ from data_prep.cache import cache_dir, computed_once
 from data_prep.chat import Example, Lengths, encode_example, example_lengths, shorten_example
 from data_prep.config import DataConfig, OnBad
 from data_prep.conversation import BadItem, Conversation, TooLong
-from data_prep.dataset.example_store import ExampleStore, Packed, pack, write_examples
+from data_prep.dataset.example_store import ExampleStore, Packed, PixelTable, pack, write_examples
 from data_prep.dataset.index import INVALID, Index, has_repaired_item, no_item_message
 from data_prep.dataset.lengths import as_array, find_long
-from data_prep.dataset.pixel_codec import PixelTable
 from data_prep.dataset.skip_log import SKIPPED, SkipLog
 from data_prep.sources.base import Source
 from data_prep.splits import Split

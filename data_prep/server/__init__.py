@@ -3,8 +3,7 @@
     address.py        URLs and key
     chat_request.py   messages with images -> body of a request; its answer
     client.py         requests: choice of the server, retries; the only module that sends HTTP requests
-    check.py          the check of the servers at the start
-    answers.py        answers of concurrent conversations
+    answers.py        the check of the servers at the start, and answers of concurrent conversations
 
 Neither URLs nor the key reach a file, a log or a message: a message names a server by its place in `regenerate.server`.
 """

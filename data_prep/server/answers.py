@@ -1,7 +1,10 @@
 """Answers of OpenAI-compatible servers to many conversations at the same time.
 
-Owns: concurrent conversations, the outcome of a request without an answer. Does not own: HTTP and retries (`client`), the
-content of requests and answers (`chat_request`), the check at the start (`check`).
+At the start, `ServerCheck` checks that the servers answer, serve the target, and tokenize its prompts like the target's
+processor. Every problem is reported as a `ServerError`: one line with the remedy.
+
+Owns: the check, concurrent conversations, the outcome of a request without an answer. Does not own: HTTP and retries
+(`client`), the content of requests and answers (`chat_request`).
 """
 
 from __future__ import annotations
@@ -9,18 +12,27 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
+from typing import Any
+
+from transformers import AutoConfig
 
 from data_prep.config import RegenerateConfig
 from data_prep.conversation import Message, media_parts
 from data_prep.dialog import AnswerRequest, Dialog, Outcome, TargetAnswer
 from data_prep.server.chat_request import MediaPolicy, answer_of, request_messages
-from data_prep.server.check import TEXT_PROMPT, ServedTarget, ServerCheck
-from data_prep.server.client import AttemptFailed, RequestRefused, ServerError, ServerPool
+from data_prep.server.client import CHAT, MODELS, AttemptFailed, RequestRefused, Server, ServerError, ServerPool
+from sage.inputs.processing import Processor
+from sage.targets.loading import load_processor
+from sage.targets.target import fingerprint_of
 
 logger = logging.getLogger(__name__)
 NUM_SEARCHED, NUM_TRIED = 64, 4  # conversations that are searched for images at the start, and prompts that are sent
+MAX_LISTED = 200  # characters of the names of models
+TEXT_PROMPT: list[Message] = [{"role": "user", "content": [{"type": "text", "text": "Say hello, in 1 word: äöü <b>?"}]}]
 
 
 class ServerAnswers:
@@ -136,3 +148,132 @@ async def _first_done(tasks: set[asyncio.Task[Dialog]]) -> None:
 
 def _has_failed(task: asyncio.Task[Dialog]) -> bool:
     return task.done() and not task.cancelled() and task.exception() is not None
+
+
+# -- the check at the start ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ServedTarget:
+    """The properties of the target on which answers of a server depend.
+
+    Attributes:
+        name: folder or hub id.
+        fingerprint: as `sage.Target.fingerprint`.
+    """
+
+    name: str
+    fingerprint: dict[str, Any]
+    processor: Processor
+
+    @classmethod
+    def load(cls, path: str) -> ServedTarget:
+        """Reads a target's folder or hub id, without its weights; ValueError as `sage.targets.loading.load_processor`."""
+        processor = load_processor(path)
+        return cls(path, fingerprint_of(AutoConfig.from_pretrained(path, trust_remote_code=False)), processor)
+
+    @property
+    def end_token_ids(self) -> Sequence[int]:
+        """Ids that end an answer."""
+        return self.processor.end_token_ids or (self.processor.tokenizer.eos_token_id,)
+
+
+class ServerCheck:
+    """The check of all servers of a pool.
+
+    Attributes:
+        model: id under which the target is served.
+        options: sampling options that all servers accept.
+    """
+
+    def __init__(self, pool: ServerPool, settings: RegenerateConfig, target: ServedTarget, policy: MediaPolicy) -> None:
+        self._pool, self._settings, self._target, self._policy = pool, settings, target, policy
+        self.model = settings.model
+        self.options: dict[str, Any] = {}
+
+    async def check_text(self) -> None:
+        """Checks model and tokenizer; determines `model` and `options`."""
+        found = []
+        for server in self._pool.servers:
+            self.model = await self._served_model(server)
+            found.append(await self._accepted_options(server))
+        self.options = min(found, key=len)
+
+    async def check_images(self, prompts: Sequence[list[Message]]) -> None:
+        """Checks that every server accepts at least one of some prompts with an image."""
+        for server in self._pool.servers:
+            for number, prompt in enumerate(prompts, 1):
+                try:
+                    await self._check_prompt(server, prompt, self.options)
+                    break
+                except RequestRefused as refusal:
+                    if number == len(prompts):
+                        raise ServerError(
+                            f"regenerate.server: {server.name} refuses images: {number} of {number} prompts with one "
+                            f"({refusal}); serve the target with images, or choose data without"
+                        ) from refusal
+
+    async def _served_model(self, server: Server) -> str:
+        """Returns the id of the target on a server."""
+        try:
+            models = (await self._pool.ask(server, "GET", MODELS))["data"]
+            known = {str(model["id"]): model for model in models}
+            same = [name for name, model in known.items() if self._is_target(name) or self._is_target(model.get("root"))]
+        except (RequestRefused, LookupError, TypeError, AttributeError) as error:
+            message = f"regenerate.server: {server.name} lists no models; give its URL up to and including /v1"
+            raise ServerError(message) from error
+        listed = ", ".join(known)[:MAX_LISTED] or "nothing"
+        if self.model and self.model not in known:
+            raise ServerError(f"regenerate.model={self.model}: {server.name} serves {listed}; give one of these")
+        if not self.model and len(same) != 1:
+            raise ServerError(
+                f"regenerate.server: {server.name} serves {listed}; the target is {self._target.name}; serve that, or if one "
+                "of these is the same model, give regenerate.model=ID"
+            )
+        name = self.model or same[0]
+        longest, limit = known[name].get("max_model_len"), self._settings.max_new_tokens
+        if isinstance(longest, int) and longest <= limit:
+            message = f"regenerate.max_new_tokens={limit}: {server.name} has max_model_len={longest}, prompt included"
+            raise ServerError(f"{message}; set a lower value, or serve with a higher one")
+        return name
+
+    def _is_target(self, name: str | None) -> bool:
+        return Path(name or "").name.lower() == Path(self._target.name).name.lower()
+
+    async def _accepted_options(self, server: Server) -> dict[str, Any]:
+        """Returns the sampling options, without those of vLLM if the server accepts only the standard ones."""
+        standard = {"temperature": self._settings.temperature, "top_p": self._settings.top_p}
+        # Without explicit values, vLLM applies those of generation_config.json.
+        own = {"top_k": self._settings.top_k or -1, "min_p": 0.0, "repetition_penalty": 1.0, "return_token_ids": True}
+        try:
+            await self._check_prompt(server, TEXT_PROMPT, standard | own)
+            return standard | own
+        except RequestRefused as refusal:
+            reason = str(refusal)
+        try:
+            await self._check_prompt(server, TEXT_PROMPT, standard)
+        except RequestRefused as refusal:
+            raise ServerError(f"regenerate.server: {server.name} refuses a short text prompt ({refusal})") from refusal
+        if self._settings.top_k:
+            raise ServerError(f"regenerate.top_k={self._settings.top_k}: {server.name} takes no top_k ({reason}); set it to 0")
+        logger.info("%s takes only the standard options: its answers come as text, without token ids", server.name)
+        return standard
+
+    async def _check_prompt(self, server: Server, messages: list[Message], options: dict[str, Any]) -> None:
+        """Requests one token, and compares the prompt's token ids with the target's, or of a text at least their number."""
+        body = {"model": self.model, "messages": request_messages(messages, self._policy), "max_tokens": 1, **options}
+        reply = await self._pool.ask(server, "POST", CHAT, body)
+        if answer_of(reply, self._target.processor.tokenizer, self._target.end_token_ids) is None:
+            raise ServerError(f"regenerate.server: {server.name}: its answer is no chat completion; give another server")
+        expected = self._target.processor.prepare(messages)["input_ids"][0].tolist()
+        found = reply.get("prompt_token_ids")
+        if messages is TEXT_PROMPT and not found:
+            count = (reply.get("usage") or {}).get("prompt_tokens") or len(expected)
+        else:
+            count = len(found or expected)
+        if count != len(expected) or (found and found != expected):
+            differs = "as other tokens than" if count == len(expected) else f"as {count} tokens, {len(expected)} with"
+            raise ServerError(
+                f"regenerate.server: {server.name} reads a prompt {differs} the target {self._target.name}: another tokenizer, "
+                "chat template or image size; serve the target itself"
+            )

@@ -13,11 +13,9 @@ from functools import partial
 from typing import Any
 
 from data_prep.conversation import Message, Part
-from data_prep.sources import SourceConfig
+from data_prep.sources import SourceConfig, layout_of
 from data_prep.sources.base import Source
-from data_prep.sources.json_rows import JsonRows
-from data_prep.sources.paths import layout_of
-from data_prep.sources.rows import Row, RowSource, require_path
+from data_prep.sources.rows import JsonRows, Row, RowSource, require_path
 from data_prep.splits import Split
 
 SPEAKERS = {

@@ -13,9 +13,8 @@ from typing import Any
 from data_prep.conversation import MEDIA, MEDIA_KEYS, Message, Part
 from data_prep.sources import SourceConfig
 from data_prep.sources.base import Source
-from data_prep.sources.json_rows import JsonRows
 from data_prep.sources.llava_json import Roots, check_all_placed, media_list, media_roots, place_media, turns_of
-from data_prep.sources.rows import Row, RowSource, require_path
+from data_prep.sources.rows import JsonRows, Row, RowSource, require_path
 from data_prep.splits import Split
 from sage.inputs.video import TIME_KEYS
 

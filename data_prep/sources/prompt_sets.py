@@ -11,12 +11,10 @@ from dataclasses import replace
 
 from data_prep.conversation import Conversation, Message
 from data_prep.multi_turn import FOLLOW_UPS
-from data_prep.sources import SourceConfig
+from data_prep.sources import JSON_SUFFIXES, SourceConfig
 from data_prep.sources.base import Source
-from data_prep.sources.json_rows import JsonRows
-from data_prep.sources.paths import JSON_SUFFIXES
 from data_prep.sources.prompt_layouts import LAYOUTS, Layout, Question
-from data_prep.sources.rows import ListRows, MediaFinder, RawRows, Row, RowSource, require_path
+from data_prep.sources.rows import JsonRows, ListRows, MediaFinder, RawRows, Row, RowSource, require_path
 from data_prep.splits import Split
 
 EXPLAIN = "Please give a detailed and reasonable explanation for the answer."

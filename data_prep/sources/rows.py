@@ -1,7 +1,12 @@
-"""Sources of rows: a container of raw rows, and a function that turns a row into messages."""
+"""Raw rows of data files, and sources of rows: a container of raw rows, and a function that turns a row into messages.
+
+`JsonRows` reads the objects of a JSON array or a JSON-lines file on disk by index. Their byte ranges are cached under the
+file's hash, so that a file of a million rows opens immediately the second time.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -9,12 +14,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
+from data_prep.cache import cache_dir, computed_once
 from data_prep.conversation import BadItem, Conversation, Message, item_label
+from data_prep.sources import is_array
 from data_prep.sources.base import Source
-from data_prep.sources.json_rows import file_digest
 
 Row = dict[str, Any]
 ToMessages = Callable[[Row], list[Message]]
+CHUNK_BYTES = 1 << 24
 
 
 class RawRows(Protocol):
@@ -141,3 +150,99 @@ def require_path(label: str, path: str, description: str) -> str:
     if not path:
         raise ValueError(f"data.sources.{label}.path: empty; set it (or data.path) to {description}")
     return path
+
+
+# -- random access to the objects of a JSON file -------------------------------------------------------------------------
+
+
+class JsonRows:
+    """The objects of one file.
+
+    Args:
+        path: a JSON array, or one object per line; the content decides, not the suffix.
+
+    Raises:
+        ValueError: an array that is not complete (an invalid *line* is an error of that item).
+    """
+
+    def __init__(self, path: str, configured_cache: str = "") -> None:
+        self.path = Path(path)
+        self.name = path
+        self.digest = file_digest(self.path)
+        cached = cache_dir(configured_cache) / "rows" / f"{self.digest[:24]}.npy"
+        with computed_once(cached, self._write_spans):
+            self.spans = np.load(cached, mmap_mode="r")
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    def row(self, index: int) -> Any:
+        """Returns the object at `index`; raises BadItem: not valid UTF-8 or not valid JSON."""
+        begin, end = (int(bound) for bound in self.spans[index])
+        with self.path.open("rb") as file:
+            file.seek(begin)
+            data = file.read(end - begin)
+        try:
+            return json.loads(data)
+        except UnicodeDecodeError as error:
+            raise self.error(index, f"not UTF-8 at byte {begin + error.start}") from error
+        except json.JSONDecodeError as error:
+            fault = error.msg.removesuffix(" at")
+            raise self.error(index, f"not valid JSON ({fault}, at character {error.pos} of the item)") from error
+
+    def error(self, index: int, reason: str) -> BadItem:
+        """Returns the error that names this file and item."""
+        return BadItem(str(self.path), index, reason)
+
+    def _write_spans(self, path: Path) -> None:
+        spans = _array_spans(self.path) if is_array(self.path) else _line_spans(self.path)
+        with path.open("wb") as file:
+            np.save(file, np.asarray(spans, dtype=np.int64).reshape(-1, 2))
+
+
+def file_digest(path: Path) -> str:
+    """Returns the SHA-256 of a file's suffix and content."""
+    digest = hashlib.sha256(path.suffix.encode())
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _line_spans(path: Path) -> list[tuple[int, int]]:
+    spans, begin = [], 0
+    with path.open("rb") as file:
+        for line in file:
+            end = begin + len(line)
+            if line.strip():
+                spans.append((begin, end))
+            begin = end
+    return spans
+
+
+def _array_spans(path: Path) -> list[tuple[int, int]]:
+    """Returns the byte ranges of an array's elements. Latin-1 maps every byte to one character, so positions are bytes."""
+    text = path.read_bytes().decode("latin-1")
+    decoder = json.JSONDecoder()
+    spans = []
+    position = _skip_blanks(text, text.index("[") + 1)
+    try:
+        while text[position : position + 1] != "]":
+            _, end = decoder.raw_decode(text, position)
+            spans.append((position, end))
+            position = _skip_blanks(text, end)
+            if text[position : position + 1] not in (",", "]"):
+                raise json.JSONDecodeError("expected ',' or ']'", text, position)
+            position = _skip_blanks(text, position + 1) if text[position] == "," else position
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{path}: the JSON array is incomplete or invalid ({error.msg} in line {error.lineno}, after {len(spans)} complete "
+            f"items); repair the file, or write it again"
+        ) from error
+    return spans
+
+
+def _skip_blanks(text: str, position: int) -> int:
+    while text[position : position + 1] in (" ", "\t", "\r", "\n") and position < len(text):
+        position += 1
+    return position

@@ -23,14 +23,11 @@ from data_prep.dataset.mixing import sample
 from data_prep.dataset.skip_log import count_reasons
 from data_prep.dataset.stream import StreamDataset
 from data_prep.dialog import one_by_one
-from data_prep.server.answers import ServerAnswers
+from data_prep.server.answers import ServedTarget, ServerAnswers
 from data_prep.server.chat_request import MediaPolicy
-from data_prep.server.check import ServedTarget
 from data_prep.splits import Split
-from data_prep.tools.html_report import render_html
-from data_prep.tools.jsonl_writer import MediaFolder, as_line
-from data_prep.tools.regenerate import RegenerationResult, answerer, finished_provenance, regenerate
-from data_prep.tools.stats import Statistics, measure
+from data_prep.tools.regenerate import MediaFolder, RegenerationResult, answerer, as_line, finished_provenance, regenerate
+from data_prep.tools.stats import Statistics, measure, render_html
 from sage.drafts.location import find_draft
 from sage.inputs.processing import Processor
 from sage.io.files import writing

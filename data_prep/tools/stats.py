@@ -1,20 +1,25 @@
 """Statistics of a dataset: counts, lengths, visual tokens, supervised share, skipped items.
 
-Owns: the measures of an example and their aggregation. Does not own: the HTML report (data_prep.tools.html_report).
+The HTML report is one file: images, tokens colored by whether they are supervised, histograms.
 """
 
 from __future__ import annotations
 
+import base64
+import io
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import Environment, FileSystemLoader
 
 from data_prep.chat import Example, Fit
 from data_prep.conversation import Conversation, media_parts
 from data_prep.dataset.lengths import LongExamples
+from sage.inputs.media import open_image, open_video_part
 from sage.inputs.processing import Processor
 from sage.io.tables import text_table
 
@@ -30,6 +35,9 @@ QUANTILES = {"min": 0.0, "5%": 0.05, "median": 0.5, "95%": 0.95, "max": 1.0}
 HEAD = ("", *QUANTILES, "mean")
 NO_FAMILY = "-"
 JSON_KEYS = ("min", "p05", "median", "p95", "max", "mean")
+THUMBNAIL_SIDE = 224  # pixels
+NUM_FRAMES = 4  # shown per video
+NUM_BINS = 24
 
 
 @dataclass
@@ -123,3 +131,84 @@ def measure(items: Iterable[tuple[Conversation, Example]], total: int | None, pr
 def format_number(value: float) -> str:
     """Formats a number: integers exactly, others with two decimals below 10 and one above."""
     return f"{value:.0f}" if value == int(value) else f"{value:.2f}" if value < 10 else f"{value:.1f}"
+
+
+# -- the page ------------------------------------------------------------------------------------------------------------
+
+
+def render_html(title: str, statistics: Statistics, shown: list[tuple[Conversation, Example]], processor: Processor) -> str:
+    """Returns the report as HTML (template: report.html), with the examples `shown`."""
+    pages = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
+    counts = {"Sources": statistics.sources, "Families": statistics.families, "Skipped, by reason": statistics.skipped}
+    return pages.get_template("report.html").render(
+        title=title,
+        statistics=statistics,
+        head=HEAD,
+        charts=[_histogram(label, statistics.values[name]) for name, label in MEASURES.items()],
+        counts={name: count for name, count in counts.items() if count},
+        examples=[_example(conversation, example, processor) for conversation, example in shown],
+    )
+
+
+def _histogram(label: str, values: list[float]) -> dict[str, Any]:
+    """Returns a bar chart of 320 x 130 units: the bars as (x, y, width, height), the range, and the highest count."""
+    low, high = min(values), max(values)
+    is_integer = all(value == int(value) for value in values)
+    bins = int(min(NUM_BINS, high - low + 1)) if is_integer else NUM_BINS
+    edges = (low - 0.5, high + 0.5) if is_integer else (low, high if high > low else low + 1e-9)
+    counts, _ = np.histogram(values, bins=bins, range=edges)
+    width, most = 320 / bins, max(1, int(counts.max()))
+    bars = [(i * width + 0.5, 110 - 95 * n / most, width - 1, 95 * n / most) for i, n in enumerate(counts.tolist())]
+    return {"label": label, "bars": bars, "low": low, "high": high, "most": most}
+
+
+def _example(conversation: Conversation, example: Example, processor: Processor) -> dict[str, Any]:
+    visual = processor.family.visual_mask(example["input_ids"])
+    facts = {
+        "tokens": len(visual),
+        "visual": int(visual.sum()),
+        "supervised": int(example["loss_mask"].sum()),
+        "source": conversation.source,
+        "family": conversation.family or NO_FAMILY,
+    }
+    tokens = _tokens(example, visual.tolist(), processor)
+    return {"id": conversation.id, "facts": facts, "media": list(_media(conversation)), "tokens": list(tokens)}
+
+
+def _media(conversation: Conversation) -> Iterator[tuple[str, list[tuple[int, int, str]]]]:
+    """Yields the type and the frames of every image and video; a frame is its width, height and JPEG in base64."""
+    for part in media_parts(conversation.messages):
+        if part["type"] == "image":
+            yield "image", [_thumbnail(part["image"], THUMBNAIL_SIDE)]
+        else:
+            yield "video", [_thumbnail(frame, THUMBNAIL_SIDE // 2) for frame in open_video_part(part, NUM_FRAMES).frames]
+
+
+def _thumbnail(image: Any, side: int) -> tuple[int, int, str]:
+    small = open_image(image).copy()
+    small.thumbnail((2 * side, side))
+    stream = io.BytesIO()
+    small.save(stream, "JPEG", quality=88)
+    return small.width, small.height, base64.b64encode(stream.getvalue()).decode()
+
+
+def _tokens(example: Example, visual: list[bool], processor: Processor) -> Iterator[tuple[str, str, int]]:
+    """Yields text, style (`v`isual, `y`es: supervised) and number of visual tokens of one span per token; one span for a run of
+    visual tokens, and for the bytes of one character.
+    """
+    ids, mask = example["input_ids"].tolist(), example["loss_mask"].tolist()
+    image_id = processor.family.slots.get("image")
+    position = 0
+    while position < len(ids):
+        end = position + 1
+        if visual[position]:
+            while end < len(ids) and ids[end] == ids[position]:
+                end += 1
+            yield "image" if ids[position] == image_id else "video", "v", end - position
+        else:
+            text = processor.tokenizer.decode(ids[position:end])
+            while "\ufffd" in text and end < min(len(ids), position + 4):
+                end += 1
+                text = processor.tokenizer.decode(ids[position:end])
+            yield text, "y" if mask[position] else "", 0
+        position = end

@@ -14,15 +14,10 @@ from transformers.utils import logging as transformers_logging
 
 import sage
 from sage.bench import costs as cost
-from sage.bench import options, policies
-from sage.bench.calibration import calibration
-from sage.bench.measurement import measure
-from sage.bench.projection import format_projection, project
-from sage.bench.prompts import load_prompts
-from sage.bench.replays import all_policies, replays
-from sage.bench.report import build_report
+from sage.bench import options
+from sage.bench.measurement import load_prompts, measure
+from sage.bench.report import all_policies, build_report, calibration, replays
 from sage.bench.report_table import format_table
-from sage.bench.roofline import roofline_costs
 from sage.bench.runners import AUTOREGRESSIVE, HF_ASSISTED, PolicyRunner, Runner, baseline_runner, find_assistant
 from sage.bench.settings import CostSettings, MeasurementSettings
 from sage.bench.shapes import Shape, layers_that_fit, shape_named
@@ -46,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments[:1] == ["costs"]:
         _costs(options.costs_parser().parse_args(arguments[1:]))
     elif arguments[:1] == ["policies"]:
-        policies.run(arguments[1:])
+        options.print_policies(arguments[1:])
     else:
         _compare(options.compare_parser().parse_args(arguments), shlex.join(["python", "-m", "sage.bench", *arguments]))
 
@@ -84,13 +79,13 @@ def _costs(args: argparse.Namespace) -> None:
     shape, report = shape_named(args.shape), None if args.project is None else _read_report(args.project)
     grid = {name: options.counts(getattr(args, name)) for name in ("nodes", "widths", "contexts")}
     if args.bandwidth is not None:
-        found = roofline_costs(shape, torch_dtype(args.dtype), args.bandwidth, **grid)
+        found = cost.roofline_costs(shape, torch_dtype(args.dtype), args.bandwidth, **grid)
     else:
         found = _measured_costs(args, shape, grid)
     print(cost.format_costs(found))
     if report is not None:
-        found["projection"] = project(report, found)
-        print(f"\n{format_projection(found['projection'], shape.name, report['target'])}")
+        found["projection"] = cost.project(report, found)
+        print(f"\n{cost.format_projection(found['projection'], shape.name, report['target'])}")
     _write(found, args.out)
 
 

@@ -1,4 +1,4 @@
-"""Options of `python -m sage.bench`, and the notation of a policy with its options."""
+"""Options of `python -m sage.bench`, the notation of a policy with its options, and the table of policies in the docs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 import sage
@@ -13,15 +15,10 @@ from sage.bench import costs as cost
 from sage.bench.runners import BASELINES, HF_GENERATE, PROMPT_LOOKUP
 from sage.bench.settings import CostSettings, MeasurementSettings
 from sage.bench.shapes import shapes
-from sage.commands.cli import (
-    add_device_map_option,
-    add_device_option,
-    add_dtype_option,
-    add_model_options,
-    add_passes_option,
-    add_settings,
-    new_parser,
-)
+from sage.commands import cli
+from sage.io.tables import markdown_table
+from sage.planning.options import defaults
+from sage.trees import policy_class
 
 DEFAULT_POLICIES = "chain,static,sage,cost_aware"
 EXAMPLES = """\
@@ -36,6 +33,7 @@ several configurations of one policy side by side, on the captions of a file of 
 costs of passes, measured with random weights: python -m sage.bench costs --help
 policies and their options: python -m sage.bench policies
 """
+START, END = "<!-- policies: written by `make docs` -->", "<!-- end of policies -->"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,16 +107,16 @@ def counts(text: str) -> list[int]:
 def compare_parser() -> argparse.ArgumentParser:
     """Returns the parser of the comparison."""
     text = "Compares decoding policies and Hugging Face decoders, interleaved in one process."
-    parser = new_parser("python -m sage.bench", description=text, epilog=EXAMPLES)
-    add_model_options(parser)
+    parser = cli.new_parser("python -m sage.bench", description=text, epilog=EXAMPLES)
+    cli.add_model_options(parser)
     _variant_options(parser)
     _prompt_options(parser)
-    add_settings(parser, MeasurementSettings)
-    add_settings(parser, sage.Sampling, "min_new_tokens")
-    add_passes_option(parser)
-    add_dtype_option(parser, None, "dtype of target and draft (default: that of the checkpoint)")
-    add_device_option(parser, "auto")
-    add_device_map_option(parser)
+    cli.add_settings(parser, MeasurementSettings)
+    cli.add_settings(parser, sage.Sampling, "min_new_tokens")
+    cli.add_passes_option(parser)
+    cli.add_dtype_option(parser, None, "dtype of target and draft (default: that of the checkpoint)")
+    cli.add_device_option(parser, "auto")
+    cli.add_device_map_option(parser)
     parser.add_argument(
         "--first-answer",
         action="store_true",
@@ -169,14 +167,54 @@ def _prompt_options(parser: argparse.ArgumentParser) -> None:
 def costs_parser() -> argparse.ArgumentParser:
     """Returns the parser of `costs`."""
     text = "Measures verification c_t(nodes, context) and draft levels c_d(width, context) on random weights."
-    parser = new_parser("python -m sage.bench costs", description=text)
+    parser = cli.new_parser("python -m sage.bench costs", description=text)
     parser.add_argument("--shape", required=True, metavar="NAME", help=f"one of {', '.join(shapes())}")
     parser.add_argument("--nodes", default=",".join(map(str, cost.NODES)), metavar="N,N")
     parser.add_argument("--widths", default=",".join(map(str, cost.WIDTHS)), metavar="N,N")
     parser.add_argument("--contexts", default=",".join(map(str, cost.CONTEXTS)), metavar="N,N")
-    add_settings(parser, CostSettings)
-    add_dtype_option(parser, "bf16", "dtype of the weights (default: %(default)s)")
-    add_device_option(parser, "auto")
+    cli.add_settings(parser, CostSettings)
+    cli.add_dtype_option(parser, "bf16", "dtype of the weights (default: %(default)s)")
+    cli.add_device_option(parser, "auto")
     parser.add_argument("--project", metavar="FILE", help="a report.json whose host overhead is projected to this shape")
     parser.add_argument("--out", metavar="FILE", help="write the tables as JSON")
     return parser
+
+
+def print_policies(arguments: Sequence[str]) -> None:
+    """Prints the table, or writes it to a file between `START` and `END`."""
+    prog = "python -m sage.bench policies"
+    text = f"The table of policies in the documentation, generated from their classes: `{prog} --write FILE`."
+    parser = argparse.ArgumentParser(prog=prog, description=text)
+    parser.add_argument("--write", metavar="FILE", type=Path, help="replace the table in FILE")
+    file = parser.parse_args(arguments).write
+    if file is None:
+        print(policy_table())
+    else:
+        file.write_text(with_table(file.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def with_table(page: str) -> str:
+    """Returns the page with a current table between `START` and `END`; raises ValueError if one is missing."""
+    if START not in page or END not in page:
+        raise ValueError(f"--write: the file has no lines {START!r} and {END!r}; add them")
+    before, rest = page.split(START, 1)
+    return f"{before}{START}\n{policy_table()}\n{END}{rest.split(END, 1)[1]}"
+
+
+def policy_table() -> str:
+    """Returns a row per policy: name, first line of its docstring, options with defaults."""
+    rows = []
+    for name in sage.POLICIES:
+        kind = policy_class(name)
+        rule = (kind.__doc__ or "").strip().splitlines()[0].rstrip(".")
+        options = (f"`{option}` {_written(value)}" for option, value in defaults(kind).items())
+        rows.append([f"`{name}`", rule, ", ".join(options)])
+    return markdown_table(["policy", "rule", "options and defaults"], rows, "<")
+
+
+def _written(default: Any) -> str:
+    if isinstance(default, StrEnum):
+        return " or ".join([default, *(other for other in type(default) if other != default)])
+    if isinstance(default, Sequence):
+        return f"({len(default)} paths of child ranks)"
+    return f"{default:g}" if isinstance(default, float) else json.dumps(default)

@@ -1,20 +1,38 @@
-"""Builds `report.json` from a measurement: settings, summary, machine, versions."""
+"""Builds `report.json` from a measurement: settings, summary, machine, versions, and its sections `calibration` and `replay`.
+
+Calibration: expected calibration error of acceptance probabilities by depth, before and after the calibrator. Predictions are
+recorded before the calibrator learns from their outcome. The error after calibration is therefore that of actual use, including
+the first rounds.
+
+Replay: every prompt is decoded and recorded once more, untimed; replaying runs no model (see sage.replay).
+"""
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from sage.bench.measurement import Measurement
+import sage
+from sage.bench.measurement import BenchPrompt, Measurement
+from sage.bench.runners import AUTOREGRESSIVE, PolicyRunner, Runner, on_device
 from sage.bench.summary import summarize
+from sage.costs.calibration import Reliability
+from sage.costs.measure import measure_costs
+from sage.costs.tables import Costs
+from sage.decoding.settings import Sampling
 from sage.io.dtypes import dtype_name
 from sage.io.machine import processor_name
+from sage.planning.base import Policy
+from sage.replay.recording import WIDE, Recording, record
+from sage.replay.replay import ReplayResult, replay
+from sage.trees.cost_aware.policy import CostAware
 
 SCHEMA = 1
 SAMPLING_KEYS = ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "seed")
@@ -76,3 +94,84 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def calibration(runners: Sequence[Runner], measurement: Measurement) -> dict[str, Any]:
+    """Returns the section `calibration` of the report by runner; empty without runners that calibrate.
+
+    Returns:
+        {name: {"rounds": int, "labels": int, "before": float, "after": float, "expected": float, "accepted": float,
+        "by_depth": [{"depth", "labels", "before", "after", "curve_before", "curve_after"}]}}.
+
+        `before` is the error of the draft's own probabilities, `after` that of the calibrated ones; over all depths, the mean
+        weighted by labels. A curve lists [mean prediction, mean outcome, labels] of each non-empty bin of width 0.1.
+        `expected` and `accepted` are drafted tokens per measured round: expected by the policy for the verified trees, and
+        accepted.
+    """
+    policies = {one.name: one.policy for one in runners if isinstance(one, PolicyRunner)}
+    return {
+        name: _section(policy, [entry for run in chain(*measurement.runs[name]) for entry in run.stats.rounds_log])
+        for name, policy in policies.items()
+        if isinstance(policy, CostAware) and policy.calibrate
+    }
+
+
+def _section(policy: CostAware, log: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    depths = [_depth(policy.learner.before, policy.learner.after, depth) for depth in policy.learner.before.error()]
+    labels = sum(row["labels"] for row in depths)
+    means = {key: sum(row[key] * row["labels"] for row in depths) / max(labels, 1) for key in ("before", "after")}
+    tokens = {key: sum(entry[key] for entry in log) / max(len(log), 1) for key in ("expected", "accepted")}
+    return {"rounds": policy.learner.rounds, "labels": labels, **means, "by_depth": depths, **tokens}
+
+
+def _depth(before: Reliability, after: Reliability, depth: int) -> dict[str, Any]:
+    curves = {"curve_before": before.curve(depth), "curve_after": after.curve(depth)}
+    return {
+        "depth": depth,
+        "labels": sum(count for _, _, count in curves["curve_before"]),
+        "before": before.error()[depth],
+        "after": after.error()[depth],
+        **{name: [list(point) for point in curve] for name, curve in curves.items()},
+    }
+
+
+def replays(
+    target: Any, draft: Any, prompts: Sequence[BenchPrompt], sampling: Sampling, policies: Mapping[str, Policy]
+) -> dict[str, Any]:
+    """Returns the section `replay` of the report; {} if no policy drafts.
+
+    Args:
+        policies: new policies by label; those that do not draft are ignored. Without `draft`, ValueError.
+
+    Returns:
+        {"recorder": {...}, "rounds": int, "policies": {label: figures of `ReplayResult.summary`}}; `tokens_per_s` is
+        predicted from timed passes, without the time of the policy itself.
+    """
+    if draft is None:
+        raise ValueError("replay: needs a draft; give one, or disable the replay")
+    drafting = {label: policy for label, policy in policies.items() if policy.num_candidates}
+    if not drafting:
+        return {}
+    count = max(policy.num_candidates for policy in drafting.values())
+    moved = (on_device(prompt.inputs, target.device) for prompt in prompts)
+    recordings = [record(target, draft, inputs, num_candidates=count, sampling=sampling) for inputs in moved]
+    context = round(sum(recording.prompt_tokens for recording in recordings) / len(recordings))
+    costs = measure_costs(target, draft, context, context + sampling.max_new_tokens)
+    return {
+        "recorder": {"policy": "eagle2", **WIDE},
+        "rounds": sum(len(recording.rounds) for recording in recordings),
+        "policies": {label: _replayed(recordings, policy, costs).summary() for label, policy in drafting.items()},
+    }
+
+
+def _replayed(recordings: Sequence[Recording], policy: Policy, costs: Costs) -> ReplayResult:
+    """Replays a policy; one that learns sees the recordings once before, as in a measurement with warm-up and repeats."""
+    if policy.needs_costs:
+        replay(recordings, policy, costs)
+    return replay(recordings, policy, costs)
+
+
+def all_policies(options: Mapping[str, Mapping[str, Any]], leave_out: Sequence[str] = ()) -> dict[str, Policy]:
+    """Returns every policy that drafts, with the given options or its defaults."""
+    names = [name for name in sage.POLICIES if name != AUTOREGRESSIVE and name not in leave_out]
+    return {name: sage.policy(name, **options.get(name, {})) for name in names}

@@ -3,17 +3,26 @@
 A speed is a ratio of totals, sum of tokens / sum of median seconds. A speedup is the speed of a policy relative to the
 *fastest* autoregressive runner of the same measurement. Counts, time breakdown and example are those of each prompt's median
 run.
+
+Intervals are bootstrap confidence intervals over prompts. Prompts are resampled, not repeats: they differ far more from each
+other than the repeats of one prompt, which are reduced to a median beforehand. Method and baseline are resampled together, so
+the difficulty of a prompt, which affects both, cancels.
+
+Legend: P prompts, R resamples.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import zip_longest
 from statistics import mean, median
 from typing import Any
 
-from sage.bench.intervals import rate_interval
-from sage.bench.losslessness import earliest_difference, top2_gap
+import torch
+from torch import Tensor
+
 from sage.bench.measurement import Measurement
 from sage.bench.runners import AUTOREGRESSIVE, HF_GENERATE, TimedRun
 from sage.runtime.timing import PHASES
@@ -21,6 +30,8 @@ from sage.runtime.timing import PHASES
 logger = logging.getLogger(__name__)
 
 Runs = list[list[TimedRun]]  # [prompt][repeat]
+LEVEL = 0.95
+RESAMPLES = 2000
 
 
 def summarize(measurement: Measurement, target: Any, policies: Sequence[str]) -> dict[str, Any]:
@@ -241,3 +252,88 @@ def _rate(tokens: Sequence[float], seconds: Sequence[float]) -> float:
 def _ratio_or_zero(value: float, by: float) -> float:
     """Returns 0.0 if nothing was decoded: reports contain finite numbers only."""
     return value / by if by > 0 else 0.0
+
+
+# -- intervals -----------------------------------------------------------------------------------------------------------
+
+
+def rate_interval(
+    tokens: Sequence[float],
+    seconds: Sequence[float],
+    base_tokens: Sequence[float] = (),
+    base_seconds: Sequence[float] = (),
+) -> tuple[float, float] | None:
+    """Returns the interval (low, high) of sum tokens / sum seconds, with a base over that of the base, prompts resampled in
+    pairs; None for fewer than two prompts, or if nothing was decoded.
+    """
+    if len(tokens) < 2:
+        return None
+    rates_R = _rates(tokens, seconds)
+    return _quantiles(rates_R / _rates(base_tokens, base_seconds) if base_tokens else rates_R)
+
+
+def _rates(tokens: Sequence[float], seconds: Sequence[float]) -> Tensor:
+    """Returns tokens per second [R] of every resample; the same prompts are drawn, with replacement, in every call."""
+    drawn_RP = torch.randint(len(tokens), (RESAMPLES, len(tokens)), generator=torch.Generator().manual_seed(0))
+    tokens_P = torch.tensor(tokens, dtype=torch.float64)
+    seconds_P = torch.tensor(seconds, dtype=torch.float64)
+    return tokens_P[drawn_RP].sum(1) / seconds_P[drawn_RP].sum(1).clamp_min(1e-12)
+
+
+def _quantiles(values_R: Tensor) -> tuple[float, float] | None:
+    tail = (1.0 - LEVEL) / 2.0
+    finite = values_R[torch.isfinite(values_R)]  # a resample of one-token answers only has no decoding speed
+    if not len(finite):
+        return None
+    low, high = torch.quantile(finite, torch.tensor([tail, 1.0 - tail], dtype=torch.float64)).tolist()
+    return low, high
+
+
+# -- comparison of texts -------------------------------------------------------------------------------------------------
+
+
+def first_difference(reference: Sequence[int], other: Sequence[int]) -> int | None:
+    """Returns the index of the first token that differs or is missing; None if the generations are equal."""
+    pairs = enumerate(zip_longest(reference, other))
+    return next((index for index, (left, right) in pairs if left != right), None)
+
+
+def earliest_difference(reference: Sequence[int], others: Sequence[Sequence[int]]) -> int | None:
+    """Returns the smallest `first_difference` over several generations; None if all are equal."""
+    found = [index for other in others if (index := first_difference(reference, other)) is not None]
+    return min(found, default=None)
+
+
+def top2_gap(target: Any, inputs: Mapping[str, Tensor], prefix: Sequence[int]) -> float:
+    """Returns the target's logit gap between its two best next tokens after the prompt and `prefix`.
+
+    At a gap near the rounding error of the dtype, two correct computations may disagree; a large gap indicates a bug.
+    """
+    best = torch.topk(next_logits(target, inputs, prefix), 2).values
+    return float(best[0] - best[1])
+
+
+@torch.no_grad()
+def next_logits(target: Any, inputs: Mapping[str, Tensor], prefix: Sequence[int]) -> Tensor:
+    """Returns the target's logits [V] after the prompt and `prefix`, in float32, from one pass without a cache."""
+    prompt = target.embed(inputs)
+    extended = _extend(target, prompt, prefix) if prefix else prompt
+    logits: Tensor = target.lm_head(target.features(extended).last[0, -1]).float()
+    return logits
+
+
+def _extend(target: Any, prompt: Any, prefix: Sequence[int]) -> Any:
+    """Returns the prompt followed by `prefix`, at positions from the prompt's `next_position`."""
+    ids = torch.tensor([list(prefix)], dtype=torch.long, device=prompt.input_ids.device)
+    positions = prompt.next_position[:, None] + torch.arange(ids.shape[1], device=ids.device)
+    if prompt.position_ids.dim() == 3:
+        positions = positions.expand(prompt.position_ids.shape[0], *positions.shape)
+    return replace(
+        prompt,
+        input_ids=torch.cat([prompt.input_ids, ids], dim=1),
+        embeds=torch.cat([prompt.embeds, target.embed_tokens(ids)], dim=1),
+        position_ids=torch.cat([prompt.position_ids, positions], dim=-1),
+        next_position=prompt.next_position + ids.shape[1],
+        attention_mask=torch.cat([prompt.attention_mask, torch.ones_like(ids)], dim=1),
+        visual_mask=torch.cat([prompt.visual_mask, torch.zeros_like(ids, dtype=torch.bool)], dim=1),
+    )

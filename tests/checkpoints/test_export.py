@@ -14,12 +14,12 @@ from support.messages import refused
 from support.models import make_inputs
 
 import sage
+from checkpoints.export.checks import InvalidExport, check_folder
+from checkpoints.export.configs import EngineConfig
 from checkpoints.export.exporter import ExportOptions, check_reload, export, find_facts
 from checkpoints.export.formats.eagle3 import Eagle3Format
-from checkpoints.export.formats.layout import EngineConfig
 from checkpoints.export.formats.registry import FORMATS, find_format
 from checkpoints.export.importer import convert
-from checkpoints.export.validator.validator import InvalidExport, check_folder
 
 FAMILIES = ("qwen2_5_vl", "llava_onevision")
 COMPRESSORS = [  # one without weights, one with the weights of every operator
@@ -70,7 +70,7 @@ class TestEagle3:
         assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [-1, 0, 1]
 
     def test_default_levels_are_not_written(self) -> None:
-        from checkpoints.export.target_facts import TargetFacts
+        from checkpoints.export.configs import TargetFacts
         from sage.drafts.eagle3 import Eagle3Config
 
         fingerprint = {"model_type": "qwen2_5_vl", "hidden_size": 192, "vocab_size": 1024, "num_layers": 28}

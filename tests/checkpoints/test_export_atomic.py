@@ -15,10 +15,9 @@ from safetensors.torch import save_file
 from support.export_helpers import export_draft, save_draft, save_target
 
 from checkpoints import files
-from checkpoints.export.export_folder import new_export, verify_export
-from checkpoints.export.exporter import find_facts
-from checkpoints.export.source import load_trained
-from checkpoints.export.validator.validator import check_folder
+from checkpoints.export.checks import check_folder
+from checkpoints.export.exporter import find_facts, load_trained
+from checkpoints.export.folder import new_export, verify_export
 from checkpoints.files import restore_interrupted
 from sage.io.manifest import CorruptFolder
 

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from support.export_helpers import REDUCED, edit_json, export_draft, save_draft, save_target
 from support.messages import check_message, refused
 
+from checkpoints.export.checks import InvalidExport, check_folder
+from checkpoints.export.configs import TargetFacts
 from checkpoints.export.formats.registry import FORMATS
 from checkpoints.export.importer import read_draft
-from checkpoints.export.target_facts import TargetFacts
-from checkpoints.export.validator.validator import InvalidExport, check_folder
 
 KINDS = ("eagle3", "speculators", "vllm", "sglang")
 AUX = "eagle_aux_hidden_state_layer_ids"

@@ -14,9 +14,9 @@ from support.export_helpers import LEVELS, REDUCED, edit_json, export_draft, mak
 from support.messages import refused
 
 import sage
+from checkpoints.export.configs import TargetFacts
 from checkpoints.export.formats.base import ImportOptions
 from checkpoints.export.importer import convert, load_any, read_draft
-from checkpoints.export.target_facts import TargetFacts
 
 AUX = "eagle_aux_hidden_state_layer_ids"
 Folder = Callable[..., Path]

@@ -16,14 +16,11 @@ from support.messages import check_message, refused
 from torch import Tensor
 
 import sage
+from checkpoints.export.checks import LAYER_CHECKS, CheckInput, Finding, check_folder, check_tensors
+from checkpoints.export.configs import EngineConfig, TargetFacts, TensorSpec, TensorSpecs, layer_config
 from checkpoints.export.formats.base import ExportFormat, ImportOptions, Obstacle, fixed_batch
-from checkpoints.export.formats.layout import EngineConfig, TensorSpec, TensorSpecs, layer_config
 from checkpoints.export.formats.registry import FORMATS, FormatRow
 from checkpoints.export.serving import serving_line
-from checkpoints.export.target_facts import TargetFacts
-from checkpoints.export.validator.config_checks import LAYER_CHECKS
-from checkpoints.export.validator.tensor_checks import check_tensors
-from checkpoints.export.validator.validator import CheckInput, Finding, check_folder
 from sage.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from sage.drafts.registry import KINDS
 from train.engines.serve_check import check_served

@@ -14,7 +14,7 @@ from support.messages import refused
 from support.train_helpers import ROOT
 
 from checkpoints import run_folder
-from checkpoints.export.source import find_source, with_report
+from checkpoints.export.exporter import find_source, with_report
 from checkpoints.inspect import inspect_folder
 from checkpoints.run_folder import LOCK, locked_run, score
 

@@ -14,10 +14,10 @@ from support.models import text_sizes
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig
 
 import sage
+from checkpoints.export.configs import TargetFacts
 from checkpoints.export.formats.registry import find_format
 from checkpoints.export.model_card import serve_commands
 from checkpoints.export.serving import serving_line
-from checkpoints.export.target_facts import TargetFacts
 from sage.io.files import config_dir
 from train.cli.export import main
 

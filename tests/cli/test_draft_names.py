@@ -86,7 +86,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         found.append(folder)
         raise ValueError("found")
 
-    for module in ("sage.commands.cli", "sage.drafts.loading", "train.cli.validate", "checkpoints.export.source"):
+    for module in ("sage.commands.cli", "sage.drafts.loading", "train.cli.validate", "checkpoints.export.exporter"):
         monkeypatch.setattr(f"{module}.refuse_corrupt_draft", refuse_corrupt_draft)
     return found
 

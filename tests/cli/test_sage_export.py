@@ -16,11 +16,11 @@ from safetensors import SafetensorError
 from support.export_helpers import REDUCED, edit_json, export_draft, sage_export, save_draft, save_run, save_target
 from support.messages import check_message, refused
 
-from checkpoints.export.export_folder import push_to_hub
+from checkpoints.export.configs import TargetFacts
+from checkpoints.export.exporter import find_source
+from checkpoints.export.folder import push_to_hub
 from checkpoints.export.formats.registry import variants
 from checkpoints.export.model_card import serve_commands
-from checkpoints.export.source import find_source
-from checkpoints.export.target_facts import TargetFacts
 from train.cli.export import main
 
 ID = "Qwen/Qwen2.5-VL-7B-Instruct"

@@ -11,7 +11,7 @@ from support.messages import exit_code, refused
 from support.validate_helpers import save_draft, save_run, save_target
 
 import sage
-from checkpoints.export.source import find_source, with_report
+from checkpoints.export.exporter import find_source, with_report
 from checkpoints.inspect import inspect_folder
 from checkpoints.run_folder import list_checks
 from train.cli import validate as validate_cli

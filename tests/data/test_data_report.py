@@ -11,8 +11,7 @@ from support.data_helpers import assistant, make_image, make_processor, user
 from data_prep.chat import build_example
 from data_prep.conversation import Conversation
 from data_prep.dataset.mixing import sample
-from data_prep.tools.html_report import render_html
-from data_prep.tools.stats import measure
+from data_prep.tools.stats import measure, render_html
 
 
 def test_statistics_counted_by_hand() -> None:

@@ -7,7 +7,7 @@ from huggingface_hub import constants
 from support.messages import refused
 
 import sage
-from checkpoints.export.target_facts import TargetFacts
+from checkpoints.export.configs import TargetFacts
 from data_prep.sources.hub import load_table
 from sage.io import hub
 from sage.io.hub import HubUnreachable

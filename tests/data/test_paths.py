@@ -13,8 +13,7 @@ from support.messages import refused
 from data_prep.build import build_dataset
 from data_prep.config import DataConfig, check_paths
 from data_prep.conversation import BadItem
-from data_prep.sources import SourceConfig, open_source
-from data_prep.sources.paths import check_path
+from data_prep.sources import SourceConfig, check_path, open_source
 from data_prep.splits import Split
 
 CHAT = {"messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "Red."}]}

@@ -22,7 +22,7 @@ from data_prep.build import build_dataset
 from data_prep.chat import build_example, encode_example
 from data_prep.config import Cache, DataConfig, OnBad, OnLong
 from data_prep.dataset import prepare
-from data_prep.dataset.pixel_codec import LEVEL, STILL, PixelTable
+from data_prep.dataset.example_store import LEVEL, STILL, PixelTable
 from data_prep.dataset.skip_log import read_skipped
 from data_prep.pocket import world
 from data_prep.sources import SourceConfig

@@ -19,9 +19,8 @@ from data_prep.config import Images, RegenerateConfig
 from data_prep.conversation import Conversation, Message, text_of
 from data_prep.dialog import Outcome, TargetAnswer, one_by_one
 from data_prep.server import answers as answers_module
-from data_prep.server.answers import ServerAnswers
+from data_prep.server.answers import TEXT_PROMPT, ServedTarget, ServerAnswers
 from data_prep.server.chat_request import MediaPolicy, OutsideMedia
-from data_prep.server.check import TEXT_PROMPT, ServedTarget
 from data_prep.server.client import ServerError
 from data_prep.tools.regenerate import part_path, regenerate, skipped_path
 from sage.inputs.media import open_image

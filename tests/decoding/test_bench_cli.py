@@ -13,8 +13,8 @@ from support.validate_helpers import save_draft, save_target
 
 import sage
 from sage.bench.__main__ import main
+from sage.bench.measurement import TEXTS, load_prompts, read_jsonl
 from sage.bench.options import Variant, variant, variants
-from sage.bench.prompts import TEXTS, load_prompts, read_jsonl
 from sage.bench.report_table import format_table, interval
 from sage.commands.cli import run
 

@@ -8,9 +8,15 @@ import torch
 from support.messages import refused
 
 from sage.bench.__main__ import main
-from sage.bench.costs import extrapolated, format_costs, measure_shape_costs, without_layers
-from sage.bench.projection import format_projection, project
-from sage.bench.roofline import roofline_costs
+from sage.bench.costs import (
+    extrapolated,
+    format_costs,
+    format_projection,
+    measure_shape_costs,
+    project,
+    roofline_costs,
+    without_layers,
+)
 from sage.bench.shapes import Shape, layers_that_fit, random_target, shape_named, shapes
 
 CPU = torch.device("cpu")

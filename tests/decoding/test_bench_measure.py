@@ -13,8 +13,6 @@ from torch.utils._pytree import tree_leaves
 
 import sage
 import sage.decoding.generation
-from sage.bench.intervals import rate_interval
-from sage.bench.losslessness import earliest_difference, first_difference, top2_gap
 from sage.bench.measurement import BenchPrompt, measure, rotated
 from sage.bench.report import build_report
 from sage.bench.runners import (
@@ -32,7 +30,16 @@ from sage.bench.runners import (
     complete_phases,
     on_device,
 )
-from sage.bench.summary import acceptance_by_depth, accepted_histogram, pooled_counts, summarize
+from sage.bench.summary import (
+    acceptance_by_depth,
+    accepted_histogram,
+    earliest_difference,
+    first_difference,
+    pooled_counts,
+    rate_interval,
+    summarize,
+    top2_gap,
+)
 from sage.costs import store
 from sage.costs.measure import measure_costs
 from sage.decoding.answer import Stats

@@ -13,7 +13,7 @@ from support.doc_pages import REVIEW, REVIEW_ROW, ROOT, check_files, check_links
 from support.doc_quotes import MESSAGES, PLAN, check_generated, check_messages, quoted_plan
 from support.messages import SNAPSHOT
 
-from sage.bench.policies import END, START
+from sage.bench.options import END, START
 
 PAGES = pages()
 FAST, SLOW = (check_links, check_files, check_review, check_messages), (check_blocks, check_text, check_generated)

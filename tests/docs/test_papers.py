@@ -20,11 +20,11 @@ from support.papers_helpers import tiny_world
 from support.shortcuts import save_rendered
 
 from benchmarks.papers import __main__ as command
-from benchmarks.papers import answers, render, runs, tuning
+from benchmarks.papers import render, runs, tuning
 from benchmarks.papers.figures import FIGURES_DIR, FigureStore, digest
 from benchmarks.papers.lab import Lab
 from benchmarks.papers.markdown import fill
-from benchmarks.papers.settings import load_settings
+from benchmarks.papers.runs import load_settings
 from benchmarks.papers.studies import SECTIONS, STUDIES, ablations, confidence, epochs, projection, select_studies
 from sage.bench.costs import measure_shape_costs
 from sage.bench.shapes import Shape
@@ -276,7 +276,7 @@ def test_oracle_against_brute_force() -> None:
         best = max(best, tokens / seconds)
     found = ablations.oracle([ANSWER], costs, 12)
     assert found["tokens_per_s"] == pytest.approx(best, rel=1e-9)
-    assert [answers.depth_on_path(ANSWER, one) for one in ANSWER.rounds] == reach
+    assert [tuning.depth_on_path(ANSWER, one) for one in ANSWER.rounds] == reach
 
 
 def test_auc_and_correlation_against_naive_versions() -> None:

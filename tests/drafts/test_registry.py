@@ -19,7 +19,7 @@ from support.models import make_inputs, make_qwen
 from support.train_helpers import environment
 
 import sage
-from checkpoints.export.source import load_trained
+from checkpoints.export.exporter import load_trained
 from checkpoints.inspect import inspect_folder
 from sage.drafts.eagle import EagleConfig, EagleDraft
 from sage.drafts.options import EagleOptions

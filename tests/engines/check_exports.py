@@ -41,8 +41,8 @@ from transformers.utils import logging as transformers_logging
 
 import sage
 from benchmarks.engines.prompts import FAMILIES, pocket_prompts
+from checkpoints.export.configs import LEVELS_KEY
 from checkpoints.export.exporter import ExportOptions, export
-from checkpoints.export.formats.layout import LEVELS_KEY
 from checkpoints.export.formats.registry import variants
 from checkpoints.run_folder import DRAFT
 from sage.io.tables import markdown_table

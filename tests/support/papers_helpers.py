@@ -13,7 +13,7 @@ from support.train_helpers import make_target
 
 import sage
 from benchmarks.papers import runs
-from benchmarks.papers.settings import QUICK, Settings, load_settings
+from benchmarks.papers.runs import QUICK, Settings, load_settings
 from sage.drafts.model import shallow_model
 
 FAMILIES = {"qwen": "qwen2_5_vl", "llava": "llava_onevision"}

@@ -28,7 +28,7 @@ from benchmarks.engines.prompts import FAMILIES, pocket_prompts
 from benchmarks.papers.figures import FigureStore
 from benchmarks.papers.lab import Lab
 from benchmarks.papers.render import section, with_headline
-from benchmarks.papers.settings import load_settings
+from benchmarks.papers.runs import load_settings
 from benchmarks.papers.studies import STUDIES
 from train.engines import vllm_worker
 from train.engines.prompts import collapsed, write_prompts

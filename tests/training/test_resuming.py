@@ -12,7 +12,7 @@ from support.messages import refused
 from support.train_helpers import command, single_process, train_quickly
 
 from checkpoints import run_folder
-from checkpoints.export.source import find_source
+from checkpoints.export.exporter import find_source
 from checkpoints.inspect import inspect_folder
 from train.config.checks import check
 from train.config.hydra_app import compose

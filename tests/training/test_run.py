@@ -18,8 +18,8 @@ from support.messages import check_message, refused
 from support.train_helpers import command, train_quickly, train_until_signal
 
 import sage
+from checkpoints.export.exporter import load_trained
 from checkpoints.export.importer import load_any
-from checkpoints.export.source import load_trained
 from checkpoints.inspect import inspect_folder
 from checkpoints.run_folder import LOCK
 from sage.io.manifest import write_manifest

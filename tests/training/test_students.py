@@ -14,7 +14,7 @@ from support.train_helpers import command, configured, draft_weights, train_quic
 
 import sage
 from checkpoints.run_folder import read_metrics
-from data_prep.dataset.vocabulary import most_frequent
+from data_prep.dataset.dataset import most_frequent
 from sage.drafts.eagle3 import Eagle3Draft
 from sage.drafts.model import ModelDraft, shallow_model
 from train.config.hydra_app import compose
@@ -165,8 +165,7 @@ def test_the_vocabulary_holds_the_most_frequent_tokens_and_eos() -> None:
 
 
 def test_a_sample_and_the_store_count_the_same() -> None:
-    from data_prep.dataset.dataset import StoredDataset
-    from data_prep.dataset.vocabulary import count_tokens
+    from data_prep.dataset.dataset import StoredDataset, count_tokens
 
     examples = [{"input_ids": torch.tensor([3, 1, 4]), "loss_mask": torch.tensor([False, True, True])} for _ in range(5)]
 

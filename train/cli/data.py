@@ -204,7 +204,7 @@ def _rank(config: DataCommand, rank: int, world_size: int) -> None:
 def _regenerate(config: DataCommand, rank: int, world_size: int) -> int:
     from transformers.utils import logging as transformers_logging
 
-    from data_prep.server.check import ServedTarget
+    from data_prep.server.answers import ServedTarget
     from data_prep.tools import cli
 
     if not sys.stderr.isatty():

@@ -24,7 +24,7 @@ from sage.drafts.location import DRAFT_HELP
 from sage.io.dtypes import torch_dtype
 
 if TYPE_CHECKING:
-    from checkpoints.export.validator.validator import CheckResult
+    from checkpoints.export.checks import CheckResult
 
 EXPORT_ONLY = (
     *("format", "flavour", "report", "target_name", "license", "license_link", "push_to_hub"),
@@ -162,8 +162,8 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from checkpoints.export.target_facts import TargetFacts
-    from checkpoints.export.validator.validator import check_folder
+    from checkpoints.export.checks import check_folder
+    from checkpoints.export.configs import TargetFacts
     from checkpoints.files import restore_interrupted
 
     folder = Path(args.check)
@@ -190,8 +190,8 @@ def _result_as_text(result: CheckResult) -> str:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from checkpoints.export.export_folder import push_to_hub
     from checkpoints.export.exporter import ExportOptions, export
+    from checkpoints.export.folder import push_to_hub
     from checkpoints.export.serving import IncompatibleDraft
 
     if not args.format:

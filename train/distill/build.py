@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import sage
-from data_prep.dataset.vocabulary import count_tokens, most_frequent
+from data_prep.dataset.dataset import count_tokens, most_frequent
 from sage.drafts.draft import Draft
 from sage.drafts.loading import open_draft
 from sage.drafts.location import find_draft

@@ -1,7 +1,7 @@
 """`sage-export --serve-check`: an export served by vLLM, beside the trained draft in our decoder, and which part is at fault.
 
 Owns: the order of steps and the refusals. Does not own: the rules (train.engines.acceptance), the engine's process
-(train.engines.vllm_process), the checks of files (checkpoints.export.validator).
+(train.engines.vllm_process), the checks of files (checkpoints.export.checks).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 import sage
+from checkpoints.export.checks import CheckResult, check_folder
+from checkpoints.export.configs import TargetFacts
+from checkpoints.export.exporter import find_source, load_trained
 from checkpoints.export.formats.base import ExportFormat, ImportOptions
 from checkpoints.export.formats.registry import variants
 from checkpoints.export.serving import FED_INPUTS
-from checkpoints.export.source import find_source, load_trained
-from checkpoints.export.target_facts import TargetFacts
-from checkpoints.export.validator.validator import CheckResult, check_folder
 from sage.io.dtypes import dtype_name
 from sage.io.tables import text_table
 from train.engines.acceptance import Answers, Measured, decode_chain, is_short_of, verdict

@@ -20,10 +20,8 @@ from torch import nn
 
 from checkpoints.run_folder import REPORT, REPORT_PAGE, next_check, validation_folder
 from checkpoints.store import saving
-from sage.bench.calibration import calibration
 from sage.bench.measurement import Measurement, measure
-from sage.bench.replays import all_policies, replays
-from sage.bench.report import PACKAGES, build_report, versions
+from sage.bench.report import PACKAGES, all_policies, build_report, calibration, replays, versions
 from sage.bench.runners import HF_ASSISTED, PolicyRunner, Runner, baseline_runner, find_assistant
 from sage.decoding.sampling import Sampling
 from sage.io.dtypes import torch_dtype

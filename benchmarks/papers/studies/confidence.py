@@ -16,11 +16,11 @@ import torch
 from matplotlib.figure import Figure
 
 import sage
-from benchmarks.papers.answers import depth_on_path, ranks_on_path
 from benchmarks.papers.figures import Json
 from benchmarks.papers.lab import Lab
 from benchmarks.papers.plots import COLORS, Curve, plot_curves
 from benchmarks.papers.study import Expectation, Study
+from benchmarks.papers.tuning import depth_on_path, ranks_on_path
 from sage.bench.measurement import BenchPrompt
 from sage.costs.calibration import Reliability
 from sage.replay.recording import Recording
@@ -131,7 +131,6 @@ ENTROPY = Study(
     name="entropy",
     measure=measure_entropy,
     expectations=_entropy_expectations,
-    values=lambda found: {"lags": range(1, len(next(iter(found["targets"].values()))["by_token"]) + 1)},
     plots={"entropy.png": _draw_entropy},
 )
 
@@ -241,12 +240,6 @@ def lemma(nodes: Sequence[PathNode]) -> Json:
     }
 
 
-def _examples(part: Json) -> Iterator[Json]:
-    for one in part["lemma"]["examples"]:
-        largest = ", ".join(f"{prob:.3f}" for prob in one["probs"])
-        yield {**one, "largest": largest, "outcome": "accepted" if one["accepted"] else "rejected"}
-
-
 def _calibration_expectations(found: Mapping[str, Json]) -> Iterator[Expectation]:
     for title, part in found.items():
         by_name, claims = part["predictors"]["by_name"], part["lemma"]
@@ -316,7 +309,6 @@ CALIBRATION = Study(
     name="calibration",
     measure=measure_calibration,
     expectations=_calibration_expectations,
-    values=lambda found: {"targets": {title: {**part, "examples": _examples(part)} for title, part in found.items()}},
     plots={"reliability.png": _draw_reliability, "calibration.png": _draw_errors},
     is_per_target=True,
 )

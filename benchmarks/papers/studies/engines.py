@@ -51,19 +51,6 @@ def _measure(lab: Lab) -> None:
         lab.figures("engines", f"engines_{target}", partial(compute, target, drafts), list(drafts.values()), study=sizes)
 
 
-def _values(found: Mapping[str, Json]) -> Json:
-    """Tokens per pass are shown for decoders with a draft."""
-    return {
-        "targets": {
-            title: {
-                **part,
-                "decoders": {name: {**one, "drafted": one if one["draft"] else {}} for name, one in part["decoders"].items()},
-            }
-            for title, part in found.items()
-        }
-    }
-
-
 def _expectations(found: Mapping[str, Json]) -> Iterator[Expectation]:
     for title, part in found.items():
         for name, one in part["ratios"].items():
@@ -72,4 +59,4 @@ def _expectations(found: Mapping[str, Json]) -> Iterator[Expectation]:
             yield Expectation(f"{title}: {claim}", one["ratio"] >= goal, evidence)
 
 
-STUDY = Study(name="engines", measure=_measure, expectations=_expectations, values=_values, is_per_target=True)
+STUDY = Study(name="engines", measure=_measure, expectations=_expectations, is_per_target=True)

@@ -8,9 +8,8 @@ from itertools import pairwise
 from matplotlib.figure import Figure
 
 from benchmarks.papers import runs
-from benchmarks.papers.comparison import select
 from benchmarks.papers.figures import Json
-from benchmarks.papers.lab import Lab
+from benchmarks.papers.lab import Lab, select
 from benchmarks.papers.plots import COLORS, Curve, plot_curves
 from benchmarks.papers.study import Expectation, Study
 from checkpoints.run_folder import METRICS, read_metrics, read_reports
@@ -49,10 +48,6 @@ def _run(lab: Lab, name: str) -> Json:
     }
 
 
-def _values(found: Json) -> Json:
-    return {"runs": {name: {**run, "minutes": run["training_s"] / 60} for name, run in found["runs"].items()}}
-
-
 def _curve(run: Json) -> tuple[str, list[float]]:
     """Returns a policy, `POLICY` if measured, and its tokens per target pass after each epoch."""
     measured = run["points"][0]["policies"]
@@ -82,4 +77,4 @@ def _draw(found: Json) -> Figure:
     return figure
 
 
-STUDY = Study(name="epochs", measure=_measure, expectations=_expectations, values=_values, plots={"epochs.png": _draw})
+STUDY = Study(name="epochs", measure=_measure, expectations=_expectations, plots={"epochs.png": _draw})

@@ -8,9 +8,8 @@ from itertools import pairwise
 from matplotlib.figure import Figure
 
 import sage
-from benchmarks.papers.comparison import compare_row, select
 from benchmarks.papers.figures import Json
-from benchmarks.papers.lab import Lab
+from benchmarks.papers.lab import Lab, compare_row, select
 from benchmarks.papers.plots import plot_curves, policy_curve, policy_curves
 from benchmarks.papers.study import PUBLISHED, Expectation, Study
 from sage.replay.replay import replay

@@ -9,11 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import sage
-from benchmarks.papers.comparison import compare
 from benchmarks.papers.figures import Json
 from benchmarks.papers.headline import CAPTIONS, decoders, part_of, tuned_policies
-from benchmarks.papers.lab import Lab
-from benchmarks.papers.markdown import options_text, times, times_with_interval
+from benchmarks.papers.lab import Lab, compare
+from benchmarks.papers.markdown import times, times_with_interval
 from benchmarks.papers.plots import Curve, plot_curves, policy_curve, titled_panels
 from benchmarks.papers.study import OURS, PUBLISHED, Expectation, Study
 from benchmarks.papers.tuning import most_tokens, tuned_options
@@ -61,25 +60,16 @@ def policy_variants(lab: Lab, target: str) -> dict[str, tuple[str, dict[str, Any
 def _values(figures: Json) -> Json:
     drafting = {name: part for name, part in figures["policies"].items() if name != AUTOREGRESSIVE}
     names = [name for name in figures["baselines"] if name != AUTOREGRESSIVE] + tuned_policies(figures)
-    tuned = {name: variant["options"] for name, variant in figures["variants"].items() if variant["options"]}
-    tried, (first, second, *_) = figures["tuning"].get("policies", {}), _by_speed(figures)
+    first, second, *_ = _by_speed(figures)
     margin = _margin(figures, first, second)
     return {
         **figures,
-        "decoders": {
-            name: {**part, "drafted": part if part.get("nodes_per_round", 0) > 0 else {}}
-            for name, part in (figures["baselines"] | drafting).items()
-        },
-        "failed": " ".join(f"`{name}` is not measured: {why}." for name, why in figures["failed_baselines"].items()),
-        "by_decoder": {name: {"families": [part_of(one, name) for one in figures["by_family"].values()]} for name in names},
+        "decoders": figures["baselines"] | drafting,
+        "by_decoder": {name: [part_of(one, name) for one in figures["by_family"].values()] for name in names},
         "first": first,
         "second": second,
         "lead": f", {times_with_interval(margin['ratio'], margin.get('ci'))} paired by prompt" if margin else "",
         "rounds": _explain_speeds(figures["policies"], first, second),
-        "options": {
-            name: {"text": options_text(options), "tried": tried.get(name, {}).get("tried", "")}
-            for name, options in tuned.items()
-        },
     }
 
 

@@ -11,16 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 import sage
-from benchmarks.papers.comparison import select
 from benchmarks.papers.figures import Json
-from benchmarks.papers.lab import Lab
+from benchmarks.papers.lab import Lab, select
 from benchmarks.papers.markdown import times
 from benchmarks.papers.studies.policies import policy_figures
 from benchmarks.papers.study import OURS, Expectation, Study
-from sage.bench.costs import NODES, WIDTHS, measure_shape_costs
-from sage.bench.projection import cost_curve, project
+from sage.bench.costs import NODES, WIDTHS, cost_curve, measure_shape_costs, project, roofline_costs
 from sage.bench.report_table import HOST_PHASES, SHARES, decode_shares
-from sage.bench.roofline import roofline_costs
 from sage.bench.runners import AUTOREGRESSIVE
 from sage.bench.shapes import shape_named
 from sage.costs.tables import Costs
@@ -106,21 +103,6 @@ def _size(shape: str) -> str:
     return shape.rpartition("_")[2].upper()
 
 
-def _values(found: Json) -> Json:
-    shapes = next(iter(next(iter(found["overhead"].values())).values()))["projected"]
-    columns = [{"shape": shape, "size": _size(shape), "context": one} for shape, contexts in shapes.items() for one in contexts]
-
-    def projected(row: Json) -> list[float | None]:
-        return [row["projected"].get(one["shape"], {}).get(one["context"]) for one in columns]
-
-    overhead = {
-        title: {"policies": {name: {**row, "projected": projected(row)} for name, row in policies.items()}}
-        for title, policies in found["overhead"].items()
-    }
-    rows = [{**row, "size": _size(row["shape"])} for row in found["projection"]["rows"]]
-    return {"here": _size(found["costs"]["shape"]["name"]), "columns": columns, "overhead": overhead, "rows": rows}
-
-
 def _expectations(found: Json) -> Iterator[Expectation]:
     here = f"beside {_size(found['costs']['shape']['name'])} passes on this machine"
     for title, policies in found["overhead"].items():
@@ -163,6 +145,5 @@ STUDY = Study(
     name="projection",
     measure=_measure,
     expectations=_expectations,
-    values=_values,
     files=("overhead", "projection", "costs"),
 )

@@ -10,9 +10,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.papers.comparison import compare_row
 from benchmarks.papers.figures import Json
-from benchmarks.papers.lab import Lab
+from benchmarks.papers.lab import Lab, compare_row
 from benchmarks.papers.markdown import grouped, times
 from benchmarks.papers.plots import COLORS, DOTTED, Curve, plot_curves, policy_curves
 from benchmarks.papers.study import Expectation, Study
@@ -107,8 +106,7 @@ TEMPERATURE = Study(
 
 def _coupling_values(found: Mapping[str, Json]) -> Json:
     rows = [{"target": target, **row} for target, study in found.items() for row in study["rows"]]
-    seeds = f"{rows[0]['seeds']} seed{'s' if rows[0]['seeds'] > 1 else ''}"
-    return {"seeds": seeds, "pairs": [{**row, **_pair(row, policy)} for row in rows for policy in POLICIES]}
+    return {"pairs": [{**row, **_pair(row, policy)} for row in rows for policy in POLICIES]}
 
 
 def _pair(row: Json, policy: str) -> Json:

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from matplotlib.figure import Figure
 
 from benchmarks.papers import runs
-from benchmarks.papers.comparison import compare, select
 from benchmarks.papers.figures import Json
-from benchmarks.papers.lab import Lab
+from benchmarks.papers.lab import Lab, compare, select
 from benchmarks.papers.markdown import grouped, listing, times
 from benchmarks.papers.plots import COLORS, Curve, plot_curves
 from benchmarks.papers.study import Expectation, Study

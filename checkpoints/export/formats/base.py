@@ -1,7 +1,7 @@
 """The interface of an export format. Everything that the package knows about a format is in its object.
 
 A format is a subclass in a module of this folder and a row of `checkpoints.export.formats.registry`. Owns: what formats have in
-common. Does not own: the order of steps (checkpoints.export.exporter, importer, validator), targets (TargetFacts).
+common. Does not own: the order of steps (checkpoints.export.exporter, importer, checks), targets (TargetFacts).
 
 Shapes: B batch, T tokens, D hidden, A feature levels.
 """
@@ -18,11 +18,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from checkpoints.export.formats.layout import FEATURE_LEVELS, EngineConfig, TensorSpecs, layer_config
+from checkpoints.export.checks import CheckInput, Finding
+from checkpoints.export.configs import EMBEDDING, FEATURE_LEVELS, EngineConfig, TargetFacts, TensorSpecs, layer_config
+from checkpoints.export.folder import Weights
 from checkpoints.export.formats.registry import FormatRow
-from checkpoints.export.target_facts import EMBEDDING, TargetFacts
-from checkpoints.export.validator.validator import CheckInput, Finding
-from checkpoints.export.weight_files import Weights
 from sage.drafts.head import DraftHead
 from sage.io.dtypes import dtype_name
 from sage.io.model_files import read_config

@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from checkpoints.export.checks import LAYER_CHECKS, check_tensors, single_layer, unsupported_residual
+from checkpoints.export.configs import EMBEDDING, LAYER_FIELDS, EngineConfig, TargetFacts, TensorSpec, TensorSpecs, layer_specs
 from checkpoints.export.formats.base import ExportFormat, ImportOptions, Obstacle, fixed_batch
-from checkpoints.export.formats.layout import LAYER_FIELDS, EngineConfig, TensorSpec, TensorSpecs, layer_specs
-from checkpoints.export.target_facts import EMBEDDING, TargetFacts
-from checkpoints.export.validator.config_checks import LAYER_CHECKS, single_layer, unsupported_residual
-from checkpoints.export.validator.tensor_checks import check_tensors
 from sage.drafts.eagle import EagleConfig, EagleDraft
 from sage.drafts.head import DraftHead
 

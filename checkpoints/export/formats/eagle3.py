@@ -17,22 +17,21 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from checkpoints.export.export_folder import export_info
-from checkpoints.export.formats.base import ExportFormat, ImportOptions, Obstacle, fixed_batch
-from checkpoints.export.formats.layout import (
+from checkpoints.export import checks as common
+from checkpoints.export.checks import CheckInput, Finding
+from checkpoints.export.configs import (
+    EMBEDDING,
     FEATURE_LEVELS,
     LEVELS_KEY,
     EngineConfig,
+    TargetFacts,
     TensorSpec,
     TensorSpecs,
     default_levels,
     layer_specs,
 )
-from checkpoints.export.target_facts import EMBEDDING, TargetFacts
-from checkpoints.export.validator.config_checks import LAYER_CHECKS, SIZES, single_layer, unsupported_residual
-from checkpoints.export.validator.tensor_checks import check_tensors, check_vocabulary_maps, vocabulary_maps
-from checkpoints.export.validator.validator import CheckInput, Finding
-from checkpoints.export.weight_files import CONFIG
+from checkpoints.export.folder import CONFIG, export_info
+from checkpoints.export.formats.base import ExportFormat, ImportOptions, Obstacle, fixed_batch
 from sage.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from sage.drafts.head import DraftHead
 from sage.targets.rope import RopeConfig
@@ -96,8 +95,8 @@ class Eagle3Format(ExportFormat):
     method = "eagle3"
     needs_t2d: ClassVar[bool] = False
     checks = (
-        *(*LAYER_CHECKS, single_layer, draft_vocabulary, _null_target_size, unsupported_residual, feature_levels),
-        *(check_tensors, vocabulary_maps),
+        *(*common.LAYER_CHECKS, common.single_layer, draft_vocabulary, _null_target_size),
+        *(common.unsupported_residual, feature_levels, common.check_tensors, common.vocabulary_maps),
     )
 
     def config(self, draft: Any, facts: TargetFacts, dtype: torch.dtype) -> dict[str, Any]:
@@ -154,7 +153,7 @@ class Eagle3Format(ExportFormat):
             raise ValueError(f"{folder / CONFIG}: rms_norm_eps {eps!r} or hidden_act {activation!r} is invalid")
         rope = _read_rope(folder, config, facts, options)
         return Eagle3Config(
-            **{key: config.size(key) for key in SIZES},
+            **{key: config.size(key) for key in common.SIZES},
             head_dim=config.head_dim,
             draft_vocab_size=config.size("draft_vocab_size") or facts.vocab_size,
             max_position_embeddings=facts.max_position_embeddings,
@@ -176,7 +175,7 @@ class Eagle3Format(ExportFormat):
         """Adds d2t and t2d where the folder omits them: our head always has both."""
         tensors = super().draft_tensors(folder, config, facts)
         d2t = tensors.get("d2t", torch.zeros(len(tensors["lm_head.weight"]), dtype=torch.int64)).to(torch.int64)
-        if problem := check_vocabulary_maps(d2t, tensors.get("t2d"), facts.vocab_size):
+        if problem := common.check_vocabulary_maps(d2t, tensors.get("t2d"), facts.vocab_size):
             raise ValueError(f"{folder}: {problem.where}: {problem.found}; {problem.effect}")
         t2d = torch.zeros(facts.vocab_size, dtype=torch.bool)
         t2d[torch.arange(len(d2t)) + d2t] = True

@@ -12,8 +12,8 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from checkpoints.export.configs import EngineConfig
     from checkpoints.export.formats.base import ExportFormat
-    from checkpoints.export.formats.layout import EngineConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,14 +8,11 @@ from typing import Any
 
 import torch
 
+from checkpoints.export.checks import LAYER_CHECKS, CheckInput, Finding, check_tensors, single_layer, vocabulary_maps
+from checkpoints.export.configs import LEVELS_KEY, EngineConfig, TargetFacts, layer_config
+from checkpoints.export.folder import CONFIG
 from checkpoints.export.formats.base import SPECULATIVE_TOKENS
 from checkpoints.export.formats.eagle3 import Eagle3Format, draft_vocabulary, feature_levels
-from checkpoints.export.formats.layout import LEVELS_KEY, EngineConfig, layer_config
-from checkpoints.export.target_facts import TargetFacts
-from checkpoints.export.validator.config_checks import LAYER_CHECKS, single_layer
-from checkpoints.export.validator.tensor_checks import check_tensors, vocabulary_maps
-from checkpoints.export.validator.validator import CheckInput, Finding
-from checkpoints.export.weight_files import CONFIG
 from sage.io.dtypes import dtype_name
 
 VERSION = "0.9.0"  # of the PyPI package that the configs are tested against

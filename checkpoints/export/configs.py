@@ -1,4 +1,6 @@
-"""What the formats share: the config of a decoder layer as engines read it, its tensors, and the feature levels.
+"""What an export depends on and consists of: facts about the target, a draft's config.json as engines read it, its tensors.
+
+Facts are read from the target's folder, or from the draft's own config.json where the target is not available. Loads no model.
 
 Shapes: H hidden, I intermediate, V target vocabulary, A = 3 feature levels.
 """
@@ -6,13 +8,19 @@ Shapes: H hidden, I intermediate, V target vocabulary, A = 3 feature levels.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from checkpoints.export.target_facts import TargetFacts
+from torch import Tensor
+
+from checkpoints.export.folder import Weights
 from sage.drafts.registry import MODEL_TYPE_PREFIX
+from sage.io.hub import require_hub
+from sage.targets.families import FAMILIES, family_of
 from sage.targets.rope import NOT_SCALING, RopeConfig
 
+EMBEDDING = "embed_tokens.weight"
 FEATURE_LEVELS = 3
 DEFAULT_THETA = 10000.0  # LlamaConfig's default
 LAYER_FIELDS = (
@@ -20,6 +28,165 @@ LAYER_FIELDS = (
     *("hidden_act", "rms_norm_eps"),
 )
 LEVELS_KEY = "eagle_aux_hidden_state_layer_ids"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetFacts:
+    """The fields of a target's config that a draft's config depends on.
+
+    Attributes:
+        rope_theta, mrope_section, mrope_interleaved, scaled_rope: as in `RopeConfig`.
+        name: folder or hub id the facts were read from, used in serve commands.
+    """
+
+    model_type: str
+    architecture: str
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+    max_position_embeddings: int
+    rope_theta: float
+    mrope_section: list[int] | None = None
+    scaled_rope: dict[str, Any] | None = None
+    mrope_interleaved: bool = False
+    name: str | None = None
+
+    @property
+    def rope(self) -> RopeConfig:
+        """The target's rope."""
+        return RopeConfig(self.rope_theta, self.mrope_section, self.scaled_rope, self.mrope_interleaved)
+
+    @property
+    def served_by(self) -> tuple[str, ...]:
+        """Engines that serve drafts for the target's family."""
+        return FAMILIES[self.model_type].served_by if self.model_type in FAMILIES else ()
+
+    @property
+    def has_images(self) -> bool:
+        """Whether the target's family reads images."""
+        return self.model_type in FAMILIES and bool(FAMILIES[self.model_type].placeholders)
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """The same fields as `sage.Target.fingerprint`."""
+        return {key: getattr(self, key) for key in ("model_type", "hidden_size", "vocab_size", "num_layers")}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain values for JSON."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(stored: Any) -> TargetFacts:
+        """Creates the facts from the output of `to_dict`.
+
+        Raises:
+            ValueError: a field is missing, unknown, or of the wrong type.
+        """
+        types = {field.name: str(field.type) for field in fields(TargetFacts)}
+        needed = types.keys() - {"mrope_section", "mrope_interleaved", "scaled_rope", "name"}
+        if not isinstance(stored, dict) or not needed <= stored.keys() or not stored.keys() <= types.keys():
+            raise ValueError(f"target facts: need {', '.join(sorted(needed))}, found {stored}")
+        for name in needed:
+            expected: Any = {"int": int, "float": (int, float)}.get(types[name], str)
+            if not isinstance(stored[name], expected):
+                raise ValueError(f"target facts: {name} is {stored[name]!r}, expected {types[name]}")
+        return TargetFacts(**stored)
+
+    @staticmethod
+    def of_draft(config: Any) -> TargetFacts:
+        """Reads the facts from the config of a draft, whose sizes and rope were derived from the target."""
+        made_for = config.target
+        return TargetFacts(
+            **made_for,
+            architecture=_architecture(made_for["model_type"]),
+            max_position_embeddings=config.max_position_embeddings,
+            rope_theta=float(config.rope_theta),
+            mrope_section=config.mrope_section,
+            mrope_interleaved=config.mrope_interleaved,
+            scaled_rope=config.scaled_rope,
+            name=config.target_path,
+        )
+
+    @staticmethod
+    def of_folder(path_or_id: str | Path) -> TargetFacts:
+        """Reads a target's config.json; no weights are read.
+
+        Raises:
+            ValueError: no readable config, an unknown model family, or a hub that cannot be reached.
+        """
+        from transformers import AutoConfig
+
+        name = str(path_or_id)
+        if not Path(name).is_dir() and (name.count("/") != 1 or name.startswith((".", "/", "~"))):
+            raise ValueError(f"--target {name}: no such folder; give a target's folder or a hub id like owner/name")
+        require_hub(name, "--target")
+        try:
+            config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(f"--target {name}: cannot read its config.json ({reason}); give a target's folder") from error
+        return TargetFacts.of_config(config, name)
+
+    @staticmethod
+    def of_config(config: Any, name: str | None) -> TargetFacts:
+        """Reads the facts from `model.config` of a loaded target of a supported family.
+
+        Raises:
+            ValueError: the family is unknown or not supported, or the target has a rope that no draft head supports.
+        """
+        family = family_of(config, f"--target {name}: ")
+        text = config.get_text_config()
+        return TargetFacts(
+            model_type=config.model_type,
+            architecture=(config.architectures or [_architecture(config.model_type)])[0],
+            hidden_size=text.hidden_size,
+            vocab_size=text.vocab_size,
+            num_layers=text.num_hidden_layers,
+            max_position_embeddings=text.max_position_embeddings,
+            **family.rope().fields,
+            name=name,
+        )
+
+
+def _architecture(model_type: str) -> str:
+    """Returns the class of a target; its `model_type` if the family is unknown."""
+    family = FAMILIES.get(model_type)
+    return family.model_types[model_type] if family else model_type
+
+
+def read_target_embedding(facts: TargetFacts) -> Tensor:
+    """Reads the token embedding [V, D] from the target's folder or from the hub's cache, without any download.
+
+    Raises:
+        ValueError: the target's files are not available, or do not contain exactly one such tensor.
+    """
+    folder = _local_folder(facts.name or "")
+    weights = Weights(folder)
+    shape = (facts.vocab_size, facts.hidden_size)
+    names = [name for name, info in weights.infos.items() if name.endswith(EMBEDDING) and info.shape == shape]
+    if len(names) != 1:
+        raise ValueError(
+            f"embedding: {folder} has {len(names)} tensors named *{EMBEDDING} of shape {list(shape)}, expected one; "
+            f"give --target DIR, or --no-embedding"
+        )
+    return weights[names[0]]
+
+
+def _local_folder(name: str) -> Path:
+    if name and Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"embedding: the target {name or '(unknown)'} is neither a local folder nor in the hub's cache; give --target DIR, "
+            f"or --no-embedding (engines take the embedding from the target)"
+        ) from error
+
+
+# -- the draft as engines read it ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

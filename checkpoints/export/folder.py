@@ -1,0 +1,197 @@
+"""Folders of drafts: that of an export, written atomically, verified and uploaded; and the weights of any folder, read safely.
+
+An export appears under its name only when complete (checkpoints.files describes the temporary names). Reading weights runs no
+pickled code and opens no path outside the folder.
+
+Owns: folders and their files. Does not own: the content of an export (checkpoints.export.exporter, importer), the expected
+tensors (checkpoints.export.formats).
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from checkpoints.files import new_folder, restore_interrupted
+from sage.io.files import read_json
+from sage.io.manifest import MANIFEST, CorruptFolder, has_manifest, verify_manifest, write_manifest
+
+EXPORT_INFO = "sage_export.json"  # facts for which the engines' config.json has no field; read by --inspect and --import
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+PICKLED = "pytorch_model.bin"
+
+SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+}
+
+
+@contextmanager
+def new_export(out: Path, step: int, overwrite: bool = False) -> Iterator[Path]:
+    """Yields a folder to write into; it is checksummed and renamed to `out` when the block ends, removed if it fails.
+
+    Args:
+        step: optimizer steps the draft was trained for, recorded in the manifest.
+        overwrite: replace an existing export; any other existing folder is refused.
+
+    Raises:
+        ValueError: `out` exists.
+        OSError: the disk is full or not writable; `out` is unchanged.
+    """
+    restore_interrupted(out)
+    _refuse_existing(out, overwrite)
+    try:
+        with new_folder(out) as part:
+            yield part
+            write_manifest(part, step)
+    except (OSError, SafetensorError) as error:  # safetensors raises the latter for a full disk
+        raise OSError(f"--out {out}: could not be written ({error}); no partial export was left there") from error
+
+
+def _refuse_existing(out: Path, overwrite: bool) -> None:
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    if not has_manifest(out):
+        raise ValueError(f"--out {out}: exists and was not written by sage-export; give another folder")
+    if not overwrite:
+        raise ValueError(f"--out {out}: exists; give another folder, or --overwrite to replace it")
+
+
+def export_info(folder: Path) -> dict[str, Any]:
+    """Reads sage_export.json; empty if the folder has none."""
+    return read_json(folder / EXPORT_INFO) if (folder / EXPORT_INFO).is_file() else {}
+
+
+def verify_export(folder: Path) -> None:
+    """Compares every file of an export with its manifest, and the manifest's step with the one in sage_export.json.
+
+    Raises:
+        CorruptFolder: names the file that differs.
+    """
+    step = verify_manifest(folder)["step"]
+    info = export_info(folder)
+    if info and info.get("step") != step:  # no file's hash depends on the manifest's step
+        raise CorruptFolder(f"{folder / MANIFEST}: corrupt: step {step}, {info.get('step')} in {EXPORT_INFO}")
+
+
+def push_to_hub(folder: Path, repo_id: str, private: bool = False) -> str:
+    """Uploads a verified export in one commit to `owner/name`, created if needed; returns the URL of the commit.
+
+    Raises:
+        ValueError: `repo_id` is not a hub id, the folder is corrupt, or the hub refused the upload.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    if repo_id.count("/") != 1:
+        raise ValueError(f"--push-to-hub {repo_id}: give a hub id like owner/name")
+    verify_export(folder)
+    target = (export_info(folder).get("target") or {}).get("name")
+    if target and Path(target).exists():
+        raise ValueError(f"--push-to-hub: the export names its target {target}, a local folder: export with --target-name")
+    api = HfApi()
+    try:
+        api.create_repo(repo_id, private=private, exist_ok=True, repo_type="model")
+        commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=f"Draft head exported as {folder.name}")
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"--push-to-hub {repo_id}: {reason}; the export in {folder} is complete: log in with `hf auth login` and push again"
+        ) from error
+    return str(commit.commit_url)
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Header of a stored tensor; `dtype` is None if torch has no such type."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    file: Path
+
+
+class Weights:
+    """The tensors of a folder: headers are read at once, contents one at a time.
+
+    Args:
+        folder: contains model.safetensors, an index of shards, or pytorch_model.bin (opened with `weights_only`).
+
+    Raises:
+        ValueError: no weights, or a file that cannot be read; names the file.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._pickled: dict[str, Tensor] = {}
+        self.infos: dict[str, TensorInfo] = {}
+        for file in _find_files(folder):
+            self.infos |= self._read_pickle(file) if file.name == PICKLED else _read_headers(file)
+        self.is_pickled = bool(self._pickled)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self._pickled:
+            return self._pickled[name]
+        with safe_open(self.infos[name].file, "pt") as file:
+            return file.get_tensor(name)
+
+    def _read_pickle(self, file: Path) -> dict[str, TensorInfo]:
+        try:
+            content = torch.load(file, map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise ValueError(
+                f"{file}: not a file of tensors only ({reason}); other pickles can run code and are not opened: use safetensors"
+            ) from error
+        if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+            raise ValueError(f"{file}: contains more than named tensors; use safetensors")
+        self._pickled = content
+        return {name: TensorInfo(tuple(value.shape), value.dtype, file) for name, value in content.items()}
+
+
+def _find_files(folder: Path) -> list[Path]:
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if (folder / INDEX).is_file():
+        return _find_shards(folder)
+    if (folder / PICKLED).is_file():
+        return [folder / PICKLED]
+    raise ValueError(f"{folder}: no weights; expected {WEIGHTS}, {INDEX} or {PICKLED}")
+
+
+def _find_shards(folder: Path) -> list[Path]:
+    listed = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(listed, dict) or not listed:
+        raise ValueError(f"{folder / INDEX}: has no weight_map")
+    names = sorted({str(name) for name in listed.values()})
+    for name in names:
+        if PurePosixPath(name).name != name or "\\" in name:
+            raise ValueError(f"{folder / INDEX}: lists {name!r}, a path outside the folder")
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder / name}: missing, but listed in {INDEX}")
+    return [folder / name for name in names]
+
+
+def _read_headers(file: Path) -> dict[str, TensorInfo]:
+    try:
+        with safe_open(file, "pt") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            return {
+                name: TensorInfo(tuple(s.get_shape()), SAFETENSORS_DTYPES.get(s.get_dtype()), file)
+                for name, s in slices.items()
+            }
+    except (SafetensorError, OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"{file}: corrupt or not a safetensors file ({error})") from error

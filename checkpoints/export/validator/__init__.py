@@ -1,1 +1,0 @@
-"""Checks of a draft's config and tensors against what serving engines expect."""
