@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from checkpoints.run_folder import read_metrics
 from data_prep.pocket import architecture, training
 from train.state.resume import rng_state, set_rng_state
 
@@ -97,6 +99,11 @@ def draft_weights(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "draft" / "model.safetensors")
 
 
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl."""
+    return read_metrics(run / "metrics.jsonl")
+
+
 def train_until_signal(config: Config, ranks: Ranks, step: int, validate: Validate = quick_validation) -> None:
     """Trains until a signal is received during step `step`."""
     from train.job.build import building
@@ -117,14 +124,17 @@ def train_until_signal(config: Config, ranks: Ranks, step: int, validate: Valida
 
 def sage_train(commands: ForkServer, *arguments: str, cwd: Path, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
     """`sage-train` in a process of its own, warnings shown."""
+    return _finished([*commands.command("train.cli.train"), *arguments], cwd, timeout_s)
+
+
+def python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """A new interpreter, which has imported nothing."""
+    return _finished([sys.executable, *arguments], cwd)
+
+
+def _finished(command_line: list[str], cwd: Path, timeout_s: float | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*commands.command("train.cli.train"), *arguments],
-        cwd=cwd,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
+        command_line, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout_s, check=False
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,15 @@ import torch
 from support.compressor_helpers import COMPRESSORS
 from support.data_helpers import make_noise
 from support.fork_server import ForkServer
-from support.messages import check_message, refused
+from support.messages import refused
 from support.train_helpers import command, configured, draft_weights, sage_train, train_quickly
 
 import sage
 from checkpoints.run_folder import read_metrics
 from data_prep.build import prompts
-from train.cli.train import train as train_command
-from train.config.hydra_app import run_app
 from train.config.schema import Config
 from train.job.build import building
 from train.job.loop import train_step
-from train.launch.cluster_env import is_main_rank
 from train.launch.ranks import process_group
 from train.plan.meta import build_on_meta
 
@@ -123,34 +119,6 @@ def test_two_ranks_under_zero_3_of_which_one_has_no_image(folder: Path, tmp_path
     assert len(steps) == 3 and all(math.isfinite(line["loss"]) for line in steps)
     target = sage.load_target(folder / "target_qwen2_5_vl", dtype=torch.float32)
     assert sage.load_draft(tmp_path / "run" / "draft", target).config.compressor == COMPRESSORS["select"]  # type: ignore[union-attr]
-
-
-WRONG = {
-    "draft/compressor=blur": ("draft/compressor=blur", "concat, conv, none, pool, prune"),
-    "draft/compressor=pool draft.compressor.ratio=0": ("draft.compressor.ratio=0", "at least 1"),
-    "draft/compressor=pool draft.compressor.ratio=2.5": ("draft.compressor.ratio=2.5",),
-    "draft/compressor=concat draft.compressor.conv_ratio=0": ("draft.compressor.conv_ratio=0", "at least 1"),
-    "draft/compressor=resampler draft.compressor.queries=0": ("draft.compressor.queries=0", "at least 1"),
-    "draft/compressor=select draft.compressor.temperature=0": ("draft.compressor.temperature=0.0", "above 0"),
-    "draft/compressor=select draft.compressor.temperature=inf": ("draft.compressor.temperature=inf", "above 0"),
-    "draft/compressor=resampler draft.compressor.ratio=3": ("draft.compressor.ratio", "draft/compressor"),
-    "draft.compressor.kind=pool": ("draft.compressor.kind=pool", "draft/compressor=pool"),
-    "draft=model draft.num_layers=1 draft/compressor=pool": ("draft/compressor=pool", "none", "draft=model"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("overrides", "parts"), WRONG.items(), ids=WRONG.keys())
-def test_invalid_options_are_refused_with_exit_code_2(
-    overrides: str, parts: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["sage-train", f"target.path={tmp_path}", *overrides.split()])
-    assert run_app("config", Config, train_command, is_main_rank) == 2
-    shown = capsys.readouterr().err
-    assert shown.startswith("error: ") and shown.count("\n") == 1, shown
-    check_message(shown, *parts)
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

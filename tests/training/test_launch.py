@@ -20,7 +20,7 @@ import torch
 from support.data_helpers import make_noise
 from support.fork_server import ForkServer
 from support.messages import check_message, refused
-from support.train_helpers import ROOT, command, environment
+from support.train_helpers import ROOT, command, environment, metrics
 
 from checkpoints.store import SaveFailed
 from sage.commands.cli import run as run_command
@@ -56,10 +56,6 @@ def two_ranks(target: Path, run: Path, *overrides: str) -> Config:
     arguments = command(target, run, *TINY_REPORT, "launch.ranks=2", "train.micro_batch_size=1", "launch.device=cpu")
     config: Config = compose("config", [*arguments, *overrides], Config)
     return config
-
-
-def metrics(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.slow

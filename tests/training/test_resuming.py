@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 from support.messages import refused
-from support.train_helpers import command, single_process, train_quickly
+from support.train_helpers import command, metrics, train_quickly
 
 from checkpoints import run_folder
 from checkpoints.export.source import find_source
@@ -29,12 +28,6 @@ def started(folder: Path, *overrides: str) -> Path:
     (folder / "run").mkdir()
     (folder / "run" / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
     return folder / "run"
-
-
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with single_process(monkeypatch):
-        yield
 
 
 def resumed(run: Path, *overrides: str) -> Config:
@@ -109,6 +102,7 @@ def test_changes_of_the_recipe_are_told_apart(tmp_path: Path, override: str) -> 
         *(("draft.input_norm=false", "draft.input_norm=False"), ("data=sharegpt", "data.name=sharegpt")),
         *(("target=qwen2_5_vl_7b", "target.path="), ("train.global_batch_size=64", "train.global_batch_size=64")),
         *(("+data/validation=pocket", "data.validation.pocket"), ("score.metric=speedup", "score.metric=speedup")),
+        *(("draft.image_inputs=token", "draft.image_inputs=token"), ("data.cache=rows", "data.cache=rows")),
     ],
 )
 @pytest.mark.slow
@@ -166,8 +160,7 @@ def test_recipe_changes_are_recorded_with_their_step(tmp_path: Path, target: Pat
     entries = json.loads((run / "provenance.json").read_text())["resumed"]
     assert [entry["from_step"] for entry in entries] == [2, 3]
     assert entries[1]["changed"]["optim.lr"] == [8e-3, 1e-3]
-    losses = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [line["lr"] for line in losses if "lr" in line] == [8e-3, 8e-3, 8e-3, 1e-3]
+    assert [line["lr"] for line in metrics(run) if "lr" in line] == [8e-3, 8e-3, 8e-3, 1e-3]
 
     described = "from step 3: optim.lr 0.008 -> 0.001"
     assert find_source(run / "draft").recipe_changes == [described]
