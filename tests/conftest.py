@@ -9,7 +9,7 @@ import gc
 import logging
 import socket
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -159,6 +159,19 @@ def commands() -> Iterator[ForkServer]:
     server = ForkServer(environment() | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "MPLBACKEND": "agg"})
     yield server
     server.close()
+
+
+@pytest.fixture
+def sage_export(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Runs `sage-export`; returns exit code, stdout and stderr."""
+    from train.cli.export import main
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = messages.exit_code(main, *arguments)
+        return code, *capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture(params=["qwen2_5_vl", "llava_onevision"])

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-from support.messages import check_message, refused
+from support.messages import check_message, exit_code, refused
 from support.validate_helpers import save_draft, save_run, save_target
 
 import sage
@@ -34,7 +33,7 @@ def run(target_folder: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("command", ["sage-generate", "sage-validate", "sage-export"])
 def test_commands_exit_with_2_and_one_line(
-    run: Path, target_folder: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Path, target_folder: Path, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     draft = run / "draft"
     main, arguments = {
@@ -42,10 +41,7 @@ def test_commands_exit_with_2_and_one_line(
         "sage-validate": (validate_main, [f"checkpoint={run}"]),
         "sage-export": (export_main, [run, "--format", "eagle3", "--out", run / "out"]),
     }[command]
-    monkeypatch.setattr(sys, "argv", [command, *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
+    assert exit_code(main, *arguments) == 2
     error = capsys.readouterr().err.strip()
     assert len(error.splitlines()) == 1
     check_message(error, str(draft / "model.safetensors"), "sha256", "manifest.json", "copy the draft again")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from checkpoints.export.model_card import serve_commands
 from checkpoints.export.serving import serving_line
 from checkpoints.export.target_facts import TargetFacts
 from sage.io.files import config_dir
-from train.cli.export import main
 
 POOL = {"kind": "pool", "ratio": 4}
 
@@ -99,16 +97,12 @@ def test_a_smaller_model_has_no_export(targets: dict[str, sage.Target]) -> None:
     assert "draft=model" in serving_line(target.model, target.model.config)
 
 
-def test_an_export_names_all_obstacles_at_once(
-    targets: dict[str, sage.Target], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_export_names_all_obstacles_at_once(targets: dict[str, sage.Target], tmp_path: Path, sage_export: Any) -> None:
     draft = save_draft(tmp_path / "draft", targets["llava_onevision"], "eagle", input_norm=True, compressor=POOL)
     out = tmp_path / "out"
-    monkeypatch.setattr(sys, "argv", ["sage-export", str(draft), "--format", "eagle", "--out", str(out)])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    assert stopped.value.code == 2 and not out.exists()
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    code, _, shown = sage_export(draft, "--format", "eagle", "--out", out)
+    assert code == 2 and not out.exists()
+    lines = [line for line in shown.splitlines() if line.startswith("error: ")]
     assert [line.split(":")[1].strip() for line in lines] == ["--flavour", "target", "draft.input_norm", "draft.compressor"]
 
 
