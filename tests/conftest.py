@@ -19,6 +19,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 if TYPE_CHECKING:
     from support.accelerator import Traffic
+    from support.fake_cuda import FakeCuda
     from support.fork_server import ForkServer
 
     import sage
@@ -159,6 +160,13 @@ def commands() -> Iterator[ForkServer]:
     server = ForkServer(environment() | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "MPLBACKEND": "agg"})
     yield server
     server.close()
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    from support.fake_cuda import FakeCuda
+
+    return FakeCuda(monkeypatch)
 
 
 @pytest.fixture
