@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
-from support.export_helpers import export_draft, make_draft, save_draft, save_target
+from support.export_helpers import export_draft, make_draft, save_draft
 from support.messages import refused
 from support.models import text_sizes
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig
@@ -20,12 +20,6 @@ from checkpoints.export.target_facts import TargetFacts
 from sage.io.files import config_dir
 
 POOL = {"kind": "pool", "ratio": 4}
-
-
-@pytest.fixture(scope="module")
-def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, sage.Target]:
-    """Both tiny targets, saved."""
-    return {name: save_target(tmp_path_factory.mktemp(name) / "target", name) for name in ("qwen2_5_vl", "llava_onevision")}
 
 
 def line_of(target: sage.Target, kind: str = "eagle3", **options: Any) -> str:

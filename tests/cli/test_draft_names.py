@@ -198,8 +198,8 @@ def test_load_draft_refuses(corrupt_run: Path, target: Path) -> None:
 
 
 def test_load_draft_accepts_an_intact_draft_and_one_without_manifest(target: Path, tmp_path: Path) -> None:
-    target = sage.load_target(target)
-    folder = save_draft(tmp_path / "draft", target)
-    assert sage.load_draft(folder, target).config.hidden_size == 32
+    loaded = sage.load_target(target)
+    folder = save_draft(tmp_path / "draft", loaded)
+    assert sage.load_draft(folder, loaded).config.hidden_size == 32
     write_manifest(folder, 3)
-    assert sage.load_draft(folder, target).config.hidden_size == 32
+    assert sage.load_draft(folder, loaded).config.hidden_size == 32
