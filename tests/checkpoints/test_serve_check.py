@@ -33,7 +33,8 @@ def answers(*rounds: list[int], text: int = 0) -> Answers:
     return Answers([[text] for _ in rounds], list(rounds), depth=2)
 
 
-GOOD = answers([3, 1, 2, 3, 2], [2, 1, 3])
+GOOD, WORSE = answers([3, 1, 2, 3, 2], [2, 1, 3]), answers([3, 1, 1, 3, 1], [2, 1, 3])
+BETTER, LOW = answers([3, 3, 3, 3, 2], [2, 3, 3]), answers([1, 1, 2, 1, 1], [1, 1])
 
 
 class TestAcceptance:
@@ -49,34 +50,20 @@ class TestVerdict:
     def test_all_good(self) -> None:
         assert verdict(Measured(GOOD, GOOD, GOOD), "token", "token") == []
 
-    def test_a_bad_draft_is_bad_everywhere(self) -> None:
-        bad = answers([1, 1, 2, 1, 1], [1, 1])
-        assert bad.accepted[0] < MIN_FIRST
-        (line,) = verdict(Measured(bad, bad, bad), "token", "token")
-        check_message(line, "draft bad", "20%", "train further")
-
-    def test_a_bad_export_is_bad_in_our_decoder(self) -> None:
-        bad = answers([3, 1, 1, 3, 1], [2, 1, 3])
-        lines = verdict(Measured(GOOD, bad, bad), "token", "token")
-        assert len(lines) == 1
-        check_message(lines[0], "export bad", "export again")
-
-    def test_an_export_that_is_accepted_more_differs_too(self) -> None:
-        better = answers([3, 3, 3, 3, 2], [2, 3, 3])
-        (line,) = verdict(Measured(GOOD, better, better), "token", "token")
-        assert line.startswith("export bad")
-
     @pytest.mark.parametrize(
-        ("corrected", "trained_with", "parts"),
+        ("measured", "trained_with", "parts"),
         [
-            (GOOD, "token", ("engine bad", "54498")),
-            (None, "embed", ("engine bad", "image_inputs=token", "embed")),
-            (answers([1, 1, 2, 1, 1], [1, 1]), "token", ("engine bad", "version and settings")),
+            (Measured(LOW, LOW, LOW), "token", ("draft bad", "20%", "train further")),
+            (Measured(GOOD, WORSE, WORSE), "token", ("export bad", "export again")),
+            (Measured(GOOD, BETTER, BETTER), "token", ("export bad",)),
+            (Measured(GOOD, GOOD, WORSE, GOOD), "token", ("engine bad", "54498")),
+            (Measured(GOOD, GOOD, WORSE), "embed", ("engine bad", "image_inputs=token", "embed")),
+            (Measured(GOOD, GOOD, WORSE, LOW), "token", ("engine bad", "version and settings")),
         ],
     )
-    def test_a_bad_engine_and_its_cause(self, corrected: Answers | None, trained_with: str, parts: tuple[str, ...]) -> None:
-        bad = answers([3, 1, 1, 3, 1], [2, 1, 3])
-        (line,) = verdict(Measured(GOOD, GOOD, bad, corrected), "token", trained_with)
+    def test_what_is_bad_and_its_remedy(self, measured: Measured, trained_with: str, parts: tuple[str, ...]) -> None:
+        assert LOW.accepted[0] < MIN_FIRST
+        (line,) = verdict(measured, "token", trained_with)
         check_message(line, *parts)
 
     def test_other_texts_have_a_wider_tolerance(self) -> None:

@@ -144,6 +144,12 @@ def environment() -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 
 
+def srun_variables(rank: int) -> dict[str, str]:
+    """The variables of one of two ranks that srun starts on this machine."""
+    facts = {"STEP_ID": 0, "STEP_NUM_TASKS": 2, "JOB_ID": os.getpid(), "STEP_NODELIST": "localhost"}
+    return {f"SLURM_{name}": str(value) for name, value in (facts | {"PROCID": rank, "LOCALID": rank}).items()}
+
+
 @contextmanager
 def single_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Prepares this process for a run: no launcher variables; restores the random generators."""

@@ -26,7 +26,7 @@ from train.plan.meta import build_on_meta
 
 EAGLE3 = ["draft=eagle3", "draft.feature_levels=[0,1,2]", "objective.steps=3"]
 STEPS = 5
-pytestmark = pytest.mark.usefixtures("alone")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("alone")]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,6 @@ def configure(folder: Path, run: Path, *overrides: str) -> Config:
     return configured(folder / "target_qwen2_5_vl", run, f"data.cache_dir={folder}/cache", *overrides)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "draft"), [(mode, EAGLE3 if number % 2 else []) for number, mode in enumerate(COMPRESSORS)], ids=COMPRESSORS
 )
@@ -75,7 +74,6 @@ def planned_without(config: Config) -> int:
     return sum(p.numel() for name, p in head.named_parameters() if not name.startswith("compressor.")) - 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "draft"), [("select", []), ("weighted", EAGLE3)], ids=["eagle-select", "eagle3-weighted"])
 def test_the_saved_draft_decodes_and_resuming_is_exact(folder: Path, tmp_path: Path, mode: str, draft: list[str]) -> None:
     """From command line to decoder; a resumed run is the uninterrupted one, draws included."""
@@ -96,7 +94,6 @@ def test_the_saved_draft_decodes_and_resuming_is_exact(folder: Path, tmp_path: P
     torch.testing.assert_close(draft_weights(tmp_path / "run"), draft_weights(tmp_path / "half"), rtol=0, atol=0)
 
 
-@pytest.mark.slow
 def test_two_ranks_under_zero_3_of_which_one_has_no_image(folder: Path, tmp_path: Path, commands: ForkServer) -> None:
     """Both gather and reduce the compressor's weights in every step, so neither waits for the other."""
     make_noise(deviation=50).save(tmp_path / "noise.png")
@@ -121,7 +118,6 @@ def test_two_ranks_under_zero_3_of_which_one_has_no_image(folder: Path, tmp_path
     assert sage.load_draft(tmp_path / "run" / "draft", target).config.compressor == COMPRESSORS["select"]  # type: ignore[union-attr]
 
 
-@pytest.mark.slow
 def test_a_saved_draft_with_another_compressor_is_refused(folder: Path, tmp_path: Path) -> None:
     target = sage.load_target(folder / "target_qwen2_5_vl", dtype=torch.float32)
     sage.new_draft(target, "eagle", compressor={"kind": "pool", "ratio": 4}).save_pretrained(tmp_path / "pool")

@@ -29,6 +29,7 @@ from support.train_helpers import (
     environment,
     quick_validation,
     single_process,
+    srun_variables,
     train_quickly,
     train_until_signal,
 )
@@ -94,7 +95,7 @@ def start_rank(commands: ForkServer, home: Path, rank: int, errors: Path) -> sub
     with errors.open("w") as stderr:
         return subprocess.Popen(
             [*commands.command(str(ROOT / "tests/support/two_ranks.py")), home / "jobs.json", home / f"notes_{rank}.json"],
-            env=environment() | slurm(rank),
+            env=environment() | srun_variables(rank),
             stderr=stderr,
         )
 
@@ -111,18 +112,6 @@ def free_port() -> int:
             probe.bind(("localhost", port))
             return port
     raise AssertionError("no port is free")
-
-
-def slurm(rank: int) -> dict[str, str]:
-    facts = {
-        "STEP_ID": "0",
-        "STEP_NUM_TASKS": "2",
-        "PROCID": rank,
-        "LOCALID": rank,
-        "JOB_ID": "7",
-        "STEP_NODELIST": "localhost",
-    }
-    return {f"SLURM_{name}": str(value) for name, value in facts.items()}
 
 
 def assert_same_run(one: Path, other: Path) -> None:

@@ -22,6 +22,7 @@ from train.config.resuming import changes
 from train.config.schema import Config, ConfigError
 from train.launch.ranks import process_group
 
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("alone")]
 START = ("draft=eagle", "optim.lr=8e-3", "objective.steps=2", "decode.options.sage.max_depth=4", "train.save_every=1")
 
 
@@ -38,7 +39,6 @@ def resumed(run: Path, *overrides: str) -> Config:
     return config
 
 
-@pytest.mark.slow
 def test_nothing_but_the_run_is_needed(tmp_path: Path) -> None:
     run = started(tmp_path, "draft=eagle3", "draft.draft_vocab_size=100", "draft/compressor=pool", "tracking=tensorboard")
     config = resumed(run)
@@ -49,20 +49,17 @@ def test_nothing_but_the_run_is_needed(tmp_path: Path) -> None:
     check(config)
 
 
-@pytest.mark.slow
 def test_keys_of_the_own_choices_need_no_choice(tmp_path: Path) -> None:
     config = resumed(started(tmp_path, "tracking=wandb"), "tracking.project=mine")
     assert [change.key for change in changes(config)] == ["tracking.project"]
 
 
-@pytest.mark.slow
 def test_the_complete_command_line_of_the_start_is_accepted_too(tmp_path: Path) -> None:
     run = started(tmp_path, "experiment=debug", "draft=eagle3", "data.num_examples=8")
     words = [f"target.path={tmp_path}", *START, "experiment=debug", "draft=eagle3", "data=pocket", "data.num_examples=8"]
     assert changes(resumed(run, *words)) == []
 
 
-@pytest.mark.slow
 def test_only_resuming_compares_with_the_run(tmp_path: Path) -> None:
     run = started(tmp_path)
     planned = compose("config", [f"target.path={tmp_path}", f"run.dir={run}", "launch.plan=true", "optim.lr=1e-3"], Config)
@@ -83,7 +80,6 @@ def test_only_resuming_compares_with_the_run(tmp_path: Path) -> None:
         *("tracking=tensorboard", "decode.num_prompts=3", "decode/policy=[autoregressive,chain]", "data.num_workers=1"),
     ],
 )
-@pytest.mark.slow
 def test_length_launch_tracking_and_decoding_may_change(tmp_path: Path, override: str) -> None:
     config = resumed(started(tmp_path), override)
     assert changes(config) and not any(change.is_fixed or change.is_recipe for change in changes(config))
@@ -91,7 +87,6 @@ def test_length_launch_tracking_and_decoding_may_change(tmp_path: Path, override
 
 
 @pytest.mark.parametrize("override", ["optim.lr=1e-3", "objective.steps=3", "optim=adamw_cosine", "objective=lk"])
-@pytest.mark.slow
 def test_changes_of_the_recipe_are_told_apart(tmp_path: Path, override: str) -> None:
     config = resumed(started(tmp_path), override)
     assert any(change.is_recipe for change in changes(config))
@@ -108,7 +103,6 @@ def test_changes_of_the_recipe_are_told_apart(tmp_path: Path, override: str) -> 
         *(("draft.image_inputs=token", "draft.image_inputs=token"), ("data.cache=rows", "data.cache=rows")),
     ],
 )
-@pytest.mark.slow
 def test_settings_that_make_another_run_are_refused_by_key(tmp_path: Path, override: str, key: str) -> None:
     with refused(key, "run.dir", error=ConfigError):
         check(resumed(started(tmp_path), override))
@@ -122,7 +116,6 @@ def test_a_mistyped_run_is_refused(tmp_path: Path) -> None:
     assert with_resume(["a=1", "--resume=x", "b=2"]) == ["a=1", "run.dir=x", "run.resume=true", "b=2"]
 
 
-@pytest.mark.slow
 def test_a_configuration_without_newer_keys_is_resumed(tmp_path: Path) -> None:
     run = started(tmp_path)
     saved = OmegaConf.load(run / "config.yaml")
@@ -133,7 +126,6 @@ def test_a_configuration_without_newer_keys_is_resumed(tmp_path: Path) -> None:
     check(config)
 
 
-@pytest.mark.slow
 def test_a_configuration_of_another_version_is_refused(tmp_path: Path) -> None:
     run = started(tmp_path)
     with (run / "config.yaml").open("a") as file:
@@ -142,8 +134,6 @@ def test_a_configuration_of_another_version_is_refused(tmp_path: Path) -> None:
         resumed(run)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("alone")
 def test_recipe_changes_are_recorded_with_their_step(tmp_path: Path, target: Path) -> None:
     run = tmp_path / "run"
     first = command(target, run, "optim.lr=8e-3", "train.max_steps=2")
@@ -171,8 +161,6 @@ def test_recipe_changes_are_recorded_with_their_step(tmp_path: Path, target: Pat
     assert described in (run / "report.md").read_text()
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("alone")
 def test_a_run_in_progress_is_refused(tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_folder, "WAIT_S", 0)
     run = tmp_path / "run"
@@ -186,8 +174,6 @@ def test_a_run_in_progress_is_refused(tmp_path: Path, target: Path, monkeypatch:
     assert train_quickly(resumed(run, "train.max_steps=2")) == 0
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("alone")
 def test_a_resume_without_changes_leaves_the_configuration_alone(tmp_path: Path, target: Path) -> None:
     run = tmp_path / "run"
     assert train_quickly(compose("config", command(target, run, "train.max_steps=1"), Config)) == 0
@@ -223,8 +209,6 @@ def home(tmp_path: Path, target: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("alone")
 def test_changed_data_is_refused_by_name_and_restored_data_accepted(home: Path) -> None:
     grown = (home / "rows.jsonl").read_text()
     with refused("data.path=", "rows.jsonl", error=ConfigError):
@@ -234,8 +218,6 @@ def test_changed_data_is_refused_by_name_and_restored_data_accepted(home: Path) 
     assert train_quickly(configure(home, "run.resume=true", "train.max_steps=3")) == 0
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("alone")
 def test_a_state_without_data_fingerprint_keeps_its_draft_vocabulary(home: Path) -> None:
     from train.job.build import building
 

@@ -7,6 +7,8 @@ import logging
 import math
 import random
 from collections.abc import Callable
+from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +197,8 @@ def test_a_loss_that_is_not_finite_stops_before_the_step_and_names_the_batch(con
 
     config = configure(tmp_path / "run", "train.max_steps=3")
     with process_group("cpu", 60) as ranks, building(config, ranks) as run:
-        ids = [batch["ids"] for batch in iter_second_step(run)]
+        with closing(iter(run.loader)) as steps:
+            ids = [batch["ids"] for batch in list(islice(steps, 2))[1]]
         run.loader = NonFinite(run, float("nan"))
         before: list[torch.Tensor] = []
         step = run.engine.step
@@ -207,14 +210,6 @@ def test_a_loss_that_is_not_finite_stops_before_the_step_and_names_the_batch(con
         assert all(torch.equal(one, other) for one, other in zip(before, now, strict=True))
 
 
-def iter_second_step(run: TrainingRun) -> list[dict[str, Any]]:
-    steps = run.loader.__iter__()
-    next(steps)
-    second = next(steps)
-    steps.close()
-    return second
-
-
 def test_a_batch_without_answers_is_refused(configure: Configure, tmp_path: Path) -> None:
     from train.job.build import building
 
@@ -222,17 +217,11 @@ def test_a_batch_without_answers_is_refused(configure: Configure, tmp_path: Path
         process_group("cpu", 60) as ranks,
         building(configure(tmp_path / "run"), ranks) as run,
     ):
-        steps = run.loader.__iter__()
-        batches = next(steps)
-        steps.close()
+        with closing(iter(run.loader)) as steps:
+            batches = next(steps)
         for batch in batches:
             batch["loss_mask"] = torch.zeros_like(batch["loss_mask"])
-
-        class Masked:
-            def __iter__(self) -> Any:
-                yield batches
-
-        run.loader = Masked()
+        run.loader = [batches]  # type: ignore[assignment]
         with refused("step 1", error=TrainingError):
             fit(run)
 
