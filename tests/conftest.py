@@ -100,12 +100,13 @@ def shorter_tests() -> None:
 
 @pytest.fixture
 def rendered_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Renders the plots of a test."""
-    from support.shortcuts import save_rendered
+    """Draws and renders the plots of a test."""
+    from support import shortcuts
 
-    from train.report import style
+    from train.report import run_page, style
 
-    monkeypatch.setattr(style, "save", save_rendered)
+    monkeypatch.setattr(style, "save", shortcuts.save_rendered)
+    monkeypatch.setattr(run_page, "draw_curves", shortcuts.draw_curves)
 
 
 @pytest.fixture(autouse=True)

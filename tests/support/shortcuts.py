@@ -21,15 +21,15 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torch.distributed.launcher import api
 
-from train.report import style
+from train.report import run_page, style
 
-save_rendered = style.save
+save_rendered, draw_curves = style.save, run_page.draw_curves
 _PARSED: dict[tuple[str, str], Any] = {}
 
 
 def shorten() -> None:
-    """Leaves out the rendering of plots, the composition that only reads `hydra.mode`, and what Hydra parses repeatedly."""
-    style.save = save_blank
+    """Leaves out plots, the composition that only reads `hydra.mode`, and what Hydra parses repeatedly."""
+    style.save, run_page.draw_curves = save_blank, lambda *_: Figure()
     FileConfigSource.load_config = _load_config  # type: ignore[method-assign]
     OverridesParser.parse_rule = _parse_rule  # type: ignore[method-assign]
     Hydra.get_mode = _mode  # type: ignore[method-assign]
@@ -48,7 +48,7 @@ def save_blank(made: Figure, path: Path) -> None:
 
 def _load_config(source: FileConfigSource, config_path: str, load: Any = FileConfigSource.load_config) -> ConfigResult:
     """As Hydra's own, with the parser of libyaml."""
-    with mock.patch.object(yaml, "SafeLoader", yaml.CSafeLoader):
+    with mock.patch.object(yaml, "SafeLoader", getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         return load(source, config_path)
 
 

@@ -35,13 +35,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("alone")]
 Configure = Callable[..., Config]
 
 
-@pytest.fixture(autouse=True)
-def no_run_page(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing the curves takes longer than these runs; tests that read them ask for `rendered_plots`."""
-    if "rendered_plots" not in request.fixturenames:
-        monkeypatch.setattr("train.validation.in_loop.write_run_report", lambda *_: None)
-
-
 @pytest.fixture(scope="module")
 def configure(targets: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Configure:
     """Configures short runs, which share the cache of their data."""
