@@ -214,7 +214,7 @@ def test_a_batch_without_answers_is_refused(configure: Configure, tmp_path: Path
             batches = next(steps)
         for batch in batches:
             batch["loss_mask"] = torch.zeros_like(batch["loss_mask"])
-        run.loader = [batches]  # type: ignore[assignment]
+        run.loader = (given for given in [batches])  # type: ignore[assignment]
         with refused("step 1", error=TrainingError):
             fit(run)
 
