@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.export_helpers import LEVELS, REDUCED, edit_json, export_draft, make_draft, outputs, save_target
+from support.export_helpers import LEVELS, REDUCED, edit_json, export_draft, make_draft, outputs
 from support.messages import refused
 
 import sage
@@ -20,11 +20,6 @@ from checkpoints.export.importer import convert, load_any, read_draft
 
 AUX = "eagle_aux_hidden_state_layer_ids"
 Folder = Callable[..., Path]
-
-
-@pytest.fixture(scope="module")
-def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, sage.Target]:
-    return {f: save_target(tmp_path_factory.mktemp(f) / "target", f) for f in ("qwen2_5_vl", "llava_onevision")}
 
 
 @pytest.fixture

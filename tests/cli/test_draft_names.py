@@ -1,4 +1,4 @@
-"""A draft is named in the same way in every command: a run, one of its drafts, or the folder of any draft."""
+"""A draft is named in the same way in every command: a run, one of its drafts, any folder; a corrupt one is refused by all."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from sage.io.manifest import write_manifest
 from train.cli.data import DataCommand
 from train.cli.data import check as check_data_command
 from train.cli.export import main as sage_export
+from train.cli.validate import main as validate_main
 from train.config.checks import check
 from train.config.hydra_app import compose
 from train.config.schema import Config
@@ -162,3 +163,43 @@ def test_the_bench_takes_the_target_from_the_draft(run: Path, target: Path) -> N
 def test_a_smaller_target_is_a_draft(target: Path, tmp_path: Path) -> None:
     assert find_draft(target) == target
     assert save_draft(tmp_path / "draft", sage.load_target(target)) == find_draft(tmp_path / "draft")
+
+
+@pytest.fixture
+def corrupt_run(target: Path, tmp_path: Path) -> Path:
+    """A run whose draft has one flipped bit in its weights."""
+    run = save_run(tmp_path / "run", target)
+    path = run / "draft" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(bytes(content))
+    return run
+
+
+@pytest.mark.parametrize("command", ["sage-generate", "sage-validate", "sage-export"])
+def test_commands_exit_with_2_and_one_line(
+    corrupt_run: Path, target: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draft = corrupt_run / "draft"
+    main, arguments = {
+        "sage-generate": (sage_generate, ["--target", target, "--draft", draft, "--prompt", "Hi"]),
+        "sage-validate": (validate_main, [f"checkpoint={corrupt_run}"]),
+        "sage-export": (sage_export, [corrupt_run, "--format", "eagle3", "--out", corrupt_run / "out"]),
+    }[command]
+    assert exit_code(main, *arguments) == 2
+    error = capsys.readouterr().err.strip()
+    assert len(error.splitlines()) == 1
+    check_message(error, str(draft / "model.safetensors"), "sha256", "manifest.json", "copy the draft again")
+
+
+def test_load_draft_refuses(corrupt_run: Path, target: Path) -> None:
+    with refused(str(corrupt_run / "draft" / "model.safetensors"), "sha256", "copy the draft again"):
+        sage.load_draft(corrupt_run / "draft", sage.load_target(target))
+
+
+def test_load_draft_accepts_an_intact_draft_and_one_without_manifest(target: Path, tmp_path: Path) -> None:
+    loaded = sage.load_target(target)
+    folder = save_draft(tmp_path / "draft", loaded)
+    assert sage.load_draft(folder, loaded).config.hidden_size == 32
+    write_manifest(folder, 3)
+    assert sage.load_draft(folder, loaded).config.hidden_size == 32

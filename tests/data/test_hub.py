@@ -1,4 +1,4 @@
-"""A local folder in the layout of a hub data set, read at once and as a stream, by configuration and split."""
+"""A local folder in the layout of a hub data set, at once and as a stream, by configuration and split; an unreachable hub."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ from pathlib import Path
 
 import datasets
 import pytest
+from checkpoints.export.target_facts import TargetFacts
+from huggingface_hub import constants
 from support.data_helpers import make_target, png, save_onevision, share_turns, train_step
 from support.messages import refused
 
+import sage
 from data_prep.batching.loader import StepLoader
 from data_prep.build import build_dataset, prompts
 from data_prep.config import DataConfig, OnBad
 from data_prep.sources import SourceConfig, hub
 from data_prep.sources.hub import TableRows, load_table
+from sage.io import hub as model_hub
+from sage.io.hub import HubUnreachable
 
 README = """---
 configs:
@@ -101,3 +106,53 @@ def test_unreachable_hub_is_one_line_with_name_and_cause(monkeypatch: pytest.Mon
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     with refused("owner/name", "Couldn't reach the Hub;", "subset ''"):
         load_table("owner/name", "", "train", "", streaming=True)
+
+
+class Unreachable:
+    """A client that counts its requests."""
+
+    def __init__(self) -> None:
+        self.num_requests = 0
+
+    def head(self, url: str, timeout: float) -> None:
+        self.num_requests += 1
+        raise OSError("connection refused")
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> Unreachable:
+    found = Unreachable()
+    monkeypatch.setattr(model_hub, "get_session", lambda: found)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    return found
+
+
+def test_target_is_requested_once(client: Unreachable) -> None:
+    with refused("target: owner/missing", constants.ENDPOINT, "HF_HOME", "HF_HUB_OFFLINE=1", error=HubUnreachable):
+        sage.load_target("owner/missing")
+    assert client.num_requests == 1
+
+
+def test_data_set_is_requested_once(client: Unreachable, tmp_path: Path) -> None:
+    with refused("data.path: owner/missing", constants.ENDPOINT, "HF_HOME", error=HubUnreachable):
+        load_table("owner/missing", "", "train", str(tmp_path), streaming=False)
+    assert client.num_requests == 1
+
+
+def test_the_target_of_an_export_is_requested_once(client: Unreachable) -> None:
+    with refused("--target: owner/missing", constants.ENDPOINT, "HF_HOME", error=HubUnreachable):
+        TargetFacts.of_folder("owner/missing")
+    assert client.num_requests == 1
+
+
+def test_offline_mode_sends_no_request(client: Unreachable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with refused("target: owner/missing", "HF_HUB_OFFLINE", error=HubUnreachable):
+        sage.load_target("owner/missing")
+    assert client.num_requests == 0
+
+
+def test_cached_target_is_left_to_the_cache(client: Unreachable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_hub, "try_to_load_from_cache", lambda name, file: f"/cache/{file}")
+    model_hub.require_hub("owner/missing", "target")
+    assert client.num_requests == 0

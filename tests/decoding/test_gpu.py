@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.fake_cuda import FakeCuda, fake_cuda
+from support.fake_cuda import FakeCuda
 from support.messages import refused
 from support.models import Operators, in_float64, make_inputs, make_qwen, random_draft
 from support.processors import image_part, make_processor, user
@@ -27,8 +27,6 @@ from sage.targets import loading
 from sage.targets.families.qwen2_5_vl import PatchProjection
 from sage.targets.loading import _set_attention
 from train.launch.ranks import pick_device
-
-__all__ = ["fake_cuda"]
 
 
 def test_clock_of_a_second_gpu_uses_its_stream(fake_cuda: FakeCuda) -> None:

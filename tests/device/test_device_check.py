@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.fake_cuda import FakeCuda, fake_cuda
+from support.fake_cuda import FakeCuda
 from support.messages import check_message, exit_code
 
 import sage
@@ -18,7 +18,6 @@ from sage.commands.device_check import attention_used, copy_bandwidth, synchroni
 from sage.commands.generate import main
 from sage.runtime.timing import TimedCall
 
-__all__ = ["fake_cuda"]
 CPU = torch.device("cpu")
 BACKENDS = torch.nn.attention.SDPBackend
 

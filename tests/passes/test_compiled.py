@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import make_qwen, random_draft, text_sizes
-from support.pass_helpers import answer, head, run_chain
+from support.pass_helpers import answer, head, quick_wrappers, run_chain
 from torch import nn
 from transformers import LlamaConfig, Qwen3VLConfig
 
@@ -44,8 +44,8 @@ FAMILY_CONFIGS = (
 
 
 @pytest.fixture(autouse=True)
-def quick_wrappers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(package.OPTIONS, "aot_inductor.compile_wrapper_opt_level", "O0")
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick_wrappers(monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from support.models import make_inputs, random_draft
 
 import sage
 from sage.planning.tree import Columns, Tree
-from sage.runtime import executors
+from sage.runtime import compiled, executors
 from sage.runtime.cache import TreeCache
 from sage.runtime.captured import Capture, Captured
 from sage.runtime.compiled import Compiled
@@ -46,6 +46,11 @@ class Uncompiled(Compiled):
             return function(*values)
 
         return run
+
+
+def quick_wrappers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiles the code around the kernels without optimization."""
+    monkeypatch.setitem(compiled.OPTIONS, "aot_inductor.compile_wrapper_opt_level", "O0")
 
 
 def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

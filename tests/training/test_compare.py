@@ -276,6 +276,7 @@ def test_a_validation_is_compared_with_the_estimate_before_it() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("rendered_plots")
 def test_a_run_without_validation_has_curves_too(runs: list[Path]) -> None:
     assert "Estimated and measured" not in write_run_report(runs[2]).read_text()
 

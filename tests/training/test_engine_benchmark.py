@@ -190,18 +190,16 @@ def test_an_engine_that_ends_shows_the_end_of_its_log(fake_engine: Path, tmp_pat
         (["--repeats", "-1"], ["--repeats", "-1", "at least 1"]),
         (["--baselines", "vllm"], ["--baselines", "'vllm'", "hf_generate"]),
         (["--num-speculative-tokens", "3,x"], ["--num-speculative-tokens", "3,x", "positive integers"]),
+        (["--draft", "nowhere"], ["--draft", "no such folder"]),
+        (["--server", "http://host", "--num-speculative-tokens", "3"], ["--num-speculative-tokens", "--server"]),
+        (["--server-model", "m"], ["--server-model", "--server"]),
+        (["--device", "cuda"], ["--device cuda", "--server"]),
     ],
 )
 def test_bad_options_are_refused(words: list[str], parts: list[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"target_path": "nowhere"}')
     with refused(*parts):
         bench.main(["--draft", str(tmp_path), "--engine-python", str(PYTHON), *words])
-
-
-def test_a_draft_that_is_missing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError) as caught:
-        bench.main(["--draft", str(tmp_path / "none"), "--engine-python", str(PYTHON)])
-    check_message(str(caught.value), "--draft", "no such folder")
 
 
 def decoder_figures(side: str, draft: str, speed: float) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import torch
 from support.data_helpers import make_noise
 from support.fork_server import ForkServer
 from support.messages import check_message, refused
-from support.train_helpers import ROOT, command, environment
+from support.train_helpers import ROOT, command, environment, metrics, srun_variables
 
 from checkpoints.store import SaveFailed
 from sage.commands.cli import run as run_command
@@ -56,10 +56,6 @@ def two_ranks(target: Path, run: Path, *overrides: str) -> Config:
     arguments = command(target, run, *TINY_REPORT, "launch.ranks=2", "train.micro_batch_size=1", "launch.device=cpu")
     config: Config = compose("config", [*arguments, *overrides], Config)
     return config
-
-
-def metrics(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.slow
@@ -99,11 +95,8 @@ def test_a_rank_of_an_external_launcher_prints_its_own_error(target: Path, tmp_p
 
 def as_by_srun(sage_train: Sequence[str], arguments: list[str], rank: int, **options: Any) -> subprocess.Popen[str]:
     """One of two ranks, started with srun's variables."""
-    facts = {"STEP_ID": 0, "STEP_NUM_TASKS": 2, "JOB_ID": os.getpid(), "STEP_NODELIST": "localhost", "PROCID": rank}
-    variables = {f"SLURM_{key}": str(value) for key, value in (facts | {"LOCALID": rank}).items()}
-    return subprocess.Popen(
-        [*sage_train, *arguments], env=environment() | variables, stderr=subprocess.PIPE, text=True, **options
-    )
+    variables = environment() | srun_variables(rank)
+    return subprocess.Popen([*sage_train, *arguments], env=variables, stderr=subprocess.PIPE, text=True, **options)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.data_helpers import Numbers, collate_numbers
-from support.fake_cuda import FakeCuda, fake_cuda
+from support.fake_cuda import FakeCuda
 from support.models import padded_batch
 from torch import Tensor
 
@@ -17,7 +17,6 @@ from data_prep.batching.loader import StepLoader
 from sage.targets.family import NEXT_POSITION, POSITIONS
 from train.distill.staging import Staging
 
-__all__ = ["fake_cuda"]
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from support.train_helpers import command, single_process
+from support.messages import exit_code
+from support.train_helpers import command
 
 from data_prep.batching.loader import StepLoader
 from sage.bench.runners import HFRunner, PolicyRunner
@@ -26,14 +26,8 @@ from train.monitor.sinks import check_tracking
 from train.validation.prompts import PromptSet
 from train.validation.validate import validate
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("alone")]
 ONCE = (check, check_batch, check_tracking, StepLoader, Engine, PromptSet, build.build_target, build.build_student)
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with single_process(monkeypatch):
-        yield
 
 
 @pytest.fixture
@@ -75,9 +69,7 @@ def test_a_new_run_builds_and_checks_everything_once(
 ) -> None:
     monkeypatch.setattr(loop, "train_step", refuse_the_first_step)
     words = ["experiment=demo", "launch.ranks=1", "train.micro_batch_size=4", "decode.policies=[sage,cost_aware]"]
-    monkeypatch.setattr("sys.argv", ["sage-train", *command(target, tmp_path / "run", *words)])
-    with pytest.raises(SystemExit):
-        main()
+    assert exit_code(main, *command(target, tmp_path / "run", *words)) != 0
     assert capsys.readouterr().err.endswith("error: the first step\n")
     assert {one.__name__ for one in ONCE} | {"policy sage", "policy cost_aware"} <= counts.keys()
     assert counts == dict.fromkeys(counts, 1)

@@ -10,10 +10,9 @@ import pytest
 import torch
 from support.messages import refused
 from support.models import in_double, make_inputs, make_qwen, random_draft
-from support.train_helpers import command, configured, draft_weights, train_quickly
+from support.train_helpers import command, configured, draft_weights, metrics, train_quickly
 
 import sage
-from checkpoints.run_folder import read_metrics
 from data_prep.dataset.dataset import most_frequent
 from sage.drafts.eagle3 import Eagle3Draft
 from sage.drafts.model import ModelDraft, shallow_model
@@ -41,10 +40,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory, target: Path) -> Path:
 def train(folder: Path, run: Path, *overrides: str) -> Path:
     assert train_quickly(configured(folder / "target_qwen2_5_vl", run, f"data.cache_dir={folder}/cache", *overrides)) == 0
     return run
-
-
-def metrics(run: Path) -> list[dict[str, Any]]:
-    return read_metrics(run / "metrics.jsonl")
 
 
 @pytest.mark.slow

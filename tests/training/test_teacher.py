@@ -1,4 +1,4 @@
-"""The teacher's features of padded batches against a masked reference, and its attention calls."""
+"""The teacher's features of padded batches against a masked reference, its attention calls, and the pairs made of them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from sage.drafts.model import ModelDraft, shallow_model
 from sage.targets.target import Features
 from train.config.schema import ObjectiveConfig
 from train.distill.objective import Objective
+from train.distill.pairs import Pairs, count_supervised, make_pairs, with_noise
 from train.distill.student import ModelStudent
 from train.distill.teacher import Teacher
 
@@ -65,3 +66,45 @@ def test_no_pass_of_a_training_step_builds_a_mask(tiny_target: sage.Target, monk
     text = [call for call in calls if call[0] == length]
     assert len(text) == tiny_target.num_layers + 1
     assert all(mask is None and is_causal for _, mask, is_causal in text)
+
+
+def pairs_of_five() -> Pairs:
+    ids = torch.arange(5.0)[None, :, None]
+    return make_pairs(
+        embeds=ids + 10,
+        features=Features(ids, (ids + 20,)),
+        position_ids=ids[..., 0],
+        loss_mask=torch.tensor([[0, 0, 0, 1, 1]]),
+        visual_mask=torch.tensor([[True, True, False, False, False]]),
+        ends=torch.tensor([[False, False, True, False, False]]),
+    )
+
+
+def test_pairs_of_five_tokens_are_those_of_the_table() -> None:
+    pairs = pairs_of_five()
+    assert pairs.features.last.flatten().tolist() == [0, 1, 2]
+    assert pairs.features.levels[0].flatten().tolist() == [20, 21, 22]
+    assert pairs.embeds_next.flatten().tolist() == [11, 12, 13]
+    assert pairs.features_next.flatten().tolist() == [1, 2, 3]
+    assert pairs.position_ids.tolist() == [[0, 1, 2]]
+    assert pairs.mask.tolist() == [[False, True, True]]
+    assert pairs.pair_masks.visual.tolist() == [[True, False, False]]
+    assert pairs.pair_masks.turn.tolist() == [[0, 0, 0]] and pairs.pair_masks.text.tolist() == [[False, False, False]]
+    assert count_supervised(torch.tensor([[0, 0, 0, 1, 1], [1, 1, 1, 0, 0]])) == 3  # the first two tokens have no pair
+
+
+def test_three_axis_positions_are_cut_along_tokens() -> None:
+    positions = torch.arange(30).reshape(3, 2, 5)
+    embeds, mask = torch.zeros(2, 5, 4), torch.ones(2, 5, dtype=torch.bool)
+    pairs = make_pairs(embeds, Features(embeds), positions, mask, ~mask, ~mask)
+    assert torch.equal(pairs.position_ids, positions[:, :, :3])
+
+
+def test_noise_is_bounded_on_every_level_and_not_added_to_the_features_to_predict() -> None:
+    pairs = pairs_of_five()
+    assert with_noise(pairs.features, 0.0) is pairs.features
+    torch.manual_seed(0)
+    noisy = with_noise(pairs.features, 0.1)
+    for clean, noised in ((pairs.features.last, noisy.last), (pairs.features.levels[0], noisy.levels[0])):
+        assert 0 < float((noised - clean).abs().max()) <= 0.1
+    assert pairs.features_next.flatten().tolist() == [1, 2, 3]
