@@ -8,8 +8,7 @@ import pytest
 from support import synchronizations
 from support.accelerator import Traffic, on_device
 from support.messages import refused
-from support.models import make_inputs, make_llava, make_qwen
-from support.near_draft import near_draft
+from support.models import make_inputs, make_llava, make_qwen, near_draft
 from support.pass_helpers import capture_with, head, slow_except
 from support.synchronizations import MAX_UPLOADS, RoundCounts, count_rounds, new_policy, table
 

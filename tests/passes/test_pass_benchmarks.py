@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.messages import refused
-from support.models import in_float64, make_inputs, random_draft
-from support.near_draft import near_draft
+from support.models import in_float64, make_inputs, near_draft, random_draft
 from support.pass_helpers import without_compiler
 
 import sage

@@ -10,9 +10,9 @@ import pytest
 import torch
 from support.kernel_layouts import use_cuda_layouts
 from support.messages import refused
-from support.models import in_float64, make_qwen
-from support.near_draft import near_draft
+from support.models import in_float64, make_qwen, near_draft
 from support.pass_helpers import answer, capture_with, head, run_chain, slow_except, without_compiler
+from support.processors import make_processor
 
 import sage
 from sage.decoding.chat import Chat
@@ -154,8 +154,6 @@ class TestCaches:
         assert cache.length == eager.length
 
     def test_second_turn_of_a_chat(self, form: PassMode) -> None:
-        from support.processors import make_processor
-
         texts = []
         for passes in (form, PassMode.eager):
             target = sage.Target(make_qwen().model, make_processor(make_qwen()))
@@ -167,8 +165,6 @@ class TestCaches:
     @pytest.mark.parametrize("form", ["captured"], indirect=True)
     def test_a_chat_that_grows_keeps_one_cache(self, form: PassMode) -> None:
         """Graphs of caches that a chat has outgrown are dropped with them."""
-        from support.processors import make_processor
-
         target = sage.Target(make_qwen().model, make_processor(make_qwen()))
         target.passes = form
         draft = head(target)

@@ -1,4 +1,4 @@
-"""Qwen3-VL and its mixture of experts."""
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and its mixture of experts."""
 
 from __future__ import annotations
 
@@ -8,11 +8,37 @@ import pytest
 import torch
 from support.family_suite import QWEN_TEMPLATE, QWEN_TOKENS, FamilySuite, paths, qwen_images, text, tree
 from support.models import QWEN_IDS, random_draft
-from transformers import Qwen3VLConfig, Qwen3VLMoeConfig
+from transformers import Qwen2_5_VLConfig, Qwen2VLConfig, Qwen3VLConfig, Qwen3VLMoeConfig
 
 import sage
 from sage.drafts.eagle3 import levels_for
 from sage.drafts.rope import Rope, rope_axes
+
+
+class TestQwen2VL(FamilySuite):
+    template, tokens, hf_processor = QWEN_TEMPLATE, QWEN_TOKENS, "Qwen2VLProcessor"
+
+    def config(self) -> Qwen2VLConfig:
+        vision = {"depth": 2, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2, "num_heads": 2, "patch_size": 4}
+        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+        return Qwen2VLConfig(text_config=text(rope_parameters=rope), vision_config=vision, **QWEN_IDS)
+
+    def image_processor(self) -> Any:
+        return qwen_images()
+
+
+class TestQwen2_5_VL(FamilySuite):
+    template, tokens, hf_processor = QWEN_TEMPLATE, QWEN_TOKENS, "Qwen2_5_VLProcessor"
+
+    def config(self) -> Qwen2_5_VLConfig:
+        vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
+        vision |= {"patch_size": 4, "window_size": 16, "fullatt_block_indexes": [1]}
+        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+        return Qwen2_5_VLConfig(text_config=text(rope_parameters=rope), vision_config=vision, **QWEN_IDS)
+
+    def image_processor(self) -> Any:
+        return qwen_images()
+
 
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
 VISION = {"depth": 4, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32}

@@ -1,4 +1,4 @@
-"""`sage-generate --check-device` on the CPU, and what it counts on a GPU with a fake torch.cuda."""
+"""Numbers of the host as tensors, and the check of a device, on the simulated device."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.accelerator import DEVICE, Kind, Traffic, on_device, on_host
 from support.fake_cuda import FakeCuda
 from support.messages import check_message, exit_code
 
@@ -16,7 +17,61 @@ import sage
 from sage.commands import device_check
 from sage.commands.device_check import attention_used, copy_bandwidth, synchronizations_per_round
 from sage.commands.generate import main
+from sage.runtime.host_tensors import (
+    CPU,
+    TokenStagingBuffer,
+    cached_index,
+    long_tensor,
+    read_together,
+    take_runs,
+    upload_together,
+)
 from sage.runtime.timing import TimedCall
+
+TOGETHER = (
+    torch.arange(6).view(2, 3),
+    torch.empty(0, 2),
+    torch.tensor([[0.5, float("inf")]])[:, 1],
+    torch.rand(3, 4)[:, 1],
+    torch.tensor([True, False]),
+)
+
+
+@pytest.mark.parametrize("device", [CPU, DEVICE])
+def test_read_together(traffic: Traffic, device: torch.device) -> None:
+    first, *more = on_device(TOGETHER, device)
+    traffic.reset()
+    one, none, *found, last = read_together(first, None, *more, None)
+    found = [one, *found]
+    assert none is None and last is None
+    assert all(
+        torch.equal(one, expected) and one.dtype == expected.dtype for one, expected in zip(found, TOGETHER, strict=True)
+    )
+    assert traffic.lines.total() == traffic.synchronizations == (device != CPU)
+
+
+@pytest.mark.parametrize("device", [CPU, DEVICE])
+def test_upload_together(traffic: Traffic, device: torch.device) -> None:
+    found = upload_together(device, *TOGETHER)
+    assert {one.device for one in found} == {device}
+    assert traffic.lines.total() == traffic.count(Kind.UPLOAD) == (device != CPU)
+    assert all(torch.equal(on_host(one), expected) for one, expected in zip(found, TOGETHER, strict=True))
+
+
+def test_uploads_do_not_wait(traffic: Traffic) -> None:
+    buffer = TokenStagingBuffer(DEVICE)
+    staged = [buffer.stage([1, 2, 3]), buffer.stage([4, 5, 6]), long_tensor([7], DEVICE), cached_index((8, 9), DEVICE)]
+    assert cached_index((8, 9), DEVICE) is staged[-1]
+    assert traffic.lines.total() == traffic.count(Kind.UPLOAD) == 4
+    assert [on_host(one).tolist() for one in staged] == [[1, 2, 3], [4, 5, 6], [7], [8, 9]]
+
+
+def test_runs_are_taken_without_a_copy_of_the_index(traffic: Traffic) -> None:
+    values = on_device(torch.arange(10))
+    traffic.reset()
+    taken = take_runs(values, [1, 2, 5, 9])
+    assert not traffic.lines and on_host(taken).tolist() == [1, 2, 5, 9]
+
 
 CPU = torch.device("cpu")
 BACKENDS = torch.nn.attention.SDPBackend
