@@ -21,7 +21,7 @@ from sage.drafts.eagle import EagleConfig
 from sage.drafts.head import DraftHead
 from sage.drafts.layer import MLP, Attention
 from sage.drafts.rope import Rope
-from sage.drafts.unroll import queries
+from sage.drafts.unroll import Chains
 from sage.targets import Features, Target
 
 
@@ -82,7 +82,8 @@ class Eagle3Layer(nn.Module):
         """
         normed = self.hidden_norm(features)
         pair = torch.cat((self.input_layernorm(embeds), normed), -1)
-        residual = queries(normed if self.norm_before_residual else features, cache)
+        residual = normed if self.norm_before_residual else features
+        residual = cache.queries(residual) if isinstance(cache, Chains) else residual
         hidden = residual + self.self_attn(pair, rope, mask, cache)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 

@@ -15,7 +15,7 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 
 from sage.drafts.rope import rotate
-from sage.drafts.unroll import Chains, queries
+from sage.drafts.unroll import Chains
 from sage.runtime.attention import causal_attention
 
 
@@ -131,7 +131,8 @@ class DraftLayer(nn.Module):
             mask: additive, tiled for grouped queries [B or 1, 1, G * N, S]; None attends causally.
             cache: one-layer cache to read and extend, or the chains of an unrolled pass; None attends within `hidden`.
         """
-        hidden = queries(hidden, cache) + self.self_attn(self.input_layernorm(hidden), rope, mask, cache)
+        residual = cache.queries(hidden) if isinstance(cache, Chains) else hidden
+        hidden = residual + self.self_attn(self.input_layernorm(hidden), rope, mask, cache)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 

@@ -18,8 +18,6 @@ Shapes: B batch, P pairs, R roots, H query heads, C key heads, G heads per key h
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -78,11 +76,6 @@ class Chains:
             return attend_with_chain(query, *self.true, keys, values, self._mask)
         true_key, true_value = (states[:, :, :rows] for states in self.true)
         return attend_with_chain(query, true_key, true_value, keys, values)
-
-
-def queries(states: Tensor, cache: Any) -> Tensor:
-    """Returns the rows [B, R, D] of `states` that a layer computes; all unless `cache` is `Chains` with roots."""
-    return cache.queries(states) if isinstance(cache, Chains) else states
 
 
 def at_rows(states: Tensor, rows: Tensor, dim: int) -> Tensor:
