@@ -65,8 +65,9 @@ def load_target(
         check_device_map(getattr(model, "hf_device_map", {}))  # a strategy offloads what does not fit
     target = Target(model if placement else model.to(device), processor)
     target.passes = resolve_pass_mode(pass_mode, target.device.type, is_whole=target.is_whole)
-    is_half = target.dtype in HALF
-    _set_attention(model, resolve_attention(vision_attention, target.device.type, is_half, target.family.has_windows))
+    device, is_half = target.device, target.dtype in HALF
+    is_ampere = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+    _set_attention(model, resolve_attention(vision_attention, device.type, is_half, target.family.is_packed, is_ampere))
     return target
 
 
