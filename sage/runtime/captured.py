@@ -20,7 +20,7 @@ from sage.runtime.cache import TreeCache
 from sage.runtime.executors import Executor, Run
 from sage.runtime.package_folder import warn_once
 from sage.runtime.pass_function import CAPACITY, KEYS, Argument, Dim, Padding, PassFunction, Result, flat
-from sage.runtime.prefix_attention import has_kernels
+from sage.runtime.prefix_trial import has_kernels
 from sage.runtime.timing import preparation, synchronize
 
 Outputs = Sequence[Tensor]

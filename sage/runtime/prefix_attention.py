@@ -13,7 +13,6 @@ times N), d head size.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,22 +22,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 PAGE = 256  # keys; `varlen_attn` takes multiples of it
-MAX_HEAD_DIM = 256
 KERNEL_DEVICES = ("cuda",)  # others compute by `softmax_attention`
-
-
-def has_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether attention in two parts can run: on a GPU with the kernels that it needs, elsewhere by `softmax_attention`."""
-    if device.type not in KERNEL_DEVICES:
-        return True
-    return (
-        dtype in (torch.float16, torch.bfloat16)
-        and head_dim % 8 == 0
-        and head_dim <= MAX_HEAD_DIM
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) >= (8, 0)
-        and "block_table" in inspect.signature(varlen_attn).parameters
-    )
 
 
 @dataclass(frozen=True)

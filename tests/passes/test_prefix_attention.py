@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from sage.runtime import prefix_attention
+from sage.runtime import prefix_attention, prefix_trial
 from sage.runtime.attention import tile_mask
 from sage.runtime.prefix_attention import attend_in_parts, full_keys, merge, sliding_keys, softmax_attention
 
@@ -84,3 +86,21 @@ def test_kernels_of_a_gpu_take_these_arguments(monkeypatch: pytest.MonkeyPatch, 
             assert out.shape == query.shape and out.dtype is torch.bfloat16 and out.is_meta
             assert parts.pages.dtype is parts.count.dtype is parts.query_ends.dtype is parts.key_ends.dtype is torch.int32
             assert parts.mask is None or all(stride % 8 == 0 for stride in parts.mask.stride()[:-1])
+
+
+def test_kernels_are_compared_with_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that fail, or that differ, are not used, with one warning; here in place of those of a GPU."""
+    cpu, unmasked = torch.device("cpu"), prefix_attention._unmasked
+    agree = prefix_trial.kernels_agree.__wrapped__
+    assert agree(cpu, torch.bfloat16, 64)
+
+    def failing(*_: object) -> tuple[Tensor, Tensor]:
+        raise RuntimeError("paged KV is not supported")
+
+    def as_if_all_keys_were_there(query: Tensor, key: Tensor, value: Tensor, parts: Any, *rest: Any) -> tuple[Tensor, Tensor]:
+        return unmasked(query, key, value, replace(parts, count=parts.count + 200), *rest)
+
+    for kernel, message in ((failing, "paged KV is not supported"), (as_if_all_keys_were_there, "results differ by")):
+        monkeypatch.setattr(prefix_attention, "_unmasked", kernel)
+        with pytest.warns(UserWarning, match=f"without a mask .{message}.*mask all"):
+            assert not agree(cpu, torch.bfloat16, 64)
