@@ -15,7 +15,7 @@ from sage.runtime import compiled, executors
 from sage.runtime.cache import TreeCache
 from sage.runtime.captured import Capture, Captured
 from sage.runtime.compiled import Compiled
-from sage.runtime.executors import EAGER, Run
+from sage.runtime.executors import EAGER, Executor, Run
 from sage.runtime.pass_function import PassFunction, flat
 from sage.runtime.pass_modes import PassMode
 from sage.targets import Features
@@ -59,11 +59,16 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tree_pass(
-    target: sage.Target, tokens: torch.Tensor, positions: torch.Tensor, visible: torch.Tensor, cache: TreeCache
+    target: sage.Target,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    visible: torch.Tensor,
+    cache: TreeCache,
+    executor: Executor = EAGER,
 ) -> Features:
-    """The features of an eager pass over a tree."""
+    """The features of a pass over a tree, by default an eager one."""
     with torch.no_grad():
-        return TreePasses(target, (), EAGER)(tokens, positions, visible, cache).features
+        return TreePasses(target, (), executor)(tokens, positions, visible, cache).features
 
 
 def answer(target: sage.Target, draft: Any, passes: PassMode, policy: str, **options: Any) -> tuple[list[int], list[Any]]:

@@ -31,6 +31,7 @@ from train.job.rank import run_rank
 from train.launch.cluster_env import detect_launcher, first_host
 from train.launch.launcher import check_devices
 from train.launch.launcher import launch as launch_work
+from train.launch.ranks import Ranks
 from train.launch.signals import StopFlag
 from train.launch.supervisor import RankFailed, Supervisor, describe, interrupted
 
@@ -363,3 +364,10 @@ def test_signals_set_the_flag_once_it_is_polled() -> None:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)  # the second Ctrl-C interrupts at once
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize(("nodes", "expected"), [("aabb", 2), ("aaaa", 4), ("abab", 4), ("aab", 3), ("abc", 1), ("a", 1)])
+def test_ranks_per_node(nodes: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them unless every node has as many, numbered in a row."""
+    monkeypatch.setattr(Ranks, "gather", lambda *_: list(nodes))
+    assert Ranks(0, len(nodes), torch.device("cpu")).per_node() == expected

@@ -78,6 +78,7 @@ def run_two_ranks(commands: ForkServer, home: Path, target: Path) -> None:
         for kind in ("complete", "sharded")
     ]
     jobs[-1]["is_validated"] = True
+    jobs[-1]["arguments"].append("decode.baselines=[hf_generate]")  # not measured by default if the target is sharded
     jobs += [job(home, target, f"bf16_{stage}", f"deepspeed=zero{stage}", *ONE_BF16_STEP) for stage in STAGES]
     jobs.append(job(home, target, "from_two", "deepspeed=zero3", *LENGTH) | {"stop": 2})
     jobs.append(job(home, target, "to_two", "deepspeed=zero2", "run.resume=true", "deepspeed.shard_target=true", *LENGTH))
@@ -148,6 +149,28 @@ def test_a_rank_holds_its_part_of_a_sharded_target(home: Path, rank: int) -> Non
         assert 0.5 <= seen["own"] / seen["all"] < 0.51
         assert seen["live"] / seen["all"] < 0.01
         assert seen["is_tied"]
+
+
+def test_layers_are_gathered_within_a_node(commands: ForkServer, tmp_path: Path, target: Path) -> None:
+    """Two ranks on each of two simulated nodes: the features of a complete target, gathered within the node by default."""
+    arguments, port = tmp_path / "arguments.json", str(free_port())
+    arguments.write_text(json.dumps(command(target, tmp_path / "run", *WHERE, "deepspeed.shard_target=true")))
+    torchrun = environment() | {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    script = str(ROOT / "tests/support/four_ranks.py")
+    processes = [
+        subprocess.Popen(
+            [*commands.command(script), arguments, tmp_path / f"seen_{rank}.json"],
+            env=torchrun | {"RANK": str(rank), "LOCAL_RANK": str(rank % 2)},
+        )
+        for rank in range(4)
+    ]
+    assert [process.wait(120) for process in processes] == [0] * 4
+    for rank in range(4):
+        seen = json.loads((tmp_path / f"seen_{rank}.json").read_text())
+        assert all(found["is_equal"] and found["per_node"] == 2 for found in seen.values())
+        assert seen["world"]["groups"] == [[0, 1, 2, 3]] and seen["auto"]["groups"] == [[0, 1] if rank < 2 else [2, 3]]
+        assert 0.25 <= seen["world"]["own"] / seen["world"]["all"] < 0.27  # norms and biases are complete
+        assert 0.5 <= seen["auto"]["own"] / seen["auto"]["all"] < 0.52
 
 
 def test_rank_0_decodes_with_a_sharded_target(home: Path) -> None:

@@ -53,8 +53,8 @@ def train(config: Config) -> int:
 
         build_policies(config.decode)
         found = plan(config)
-        data = plan_data(config)
-        print(render(replace(found, num_examples=data.num_examples), data))
+        data = plan_data(config, found.ranks)
+        print(render(replace(found, num_examples=data.num_examples, balance=data.balance), data))
         return EXIT_DONE
     from train.job.rank import run_rank
     from train.launch.launcher import launch

@@ -26,9 +26,10 @@ from sage.io.files import config_dir, package_dir
 from train.config import sweep
 from train.config.errors import as_mistake, refuse_unknown
 from train.config.help import help_text
-from train.config.overrides import task_overrides, with_resume
+from train.config.overrides import key_of, task_overrides, with_resume
 from train.config.resuming import with_own_choices, with_own_config
-from train.config.schema import ConfigError
+from train.config.schema import Config, ConfigError
+from train.config.sharding import shorten_validation
 from train.config.store import register
 from train.config.sweep import SweepScore
 from train.config.target_path import lr_for_width, target_dtype, target_name, with_choice
@@ -204,13 +205,16 @@ def to_object(composed: DictConfig, schema: type, overrides: Sequence[str], swep
     `overrides` applied to it; a job of a sweep that had not started starts anew.
     """
     refuse_unknown(composed, schema)
+    is_own = False
     if "run" in composed:
         if is_sweep():
             composed.run.dir = str(Path(composed.run.dir) / sweep.folder_name(name_of_job(swept_keys)))
-        if composed.run.resume and (is_run(Path(composed.run.dir)) or not is_sweep()):
+        if is_own := composed.run.resume and (is_run(Path(composed.run.dir)) or not is_sweep()):
             composed = with_own_config(composed, overrides)
     config = OmegaConf.to_object(composed)
     assert isinstance(config, schema), f"{type(config).__name__} is not {schema.__name__}"
+    if isinstance(config, Config) and not is_own:
+        shorten_validation(config, {key_of(override) for override in overrides})
     return config
 
 

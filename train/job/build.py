@@ -34,6 +34,7 @@ from train.config.checks import check_run_folder, zero_stage
 from train.config.resuming import changes
 from train.config.run_length import repetition_line, total_steps
 from train.config.schema import Config
+from train.config.sharding import validation_line
 from train.distill.build import build_student
 from train.distill.staging import Staging
 from train.distill.student import Student
@@ -259,5 +260,7 @@ def _log_run(config: Config, ranks: Ranks, inputs: RunInputs, steps: int) -> Non
     logger.info("learning rate %g, %s", config.optim.lr, config.optim.schedule)
     logger.info("%s", serving_line(inputs.student.draft, inputs.target.model.config))
     logger.info("%s on %s, %d held-out prompt(s)", config.train.precision, ranks.device.type, inputs.shard.num_turns)
+    if line := validation_line(config):
+        logger.info("%s", line)
     if repetition := repetition_line(config, inputs.loader.steps_per_epoch):
         logger.info("%s", repetition)

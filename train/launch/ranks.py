@@ -60,6 +60,18 @@ class Ranks:
         dist.gather_object(item, found or None, dst=0, group=self.group)
         return found
 
+    def per_node(self) -> int:
+        """Returns the number of ranks on each machine if it is the same on all and ranks are numbered machine by machine, else
+        that of all ranks.
+        """
+        nodes = self.gather(cluster_env.node())
+        size = nodes.count(nodes[0])
+        blocks = [nodes[first : first + size] for first in range(0, len(nodes), size)]
+        is_regular = [block[0] for block in blocks] == list(dict.fromkeys(nodes)) and all(
+            block == [block[0]] * size for block in blocks
+        )
+        return size if is_regular else self.world_size
+
     def broadcast(self, item: Any) -> Any:
         """Returns rank 0's picklable `item` on every rank."""
         box = [item]
