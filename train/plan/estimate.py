@@ -152,10 +152,11 @@ def _flops(work: Workload) -> dict[str, float]:
     attention = 2 * work.length * target.hidden_size * target.num_layers  # causal: half of the pairs, QK and AV
     logits = 2 * work.draft_vocab_size * target.hidden_size * tokens * (1 - work.visual_share)
     rows = draft_rows(models.draft.network, work.length, work.num_visual) / work.length
+    rows += (steps - 1) * min(rows, 1 - work.visual_share)  # later steps draft from text alone
     return {
         "vision": 2 * models.vision_parameters * tokens * work.visual_share * work.patches_per_token,
         "text": (2 * models.text_parameters + attention) * tokens,
-        "draft": 2 * (models.draft_parameters - own_head) * tokens * rows * steps * (1 + BACKWARD),
+        "draft": 2 * (models.draft_parameters - own_head) * tokens * rows * (1 + BACKWARD),
         # the target's logits once; at each step those of the draft, the gradient back through its lm_head and of an own lm_head
         "objective": logits * (1 + (2 + models.draft.has_own_lm_head) * steps),
     }
