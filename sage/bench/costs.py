@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sage.bench.random_targets import random_target
 from sage.bench.report import SCHEMA, machine, versions
-from sage.bench.shapes import Shape, random_target
+from sage.bench.shapes import Shape
 from sage.costs.measure import draft_level, empty_cache, verify_pass
 from sage.drafts.draft import new_session
 from sage.drafts.loading import new_draft
@@ -34,10 +35,6 @@ from sage.targets import Target
 from sage.targets.tree_passes import TreePasses
 
 logger = logging.getLogger(__name__)
-
-NODES = (1, 2, 4, 8, 16, 32, 64, 128)
-WIDTHS = (1, 2, 4, 8, 16, 32)
-CONTEXTS = (256, 1024, 4096)
 
 
 def measure_shape_costs(

@@ -1,4 +1,4 @@
-"""Options of `python -m sage.bench`, and the notation of a policy with its options."""
+"""Options of `python -m sage.bench`, their checks, and the notation of a policy with its options. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import sage
-from sage.bench import costs as cost
-from sage.bench.runners import BASELINES, HF_GENERATE, PROMPT_LOOKUP
-from sage.bench.settings import CostSettings, MeasurementSettings
-from sage.bench.shapes import shapes
+from sage.bench.settings import (
+    BASELINES,
+    CONTEXTS,
+    HF_ASSISTED,
+    HF_GENERATE,
+    NODES,
+    PROMPT_LOOKUP,
+    WIDTHS,
+    CostSettings,
+    MeasurementSettings,
+)
+from sage.bench.shapes import shape_named, shapes
 from sage.commands.cli import (
     add_device_map_option,
     add_device_option,
@@ -20,8 +27,12 @@ from sage.commands.cli import (
     add_model_options,
     add_passes_option,
     add_settings,
+    named_models,
     new_parser,
 )
+from sage.decoding.settings import Sampling
+from sage.io.ranges import check_fields, from_attributes
+from sage.trees import AUTOREGRESSIVE, POLICIES, check_name, policy
 
 DEFAULT_POLICIES = "chain,static,sage,cost_aware"
 EXAMPLES = """\
@@ -60,7 +71,7 @@ def variant(spec: str) -> Variant:
             raise ValueError(f"--policy {spec}: {word!r} has no value; write POLICY:option=value,option=value")
         options[key] = _value(value)
     try:
-        sage.policy(name, **options)
+        policy(name, **options)
     except ValueError as error:
         raise ValueError(f"--policy {spec}: {error}") from error
     return Variant(label=label or spec, policy=name, options=options)
@@ -73,13 +84,56 @@ def variants(policies: str | None, specs: Sequence[str]) -> list[Variant]:
     if policies is None:
         policies = "" if specs else DEFAULT_POLICIES
     plain = names(policies)
-    if unknown := [name for name in plain if name not in sage.POLICIES]:
-        raise ValueError(f"--policies: {unknown[0]!r} is unknown; choose from {', '.join(sage.POLICIES)}")
+    if unknown := [name for name in plain if name not in POLICIES]:
+        raise ValueError(f"--policies: {unknown[0]!r} is unknown; choose from {', '.join(POLICIES)}")
     found = [Variant(label=name, policy=name) for name in plain] + [variant(spec) for spec in specs]
     labels = [one.label for one in found]
-    if twice := [label for label in labels if labels.count(label) > 1 or (label in BASELINES and label not in sage.POLICIES)]:
+    if twice := [label for label in labels if labels.count(label) > 1 or (label in BASELINES and label not in POLICIES)]:
         raise ValueError(f"--policy: {twice[0]!r} names two runners; write LABEL=POLICY:option=value with labels of your own")
     return found
+
+
+def check_compare(args: argparse.Namespace) -> None:
+    """Refuses mistakes in the options of the comparison before anything is loaded.
+
+    Raises:
+        ValueError: a number out of range, an unknown policy or baseline, or a missing draft or target.
+    """
+    check_fields(from_attributes(MeasurementSettings, args))
+    needing = [] if args.policies is None else names(args.policies)
+    for name in needing:
+        if name not in POLICIES:
+            raise ValueError(f"--policies: {name!r} is unknown; choose from {', '.join(POLICIES)}")
+    needing = [name for name in needing if name != AUTOREGRESSIVE]
+    for spec in args.policy:
+        name = spec.partition(":")[0].rpartition("=")[2]
+        try:
+            check_name(name)
+        except ValueError as error:
+            raise ValueError(f"--policy {spec}: {error}") from error
+        needing += [spec] if name != AUTOREGRESSIVE else []
+    if args.policies is None and not args.policy:
+        needing = DEFAULT_POLICIES.split(",")
+    baselines_of(args)
+    if args.replay:
+        needing.append("--replay")
+    if needing and args.draft is None:
+        raise ValueError(f"--draft: missing; required by {', '.join(needing)}; give a draft folder")
+    named_models(args)
+
+
+def baselines_of(args: argparse.Namespace) -> list[str]:
+    """Returns the baselines of `--baselines` and of `--assistant`; ValueError for an unknown one."""
+    found = names(args.baselines)
+    if unknown := [name for name in found if name not in BASELINES]:
+        raise ValueError(f"--baselines: {unknown[0]!r} is not a baseline; choose from {', '.join(BASELINES)}")
+    return [*found, *([HF_ASSISTED] if args.assistant else [])]
+
+
+def check_costs(args: argparse.Namespace) -> None:
+    """Refuses a number out of range, or an unknown shape."""
+    check_fields(from_attributes(CostSettings, args))
+    shape_named(args.shape)
 
 
 def _value(text: str) -> Any:
@@ -114,7 +168,7 @@ def compare_parser() -> argparse.ArgumentParser:
     _variant_options(parser)
     _prompt_options(parser)
     add_settings(parser, MeasurementSettings)
-    add_settings(parser, sage.Sampling, "min_new_tokens")
+    add_settings(parser, Sampling, "min_new_tokens")
     add_passes_option(parser)
     add_dtype_option(parser, None, "dtype of target and draft (default: that of the checkpoint)")
     add_device_option(parser, "auto")
@@ -134,7 +188,7 @@ def _variant_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--policies",
         metavar="A,B",
-        help=f"of {', '.join(sage.POLICIES)}; with default options; default: {DEFAULT_POLICIES}, or none with --policy",
+        help=f"of {', '.join(POLICIES)}; with default options; default: {DEFAULT_POLICIES}, or none with --policy",
     )
     group.add_argument(
         "--policy",
@@ -171,9 +225,9 @@ def costs_parser() -> argparse.ArgumentParser:
     text = "Measures verification c_t(nodes, context) and draft levels c_d(width, context) on random weights."
     parser = new_parser("python -m sage.bench costs", description=text)
     parser.add_argument("--shape", required=True, metavar="NAME", help=f"one of {', '.join(shapes())}")
-    parser.add_argument("--nodes", default=",".join(map(str, cost.NODES)), metavar="N,N")
-    parser.add_argument("--widths", default=",".join(map(str, cost.WIDTHS)), metavar="N,N")
-    parser.add_argument("--contexts", default=",".join(map(str, cost.CONTEXTS)), metavar="N,N")
+    parser.add_argument("--nodes", default=",".join(map(str, NODES)), metavar="N,N")
+    parser.add_argument("--widths", default=",".join(map(str, WIDTHS)), metavar="N,N")
+    parser.add_argument("--contexts", default=",".join(map(str, CONTEXTS)), metavar="N,N")
     add_settings(parser, CostSettings)
     add_dtype_option(parser, "bf16", "dtype of the weights (default: %(default)s)")
     add_device_option(parser, "auto")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from sage.commands.cli import new_parser
 from sage.io.tables import markdown_table
 from sage.planning.options import defaults
 from sage.trees import POLICIES, policy_class
@@ -18,7 +18,7 @@ START, END = "<!-- policies: written by `make docs` -->", "<!-- end of policies 
 
 def run(arguments: Sequence[str]) -> None:
     """Prints the table, or writes it to a file between `START` and `END`."""
-    parser = argparse.ArgumentParser(prog="python -m sage.bench policies", description=__doc__)
+    parser = new_parser("python -m sage.bench policies", description=__doc__)
     parser.add_argument("--write", metavar="FILE", type=Path, help="replace the table in FILE")
     file = parser.parse_args(arguments).write
     if file is None:

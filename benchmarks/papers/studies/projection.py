@@ -17,11 +17,12 @@ from benchmarks.papers.lab import Lab
 from benchmarks.papers.markdown import times
 from benchmarks.papers.studies.policies import policy_figures
 from benchmarks.papers.study import OURS, Expectation, Study
-from sage.bench.costs import NODES, WIDTHS, measure_shape_costs
+from sage.bench.costs import measure_shape_costs
 from sage.bench.projection import cost_curve, project
 from sage.bench.report_table import HOST_PHASES, SHARES, decode_shares
 from sage.bench.roofline import roofline_costs
 from sage.bench.runners import AUTOREGRESSIVE
+from sage.bench.settings import NODES, WIDTHS
 from sage.bench.shapes import shape_named
 from sage.costs.tables import Costs
 from sage.replay.recording import Recording
