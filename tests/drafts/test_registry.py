@@ -120,10 +120,15 @@ def test_a_row_is_listed_in_help(tmp_path: Path) -> None:
         "from train.cli.train import main; main()"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, "--help"], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
+        [sys.executable, "-c", code, "--help", "draft"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    choices = done.stdout.split("  draft=\n")[1].split("\n\n")[0]
+    choices = f"\n{done.stdout}".split("\n  draft=\n")[1].split("\n\n")[0]
     assert re.findall(r"^[ *]{4}(\w+)", choices, re.MULTILINE) == ["eagle", "eagle3", "model", "scaled"]
     assert "draft=eagle|eagle3|scaled" in done.stdout
 

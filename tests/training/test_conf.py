@@ -197,7 +197,7 @@ def test_help_answers_without_torch(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "HEAVY []" in done.stdout
-    assert "sage-train experiment=demo" in done.stdout and "qwen2_5_vl_72b" in done.stdout
+    assert "sage-train experiment=demo" in done.stdout and "*pocket_qwen2_5_vl and " in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 
