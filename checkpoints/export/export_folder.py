@@ -14,10 +14,9 @@ from typing import Any
 from safetensors import SafetensorError
 
 from checkpoints.files import new_folder, restore_interrupted
+from sage.drafts.location import EXPORT_INFO
 from sage.io.files import read_json
 from sage.io.manifest import MANIFEST, CorruptFolder, has_manifest, verify_manifest, write_manifest
-
-EXPORT_INFO = "sage_export.json"  # facts for which the engines' config.json has no field; read by --inspect and --import
 
 
 @contextmanager

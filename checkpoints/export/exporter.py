@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from checkpoints.export.export_folder import EXPORT_INFO, new_export
+from checkpoints.export.export_folder import new_export
 from checkpoints.export.formats.base import ExportFormat, ImportOptions
 from checkpoints.export.formats.registry import find_format
 from checkpoints.export.model_card import render_card
@@ -21,6 +21,7 @@ from checkpoints.export.target_facts import EMBEDDING, TargetFacts, read_target_
 from checkpoints.export.validator.validator import CheckResult, InvalidExport, check_folder
 from checkpoints.export.weight_files import CONFIG, WEIGHTS
 from sage.drafts.head import DraftHead
+from sage.drafts.location import EXPORT_INFO
 from sage.io.dtypes import dtype_name
 from sage.io.files import write_json, write_text
 

@@ -74,7 +74,7 @@ class TestCommand:
         assert code == 2
         assert "error: manifest.json: " in out
         assert "config.json: corrupt" in out
-        assert "1 errors: do not serve this" in out
+        assert "1 error: do not serve this" in out
         code, out, _ = command("--inspect", home / "export")
         assert (code, "export, intact" in out) == (0, True)
         assert command("--inspect", tmp_path / "bad")[0] == 2

@@ -18,7 +18,6 @@ from support.messages import check_message, refused
 from support.train_helpers import command, train_quickly, train_until_signal
 
 import sage
-from checkpoints.export.importer import load_any
 from checkpoints.export.source import load_trained
 from checkpoints.inspect import inspect_folder
 from checkpoints.run_folder import LOCK
@@ -354,7 +353,7 @@ def test_a_flipped_byte_in_a_draft_is_found_when_loaded(targets: dict[str, Path]
     corrupt = "draft/model.safetensors"
     check_message(inspect_folder(run / "draft").problems[0], "model.safetensors")
     with refused(corrupt):
-        load_any(run / "draft", sage.load_target(targets["qwen2_5_vl"]))
+        sage.load_draft(run / "draft", sage.load_target(targets["qwen2_5_vl"]))
     with refused(corrupt):
         load_trained(run / "draft")
     with refused(corrupt):
