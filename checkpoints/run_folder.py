@@ -20,6 +20,7 @@ import itertools
 import json
 import logging
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -74,6 +75,18 @@ def locked_run(folder: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def check_space(folder: Path, num_parameters: int) -> None:
+    """Raises ValueError if the disk of an existing folder has no room for the first state and draft of a run.
+
+    Args:
+        num_parameters: trained parameters, of which weights, both moments of AdamW and the draft are saved in float32.
+    """
+    needed, free = 4 * 4 * num_parameters, shutil.disk_usage(folder).free
+    if free < needed:
+        found = f"{free / 1e6:.0f} MB free, but a state and the draft take {needed / 1e6:.0f} MB"
+        raise ValueError(f"run.dir={folder}: {found}; free disk space, or give another run.dir")
 
 
 # -- names -------------------------------------------------------------------------------------------------------------

@@ -1,15 +1,20 @@
 """Trains a draft head from Python, with a callback, and prints the measured table.
 
 python examples/train_from_python.py [RUN_FOLDER] [STEPS]
+
+Without a folder it trains in runs/from_python, which it replaces.
 """
 
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
 from collections.abc import Mapping
 
 import train
+
+FOLDER = "runs/from_python"
 
 
 class PrintProgress(train.Callback):
@@ -19,7 +24,9 @@ class PrintProgress(train.Callback):
         print(f"step {step}: loss {metrics['loss']:.3f}, about {metrics['estimated_tokens_per_pass']:.2f} tokens per pass")
 
 
-def main(folder: str = "runs/from_python", steps: str = "60") -> None:
+def main(folder: str = FOLDER, steps: str = "60") -> None:
+    if folder == FOLDER:
+        shutil.rmtree(folder, ignore_errors=True)  # of the last time; train.run refuses an existing run
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     config = train.compose(
         "target=pocket_qwen2_5_vl",

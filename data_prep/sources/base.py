@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from data_prep.conversation import BadItem, Conversation, check_conversation, media_parts
 from data_prep.splits import Shares, Split
-from sage.inputs.media import check_image
+from sage.inputs.media import check_media
 
 
 class Source(ABC):
@@ -78,7 +78,7 @@ def as_prompt(conversation: Conversation) -> Conversation:
 def _check_files(conversation: Conversation) -> Conversation:
     try:
         for part in media_parts(conversation.messages):
-            check_image(part[part["type"]])
+            check_media(part[part["type"]])
     except ValueError as error:
         raise conversation.error(str(error)) from error
     return conversation

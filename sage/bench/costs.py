@@ -29,9 +29,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sage.bench.random_targets import random_target
 from sage.bench.report import SCHEMA, machine, versions
 from sage.bench.report_table import HOST_PHASES, decode_shares
-from sage.bench.shapes import Shape, random_target
+from sage.bench.shapes import Shape
 from sage.costs.measure import draft_level, empty_cache, verify_pass
 from sage.costs.tables import Curve
 from sage.drafts.draft import new_session
@@ -43,10 +44,6 @@ from sage.targets import Target
 from sage.targets.tree_passes import TreePasses
 
 logger = logging.getLogger(__name__)
-
-NODES = (1, 2, 4, 8, 16, 32, 64, 128)
-WIDTHS = (1, 2, 4, 8, 16, 32)
-CONTEXTS = (256, 1024, 4096)
 
 
 def measure_shape_costs(

@@ -201,7 +201,9 @@ class Processor:
         return bool(self.tokenizer.tokenize("a")[0].startswith(BLANK))
 
     def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)[
+            "input_ids"
+        ]  # no warning of a long prompt
         return ids
 
     def _ids_after(self, before: str, text: str) -> list[int]:

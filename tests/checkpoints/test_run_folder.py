@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from support.train_helpers import ROOT
 from checkpoints import run_folder
 from checkpoints.export.exporter import find_source, with_report
 from checkpoints.inspect import inspect_folder
-from checkpoints.run_folder import LOCK, locked_run, score
+from checkpoints.run_folder import LOCK, check_space, locked_run, score
 
 
 def report(*names: str, metric: str = "tokens_per_target_pass") -> dict[str, Any]:
@@ -153,3 +154,11 @@ def test_a_file_system_without_locks(
     monkeypatch.setattr(run_folder.FileLock, "acquire", failing)
     with locked_run(tmp_path / "run"):
         assert (tmp_path / "run").is_dir() and str(error) in caplog.text
+
+
+def test_a_disk_without_room_for_the_first_state_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=5_000_000))
+    check_space(tmp_path, 312_500)
+    with refused(f"run.dir={tmp_path}: 5 MB free", "take 6 MB", "free disk space"):
+        check_space(tmp_path, 375_000)

@@ -64,7 +64,7 @@ class TestCommand:
         assert code == 2
         assert "error: manifest.json: " in out
         assert "config.json: corrupt" in out
-        assert "1 errors: do not serve this" in out
+        assert "1 error: do not serve this" in out
         code, out, _ = sage_export("--inspect", home / "export")
         assert (code, "export, intact" in out) == (0, True)
         assert sage_export("--inspect", tmp_path / "bad")[0] == 2

@@ -77,7 +77,7 @@ def test_it_is_in_the_api_and_in_the_configuration(checkout: Path) -> None:
 
 
 def test_it_is_in_the_help_of_the_commands(checkout: Path) -> None:
-    choices = python(checkout, "-m", "train.cli.train", "--help").split("  decode/policy=\n")[1].split("\n\n")[0]
+    choices = python(checkout, "-m", "train.cli.train", "--help", "decode").split("  decode/policy=\n")[1].split("\n\n")[0]
     assert re.search(r"^ +pair +The two most probable tokens at level 1$", choices, re.MULTILINE)
     assert "pair" in python(checkout, "-m", "sage", "--help")
     printed = python(checkout, "-c", "from sage.bench.__main__ import main; main(['policies']); main(['--help'])")

@@ -15,7 +15,7 @@ from support.messages import SNAPSHOT, refused
 
 import sage
 from sage.bench.__main__ import main
-from sage.bench.options import END, START, policy_table, with_table
+from sage.bench.policies import END, START, policy_table, with_table
 from sage.planning.options import defaults
 
 PAGES = pages()

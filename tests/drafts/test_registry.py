@@ -117,9 +117,9 @@ def test_a_row_is_listed_in_help(tmp_path: Path) -> None:
         "KINDS['scaled'] = replace(KINDS['eagle'], name='scaled')\n"
         "from train.cli.train import main; main()"
     )
-    done = python("-c", code, "--help", cwd=tmp_path)
+    done = python("-c", code, "--help", "draft", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    choices = done.stdout.split("  draft=\n")[1].split("\n\n")[0]
+    choices = f"\n{done.stdout}".split("\n  draft=\n")[1].split("\n\n")[0]
     assert re.findall(r"^[ *]{4}(\w+)", choices, re.MULTILINE) == ["eagle", "eagle3", "model", "scaled"]
     assert "draft=eagle|eagle3|scaled" in done.stdout
 

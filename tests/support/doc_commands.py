@@ -32,6 +32,7 @@ from sage.io.files import config_dir
 from sage.planning.options import defaults
 from train.cli.data import DataCommand
 from train.config.checks import check
+from train.config.help import help_text
 from train.config.hydra_app import compose, register_resolvers
 from train.config.schema import Config, ValidateConfig
 from train.config.store import group_choices, register
@@ -216,6 +217,11 @@ def _compose(name: str, words: list[str]) -> None:
     parser.add_argument("--resume")
     parser.add_argument("--debug", action="store_true")
     args = parser.parse_intermixed_args([word for word in words if word != "--version"])
+    if args.help:
+        register()
+        register_resolvers()
+        help_text(*COMPOSED[name], args.overrides)  # refuses an unknown topic
+        return
     overrides = [] if args.shell_completion else args.overrides
     if args.multirun:
         check_settings(overrides)

@@ -29,6 +29,7 @@ WRONG = {
     "trian.max_steps=5": ["trian.max_steps:", "train.max_steps"],
     "+train.foo=1": ["train.foo:"],
     "+foo=1": ["foo:"],
+    "optim.learning_rate=1": ["optim.learning_rate:", "optim.lr?"],
     "draft.window=1": ["draft.window:"],
     "tracking.project=x": ["tracking.project:", "tracking=wandb"],
     "deepspeed.extra.wall_clock_breakdown=true": ["+deepspeed.extra.wall_clock_breakdown=VALUE"],

@@ -21,7 +21,6 @@ from support.train_helpers import configured, draft_weights, metrics, train_quic
 
 import sage
 from checkpoints.export.exporter import load_trained
-from checkpoints.export.importer import load_any
 from checkpoints.inspect import inspect_folder
 from checkpoints.run_folder import LOCK
 from sage.io.manifest import write_manifest
@@ -296,7 +295,7 @@ def test_a_flipped_byte_in_a_draft_is_found_when_loaded(configure: Configure, ta
     corrupt = "draft/model.safetensors"
     check_message(inspect_folder(run / "draft").problems[0], "model.safetensors")
     with refused(corrupt):
-        load_any(run / "draft", sage.load_target(target))
+        sage.load_draft(run / "draft", sage.load_target(target))
     with refused(corrupt):
         load_trained(run / "draft")
     with refused(corrupt):

@@ -22,15 +22,16 @@ from train.launch import cluster_env
 from train.report.compare import run_command
 from train.validation.selection import Checkpoint, find_checkpoint, settle
 
+COMPARE = "--compare"
 UNUSED = dict.fromkeys(launch_keys("device", "threads"), "in sage-validate, which measures in one process; remove it")
 
 
 def main() -> None:
     """Entry point of the console script."""
-    if sys.argv[1:2] == ["--compare"]:
+    if sys.argv[1:2] == [COMPARE]:
         sys.exit(run(compare_runs))
     sys.argv[1:] = [_alias(argument) for argument in sys.argv[1:]]
-    sys.exit(run_app("validate", ValidateConfig, run_validation, cluster_env.is_main_rank))
+    sys.exit(run_app("validate", ValidateConfig, run_validation, cluster_env.is_main_rank, leading=(COMPARE,)))
 
 
 def compare_runs() -> None:
@@ -79,7 +80,6 @@ def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> None:
     from transformers.utils import logging as transformers_logging
 
     import sage
-    from checkpoints.export.importer import load_any
     from data_prep.build import prompts
     from sage.bench.report_table import format_table
     from sage.io.dtypes import torch_dtype
@@ -106,7 +106,7 @@ def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> None:
     target = sage.load_target(
         config.target.path, dtype=dtype, device=device, device_map=config.device_map, **config.target.load_options()
     )
-    draft = load_any(checkpoint.draft, target)
+    draft = sage.load_draft(checkpoint.draft, target)
     prompt_set, progress = PromptSet(target, config.decode, held_out), progress_callback("measuring")
     report = validate(config.decode, target, draft, prompt_set, info, policies=policies, progress=progress)
     assert report is not None

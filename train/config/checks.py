@@ -21,6 +21,7 @@ from sage.drafts.options import TrainedPart
 from sage.drafts.registry import KINDS
 from sage.io.files import CannotWrite, check_writable
 from sage.io.ranges import FieldError, check_fields
+from sage.io.target_paths import path_of_target
 from sage.trees import AUTOREGRESSIVE, POLICIES
 from train.config.draft import CompressorKind
 from train.config.resuming import check_same_run
@@ -92,7 +93,8 @@ def check_ranges(config: Any) -> None:
 
 
 def check_path(key: str, path: str) -> None:
-    """Refuses a local path that does not exist; `owner/name` may be a hub id."""
+    """Refuses a local path that does not exist; `owner/name` may be a hub id, and a name of conf/target stands for its path."""
+    path = path_of_target(path)
     is_local = path.startswith((".", "/", "~")) or path.count("/") != 1
     if is_local and not Path(path).expanduser().is_dir():
         raise ConfigError(f"{key}={path}: no such folder; give a local folder or a hub id like Qwen/Qwen2.5-VL-7B-Instruct")

@@ -26,7 +26,7 @@ from sage.io.files import config_dir, package_dir
 from train.config import sweep
 from train.config.errors import as_mistake, refuse_unknown
 from train.config.help import help_text
-from train.config.overrides import key_of, task_overrides, with_resume
+from train.config.overrides import key_of, options_of, refuse_unknown_options, task_overrides, with_resume
 from train.config.resuming import with_own_choices, with_own_config
 from train.config.schema import Config, ConfigError
 from train.config.sharding import shorten_validation
@@ -53,7 +53,12 @@ class SweepStopped(BaseException):
 
 
 def run_app(
-    config_name: str, schema: type, task: Task, is_main: Callable[[], bool], sweep_score: SweepScore | None = None
+    config_name: str,
+    schema: type,
+    task: Task,
+    is_main: Callable[[], bool],
+    sweep_score: SweepScore | None = None,
+    leading: Sequence[str] = (),
 ) -> int:
     """Composes `config_name` from the command line and runs `task(config)`.
 
@@ -62,6 +67,7 @@ def run_app(
         task: takes an instance of `schema`, returns an exit code.
         is_main: whether this process is rank 0, which alone prints errors.
         sweep_score: scores and compares the jobs of a sweep; None for commands without sweeps.
+        leading: options that the command itself takes as its first word.
 
     Returns:
         the exit code: the task's (the largest of a sweep), 2 after a user's mistake, 1 after any other error, and after an
@@ -70,7 +76,12 @@ def run_app(
     if "--version" in sys.argv:
         print(version_text())
         return EXIT_DONE
+    options = options_of(schema)
+    if is_completing_option(sys.argv[1:]):
+        print(" ".join([*options, *leading]))
+        return EXIT_DONE
     try:
+        refuse_unknown_options(sys.argv[1:], options, leading)
         sys.argv[1:] = with_own_choices(with_choice(with_resume(sys.argv[1:])))
     except ConfigError as error:
         return report(error, is_main())
@@ -95,6 +106,12 @@ def run_app(
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+
+
+def is_completing_option(arguments: Sequence[str]) -> bool:
+    """Whether the shell asks for the completions of an option; Hydra completes groups, choices and keys only."""
+    asks = any(argument.startswith("query=") for argument in arguments)
+    return asks and os.environ.get("COMP_LINE", "").rpartition(" ")[2].startswith("-")
 
 
 def _print_help(config_name: str, schema: type) -> int:

@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 import sage
 from checkpoints.export.serving import serving_line
 from checkpoints.files import remove_leftovers
-from checkpoints.run_folder import is_run, locked_run, next_config, state_folder
+from checkpoints.run_folder import check_space, is_run, locked_run, next_config, state_folder
 from checkpoints.store import StateStore, saving
 from data_prep.batching.loader import StepLoader
 from data_prep.build import build_dataset, check_rows, long_examples
@@ -86,6 +86,8 @@ def building(
         if ranks.is_main:
             stack.enter_context(locked_run(Path(config.run.dir)))
             check_run_folder(config.run)  # again: another process may have trained there since
+            trained = [weight.numel() for weight in inputs.student.parameters() if weight.requires_grad]
+            check_space(Path(config.run.dir), sum(trained))
         engine = Engine(inputs.student, config, ranks, loader.accumulation)
         # After an error the engine is closed only with one rank, since closing could wait for ranks that have exited.
         stack.push(lambda error, *_: engine.close() if error is None or ranks.world_size == 1 else None)

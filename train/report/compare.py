@@ -7,7 +7,6 @@ written. Does not own: the table (train.report.compare_table), the plot (train.r
 
 from __future__ import annotations
 
-import argparse
 import glob
 import json
 import os
@@ -20,6 +19,7 @@ from typing import Any
 from checkpoints import run_folder
 from checkpoints.run_folder import is_check, is_run
 from sage.bench.report_table import measured_with
+from sage.commands.cli import new_parser
 from sage.io.files import write_text
 from train.config.schema import Config, ConfigError, ScoreConfig
 from train.config.sweep import Job
@@ -209,7 +209,7 @@ def output_folder(folders: Sequence[Path]) -> Path:
 
 def run_command(arguments: Sequence[str]) -> str:
     """Implements `sage-validate --compare RUN ... [--out DIR]`; returns the text to print."""
-    parser = argparse.ArgumentParser(prog="sage-validate --compare", description="Compares finished runs.")
+    parser = new_parser("sage-validate --compare", description="Compares finished runs.")
     parser.add_argument("runs", metavar="RUN", nargs="+", help="run folders, patterns, folders of runs, or RUN/checks/NAME")
     parser.add_argument("--out", metavar="DIR", help="output folder; default: that of the runs")
     args = parser.parse_args(arguments)

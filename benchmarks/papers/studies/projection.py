@@ -16,9 +16,10 @@ from benchmarks.papers.lab import Lab, select
 from benchmarks.papers.markdown import times
 from benchmarks.papers.studies.policies import policy_figures
 from benchmarks.papers.study import OURS, Expectation, Study
-from sage.bench.costs import NODES, WIDTHS, cost_curve, measure_shape_costs, project, roofline_costs
+from sage.bench.costs import cost_curve, measure_shape_costs, project, roofline_costs
 from sage.bench.report_table import HOST_PHASES, SHARES, decode_shares
 from sage.bench.runners import AUTOREGRESSIVE
+from sage.bench.settings import NODES, WIDTHS
 from sage.bench.shapes import shape_named
 from sage.costs.tables import Costs
 from sage.replay.recording import Recording
