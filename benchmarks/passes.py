@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import sage
 from benchmarks.training.measuring import allocated, describe_machine, peak, ratio_spread, reset_peak
+from benchmarks.wide import add_widen_option, widened
 from sage.bench.options import counts
 from sage.commands import cli
 from sage.costs.measure import draft_level, empty_cache, verify_pass
@@ -119,6 +120,7 @@ def measure(target: Any, draft: Any, nodes: Sequence[int], widths: Sequence[int]
 def main() -> int:
     parser = cli.new_parser("python -m benchmarks.passes", description=__doc__)
     cli.add_model_options(parser)
+    add_widen_option(parser)
     parser.add_argument("--nodes", metavar="N,N", default="1,4,8,16,32", help="nodes of target passes; default %(default)s")
     parser.add_argument("--widths", metavar="N,N", default="1,4,8", help="nodes of draft levels; default %(default)s")
     parser.add_argument("--context", type=int, default=256, help="tokens in the cache; default %(default)s")
@@ -132,6 +134,7 @@ def main() -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     path, folder = cli.find_models(args)
+    path = widened(path, args)
     device, dtype = cli.resolve_device(args.device), torch_dtype(args.dtype)
     target = sage.load_target(path, dtype=dtype, device=device, passes=PassMode.eager)
     draft = None if folder is None else sage.load_draft(folder, target)

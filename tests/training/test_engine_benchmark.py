@@ -88,9 +88,10 @@ def test_comparison_runs_both_sides_on_the_same_prompts(
     monkeypatch.setattr("benchmarks.engines.comparison.SETTLE_S", 0.0)
     out = tmp_path / "out.json"
     words = ["--draft", f"head={draft}", "--policy", "two=chain:depth=2", "--num-speculative-tokens", "1,3", "--prompts", "2"]
-    sizes = ["--repeats", "2", "--max-new-tokens", "6", "--baselines", "hf_generate", "--threads", "1"]
+    sizes = ["--repeats", "2", "--max-new-tokens", "6", "--baselines", "hf_generate", "--threads", "1", "--widen-to", "23"]
     assert bench.main([*words, *sizes, "--engine-python", str(PYTHON), "--out", str(out)]) == 0
     found = json.loads(out.read_text())
+    assert "_mlp1024_" in found["target"]
     ours = ["autoregressive", "hf_generate", "two, head"]
     assert list(found["decoders"]) == [*ours, "vllm", "vllm enforce_eager", "vllm 1 tokens", "vllm 3 tokens"]
     assert [found["decoders"][name]["match"] for name in ours] == [2, 2, 2] and found["decoders"]["vllm"]["match"] == 0
@@ -100,6 +101,7 @@ def test_comparison_runs_both_sides_on_the_same_prompts(
     assert found["engine"]["vllm"] == "0.32.0" and found["passes"] is None
     started = [json.loads(line) for line in fake_engine.read_text().splitlines()]
     assert [row["llm"].get("speculative_config", {}).get("num_speculative_tokens") for row in started] == [None, None, 1, 3]
+    assert {Path(row["llm"]["model"]).name for row in started} == {found["target"]}
     assert [row["llm"]["enforce_eager"] for row in started] == [False, True, False, False]
     assert [(row["threads"], row["cores"]) for row in started] == [("1", sorted(os.sched_getaffinity(0))[:1])] * 4
     assert "same draft: two, head / vllm" in capsys.readouterr().out
