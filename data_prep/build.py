@@ -57,7 +57,7 @@ def build_dataset(config: DataConfig, processor: Processor, split: str = "train"
     if config.cache is Cache.examples:
         store = prepare_examples(config, sources, index, processor)
         skip_logs.append(store.folder.parent / SKIPPED)
-        dataset = StoredDataset(store, weights, store.folder.parent.name)
+        dataset = StoredDataset(store, weights, store.folder.parent.name, list(config.sources))
     else:
         dataset = ConversationDataset(config, sources, index, processor, weights)
     _report_skipped(skip_logs, skip_path(config, index))

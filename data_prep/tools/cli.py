@@ -5,7 +5,6 @@ All raise ValueError for a setting, a file or an item that is wrong.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,11 +26,11 @@ from data_prep.server.answers import ServerAnswers
 from data_prep.server.chat_request import MediaPolicy
 from data_prep.server.check import ServedTarget
 from data_prep.splits import Split
+from data_prep.tools.answers import answerable_items, decoder_origin, provenance_of, server_origin
 from data_prep.tools.html_report import render_html
 from data_prep.tools.jsonl_writer import MediaFolder, as_line
 from data_prep.tools.regenerate import RegenerationResult, answerer, finished_provenance, regenerate
 from data_prep.tools.stats import Statistics, measure
-from sage.drafts.location import find_draft
 from sage.inputs.processing import Processor
 from sage.io.files import writing
 from sage.io.progress import progress_bar
@@ -99,16 +98,10 @@ def regenerate_data(
     """Replaces a split's answers by the target's own, in an `out` without rows of other settings; see
     data_prep.tools.regenerate.
     """
-    dataset = _items(config, target.processor, split)
-    origin = {
-        "target": target.name,
-        "target_fingerprint": target.fingerprint,
-        "draft": _digest(find_draft(settings.draft)) if settings.draft else None,
-        "policy": settings.policy,
-        "dtype": str(target.dtype),
-    }
+    dataset = answerable_items(config, target.processor, split)
     drive = one_by_one(answerer(target, draft, settings, config.num_frames))
-    return regenerate(dataset, drive, out, _provenance(dataset, origin, settings), settings.seed, rank, world_size)
+    provenance = provenance_of(dataset, decoder_origin(target, settings), settings)
+    return regenerate(dataset, drive, out, provenance, settings.seed, rank, world_size)
 
 
 def regenerate_from_server(
@@ -126,30 +119,9 @@ def regenerate_from_server(
     finished = finished_provenance(out)
     with ServerAnswers(settings, key, target, policy) as servers:
         model = servers.check() if finished is None else finished.get("served_model")
-        dataset = _items(config, target.processor, split)
-        origin = {
-            "target": target.name,
-            "target_fingerprint": target.fingerprint,
-            "draft": None,
-            "served_model": model,
-        }
-        provenance = _provenance(dataset, origin, settings)
+        dataset = answerable_items(config, target.processor, split)
+        provenance = provenance_of(dataset, server_origin(target, model), settings)
         return regenerate(dataset, servers.drive, out, provenance, settings.seed, rank, world_size)
-
-
-def _items(config: DataConfig, processor: Processor, split: str) -> Data:
-    if any(source.streaming for source in config.sources.values()):
-        raise ValueError(
-            "data.sources: a stream has no fixed items to answer and resume; write a part of it first (action=convert "
-            "data.num_examples=N out=PART.jsonl), then answer that (action=regenerate data=messages data.path=PART.jsonl)"
-        )
-    return _dataset(config, processor, split)
-
-
-def _provenance(dataset: Data, origin: dict[str, Any], settings: RegenerateConfig) -> dict[str, Any]:
-    """Returns the origin of the rows: target, engine, data and decoding settings."""
-    data = {"data": dataset.fingerprint, "num_frames": dataset.config.num_frames}
-    return {**origin, **data, **settings.sampling()}
 
 
 def _dataset(config: DataConfig, processor: Processor, split: str) -> Data:
@@ -180,11 +152,3 @@ def _examples(
             yield check_conversation(conversation), shorten_example(conversation, example, dataset.processor, *limits)
         except BadItem as error:
             dataset.skipped.add(error)
-
-
-def _digest(folder: Path) -> str:
-    """Returns name and weight hash of a draft folder."""
-    digest = hashlib.sha256()
-    for file in sorted(folder.glob("*.safetensors")):
-        digest.update(file.read_bytes())
-    return f"{folder.name}:{digest.hexdigest()[:16]}"

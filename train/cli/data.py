@@ -96,6 +96,7 @@ def run(config: DataCommand) -> int:
     refuse_unused(
         task_overrides(), {key: f"with action={config.action}{remedy}" for key, remedy in UNUSED[config.action].items()}
     )
+    refuse_unused(task_overrides(), {"data.answers": "in sage-data; action=regenerate writes the target's answers"})
     if config.action is Action.regenerate:
         refuse_unused(task_overrides(), WITH_SERVER if config.regenerate.server else WITHOUT_SERVER)
     check(config)

@@ -22,7 +22,9 @@ from train.launch import cluster_env
 from train.report.compare import run_command
 from train.validation.selection import Checkpoint, find_checkpoint, settle
 
-UNUSED = dict.fromkeys(launch_keys("device", "threads"), "in sage-validate, which measures in one process; remove it")
+UNUSED = dict.fromkeys(launch_keys("device", "threads"), "in sage-validate, which measures in one process; remove it") | {
+    "data.answers": "in sage-validate, which reads prompts alone; remove it",
+}
 
 
 def main() -> None:

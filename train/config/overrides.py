@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 
@@ -29,6 +31,24 @@ def with_resume(arguments: Sequence[str]) -> list[str]:
             raise ConfigError("--resume: missing folder; give --resume RUN")
         found += [f"run.dir={folder}", "run.resume=true"]
     return found
+
+
+def own_answers_command(arguments: Sequence[str], run_dir: str) -> str:
+    """Returns the command of a run with `data.answers=target`, which trains in a folder of its own.
+
+    Args:
+        arguments: `sys.argv` of the run. Those of a sweep, a resumed run or another program are not repeated.
+        run_dir: folder of the run.
+    """
+    changed = f"data.answers=target run.dir={shlex.quote(run_dir.rstrip('/') + '-own')}"
+    program, *words = arguments or [""]
+    is_known = Path(program).name == "sage-train" or program.endswith("train/cli/train.py")
+    options = {word.partition("=")[0] for word in words if word.startswith("-")}
+    if not is_known or options - {"--debug"}:
+        return f"sage-train ... {changed}"
+    replaced = ("run.dir", "run.name", "run.resume", "data.answers")
+    kept = (shlex.quote(word) for word in words if key_of(word) not in replaced and "run.resume" not in word)
+    return " ".join(["sage-train", *kept, changed])
 
 
 def task_overrides() -> list[str]:
