@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from data_prep.conversation import BadItem, Conversation, Message, item_label
 from data_prep.sources.base import Source
-from data_prep.sources.json_rows import file_digest
+from data_prep.sources.json_rows import JsonRows, file_digest
 
 Row = dict[str, Any]
 ToMessages = Callable[[Row], list[Message]]
@@ -77,6 +77,9 @@ class RowSource(Source):
             raise BadItem(self.name, item_label(index, name), reason) from error
         except (ValueError, TypeError, AttributeError) as error:
             raise BadItem(self.name, item_label(index, name), str(error)) from error
+
+    def line_numbers(self, indices: Sequence[int]) -> dict[int, int]:
+        return self.rows.line_numbers(indices) if isinstance(self.rows, JsonRows) else {}
 
     def fingerprint(self) -> str:
         return f"{self.rows.digest}:{self.settings}"

@@ -65,7 +65,7 @@ def render_html(title: str, statistics: Statistics, shown: list[tuple[Conversati
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head><body>'
         f"<h1>{escape(title)}</h1><p>{statistics.headline}, "
-        f"{sum(statistics.skipped.values())} invalid items skipped{long}</p>"
+        f"{sum(statistics.skipped.values())} invalid items skipped{long}</p><p>{escape(statistics.own_line)}</p>"
         f'<h2>Distributions</h2><div class="charts">{charts}</div>'
         f"<h2>Numbers</h2>{_numbers(statistics)}{_counts(statistics)}"
         f"<h2>Examples</h2>{legend}{examples}</body></html>\n"
