@@ -1,5 +1,5 @@
-"""The verdict on a draft, on made cases: foreign answers, too few steps, no own outputs in training, other prompts, costly rounds,
-a good draft."""
+"""The verdict on a draft, on made cases: foreign answers, too few steps, no own outputs in training, other prompts, slow
+rounds, a good draft."""
 
 from __future__ import annotations
 
