@@ -55,25 +55,32 @@ class SkipLog:
 
 
 class InvalidItems(BadItem):
-    """Several invalid items. The message names the first one, `details` all of them on lines of their own.
-
-    Args:
-        rows: as listed; at least one.
-        lines: source -> index of an item -> its line in the file.
-        total: number of items, invalid ones included.
-        listing: the file that lists them.
-    """
+    """Several invalid items. The message names the first one, `details` all of them on lines of their own."""
 
     exit_code = EXIT_USER
+    details = ""
 
-    def __init__(self, rows: list[dict[str, str]], lines: dict[str, dict[int, int]], total: int, listing: Path) -> None:
+    @classmethod
+    def of(
+        cls, rows: list[dict[str, str]], lines: dict[str, dict[int, int]], total: int, listing: Path, note: str = ""
+    ) -> InvalidItems:
+        """Returns the error.
+
+        Args:
+            rows: as listed; at least one.
+            lines: source -> index of an item -> its line in the file.
+            total: number of items, invalid ones included.
+            listing: the file that lists them.
+            note: about items that were not checked completely.
+        """
         named = [{**row, "index": _with_line(row, lines)} for row in rows]
         shown = [f"{row['source']}: item {row['index']}: {row['reason']}\n" for row in named[:MAX_SHOWN]]
         if len(named) > len(shown):
             shown.append(f"and {len(named) - len(shown)} more, listed in {listing}\n")
-        self.details = "".join(shown) if len(named) > 1 else ""
         count = f"; {len(named)} of {total} items are invalid, all of them listed above" if len(named) > 1 else ""
-        super().__init__(named[0]["source"], named[0]["index"], f"{named[0]['reason']}{count}{REMEDY}")
+        error = cls(named[0]["source"], named[0]["index"], f"{named[0]['reason']}{count}{note}{REMEDY}")
+        error.details = "".join(shown) if len(named) > 1 else ""
+        return error
 
 
 def _with_line(row: dict[str, str], lines: dict[str, dict[int, int]]) -> str:

@@ -63,7 +63,8 @@ def check_data(config: DataConfig, processor: Processor, split: str, limit: int)
         invalid = unique_rows(invalid + _held_out_invalid(config, dataset, split, limit))
         if invalid and is_strict:
             total = sum(map(len, dataset.sources))
-            raise InvalidItems(invalid, _line_numbers(invalid, dataset.sources), total, dataset.skipped.path)
+            note = "" if count == len(dataset) else f" (images of {count} items opened; limit=0 opens all)"
+            raise InvalidItems.of(invalid, _line_numbers(invalid, dataset.sources), total, dataset.skipped.path, note)
     statistics.skipped = count_reasons(invalid)
     long.check()
     if not statistics.num_measured:

@@ -100,7 +100,7 @@ def test_foreign_answers_are_named_in_log_and_metrics(target: Path, tmp_path: Pa
     check_message(next(text for text in warnings if "own" in text), "0%", "data.answers=target", f"run.dir={tmp_path}/run-own")
     shares = [line["own_answers"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "own_answers" in line]
     assert len(shares) == 1 and shares[0] < 0.1  # of a random target
-    assert "of the supervised tokens are the target's own choice" in caplog.text
+    assert "own answers: 0% of " in caplog.text and "supervised tokens are the target's own choice" in caplog.text
 
 
 class Model:
@@ -130,13 +130,15 @@ def test_target_answers_first_goes_on_after_an_interruption_and_is_kept(
     assert stopped.value.exit_code == 3
     check_message(str(stopped.value).replace(Path(str(tmp_path)).name, "X"), "same command continues", "answers")
     assert not (tmp_path / "run" / "config.yaml").exists()
+    (part,) = (tmp_path / "cache" / "answers").glob("*/pocket.jsonl.part*")
+    num_kept = sum(json.loads(line)["kept"] for line in part.read_text().splitlines())
     rest = Model()
     monkeypatch.setattr(job_answers, "answerer", rest)
     train_quickly(configured(target, tmp_path / "run", *words))
-    assert rest.num_answers == 12 - 5
     (file,) = (tmp_path / "cache" / "answers").glob("*/pocket.jsonl")
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    assert len(rows) == 12
+    assert len(rows) == 12 and 0 < num_kept <= 5
+    assert rest.num_answers == sum(row["kept"] for row in rows) - num_kept
     assert {row["messages"][-1]["content"][0]["text"] for row in rows} == {"It is a red circle."}
     kept = Model(stop=0)
     monkeypatch.setattr(job_answers, "answerer", kept)
