@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +79,10 @@ def _generate_locked(
     config: Config, target: sage.Target, sharded: ShardedTarget | None, ranks: Ranks, answers: TargetAnswers
 ) -> None:
     """Generates the answers while no other run generates the same ones, and waits for all ranks."""
+    lock = locked(answers.folder, "another data.cache_dir") if ranks.is_main else nullcontext()
     try:
-        if not ranks.is_main:
-            ranks.wait_for_all()
-            _generate(config, target, sharded, ranks, answers)
-            ranks.wait_for_all()
-            return
-        with locked(answers.folder, "another data.cache_dir"):
-            ranks.wait_for_all()
+        with lock:
+            ranks.wait_for_all()  # for the lock
             _generate(config, target, sharded, ranks, answers)
             ranks.wait_for_all()
     except KeyboardInterrupt as error:
@@ -95,17 +92,16 @@ def _generate_locked(
 
 
 def _generate(config: Config, target: sage.Target, sharded: ShardedTarget | None, ranks: Ranks, answers: TargetAnswers) -> None:
-    settings = config.regenerate
-    run = _with_server(config, target, answers) if settings.server else _with_decoder(config, target, answers)
+    """Does this rank's part: its share of the answers, all of them, or its layers of a sharded target."""
+    is_server = bool(config.regenerate.server)
+    run = _with_server(config, target, answers) if is_server else _with_decoder(config, target, answers)
     with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
-        if settings.server:
-            run(0, 1) if ranks.is_main else None
-        elif sharded is None:
+        if sharded is None and not is_server:
             run(ranks.rank, ranks.world_size)
         elif ranks.is_main:
-            with sharded.leading():
+            with sharded.leading() if sharded is not None and not is_server else nullcontext():
                 run(0, 1)
-        else:
+        elif sharded is not None and not is_server:
             sharded.follow()
 
 
