@@ -19,6 +19,7 @@ from jinja2 import Environment, FileSystemLoader
 from data_prep.chat import Example, Fit
 from data_prep.conversation import Conversation, media_parts
 from data_prep.dataset.lengths import LongExamples
+from data_prep.own_answers import OwnShare
 from sage.inputs.media import open_image, open_video_part
 from sage.inputs.processing import Processor
 from sage.io.tables import text_table
@@ -34,6 +35,7 @@ MEASURES = {
 QUANTILES = {"min": 0.0, "5%": 0.05, "median": 0.5, "95%": 0.95, "max": 1.0}
 HEAD = ("", *QUANTILES, "mean")
 NO_FAMILY = "-"
+NOT_MEASURED = "own answers: not measured; the first steps of a run do, and own=64 with the weights of the target here"
 JSON_KEYS = ("min", "p05", "median", "p95", "max", "mean")
 THUMBNAIL_SIDE = 224  # pixels
 NUM_FRAMES = 4  # shown per video
@@ -49,6 +51,7 @@ class Statistics:
         sources, families: measured examples by source and by task family.
         values: one value per measured example, by measure (a key of `MEASURES`).
         skipped: invalid items by reason.
+        own: the share of tokens that are the target's own choice, if it was measured.
         long: the examples that exceed `data.max_length`, if they were counted.
     """
 
@@ -57,6 +60,7 @@ class Statistics:
     families: Counter[str] = field(default_factory=Counter)
     values: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in MEASURES})
     skipped: Counter[str] = field(default_factory=Counter)
+    own: OwnShare | None = None
     long: LongExamples | None = None
 
     @property
@@ -69,6 +73,11 @@ class Statistics:
         if self.total is None:
             return f"a stream, its first {self.num_measured} examples measured"
         return f"{self.total} examples, {self.num_measured} measured"
+
+    @property
+    def own_line(self) -> str:
+        """The share of own answers, or how it is measured."""
+        return self.own.line() if self.own else NOT_MEASURED
 
     def add(self, conversation: Conversation, example: Example, processor: Processor) -> None:
         """Measures one example."""
@@ -105,6 +114,7 @@ class Statistics:
             "families": dict(self.families),
             "measures": {name: dict(zip(JSON_KEYS, self.summary(name), strict=True)) for name in MEASURES},
             "skipped": dict(self.skipped),
+            "own_answers": {"share": self.own.share, "tokens": self.own.num_tokens} if self.own else None,
             "long": {fit: self.long.counts[fit] for fit in Fit} if self.long else None,
         }
 
@@ -117,6 +127,7 @@ class Statistics:
         lines += [f"{sum(self.skipped.values())} invalid items skipped"]
         lines += [f"  {count} x {reason}" for reason, count in self.skipped.most_common()]
         lines += [self.long.line()] if self.long else []
+        lines += [self.own_line]
         return "\n".join(lines)
 
 

@@ -53,6 +53,7 @@ INVALID: dict[str, tuple[bytes, tuple[str, ...]]] = {
         row(None, share_turns("What?", "Which?", "Red.", roles=("human", "human", "gpt"))),
         ("message 1", "'user' after 'user'", "'assistant'"),
     ),
+    "empty answer": (row(None, share_turns("What?", " ")), ("message 1", "empty answer")),
     "placeholder without image": (row(None), ("<image>",)),
     "image without placeholder": (row("good.png", share_turns("What?", "Red.")), ("1 image(s)",)),
     "not UTF-8": (row(None, share_turns("What?", "Red.")).replace(b"Red.", b"R\xe4d"), ("UTF-8",)),

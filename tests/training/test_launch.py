@@ -27,6 +27,7 @@ from sage.commands.cli import run as run_command
 from train.config.hydra_app import compose, run_app
 from train.config.schema import Config, ConfigError
 from train.console.errors import NOTHING_SAVED
+from train.job.answers import AnswersStopped
 from train.job.rank import run_rank
 from train.launch.cluster_env import detect_launcher, first_host
 from train.launch.launcher import check_devices
@@ -233,6 +234,17 @@ def test_an_interrupt_exits_with_3_only_if_a_state_is_saved(tmp_path: Path) -> N
     (tmp_path / "state" / "step_00000003").mkdir(parents=True)
     assert interrupted(tmp_path).exit_code == 3
     check_message(str(interrupted(tmp_path)), "run.resume=true")
+
+
+def test_a_stopped_rank_that_has_saved_answers_says_so(tmp_path: Path) -> None:
+    supervisor = Supervisor(tmp_path)
+    assert supervisor.stopped(str(tmp_path)).exit_code == 1
+    failures = (describe(interrupted(tmp_path), 0), describe(AnswersStopped(tmp_path / "kept"), 1))
+    for rank, failure in enumerate(failures):
+        (tmp_path / f"rank_{rank}.json").write_text(json.dumps(asdict(failure)))
+    stopped = supervisor.stopped(str(tmp_path))
+    assert stopped.exit_code == 3
+    check_message(str(stopped), "same command continues", f"{tmp_path}/kept")
 
 
 @pytest.mark.slow

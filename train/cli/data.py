@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
@@ -29,6 +30,8 @@ from train.console.log import configure_logging
 from train.launch import cluster_env
 from train.launch.launcher import check_devices
 
+logger = logging.getLogger(__name__)
+
 
 class Action(StrEnum):
     check = "check"
@@ -40,10 +43,12 @@ LIMIT = "; data.num_examples=N selects a part of the data"
 ONE_PROCESS = {"launch.": "; ranks are for action=regenerate", "regenerate.": "; it is for action=regenerate"}
 UNUSED = {  # keys without effect on an action, and the remedy
     Action.check: ONE_PROCESS,
-    Action.convert: ONE_PROCESS | {"limit": LIMIT, "shown": "; remove it"},
+    Action.convert: ONE_PROCESS | {"limit": LIMIT, "shown": "; remove it", "own": "; remove it"},
     Action.regenerate: dict.fromkeys(launch_keys("gpus", "ranks", "device", "threads"), "; remove it")
-    | {"limit": LIMIT, "shown": "; remove it"},
+    | {"limit": LIMIT, "shown": "; remove it", "own": "; remove it"},
 }
+NUM_OWN = 64  # examples of which own answers are measured by default
+MAX_OWN_BYTES = 10**9  # of the weights of a target that is loaded for it by default
 WITH_SERVER = dict.fromkeys(
     ("regenerate.draft", "regenerate.policy", "launch.", "target.dtype", "target.attention", "target.revision"),
     "with regenerate.server, which decodes; remove it",
@@ -65,6 +70,8 @@ class DataCommand:
         out: the page (`check`; default `runs/data/NAME.html`) or the rows (`.jsonl`).
         limit: number of examples to check, 0: all; of a stream the first ones.
         shown: number of examples on the page.
+        own: number of examples of which the share of tokens that are the target's own choice is measured, with the target's
+            weights; null: 64 if the target is a local folder of at most 1 GB, else 0.
         debug: detailed log.
     """
 
@@ -73,6 +80,7 @@ class DataCommand:
     out: str = ""
     limit: NonNegativeInt = 1000
     shown: NonNegativeInt = 24
+    own: NonNegativeInt | None = None
     debug: bool = False
     data: DataConfig = field(default_factory=lambda: DataConfig(sources={}))
     target: TargetConfig = field(default_factory=TargetConfig)
@@ -96,6 +104,7 @@ def run(config: DataCommand) -> int:
     refuse_unused(
         task_overrides(), {key: f"with action={config.action}{remedy}" for key, remedy in UNUSED[config.action].items()}
     )
+    refuse_unused(task_overrides(), {"data.answers": "in sage-data; action=regenerate writes the target's answers"})
     if config.action is Action.regenerate:
         refuse_unused(task_overrides(), WITH_SERVER if config.regenerate.server else WITHOUT_SERVER)
     check(config)
@@ -113,10 +122,23 @@ def run(config: DataCommand) -> int:
         print(f"{count} conversations: {out}")
         return EXIT_DONE
     statistics, dataset = cli.check_data(config.data, processor, str(config.split), config.limit)
+    if count := _num_own(config):
+        target, _ = _load_models(config)
+        statistics.own = cli.measure_own_answers(dataset, target, str(config.split), count)
     cli.write_report(out, config.data, statistics, dataset, str(config.split), config.shown)
     print(statistics.as_text())
     print(f"page: {out}")
+    if statistics.own is not None and statistics.own.is_foreign:
+        logger.warning("%s", statistics.own.warning("sage-train ... data.answers=target"))
     return EXIT_DONE
+
+
+def _num_own(config: DataCommand) -> int:
+    """Returns the number of examples of which own answers are measured."""
+    if config.own is not None:
+        return config.own
+    files = list(Path(config.target.path).expanduser().glob("*.safetensors"))
+    return NUM_OWN if files and sum(file.stat().st_size for file in files) <= MAX_OWN_BYTES else 0
 
 
 def check(config: DataCommand) -> None:

@@ -23,7 +23,9 @@ from train.report.compare import run_command
 from train.validation.selection import Checkpoint, find_checkpoint, settle
 
 COMPARE = "--compare"
-UNUSED = dict.fromkeys(launch_keys("device", "threads"), "in sage-validate, which measures in one process; remove it")
+UNUSED = dict.fromkeys(launch_keys("device", "threads"), "in sage-validate, which measures in one process; remove it") | {
+    "data.answers": "in sage-validate, which reads prompts alone; remove it",
+}
 
 
 def main() -> None:
@@ -85,6 +87,7 @@ def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> None:
     from sage.io.dtypes import torch_dtype
     from sage.io.progress import progress_callback
     from train.launch.ranks import pick_device
+    from train.report.verdict import verdict_lines
     from train.validation.prompts import PromptSet
     from train.validation.validate import ReportInfo, build_policies, validate
 
@@ -93,6 +96,7 @@ def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> None:
         step=(draft_step(checkpoint.draft) or 0) if checkpoint.run else 0,
         draft_name=str(checkpoint.draft),
         check=None if config.out else checkpoint.draft.absolute().name,
+        run=checkpoint.run,
     )
     check_writable(info.folder / REPORT)
     if not sys.stderr.isatty():
@@ -110,7 +114,7 @@ def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> None:
     prompt_set, progress = PromptSet(target, config.decode, held_out), progress_callback("measuring")
     report = validate(config.decode, target, draft, prompt_set, info, policies=policies, progress=progress)
     assert report is not None
-    print(format_table(report))
+    print("\n".join([format_table(report), "", *verdict_lines(report)]))
     print(f"report: {Path(report['path']) / REPORT_PAGE}")
 
 

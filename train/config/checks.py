@@ -7,13 +7,15 @@ dotted key, value, allowed values, remedy. Does not own: the settings of a run t
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
 from checkpoints.run_folder import CONFIG, LOCK, is_run
-from data_prep.config import check_paths
+from data_prep.config import Answers, check_paths
 from data_prep.config import validate as check_data_fields
+from data_prep.server.address import check_server
 from data_prep.sources import KINDS as SOURCE_KINDS
 from data_prep.splits import Split
 from sage.drafts.location import find_draft
@@ -155,6 +157,10 @@ def _check_data(config: Config) -> None:
         if "path" in SOURCE_KINDS[source.kind].options and not source.path:
             raise ConfigError(f"data.path: missing; data source {label} ({source.kind}) needs data.path=FILE_OR_FOLDER")
     check_paths(config.data)
+    if config.data.answers is Answers.target:
+        check_server(config.regenerate, os.environ)
+        if config.regenerate.draft:
+            find_draft(config.regenerate.draft, "regenerate.draft")
 
 
 def _check_train(config: Config) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
@@ -54,6 +56,30 @@ def with_resume(arguments: Sequence[str]) -> list[str]:
             raise ConfigError("--resume: missing folder; give --resume RUN")
         found += [f"run.dir={folder}", "run.resume=true"]
     return found
+
+
+def own_answers_command(arguments: Sequence[str], run_dir: str) -> str:
+    """Returns `changed_command` that trains on the target's own answers."""
+    return changed_command(arguments, run_dir, "data.answers=target", "own")
+
+
+def changed_command(arguments: Sequence[str], run_dir: str, change: str, suffix: str) -> str:
+    """Returns the command of a run with one setting changed and a folder of its own.
+
+    Args:
+        arguments: `sys.argv` of the run. Those of a sweep, a resumed run or another program are not repeated.
+        run_dir: folder of the run; `-suffix` is appended to it.
+        change: `key=value`.
+    """
+    changed = f"{change} run.dir={shlex.quote(run_dir.rstrip('/') + f'-{suffix}')}"
+    program, *words = arguments or [""]
+    is_known = Path(program).name == "sage-train" or program.endswith("train/cli/train.py")
+    options = {word.partition("=")[0] for word in words if word.startswith("-")}
+    if not is_known or options - {"--debug"} or "run.resume=true" in words:
+        return f"sage-train ... {changed}"
+    replaced = ("run.dir", "run.name", key_of(change))
+    kept = (shlex.quote(word) for word in words if key_of(word) not in replaced)
+    return " ".join(["sage-train", *kept, changed])
 
 
 def task_overrides() -> list[str]:

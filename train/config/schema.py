@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from omegaconf import MISSING
 
-from data_prep.config import DataConfig
+from data_prep.config import DataConfig, RegenerateConfig
 from sage.bench.settings import MeasuredTokens, MeasurementSettings
 from sage.decoding.settings import AnswerSettings
 from sage.io.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range
@@ -342,6 +342,7 @@ class Config:
     target: TargetConfig = field(default_factory=TargetConfig)
     draft: DraftConfig = field(default_factory=DraftConfig)
     data: DataConfig = field(default_factory=lambda: DataConfig(sources={}))
+    regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
     deepspeed: DeepspeedConfig = field(default_factory=DeepspeedConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)

@@ -36,11 +36,13 @@ from train.config.run_length import repetition_line, total_steps
 from train.config.schema import Config
 from train.config.sharding import validation_line
 from train.distill.build import build_student
+from train.distill.own_answers import OwnAnswers
 from train.distill.staging import Staging
 from train.distill.student import Student
 from train.distill.teacher import Teacher
 from train.engine.engine import Engine
 from train.engine.sharded_teacher import ShardedTarget, load_sharded
+from train.job.answers import training_data
 from train.job.loop import TrainingRun
 from train.launch import cluster_env
 from train.launch.ranks import Ranks
@@ -123,6 +125,7 @@ def building(
             ),
             profile=profile,
             stop=stop,
+            own_answers=OwnAnswers(target, list(config.data.sources), steps, state.step),
         )
 
 
@@ -151,8 +154,9 @@ def build_inputs(config: Config, ranks: Ranks) -> RunInputs:
     check_rows(config.data)
     target, sharded = build_target(config, ranks)
     assert target.processor is not None
-    dataset = build_dataset(config.data, target.processor, "train")
-    if (long := long_examples(config.data, dataset)) is not None:
+    data = training_data(config, target, sharded, ranks)
+    dataset = build_dataset(data, target.processor, "train")
+    if (long := long_examples(data, dataset)) is not None:
         logger.log(logging.WARNING if long.num_long else logging.INFO, "%s", long.line())
     student = build_student(config, target, dataset, ranks)
     loader = StepLoader(

@@ -58,6 +58,7 @@ def _summarize(run: TrainingRun, is_done: bool) -> str:
     """The table of the last validation and the paths of report and draft."""
     from checkpoints.export.serving import serving_line
     from sage.bench.report_table import format_table
+    from train.report.verdict import verdict_lines
 
     folder = run.config.run.dir
     if not is_done:
@@ -66,4 +67,4 @@ def _summarize(run: TrainingRun, is_done: bool) -> str:
     assert run.report is not None
     serving = serving_line(run.engine.draft, run.teacher.target.model.config)
     paths = f"report: {run.report['path']}/report.md\ndraft: {folder}/draft: {serving}"
-    return f"{format_table(run.report)}\n{paths}"
+    return "\n".join([format_table(run.report), "", *verdict_lines(run.report), paths])

@@ -114,7 +114,7 @@ def spawn(config: Config, work: RankWork, num_ranks: int) -> int:
             codes = elastic_launch(settings, _run_spawned_rank)(config, work, folder)
         except (ChildFailedError, SignalException) as error:
             if supervisor.is_stop_requested:
-                raise interrupted(config.run.dir) from error
+                raise supervisor.stopped(config.run.dir) from error
             raise supervisor.root_cause() from error
     return max(codes.values())
 

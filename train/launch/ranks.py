@@ -48,6 +48,13 @@ class Ranks:
         """Waits for all ranks with a gloo reduction, during which GPUs stay idle."""
         dist.all_reduce(torch.zeros(1), group=self.group)
 
+    def wait_for_all(self) -> None:
+        """Waits for all ranks without the time limit of other collective operations, while ranks work for hours apart."""
+        if self.world_size > 1:
+            group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
+            dist.all_reduce(torch.zeros(1), group=group)
+            dist.destroy_process_group(group)
+
     def gather(self, item: Any) -> list[Any]:
         """Returns every rank's picklable `item`, in rank order, on every rank."""
         found: list[Any] = [None] * self.world_size

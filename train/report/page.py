@@ -9,6 +9,7 @@ from sage.bench.report_table import SHARES, decode_shares, interval, margins, me
 from sage.io.tables import markdown_table
 from sage.trees import AUTOREGRESSIVE
 from train.report.plots import Plot
+from train.report.verdict import best_policy, verdict_markdown
 
 Report = Mapping[str, Any]
 NUM_SINGLE_DEPTHS = 6  # deeper levels share a row
@@ -34,6 +35,7 @@ def render_page(report: Report, plots: Sequence[Plot] = ()) -> str:
     parts = [
         f"# Validation of `{report['draft']}` on {report['target']}",
         headline(report),
+        verdict_markdown(report),
         _policies(report),
         _losslessness(report),
         *[f"![{plot.caption}]({plot.file})\n\n*{plot.caption}*" for plot in plots],
@@ -61,12 +63,6 @@ def headline(report: Report) -> str:
         f"with {part['tokens_per_target_pass']:.2f} tokens per target pass. "
         f"{f'All {total}' if match == total else f'{match} of {total}'} outputs are identical to {reference}."
     )
-
-
-def best_policy(report: Report) -> str | None:
-    """Returns the speculative policy with the highest decoding speedup; None if there is none."""
-    names = [name for name in report["policies"] if name != AUTOREGRESSIVE]
-    return max(names, key=lambda name: report["policies"][name]["speedup"], default=None)
 
 
 def _policies(report: Report) -> str:

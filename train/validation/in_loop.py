@@ -133,7 +133,7 @@ class InLoopValidation:
                 self.target,
                 draft,
                 shard.prompts,
-                ReportInfo(run_dir=self._run_dir, step=self.state.step, draft_name=str(folder)),
+                ReportInfo(run_dir=self._run_dir, step=self.state.step, draft_name=str(folder), run=self._run_dir),
                 policies=copy.deepcopy(self.policies),
                 progress=partial(shard.check_stop, self.stop),
                 merge=shard.merge,

@@ -34,6 +34,7 @@ from sage.trees import policy as new_policy
 from train.config.schema import DecodeConfig
 from train.report.page import render_page
 from train.report.plots import write_plots
+from train.report.verdict import add_verdict
 from train.report.warnings import low_acceptance_warning
 from train.validation.prompts import PromptSet
 
@@ -52,12 +53,14 @@ class ReportInfo:
         step: optimizer steps that the draft was trained for.
         draft_name: default: `run_dir`.
         check: name of the draft's folder, for a later check; None: the run's own measurement.
+        run: the run that trained the draft, whose records explain its verdict; None: not known.
     """
 
     run_dir: str | Path
     step: int
     draft_name: str | None = None
     check: str | None = None
+    run: Path | None = None
 
     @property
     def folder(self) -> Path:
@@ -113,6 +116,7 @@ def validate(
             replay=replays(target, draft, measured.prompts, sampling, all_policies(decode.options)) if decode.replay else {},
             command=this_command(),
         )
+    add_verdict(report, info.draft_name or str(info.run_dir), info.run, info.step)
     report["versions"] = versions((*PACKAGES, "deepspeed"))
     folder = info.folder
     write(report, folder)
