@@ -9,10 +9,10 @@ import logging
 import sys
 from collections.abc import Mapping
 
-import train
+from sage import training
 
 
-class PrintProgress(train.Callback):
+class PrintProgress(training.Callback):
     """Prints one line per log step."""
 
     def on_log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -21,7 +21,7 @@ class PrintProgress(train.Callback):
 
 def main(folder: str = "runs/from_python", steps: str = "60") -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    config = train.compose(
+    config = training.compose(
         "target=pocket_qwen2_5_vl",
         "draft=eagle",
         "data=pocket",
@@ -36,7 +36,7 @@ def main(folder: str = "runs/from_python", steps: str = "60") -> None:
         "decode.max_new_tokens=32",
         f"run.dir={folder}",
     )
-    report = train.run(config, callbacks=[PrintProgress()])
+    report = training.run(config, callbacks=[PrintProgress()])
     for name, figures in report["policies"].items():
         identical = f"{figures['match']}/{figures['total']}"
         print(f"{name}: {figures['tokens_per_target_pass']:.2f} tokens per target pass, {identical} texts identical")

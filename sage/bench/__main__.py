@@ -138,5 +138,10 @@ def _write(report: dict[str, Any], out: str | None) -> None:
         print(f"written: {out}")
 
 
-if __name__ == "__main__":
+def console() -> None:
+    """Entry point of the console script."""
     sys.exit(run(main))
+
+
+if __name__ == "__main__":
+    console()

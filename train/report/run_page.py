@@ -1,6 +1,6 @@
 """`report.md` and `curves.png` of a run: training curves, and the estimated beside the measured tokens per target pass.
 
-Everything is read from the run folder; `python -m train.report RUN` draws it again.
+Everything is read from the run folder; `sage-report RUN` draws it again.
 """
 
 from __future__ import annotations
