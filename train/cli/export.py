@@ -22,6 +22,7 @@ from checkpoints.export.formats.registry import FORMATS, flavoured, imported_dra
 from sage.commands import cli
 from sage.drafts.location import DRAFT_HELP
 from sage.io.dtypes import torch_dtype
+from sage.io.tables import counted
 
 if TYPE_CHECKING:
     from checkpoints.export.validator.validator import CheckResult
@@ -185,7 +186,7 @@ def _result_as_text(result: CheckResult) -> str:
     lines += [f"warning: {finding}" for finding in result.warnings]
     lines += [f"note: {note}" for note in result.notes]
     format_ = result.format.label if result.format else "unknown format"
-    verdict = f"{len(result.errors)} errors: do not serve this" if result.errors else "valid"
+    verdict = f"{counted(len(result.errors), 'error')}: do not serve this" if result.errors else "valid"
     return "\n".join([*lines, f"{result.folder}: {format_}; {verdict}"])
 
 

@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 import sage
 from checkpoints.export.serving import serving_line
 from checkpoints.files import remove_leftovers
-from checkpoints.run_folder import is_run, locked_run, next_config, state_folder
+from checkpoints.run_folder import is_run, locked_run, next_config, read_reports, state_folder
 from checkpoints.store import StateStore, saving
 from data_prep.batching.loader import StepLoader
 from data_prep.build import build_dataset, check_rows, long_examples
@@ -41,16 +41,18 @@ from train.distill.teacher import Teacher
 from train.engine.engine import Engine
 from train.engine.sharded_teacher import ShardedTarget, load_sharded
 from train.job.loop import TrainingRun
+from train.job.schedule import RunSchedule
 from train.launch import cluster_env
 from train.launch.ranks import Ranks
 from train.launch.signals import StopFlag
 from train.monitor.acceptance_estimate import chain_depth
 from train.monitor.metrics import TrainingMetrics
 from train.monitor.profiler import ProfileWindow
-from train.monitor.progress import open_display
+from train.monitor.progress import Display, open_display
 from train.monitor.sinks import Tracker, open_tracker
 from train.state.provenance import write_provenance
 from train.state.resume import TrainState, check_same_data, fingerprint_data, load_state, seed_everything
+from train.state.space import check_space
 from train.validation.decode_ranks import DecodeShard, all_ranks_decode, shard_prompts
 from train.validation.in_loop import InLoopValidation
 from train.validation.prompts import PromptSet
@@ -85,13 +87,21 @@ def building(
         if ranks.is_main:
             stack.enter_context(locked_run(Path(config.run.dir)))
             check_run_folder(config.run)  # again: another process may have trained there since
+            trained = sum(weight.numel() for weight in inputs.student.draft.parameters() if weight.requires_grad)
+            saved = sum(weight.numel() for weight in inputs.student.draft.state_dict().values())
+            saved_bytes = saved * torch_dtype(config.train.precision).itemsize
+            check_space(Path(config.run.dir), config.train, steps, trained, saved_bytes)
         engine = Engine(inputs.student, config, ranks, loader.accumulation)
         # After an error the engine is closed only with one rank, since closing could wait for ranks that have exited.
         stack.push(lambda error, *_: engine.close() if error is None or ranks.world_size == 1 else None)
         state = restore(config, store, engine, ranks, loader.dataset)
         loader.start_step = state.step
-        tracker = stack.enter_context(closing(open_run_folder(config, ranks, target, loader.dataset.fingerprint, state)))
-        display = stack.enter_context(closing(open_display(steps, state.step, config.train.log_interval_s, ranks.is_main)))
+        finished = is_finished(config, ranks, steps, state)
+        tracker, display = Tracker(), Display()
+        if not finished:
+            tracker = stack.enter_context(closing(open_run_folder(config, ranks, target, loader.dataset.fingerprint, state)))
+            opened = open_display(steps, state.step, config.train.log_interval_s, ranks.is_main)
+            display = stack.enter_context(closing(opened))
         profile = stack.enter_context(closing(ProfileWindow(config.run.dir, config.train.profile, ranks.rank)))
         yield TrainingRun(
             config=config,
@@ -117,9 +127,11 @@ def building(
                 shard=inputs.shard,
                 policies=inputs.policies,
                 validate=validate or measure_draft,
+                display=display,
             ),
             profile=profile,
             stop=stop,
+            is_finished=finished,
         )
 
 
@@ -185,6 +197,15 @@ def restore(config: Config, store: StateStore, engine: Engine, ranks: Ranks, dat
     check_same_data(config, state.data, fingerprints)
     state.data = fingerprints
     return state
+
+
+def is_finished(config: Config, ranks: Ranks, steps: int, state: TrainState) -> bool:
+    """Whether a resumed run has neither a step left nor, with the decoding settings of its last launch, a validation."""
+    if not config.run.resume or not RunSchedule(config.train, steps).is_over(state, is_stopping=False):
+        return False
+    folder = Path(config.run.dir)
+    has_report = ranks.is_main and state.step in dict(read_reports(folder))
+    return bool(ranks.broadcast(has_report and not any(change.key.startswith("decode.") for change in changes(config))))
 
 
 def build_target(config: Config, ranks: Ranks) -> tuple[sage.Target, ShardedTarget | None]:

@@ -49,6 +49,7 @@ class TrainingRun:
 
     Attributes:
         validate: validates the draft; updates the best score in `state`.
+        is_finished: whether a resumed run has nothing left to do.
         stop: set by a signal on this rank; `is_stopping` is the same on every rank.
         callbacks: on rank 0; empty on the others.
         figures: learning rate and gradient norm of the last step.
@@ -71,6 +72,7 @@ class TrainingRun:
     validate: Callable[[], ValidationOutcome]
     profile: ProfileWindow
     stop: StopFlag = field(default_factory=StopFlag)
+    is_finished: bool = False
     callbacks: Sequence[Callback] = ()
     is_stopping: bool = field(default=False, init=False)
     figures: dict[str, float] = field(default_factory=dict, init=False)
