@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import base64
 import io
+import re
+from collections.abc import Container
 from html import escape
 from typing import Any
 
@@ -14,9 +16,10 @@ import numpy as np
 
 from data_prep.chat import Example
 from data_prep.conversation import Conversation, media_parts
-from data_prep.tools.stats import HEAD, MEASURES, Statistics
+from data_prep.tools.stats import HEAD, MEASURES, NO_FAMILY, Statistics, format_number
 from sage.inputs.media import open_image, open_video_part
 from sage.inputs.processing import Processor
+from sage.io.tables import counted
 
 THUMBNAIL_SIDE = 224  # pixels
 NUM_FRAMES = 4  # shown per video
@@ -37,6 +40,8 @@ td:first-child, th:first-child { text-align: left; white-space: nowrap; } th { c
 .chart b { font-weight: 600; font-size: 13px; } .chart svg { width: 100%; height: 130px; display: block; }
 .chart rect { fill: var(--bar); } .chart text { fill: var(--soft); font-size: 11px; }
 .wide { overflow-x: auto; }
+@media (max-width: 600px) { .wide table { font-size: 12px; } .wide td, .wide th { padding: 3px 7px 3px 0; }
+  .wide td:first-child { white-space: normal; } }
 .tables { display: flex; flex-wrap: wrap; gap: 0 56px; }
 .example { margin: 0 0 16px; } .head { display: flex; flex-wrap: wrap; gap: 4px 16px; color: var(--soft); font-size: 13px; }
 .head b { color: var(--ink); } .media { display: flex; flex-wrap: wrap; gap: 8px; margin: 10px 0; }
@@ -54,7 +59,8 @@ td:first-child, th:first-child { text-align: left; white-space: nowrap; } th { c
 
 def render_html(title: str, statistics: Statistics, shown: list[tuple[Conversation, Example]], processor: Processor) -> str:
     """Returns the report as HTML, with the examples `shown`."""
-    charts = "".join(_histogram(label, statistics.values[name]) for name, label in MEASURES.items())
+    varying = {name: label for name, label in MEASURES.items() if len(set(statistics.values[name])) > 1}
+    charts = "".join(_histogram(label, statistics.values[name]) for name, label in varying.items())
     examples = "".join(_example(conversation, example, processor) for conversation, example in shown)
     legend = (
         '<p class="legend">The draft learns to predict the <span class="y">supervised</span> tokens; the others are '
@@ -66,10 +72,22 @@ def render_html(title: str, statistics: Statistics, shown: list[tuple[Conversati
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head><body>'
         f"<h1>{escape(title)}</h1><p>{statistics.headline}, "
         f"{sum(statistics.skipped.values())} invalid items skipped{long}</p>"
-        f'<h2>Distributions</h2><div class="charts">{charts}</div>'
+        f"<h2>Distributions</h2>{_constants(statistics, varying)}"
+        f'<div class="charts">{charts}</div>'
         f"<h2>Numbers</h2>{_numbers(statistics)}{_counts(statistics)}"
         f"<h2>Examples</h2>{legend}{examples}</body></html>\n"
     )
+
+
+def _constants(statistics: Statistics, varying: Container[str]) -> str:
+    """Returns the measures with the same value in every example, as a sentence."""
+    same = [f"{label} {format_number(statistics.values[name][0])}" for name, label in MEASURES.items() if name not in varying]
+    return f"<p>Equal in all examples: {escape(', '.join(same))}.</p>" if same else ""
+
+
+def without_folders(text: str) -> str:
+    """Returns a text with the folders of absolute paths left out: `/home/me/rows.json` -> `rows.json`."""
+    return re.sub(r"(?<![\w.~/])~?/(?:[^\s/'\"()]+/)+(?=[^\s/])", "", text)
 
 
 def _numbers(statistics: Statistics) -> str:
@@ -81,8 +99,9 @@ def _numbers(statistics: Statistics) -> str:
 def _counts(statistics: Statistics) -> str:
     tables, by_reason = "", ("Skipped, by reason", statistics.skipped)
     for title, counts in (("Sources", statistics.sources), ("Families", statistics.families), by_reason):
-        if counts:
-            rows = "".join(f"<tr><td>{escape(name)}</td><td>{count}</td></tr>" for name, count in counts.most_common())
+        if set(counts) - {NO_FAMILY}:
+            shown = ((escape(without_folders(name)), count) for name, count in counts.most_common())
+            rows = "".join(f"<tr><td>{name}</td><td>{count}</td></tr>" for name, count in shown)
             tables += f"<div><h2>{title}</h2><table>{rows}</table></div>"
     return f'<div class="tables">{tables}</div>'
 
@@ -102,7 +121,7 @@ def _histogram(label: str, values: list[float]) -> str:
     return (
         f'<div class="chart"><b>{escape(label)}</b><svg viewBox="0 0 320 130" role="img" aria-label="{escape(label)}">'
         f'{bars}<text x="0" y="124">{low:.3g}</text><text x="320" y="124" text-anchor="end">{high:.3g}</text>'
-        f'<text x="320" y="10" text-anchor="end">up to {most} examples</text></svg></div>'
+        f'<text x="320" y="10" text-anchor="end">highest bar: {counted(most, "example")}</text></svg></div>'
     )
 
 
@@ -112,12 +131,13 @@ def _example(conversation: Conversation, example: Example, processor: Processor)
         "tokens": len(visual),
         "visual": int(visual.sum()),
         "supervised": int(example["loss_mask"].sum()),
-        "source": conversation.source,
-        "family": conversation.family or "-",
+        "source": without_folders(conversation.source),
     }
+    if conversation.family:
+        facts["family"] = conversation.family
     head = "".join(f"<span>{name} {escape(str(value))}</span>" for name, value in facts.items())
     return (
-        f'<div class="example"><div class="head"><b>{escape(conversation.id)}</b>{head}</div>'
+        f'<div class="example"><div class="head"><b>{escape(without_folders(conversation.id))}</b>{head}</div>'
         f'<div class="media">{_media(conversation)}</div>'
         f'<div class="tokens">{_tokens(example, visual.tolist(), processor)}</div></div>'
     )

@@ -11,7 +11,7 @@ from support.data_helpers import assistant, make_image, make_processor, user
 from data_prep.chat import build_example
 from data_prep.conversation import Conversation
 from data_prep.dataset.mixing import sample
-from data_prep.tools.html_report import render_html
+from data_prep.tools.html_report import render_html, without_folders
 from data_prep.tools.stats import measure
 
 
@@ -60,7 +60,17 @@ def test_report_marks_supervised_tokens() -> None:
     assert "&lt;id&gt;" in html
     assert "&lt;why&gt;" in html
     assert "http" not in html.replace("viewport", "")
-    assert html.count("<svg") == 6
+    assert html.count("<svg") == 0 and "supervised tokens per example 9," in html  # one example: every measure is constant
+    assert "family" not in html and "Families" not in html
+    other = build_example(Conversation("b", [user("Hi?"), assistant("Yes."), user("No"), assistant("ab")]), processor)
+    both = measure([(conversation, example), (conversation, other)], 2, processor)
+    html = render_html("title", both, [], processor)
+    assert html.count("<svg") == 6 and "highest bar: 1 example<" in html
+
+
+def test_folders_of_absolute_paths_are_left_out() -> None:
+    text = "/home/me/rows.json: no image (item 3 of '/data/x.png') a/b 1/2 https://a.b/c"
+    assert without_folders(text) == "rows.json: no image (item 3 of 'x.png') a/b 1/2 https://a.b/c"
 
 
 def test_report_shows_the_segment_of_a_video() -> None:

@@ -251,6 +251,12 @@ def test_a_sweep_scores_its_runs_and_compares_them_with_failed_jobs(
     assert failures(jobs[:2]) is None  # stopped by a signal
 
 
+def test_a_sweep_into_the_folder_of_a_run_is_refused(runs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train.config.hydra_app.is_sweep", lambda: True)
+    with refused(f"run.dir={runs[0]}", "already holds a run", "give another", error=ConfigError):
+        compose("config", [f"run.dir={runs[0]}"], Config)
+
+
 def test_a_single_job_is_not_compared(runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     SweepComparison().compare([Job(number=0, name="a", dir=str(runs[0]))])
     assert capsys.readouterr().out == "" and not (tmp_path / "compare.md").exists()

@@ -267,9 +267,9 @@ def run_name(target: str, draft: str, path: str | None, data: str, objective: st
     parts = [target, draft, Path(path).name.split(".")[0] if path else data]
     if objective not in ("", draft):
         parts.append(objective)
-    return "-".join(_plain(part)[:LONGEST_PART] for part in parts)
+    return "-".join(plain_name(part)[:LONGEST_PART] for part in parts)
 
 
-def _plain(part: str) -> str:
+def plain_name(part: str) -> str:
     """Replaces characters that a shell or Hydra would interpret."""
     return re.sub(r"[^\w.]+", "_", part).strip("_.") or "data"

@@ -80,7 +80,7 @@ def draw_acceptance(report: Report) -> Figure | None:
     )
     axes = made.subplots()
     for place, (name, levels) in enumerate(curves.items()):
-        offset = style.dodged(place, len(curves), 0.5)
+        offset = style.dodged(place, len(curves), 0.4)
         _acceptance(axes, levels, offset, style.policy_color(name, report["policies"]), name)
     axes.set_xlabel("draft position")
     axes.set_ylim(0, 1.04)

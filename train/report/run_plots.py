@@ -22,7 +22,7 @@ NAMES = {  # of metrics in legends
     "acceptance": "acceptance probability",
 }
 HEIGHT_IN = 7.4
-DODGED = 0.05  # share of the steps over which the dots of one validation are spread
+DODGED = 0.07  # share of the steps over which the dots of one validation are spread
 LOG_SCALE_RATIO = 50.0  # curves that span a larger factor have a logarithmic axis
 PANELS = (("tokens_per_target_pass", "tokens per target pass"), ("speedup", "speedup, decoding only"))  # of a comparison
 MAX_ROWS = 40
@@ -99,7 +99,8 @@ def _rate_and_speed(axes: Axes, lines: Lines) -> None:
 def _title(axes: Axes, text: str, has_legend: bool = False) -> None:
     axes.set_title(text, fontsize=10, loc="left")
     if has_legend:
-        axes.legend(loc="best", handlelength=1.2, fontsize=8.5)
+        looks: dict[str, Any] = {"frameon": True, "facecolor": "white", "edgecolor": "none", "framealpha": 0.8}
+        axes.legend(loc="best", handlelength=1.2, fontsize=8.5, **looks)
 
 
 # -- comparison ------------------------------------------------------------------------------------------------------------

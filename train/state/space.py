@@ -13,12 +13,15 @@ NUM_DRAFTS = 3  # draft/, draft_best/, and the one that replaces either
 
 
 def num_states(train: TrainConfig, steps: int) -> int:
-    """Returns the highest number of states that a run of so many steps has on disk, with the one that is being written."""
+    """Returns the highest number of states that a run of so many steps has on disk, with the one that is being written.
+
+    The last state is written twice if the last validation has the best score.
+    """
     saves = steps // train.save_every + bool(steps % train.save_every) if train.save_every else 1
     kept = train.keep_last + 1  # and that of the best draft
     if train.keep_every and train.save_every:
         kept += sum(step % train.keep_every == 0 for step in range(train.save_every, steps + 1, train.save_every))
-    return min(saves, kept + 1)
+    return min(saves, kept) + 1
 
 
 def check_space(run: Path, train: TrainConfig, steps: int, num_trained: int, draft_bytes: int) -> None:
