@@ -36,7 +36,7 @@ def test_a_name_of_the_configuration_is_a_target(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pocket_qwen3_vl").mkdir()
     assert path_of_target("pocket_qwen3_vl") == "pocket_qwen3_vl"
-    with refused("pocket_qwen3_vl", "config.json"):
+    with refused("pocket_qwen3_vl", "no config.json there"):
         sage.load_target("pocket_qwen3_vl")
 
 

@@ -6,12 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from support.messages import exit_code, refused
+from support.messages import exit_code
 
 from train.cli.train import main
-from train.config.checks import check_path
 from train.config.hydra_app import compose
-from train.config.schema import Config, ConfigError, Precision, ValidateConfig
+from train.config.schema import Config, Precision, ValidateConfig
 from train.config.target_path import target_dtype, target_name, with_choice
 from train.validation.selection import Checkpoint, settle
 
@@ -41,11 +40,6 @@ def test_the_default_precision_is_bf16(tmp_path: Path, content: str | None) -> N
     assert target_dtype(str(tmp_path)) is Precision.bf16
     assert target_dtype("Qwen/Qwen2.5-VL-7B-Instruct") is Precision.bf16
     assert target_name("Qwen/Qwen2.5-VL-7B-Instruct") == "Qwen2.5-VL-7B-Instruct"
-
-
-def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    with refused(f"target.path={tmp_path}", "no config.json there", error=ConfigError):
-        check_path("target.path", str(tmp_path))
 
 
 @pytest.mark.slow

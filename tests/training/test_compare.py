@@ -154,7 +154,7 @@ def test_the_most_decisive_settings_are_in_the_table_and_the_others_on_the_page(
         run.config |= {f"data.sources.pocket.families.option_{place}": number for place in range(40)}
         run.config |= {"draft.kind": f"kind {number}", "decode.num_prompts": number}
         run.prompts = [f"prompt {place}" for place in range(16 + number)]
-    shown = compare(pair, tmp_path, 240)
+    shown = compare(pair, tmp_path, 999)
     assert shown.splitlines()[0].split()[-8:-5] == ["draft.kind", "optim.lr", "decode.num_prompts"]
     assert "35 more setting(s) differ" in shown
     assert "warning: the runs were measured on different prompts (17, 16)" in shown
@@ -244,7 +244,7 @@ def test_a_sweep_scores_its_runs_and_compares_them_with_failed_jobs(
     ending.compare(jobs)
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].startswith("b *") and lines[-1] == f"comparison: {tmp_path / 'compare.md'}"
-    assert lines[4].endswith("exit 2: no supervised token") and lines[5].startswith("d ") and lines[5].endswith("exit 1: boom")
+    assert "exit 2: no supervised token" in lines[4] and lines[5].startswith("d ") and "exit 1: boom" in lines[5]
     assert failures(jobs) == ("3 of 5 jobs failed: c (exit 2: no supervised token); d (exit 1: boom); e (exit 2: ?)")
     assert failures(jobs[:2]) is None
     jobs[0].code, jobs[1].code, jobs[1].error = 3, 1, NOTHING_SAVED

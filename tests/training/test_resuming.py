@@ -27,7 +27,6 @@ def started(folder: Path, *overrides: str) -> Path:
     """A run folder with a configuration and nothing else."""
     config = compose("config", [f"target.path={folder}", f"run.dir={folder}/run", *START, *overrides], Config)
     (folder / "run").mkdir()
-    (folder / "config.json").write_text("{}")
     (folder / "run" / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
     return folder / "run"
 

@@ -37,7 +37,6 @@ from train.config.schema import (
     ValidateOn,
 )
 from train.config.store import subschemas
-from train.config.target_path import CONFIG_FILE
 
 # Sizes of a saved draft, which may not be changed.
 SIZES = (
@@ -93,12 +92,10 @@ def check_ranges(config: Any) -> None:
 
 
 def check_path(key: str, path: str) -> None:
-    """Refuses a local path that does not exist or holds no model; `owner/name` may be a hub id."""
+    """Refuses a local path that does not exist; `owner/name` may be a hub id."""
     is_local = path.startswith((".", "/", "~")) or path.count("/") != 1
     if is_local and not Path(path).expanduser().is_dir():
         raise ConfigError(f"{key}={path}: no such folder; give a local folder or a hub id like Qwen/Qwen2.5-VL-7B-Instruct")
-    if is_local and not (Path(path).expanduser() / CONFIG_FILE).is_file():
-        raise ConfigError(f"{key}={path}: no {CONFIG_FILE} there; give the folder of a model, which contains {CONFIG_FILE}")
 
 
 def check_decode(decode: DecodeConfig) -> None:
