@@ -60,9 +60,7 @@ def test_report_marks_supervised_tokens() -> None:
     assert "&lt;id&gt;" in html
     assert "&lt;why&gt;" in html
     assert "http" not in html.replace("viewport", "")
-    assert (
-        html.count("<svg") == 0 and "Equal in all examples: tokens per example" in html
-    )  # one example: every measure is constant
+    assert html.count("<svg") == 0 and "Equal in all examples: tokens per example" in html
     assert "family" not in html and "Families" not in html
     other = build_example(Conversation("b", [user("Hi?"), assistant("Yes."), user("No"), assistant("ab")]), processor)
     both = measure([(conversation, example), (conversation, other)], 2, processor)
