@@ -62,8 +62,8 @@ def test_report_marks_supervised_tokens() -> None:
     assert "http" not in html.replace("viewport", "")
     assert html.count("<svg") == 0 and "Equal in all examples: tokens per example" in html
     assert "family" not in html and "Families" not in html
-    other = build_example(Conversation("b", [user("Hi?"), assistant("Yes."), user("No"), assistant("ab")]), processor)
-    both = measure([(conversation, example), (conversation, other)], 2, processor)
+    other = Conversation("b", [user("Hi?"), assistant("Yes."), user("No"), assistant("ab")], "one")
+    both = measure([(conversation, example), (other, build_example(other, processor))], 2, processor)
     html = render_html("title", both, [], processor)
     assert html.count("<svg") == 6 and "highest bar: 1 example<" in html
 

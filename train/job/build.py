@@ -85,24 +85,14 @@ def building(
     _log_run(config, ranks, inputs, steps)
     with ExitStack() as stack:
         if ranks.is_main:
-            stack.enter_context(locked_run(Path(config.run.dir)))
-            check_run_folder(config.run)  # again: another process may have trained there since
-            trained = sum(weight.numel() for weight in inputs.student.draft.parameters() if weight.requires_grad)
-            saved = sum(weight.numel() for weight in inputs.student.draft.state_dict().values())
-            saved_bytes = saved * torch_dtype(config.train.precision).itemsize
-            check_space(Path(config.run.dir), config.train, steps, trained, saved_bytes)
+            stack.enter_context(claimed_folder(config, steps, inputs.student))
         engine = Engine(inputs.student, config, ranks, loader.accumulation)
         # After an error the engine is closed only with one rank, since closing could wait for ranks that have exited.
         stack.push(lambda error, *_: engine.close() if error is None or ranks.world_size == 1 else None)
         state = restore(config, store, engine, ranks, loader.dataset)
         loader.start_step = state.step
         finished = is_finished(config, ranks, steps, state)
-        tracker, display = Tracker(), Display()
-        if not finished:
-            tracker = stack.enter_context(closing(open_run_folder(config, ranks, target, loader.dataset.fingerprint, state)))
-            opened = open_display(steps, state.step, config.train.log_interval_s, ranks.is_main)
-            display = stack.enter_context(closing(opened))
-        profile = stack.enter_context(closing(ProfileWindow(config.run.dir, config.train.profile, ranks.rank)))
+        tracker, display, profile = open_outputs(stack, config, ranks, inputs, steps, state, finished)
         yield TrainingRun(
             config=config,
             ranks=ranks,
@@ -199,6 +189,18 @@ def restore(config: Config, store: StateStore, engine: Engine, ranks: Ranks, dat
     return state
 
 
+@contextmanager
+def claimed_folder(config: Config, steps: int, student: Student) -> Iterator[None]:
+    """Locks the run folder, and refuses one that has become a run in the meantime or has no space for the states."""
+    folder, draft = Path(config.run.dir), student.draft
+    with locked_run(folder):
+        check_run_folder(config.run)
+        trained = sum(weight.numel() for weight in draft.parameters() if weight.requires_grad)
+        saved = sum(weight.numel() for weight in draft.state_dict().values())
+        check_space(folder, config.train, steps, trained, saved * torch_dtype(config.train.precision).itemsize)
+        yield
+
+
 def is_finished(config: Config, ranks: Ranks, steps: int, state: TrainState) -> bool:
     """Whether a resumed run has neither a step left nor, with the decoding settings of its last launch, a validation."""
     if not config.run.resume or not RunSchedule(config.train, steps).is_over(state, is_stopping=False):
@@ -261,6 +263,18 @@ def open_run_folder(config: Config, ranks: Ranks, target: sage.Target, data_fing
         write_provenance(folder, ranks, target, data_fingerprint, state.step, {c.key: [c.before, c.now] for c in changed})
     assert isinstance(resolved, dict)
     return open_tracker(config, {str(key): value for key, value in resolved.items()}, state.step)
+
+
+def open_outputs(
+    stack: ExitStack, config: Config, ranks: Ranks, inputs: RunInputs, steps: int, state: TrainState, is_finished: bool
+) -> tuple[Tracker, Display, ProfileWindow]:
+    """Opens what a run reports to until the stack is closed; a finished run writes and shows nothing."""
+    fingerprint, is_shown = inputs.loader.dataset.fingerprint, ranks.is_main and not is_finished
+    tracker = Tracker() if is_finished else open_run_folder(config, ranks, inputs.target, fingerprint, state)
+    stack.enter_context(closing(tracker))
+    display = stack.enter_context(closing(open_display(steps, state.step, config.train.log_interval_s, is_shown)))
+    profile = stack.enter_context(closing(ProfileWindow(config.run.dir, config.train.profile, ranks.rank)))
+    return tracker, display, profile
 
 
 def set_threads(config: Config, ranks: Ranks) -> None:

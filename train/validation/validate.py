@@ -93,7 +93,6 @@ def validate(
     """Measures a draft and writes `report.json`, `report.md` and plots to `info.folder`.
 
     An interrupted measurement is reported in `info.partial_folder` with a section `partial`: the prompts that were measured.
-
     Restores weights, training mode and random state of the caller's models.
 
     Args:
