@@ -12,12 +12,12 @@ import shutil
 import sys
 from collections.abc import Mapping
 
-import train
+from sage import training
 
 FOLDER = "runs/from_python"
 
 
-class PrintProgress(train.Callback):
+class PrintProgress(training.Callback):
     """Prints one line per log step."""
 
     def on_log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -28,7 +28,7 @@ def main(folder: str = FOLDER, steps: str = "60") -> None:
     if folder == FOLDER:
         shutil.rmtree(folder, ignore_errors=True)  # of the last time; train.run refuses an existing run
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    config = train.compose(
+    config = training.compose(
         "target=pocket_qwen2_5_vl",
         "draft=eagle",
         "data=pocket",
@@ -43,7 +43,7 @@ def main(folder: str = FOLDER, steps: str = "60") -> None:
         "decode.max_new_tokens=32",
         f"run.dir={folder}",
     )
-    report = train.run(config, callbacks=[PrintProgress()])
+    report = training.run(config, callbacks=[PrintProgress()])
     for name, figures in report["policies"].items():
         identical = f"{figures['match']}/{figures['total']}"
         print(f"{name}: {figures['tokens_per_target_pass']:.2f} tokens per target pass, {identical} texts identical")

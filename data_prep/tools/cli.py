@@ -107,11 +107,10 @@ def measure_own_answers(dataset: Data, target: Any, split: str, count: int) -> O
     return measure_own(target, ((conversation.source, example) for conversation, example in found))
 
 
-def write_report(out: Path, config: DataConfig, statistics: Statistics, dataset: Data, split: str, num_shown: int) -> None:
+def write_report(out: Path, title: str, statistics: Statistics, dataset: Data, split: str, num_shown: int) -> None:
     """Writes the HTML report `out` with `num_shown` examples of a split, and `statistics.as_json()` beside it."""
     conversations, _ = _conversations(dataset, split, num_shown, seed=1)
     shown = list(_examples(dataset, conversations)) if num_shown else []
-    title = f"{config.name} for {dataset.processor.family.model_type}"
     for path, text in (
         (out, render_html(title, statistics, shown, dataset.processor)),
         (out.with_suffix(".json"), json.dumps(statistics.as_json(), indent=2) + "\n"),

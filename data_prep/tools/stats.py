@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from data_prep.dataset.lengths import LongExamples
 from data_prep.own_answers import OwnShare
 from sage.inputs.media import open_image, open_video_part
 from sage.inputs.processing import Processor
-from sage.io.tables import text_table
+from sage.io.tables import counted, text_table
 
 MEASURES = {
     "tokens": "tokens per example",
@@ -150,15 +151,24 @@ def format_number(value: float) -> str:
 def render_html(title: str, statistics: Statistics, shown: list[tuple[Conversation, Example]], processor: Processor) -> str:
     """Returns the report as HTML (template: report.html), with the examples `shown`."""
     pages = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
+    pages.filters["without_folders"] = without_folders
+    varying = [name for name in MEASURES if len(set(statistics.values[name])) > 1]
+    same = [f"{label} {format_number(statistics.values[name][0])}" for name, label in MEASURES.items() if name not in varying]
     counts = {"Sources": statistics.sources, "Families": statistics.families, "Skipped, by reason": statistics.skipped}
     return pages.get_template("report.html").render(
         title=title,
         statistics=statistics,
         head=HEAD,
-        charts=[_histogram(label, statistics.values[name]) for name, label in MEASURES.items()],
-        counts={name: count for name, count in counts.items() if count},
+        constants=same,
+        charts=[_histogram(MEASURES[name], statistics.values[name]) for name in varying],
+        counts={name: count for name, count in counts.items() if set(count) - {NO_FAMILY}},
         examples=[_example(conversation, example, processor) for conversation, example in shown],
     )
+
+
+def without_folders(text: str) -> str:
+    """Returns a text with the folders of absolute paths left out: `/home/me/rows.json` -> `rows.json`."""
+    return re.sub(r"(?<![\w.~/])~?/(?:[^\s/'\"()]+/)+(?=[^\s/])", "", text)
 
 
 def _histogram(label: str, values: list[float]) -> dict[str, Any]:
@@ -170,7 +180,7 @@ def _histogram(label: str, values: list[float]) -> dict[str, Any]:
     counts, _ = np.histogram(values, bins=bins, range=edges)
     width, most = 320 / bins, max(1, int(counts.max()))
     bars = [(i * width + 0.5, 110 - 95 * n / most, width - 1, 95 * n / most) for i, n in enumerate(counts.tolist())]
-    return {"label": label, "bars": bars, "low": low, "high": high, "most": most}
+    return {"label": label, "bars": bars, "low": low, "high": high, "most": counted(most, "example")}
 
 
 def _example(conversation: Conversation, example: Example, processor: Processor) -> dict[str, Any]:
@@ -179,8 +189,8 @@ def _example(conversation: Conversation, example: Example, processor: Processor)
         "tokens": len(visual),
         "visual": int(visual.sum()),
         "supervised": int(example["loss_mask"].sum()),
-        "source": conversation.source,
-        "family": conversation.family or NO_FAMILY,
+        "source": without_folders(conversation.source),
+        **({"family": conversation.family} if conversation.family else {}),
     }
     tokens = _tokens(example, visual.tolist(), processor)
     return {"id": conversation.id, "facts": facts, "media": list(_media(conversation)), "tokens": list(tokens)}

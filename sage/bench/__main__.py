@@ -32,5 +32,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         commands.compare(args, shlex.join(["python", "-m", "sage.bench", *arguments]))
 
 
-if __name__ == "__main__":
+def console() -> None:
+    """Entry point of the console script."""
     sys.exit(run(main))
+
+
+if __name__ == "__main__":
+    console()

@@ -1,4 +1,4 @@
-"""The work of `python -m sage.bench` and of its subcommand `costs`, after the command line is checked."""
+"""The work of `sage-bench` and of its subcommand `costs`, after the command line is checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of `python -m sage.bench`, their checks, and the notation of a policy with its options. Imports no torch."""
+"""Options of `sage-bench`, their checks, and the notation of a policy with its options. Imports no torch."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ DEFAULT_POLICIES = "chain,static,sage,cost_aware"
 EXAMPLES = """\
 several configurations of one policy side by side, on the captions of a file of prompts:
   sage-data action=convert data=pocket split=validation data.num_examples=400 out=prompts.jsonl
-  python -m sage.bench --draft runs/demo_pocket_qwen2_5_vl \\
+  sage-bench --draft runs/demo_pocket_qwen2_5_vl \\
       --prompts prompts.jsonl --family caption --num-prompts 16 \\
       --policies chain,cost_aware --policy sage:max_width=2,min_width=1 --policy deep=sage:max_depth=12,max_width=2 \\
       --baselines hf_generate,hf_prompt_lookup --out bench.json
-  python -m train.report bench.json        # the same as a page with plots
+  sage-report bench.json        # the same as a page with plots
 
-costs of passes, measured with random weights: python -m sage.bench costs --help
-policies and their options: python -m sage.bench policies
+costs of passes, measured with random weights: sage-bench costs --help
+policies and their options: sage-bench policies
 """
 
 
@@ -163,7 +163,7 @@ def counts(text: str) -> list[int]:
 def compare_parser() -> argparse.ArgumentParser:
     """Returns the parser of the comparison."""
     text = "Compares decoding policies and Hugging Face decoders, interleaved in one process."
-    parser = new_parser("python -m sage.bench", description=text, epilog=EXAMPLES)
+    parser = new_parser("sage-bench", description=text, epilog=EXAMPLES)
     add_model_options(parser)
     _variant_options(parser)
     _prompt_options(parser)
@@ -179,7 +179,7 @@ def compare_parser() -> argparse.ArgumentParser:
         help="a new policy for every run, as in a new process; with cost_aware:fresh_costs=true, times include measuring costs",
     )
     parser.add_argument("--replay", action="store_true", help="also replay every policy on the same recorded drafts")
-    parser.add_argument("--out", metavar="FILE", help="write the report as JSON, for `python -m train.report FILE`")
+    parser.add_argument("--out", metavar="FILE", help="write the report as JSON, for `sage-report FILE`")
     return parser
 
 
@@ -195,7 +195,7 @@ def _variant_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="[LABEL=]NAME:KEY=VALUE,..",
-        help="a policy with options, see `python -m sage.bench policies`; repeat to compare several configurations",
+        help="a policy with options, see `sage-bench policies`; repeat to compare several configurations",
     )
     group.add_argument(
         "--baselines",
@@ -223,7 +223,7 @@ def _prompt_options(parser: argparse.ArgumentParser) -> None:
 def costs_parser() -> argparse.ArgumentParser:
     """Returns the parser of `costs`."""
     text = "Measures verification c_t(nodes, context) and draft levels c_d(width, context) on random weights."
-    parser = new_parser("python -m sage.bench costs", description=text)
+    parser = new_parser("sage-bench costs", description=text)
     parser.add_argument("--shape", required=True, metavar="NAME", help=f"one of {', '.join(shapes())}")
     parser.add_argument("--nodes", default=",".join(map(str, NODES)), metavar="N,N")
     parser.add_argument("--widths", default=",".join(map(str, WIDTHS)), metavar="N,N")

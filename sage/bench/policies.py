@@ -1,4 +1,4 @@
-"""The table of policies in the documentation, generated from their classes: `python -m sage.bench policies --write FILE`."""
+"""The table of policies in the documentation, generated from their classes: `sage-bench policies --write FILE`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ START, END = "<!-- policies: written by `make docs` -->", "<!-- end of policies 
 
 def run(arguments: Sequence[str]) -> None:
     """Prints the table, or writes it to a file between `START` and `END`."""
-    parser = new_parser("python -m sage.bench policies", description=__doc__)
+    parser = new_parser("sage-bench policies", description=__doc__)
     parser.add_argument("--write", metavar="FILE", type=Path, help="replace the table in FILE")
     file = parser.parse_args(arguments).write
     if file is None:

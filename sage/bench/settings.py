@@ -1,4 +1,4 @@
-"""Settings of measurements, for the options of `python -m sage.bench` and the keys `decode.*`. Imports no torch."""
+"""Settings of measurements, for the options of `sage-bench` and the keys `decode.*`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class MeasurementSettings(DraftedAnswerSettings):
 
 @dataclass(kw_only=True)
 class CostSettings:
-    """Numbers of `python -m sage.bench costs`.
+    """Numbers of `sage-bench costs`.
 
     Attributes:
         layers: layers to build; without it, all that fit, at most 2 on a CPU.

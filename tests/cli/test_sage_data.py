@@ -70,8 +70,9 @@ def test_check_counts_skipped_items(tmp_path: Path) -> None:
         found, dataset = cli.check_data(config, processor, "train", 0)
         assert (found.total, found.num_measured) == (1, 1)
         assert sorted(found.skipped.values()) == [1, 1]
-    cli.write_report(tmp_path / "page.html", config, found, dataset, "train", 5)
-    assert "mine for qwen2_5_vl" in (tmp_path / "page.html").read_text()
+    cli.write_report(tmp_path / "page.html", "mine.jsonl for tiny", found, dataset, "train", 5)
+    assert "<h1>mine.jsonl for tiny</h1>" in (tmp_path / "page.html").read_text()
+    assert str(tmp_path) not in (tmp_path / "page.html").read_text()
     assert json.loads((tmp_path / "page.json").read_text())["measured"] == 1
 
 
@@ -119,7 +120,7 @@ def test_check_measures_the_beginning_of_a_stream(streamed: DataConfig, tmp_path
     assert (found.total, found.num_measured) == (None, 5)
     assert dict(found.sources) == {str(tmp_path / "long.parquet"): 3, str(tmp_path / "short.parquet"): 2}
     assert "a stream, its first 5 examples measured" in found.as_text()
-    cli.write_report(tmp_path / "page.html", streamed, found, dataset, "train", 3)
+    cli.write_report(tmp_path / "page.html", "s", found, dataset, "train", 3)
     assert (tmp_path / "page.html").read_text().count('<div class="example">') == 3
     found, _ = cli.check_data(streamed, processor, "train", 0)  # all of it, once
     assert found.num_measured == 13

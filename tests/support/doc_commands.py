@@ -30,6 +30,7 @@ import sage
 from checkpoints.export.formats.registry import FORMATS
 from sage.io.files import config_dir
 from sage.planning.options import defaults
+from sage.training.scripts import FUNCTIONS
 from train.cli.data import DataCommand
 from train.config.checks import check
 from train.config.help import help_text
@@ -38,7 +39,9 @@ from train.config.schema import Config, ValidateConfig
 from train.config.store import group_choices, register
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-ENTRY_POINTS: dict[str, str] = {name: entry.partition(":")[0] for name, entry in PROJECT["scripts"].items()}
+ENTRY_POINTS: dict[str, str] = {  # modules that are the commands when they are run
+    name: FUNCTIONS.get(name, entry).partition(":")[0] for name, entry in PROJECT["scripts"].items()
+}
 COMPOSED = {
     "sage-train": ("config", Config),
     "sage-validate": ("validate", ValidateConfig),

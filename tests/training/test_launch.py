@@ -229,6 +229,13 @@ def test_the_root_cause_is_a_kill_or_the_first_primary_failure(tmp_path: Path) -
     assert str(supervisor.root_cause()) == "disk full"
 
 
+def test_what_a_command_waits_for_is_said_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("train.launch.launcher.is_locked", lambda folder: folder == tmp_path)
+    assert launch_work(compose("config", [f"run.dir={tmp_path}"], Config), lambda _: int("waiting" not in caplog.text)) == 0
+
+
 def test_an_interrupt_exits_with_3_only_if_a_state_is_saved(tmp_path: Path) -> None:
     assert (interrupted(tmp_path).exit_code, str(interrupted(tmp_path))) == (1, NOTHING_SAVED)
     (tmp_path / "state" / "step_00000003").mkdir(parents=True)
@@ -267,6 +274,8 @@ def test_a_command_interrupted_before_it_saved_exits_with_1_and_ends_a_sweep(
     monkeypatch.setattr("sys.argv", ["sage-train", "-m", "seed=1,2", f"run.dir={tmp_path}/sweep"])
     assert run_app("config", Config, lambda config: started.append(config.seed) or 3, lambda: True) == 3
     assert started == [1]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "job 1 of 2: seed=1" and lines[-1].startswith("stopped, 2 jobs left;") and "failed" not in str(lines)
     assert run_command(lambda: signal.default_int_handler(2, None)) == 1
 
 

@@ -22,7 +22,7 @@ from sage.drafts.location import find_draft
 from sage.io.files import check_writable
 from sage.io.ranges import NonNegativeInt
 from train.config.checks import check_path, check_ranges
-from train.config.hydra_app import run_app
+from train.config.hydra_app import plain_name, run_app
 from train.config.overrides import launch_keys, refuse_unused, task_overrides
 from train.config.schema import ConfigError, DataConfig, LaunchConfig, TargetConfig
 from train.console.errors import NOTHING_SAVED
@@ -67,7 +67,8 @@ class DataCommand:
         action: `check` prepares examples, computes statistics and writes a page; `convert` writes `messages` rows;
             `regenerate` replaces the answers by those of the target.
         split: the part of the data.
-        out: the page (`check`; default `runs/data/NAME.html`) or the rows (`.jsonl`).
+        out: the page (`check`; default `runs/data/DATA-TARGET.html`, named after the
+            file of `data.path`) or the rows (`.jsonl`).
         limit: number of examples to check, 0: all; of a stream the first ones.
         shown: number of examples on the page.
         own: number of examples of which the share of tokens that are the target's own choice is measured, with the target's
@@ -109,7 +110,8 @@ def run(config: DataCommand) -> int:
         refuse_unused(task_overrides(), WITH_SERVER if config.regenerate.server else WITHOUT_SERVER)
     check(config)
     configure_logging(config.debug, is_main=cluster_env.is_main_rank())
-    out = Path(config.out or f"runs/data/{config.data.name}-{config.target.name}.html")
+    data_name = Path(config.data.path).name or config.data.name
+    out = Path(config.out or f"runs/data/{plain_name(data_name.split('.')[0])}-{plain_name(config.target.name)}.html")
     check_writable(out)
     if config.action is Action.regenerate:
         return _regenerate_on_ranks(config)
@@ -125,7 +127,7 @@ def run(config: DataCommand) -> int:
     if count := _num_own(config):
         target, _ = _load_models(config)
         statistics.own = cli.measure_own_answers(dataset, target, str(config.split), count)
-    cli.write_report(out, config.data, statistics, dataset, str(config.split), config.shown)
+    cli.write_report(out, f"{data_name} for {config.target.name}", statistics, dataset, str(config.split), config.shown)
     print(statistics.as_text())
     print(f"page: {out}")
     if statistics.own is not None and statistics.own.is_foreign:

@@ -22,6 +22,7 @@ from checkpoints.export.formats.registry import FORMATS, check_format, flavoured
 from sage.commands import cli
 from sage.drafts.location import DRAFT_HELP, find_draft
 from sage.io.dtypes import torch_dtype
+from sage.io.tables import counted
 from sage.io.target_paths import path_of_target
 
 if TYPE_CHECKING:
@@ -208,8 +209,7 @@ def _result_as_text(result: CheckResult) -> str:
     lines += [f"warning: {finding}" for finding in result.warnings]
     lines += [f"note: {note}" for note in result.notes]
     format_ = result.format.label if result.format else "unknown format"
-    number = len(result.errors)
-    verdict = f"{number} error{'s' if number > 1 else ''}: do not serve this" if number else "valid"
+    verdict = f"{counted(len(result.errors), 'error')}: do not serve this" if result.errors else "valid"
     return "\n".join([*lines, f"{result.folder}: {format_}; {verdict}"])
 
 

@@ -55,6 +55,7 @@ class TrainingRun:
 
     Attributes:
         validate: validates the draft; updates the best score in `state`.
+        is_finished: whether a resumed run has nothing left to do.
         stop: set by a signal on this rank; `is_stopping` is the same on every rank.
         own_answers: measures the answers of the data in the first steps; None: not measured.
         callbacks: on rank 0; empty on the others.
@@ -79,6 +80,7 @@ class TrainingRun:
     profile: ProfileWindow
     stop: StopFlag = field(default_factory=StopFlag)
     own_answers: OwnAnswers | None = None
+    is_finished: bool = False
     callbacks: Sequence[Callback] = ()
     is_stopping: bool = field(default=False, init=False)
     figures: dict[str, float] = field(default_factory=dict, init=False)

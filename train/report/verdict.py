@@ -107,10 +107,10 @@ def judge(facts: Facts) -> Verdict | None:
     return Verdict(result, sentence, cause.name if cause else "", cause.sentence if cause else "", command)
 
 
-def add_verdict(report: dict[str, Any], draft: str, run: Path | None, step: int) -> None:
-    """Adds the verdict to the content of a report.json, from what the run has recorded up to `step`."""
+def add_verdict(report: dict[str, Any], draft: str, run: Path | None, step: int | None) -> None:
+    """Adds the verdict to the content of a report.json, from what the run has recorded up to `step`; None: not known."""
     facts = Facts(report=report, draft=draft)
-    if run is not None:
+    if run is not None and step is not None:
         path = run / PROVENANCE
         recorded = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         facts = Facts(
