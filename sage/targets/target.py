@@ -8,7 +8,7 @@ Shapes: B batch, T tokens, S keys, D hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from sage.inputs.processing import Messages, Processor
 from sage.runtime.attention import AttentionRecorder, select_backends, tile_mask, use_tree_attention
 from sage.runtime.cache import TreeCache
 from sage.runtime.pass_modes import PassMode
+from sage.runtime.prompt_linear import fast_prompts
 from sage.targets.families import family_of
 from sage.targets.family import Prompt
 from sage.targets.placement import connect, is_multi_device, layer_devices
@@ -168,7 +169,8 @@ class Target:
         """
         placed = self.family.with_positions(self.model, inputs)
         moved = {k: v.to(self.device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in placed.items()}
-        return self.family.embed(self.model, moved, past)
+        with self._fast_prompts():
+            return self.family.embed(self.model, moved, past)
 
     @torch.no_grad()
     def features(self, prompt: Prompt, levels: Sequence[int] = ()) -> Features:
@@ -189,7 +191,8 @@ class Target:
             wants_attention: also return `Features.attention`.
         """
         recorder = AttentionRecorder(prompt.visual_mask[0]) if wants_attention else None
-        features = self.read(prompt, cache, levels, recorder)
+        with self._fast_prompts():
+            features = self.read(prompt, cache, levels, recorder)
         return replace(features, attention=recorder.mean()) if recorder else features
 
     def read(
@@ -201,6 +204,9 @@ class Target:
         given = self.family.text_inputs(prompt)
         with use_tree_attention(self.text_model):
             return self.run(prompt.embeds, prompt.position_ids, mask, cache, levels, recorder, given)
+
+    def _fast_prompts(self) -> AbstractContextManager[None]:
+        return fast_prompts(self.model, self.passes is PassMode.compiled)
 
     def _tile(self, visible: Tensor) -> Tensor:
         return tile_mask(visible, self.group, self.dtype)
