@@ -63,8 +63,8 @@ def kernel() -> ctypes.CDLL | None:
                     _build(path)
         found = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # compiled passes find its function by name
     except (OSError, subprocess.CalledProcessError) as error:
-        reason = error.stderr.strip().splitlines()[0] if isinstance(error, subprocess.CalledProcessError) else error
-        warn_once(f"passes: the kernel of linear layers cannot be built ({reason}); torch's is used")
+        reason = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
+        warn_once(f"passes: the kernel of linear layers cannot be built ({' '.join(reason.split())[:300]}); torch's is used")
         return None
     mark_used(path)
     return found

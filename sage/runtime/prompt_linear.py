@@ -1,15 +1,16 @@
-"""Linear layers of prompts and images, which are read by eager passes: oneDNN's kernel or torch's default, the faster one.
+"""Linear layers of prompts and images, which are read by eager passes: the fastest kernel for each shape of a layer.
 
-In float32 torch uses MKL on x86, which is half as fast as oneDNN on some processors. Both use the weights in place. The choice
-is measured once per processor and shape of a layer, and is kept on disk. Does not own: linear layers of compiled passes
-(sage.runtime.linear_layers).
+In float32 torch uses MKL on x86, which is half as fast as oneDNN on some processors, and `joint_linear` is the fastest for few
+rows. All use the weights in place. The choice is measured once per processor and shape of a layer, for few and for many rows,
+and is kept on disk. Does not own: linear layers of compiled passes (sage.runtime.linear_layers).
+
+Shapes: M rows, K inputs, N outputs of a layer.
 """
 
 from __future__ import annotations
 
-import statistics
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -18,32 +19,47 @@ from torch import Tensor, nn
 
 from sage.io.files import json_digest, read_json, write_json
 from sage.io.machine import environment, processor_name
+from sage.runtime.joint_linear import DTYPES, joint_linear, kernel, kernel_digest
 from sage.runtime.linear_layers import MIN_BYTES
 from sage.runtime.package_folder import passes_folder, writable_path
 from sage.runtime.timing import TimedCall, interleaved_s, preparation
 
-ROWS, REPEATS = (32, 128), 9
+FEW_ROWS = 64  # up to which the choice for few rows counts
+TIMED_ROWS = (32, 128)  # for few and for many
+REPEATS = 9
 CPU = torch.device("cpu")
-_LAYERS: weakref.WeakKeyDictionary[nn.Module, list[nn.Linear]] = weakref.WeakKeyDictionary()  # without those of other kernels
-_CHOICES: dict[Hashable, set[tuple[int, ...]]] = {}  # of this process
+Forward = Callable[[nn.Linear, Tensor], Tensor]
 
 
 def onednn_linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    """Returns `layer(x)`, computed by oneDNN in float32; x: [.., K]."""
+    """Returns `layer(x)`, computed by oneDNN; x: [.., K]."""
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, layer.weight, layer.bias, "none", [], "")
     return out
 
 
+def few_rows_linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    """Returns `layer(x)`, computed by `joint_linear`; x: [.., K]."""
+    out = joint_linear(x.contiguous(), [layer.weight], torch.get_num_threads())
+    return out if layer.bias is None else out + layer.bias
+
+
+KERNELS: dict[str, Forward] = {"torch": nn.Linear.forward, "onednn": onednn_linear, "joint_linear": few_rows_linear}
+Choice = list[str]  # names of the kernels for few and for many rows
+_LAYERS: weakref.WeakKeyDictionary[nn.Module, list[nn.Linear]] = weakref.WeakKeyDictionary()  # layers of a model
+_CHOICES: dict[Hashable, list[Choice]] = {}  # of this process
+
+
 @contextmanager
 def fast_prompts(model: nn.Module, is_enabled: bool) -> Iterator[None]:
-    """Runs the linear layers of `model` with the faster kernel inside the block; without gradients.
+    """Runs the linear layers of `model` with the fastest kernels inside the block; without gradients.
 
     Args:
-        is_enabled: False for torch's default, the reference.
+        is_enabled: False for torch's kernels, the reference.
     """
-    layers = _layers(model) if is_enabled and not torch.is_grad_enabled() else []
+    choices = _choices(model) if is_enabled and not torch.is_grad_enabled() else {}
+    layers = [layer for layer in _LAYERS[model] if layer.weight.shape in choices] if choices else []
     for layer in layers:
-        layer.__dict__["forward"] = partial(onednn_linear, layer)
+        layer.__dict__["forward"] = partial(_forward, layer, *choices[layer.weight.shape])
     try:
         yield
     finally:
@@ -51,48 +67,61 @@ def fast_prompts(model: nn.Module, is_enabled: bool) -> Iterator[None]:
             layer.__dict__.pop("forward", None)
 
 
-def _layers(model: nn.Module) -> Sequence[nn.Linear]:
-    """Returns the layers for which oneDNN is faster than torch's default."""
+def _forward(layer: nn.Linear, few: Forward, many: Forward, x: Tensor) -> Tensor:
+    return (few if x.numel() <= FEW_ROWS * x.shape[-1] else many)(layer, x)
+
+
+def _choices(model: nn.Module) -> dict[Hashable, list[Forward]]:
+    """Returns the kernels for few and for many rows by shape of a weight; none where torch's are the fastest."""
     if model not in _LAYERS:
         _LAYERS[model] = [layer for layer in model.modules() if type(layer) is nn.Linear]
-    found = _LAYERS[model]
-    one_per_shape = {layer.weight.shape: layer for layer in found}
-    is_usable = all(layer.weight.dtype == torch.float32 and layer.weight.device == CPU for layer in one_per_shape.values())
-    if not is_usable or sum(layer.weight.nbytes for layer in found) < MIN_BYTES:
-        return []
-    faster = shapes_of_onednn(list(one_per_shape.values()))
-    return [layer for layer in found if layer.weight.shape in faster]
+    layers = _LAYERS[model]
+    by_shape = {layer.weight.shape: layer for layer in layers}
+    weights = [layer.weight for layer in by_shape.values()]
+    if len({weight.dtype for weight in weights}) != 1 or weights[0].dtype not in DTYPES:
+        return {}
+    if any(weight.device != CPU for weight in weights) or sum(layer.weight.nbytes for layer in layers) < MIN_BYTES:
+        return {}
+    found = zip(by_shape, fastest(list(by_shape.values())), strict=True)
+    return {shape: [KERNELS[name] for name in names] for shape, names in found if set(names) != {"torch"}}
 
 
-def shapes_of_onednn(layers: Sequence[nn.Linear]) -> set[tuple[int, ...]]:
-    """Returns the shapes [N, K] of weights for which oneDNN is faster: from disk, or measured now with one layer per shape."""
-    shapes = [tuple(layer.weight.shape) for layer in layers]
-    key = (tuple(shapes), torch.get_num_threads())
+def fastest(layers: Sequence[nn.Linear]) -> list[Choice]:
+    """Returns the choice for layers of different shapes and one dtype: from disk, or measured now."""
+    shapes, dtype = tuple(tuple(layer.weight.shape) for layer in layers), str(layers[0].weight.dtype)
+    key = (shapes, dtype, torch.get_num_threads())
     if key not in _CHOICES:
-        path = passes_folder() / f"prompts-{json_digest([shapes, environment(CPU, __name__), processor_name(CPU)])}.json"
+        facts = [shapes, dtype, _has_kernel() and kernel_digest(), environment(CPU, __name__), processor_name(CPU)]
+        path = passes_folder() / f"prompts-{json_digest(facts)}.json"
         try:
-            _CHOICES[key] = {tuple(shape) for shape in read_json(path)["onednn"]}
+            _CHOICES[key] = list(read_json(path)["kernels"])
         except (ValueError, KeyError):
-            _CHOICES[key] = measured_shapes(layers)
-            write_json(writable_path(path), {"onednn": sorted(_CHOICES[key])})
+            _CHOICES[key] = measured(layers)
+            write_json(writable_path(path), {"shapes": shapes, "kernels": _CHOICES[key]})
     return _CHOICES[key]
+
+
+def _has_kernel() -> bool:
+    """Whether `joint_linear` can be built; without a compiler passes are eager, and a warning says so."""
+    try:
+        return kernel() is not None
+    except RuntimeError:
+        return False
 
 
 @preparation()
 @torch.no_grad()
-def measured_shapes(layers: Sequence[nn.Linear]) -> set[tuple[int, ...]]:
-    """Returns the shapes of those layers that oneDNN runs in less time, in sum over `ROWS` (medians)."""
-    if not torch.backends.mkldnn.is_available():
-        return set()
-    found = set()
-    for layer in layers:
-        ours = theirs = 0.0
-        for rows in ROWS:
-            x = torch.zeros(rows, layer.in_features)
-            calls = [TimedCall(partial(onednn_linear, layer, x)), TimedCall(partial(nn.Linear.forward, layer, x))]
-            times = interleaved_s(calls, REPEATS, CPU)
-            ours += statistics.median(times[0])
-            theirs += statistics.median(times[1])
-        if ours < theirs:
-            found.add(tuple(layer.weight.shape))
-    return found
+def measured(layers: Sequence[nn.Linear]) -> list[Choice]:
+    """Times every available kernel for each layer; returns the names of those with the fastest runs."""
+    names = [
+        "torch",
+        *(["onednn"] if torch.backends.mkldnn.is_available() else []),
+        *(["joint_linear"] if _has_kernel() else []),
+    ]
+
+    def choice(layer: nn.Linear, rows: int) -> str:
+        x = torch.zeros(rows, layer.in_features, dtype=layer.weight.dtype)
+        times = interleaved_s([TimedCall(partial(KERNELS[name], layer, x)) for name in names], REPEATS, CPU)
+        return min(zip(map(min, times), names, strict=True))[1]
+
+    return [[choice(layer, rows) for rows in TIMED_ROWS] for layer in layers]

@@ -153,11 +153,10 @@ def test_small_weights_are_not_part_of_the_code(
 
 
 def test_no_compiler(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/nowhere/g++",))
     monkeypatch.setattr(linear_layers, "MIN_BYTES", 0)
     monkeypatch.setattr(linear_layers, "kernel", joint_linear.kernel.__wrapped__)
     target = make_qwen(**LAYERS)
-    with warnings.catch_warnings(record=True) as caught:
+    with torch._inductor.config.patch({"cpp.cxx": ("/nowhere/g++",)}), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = answer(target, None, PassMode.compiled, "autoregressive")
     messages = [str(one.message) for one in caught if str(one.message).startswith("passes:")]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sage.runtime import joint_linear as kernels
 from sage.runtime import linear_layers, prompt_linear
-from sage.runtime.joint_linear import JOINT_LINEAR, joint_linear
+from sage.runtime.joint_linear import DTYPES, JOINT_LINEAR, joint_linear
 
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8}  # of a sum, relative to the sum of the magnitudes of its terms
 
@@ -84,42 +84,49 @@ def test_a_kernel_that_cannot_be_built(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 class TestPrompts:
     @pytest.fixture(autouse=True)
-    def measured(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
-        """Counts measurements, which find oneDNN faster for layers with 8 inputs."""
+    def measurements(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
+        """Counts measurements, which find other kernels than torch's faster for layers with 8 inputs."""
         calls: list[Any] = []
 
-        def faster(layers: Any) -> set[tuple[int, ...]]:
+        def measured(layers: Any) -> list[list[str]]:
             calls.append(layers)
-            return {tuple(layer.weight.shape) for layer in layers if layer.in_features == 8}
+            return [["joint_linear", "onednn"] if layer.in_features == 8 else ["torch"] * 2 for layer in layers]
 
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         monkeypatch.setattr(prompt_linear, "MIN_BYTES", 0)
-        monkeypatch.setattr(prompt_linear, "measured_shapes", faster)
+        monkeypatch.setattr(prompt_linear, "measured", measured)
         monkeypatch.setattr(prompt_linear, "_CHOICES", {})
         return calls
 
-    def test_the_faster_kernel_inside_the_block(self, measured: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        block, x = Block(), torch.randn(3, 8)
+    def test_the_fastest_kernels_inside_the_block(self, measurements: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        block = Block()
+        used: list[str] = []
+        for name, run in list(prompt_linear.KERNELS.items()):
+            monkeypatch.setitem(prompt_linear.KERNELS, name, lambda *args, name=name, run=run: used.append(name) or run(*args))
         with torch.no_grad():
-            expected = block(x)
-            for _ in range(2):
+            for rows, expected in ((64, "joint_linear"), (65, "onednn")):
+                x = torch.randn(rows, 8)
                 with prompt_linear.fast_prompts(block, True):
-                    assert "forward" in vars(block.key) and "forward" not in vars(block.out)
-                    torch.testing.assert_close(block(x), expected)
-                assert "forward" not in vars(block.key)
+                    found = block(x)
+                torch.testing.assert_close(found, block(x))
+                assert used == [expected] * 4 and not any("forward" in vars(layer) for layer in block.modules())
+                used.clear()
                 monkeypatch.setattr(prompt_linear, "_CHOICES", {})  # the next block reads the choice from disk
-        assert len(measured) == 1
+        assert len(measurements) == 1
 
-    def test_torch_with_gradients_in_other_dtypes_and_in_other_modes(self) -> None:
+    def test_torch_with_gradients_in_other_dtypes_and_in_other_modes(self, measurements: list[Any]) -> None:
         block = Block()
         with prompt_linear.fast_prompts(block, True):
             assert "forward" not in vars(block.key)
         with torch.no_grad(), prompt_linear.fast_prompts(block, False):
             assert "forward" not in vars(block.key)
-        with torch.no_grad(), prompt_linear.fast_prompts(block.bfloat16(), True):
+        with torch.no_grad(), prompt_linear.fast_prompts(block.double(), True):
             assert "forward" not in vars(block.key)
+        assert not measurements
 
 
-def test_measurement_of_prompts() -> None:
-    layers = [nn.Linear(8, 4), nn.Linear(16, 4)]
-    assert prompt_linear.measured_shapes(layers) <= {(4, 8), (4, 16)}
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_measurement_of_prompts(dtype: torch.dtype) -> None:
+    layers = [nn.Linear(8, 4, dtype=dtype), nn.Linear(16, 4, dtype=dtype)]
+    names = set(prompt_linear.KERNELS)
+    assert [set(choice) <= names and len(choice) for choice in prompt_linear.measured(layers)] == [2, 2]
