@@ -36,9 +36,8 @@ def test_times_calls_and_memory_of_both_modes(tiny_qwen: sage.Target, monkeypatc
     rows = [line.split() for line in text.splitlines() if " nodes " in line]
     modes = [next(word for word in row if word in list(PassMode)) for row in rows]
     assert modes == ["eager", "compiled"] * 3
-    assert all(float(row[-1]) >= 0 and float(row[-2]) >= 0 and int(row[-4]) > 0 for row in rows)
-    assert "peak, MB  kept, MB" in text and "1.5 MB" in text
-    assert len({row[row.index("eager") + 3] for row in rows if "eager" in row}) == 3, "bytes read grow with the nodes"
+    assert all(float(row[-1]) >= 0 and float(row[-2]) >= 0 and int(row[-4]) > 0 and float(row[-6]) > 0 for row in rows)
+    assert "reads, MB" in text and "peak, MB  kept, MB" in text and "1.5 MB" in text
 
 
 def test_levels_of_a_smaller_target(tiny_qwen: sage.Target) -> None:
