@@ -116,9 +116,9 @@ def bytes_read(call: TimedCall, weights: Iterable[Tensor]) -> int:
 
 @torch.inference_mode()
 def read_bandwidth(device: torch.device) -> float:
-    """Returns the bytes per second at which one large tensor is read (fastest of 10 runs)."""
+    """Returns the bytes per second at which one large tensor is read (median of 5 runs)."""
     source = torch.ones(READ_BYTES // 4, device=device)
-    return source.nbytes / min(interleaved_s([TimedCall(source.sum)], 10, device)[0])
+    return source.nbytes / statistics.median(interleaved_s([TimedCall(source.sum)], 5, device)[0])
 
 
 def timed(target: Any, mode: PassMode, make: Callable[[], TimedCall]) -> Timed:
@@ -132,26 +132,26 @@ def timed(target: Any, mode: PassMode, make: Callable[[], TimedCall]) -> Timed:
     return Timed(mode, call, first_s, peak(target.device) - before, allocated(target.device) - before)
 
 
-def rows_of(
-    name: str, target: Any, make: Callable[[], TimedCall], repeats: int, weights: Sequence[Tensor], bandwidth: float
-) -> list[list[str]]:
+def rows_of(name: str, target: Any, make: Callable[[], TimedCall], repeats: int, weights: Sequence[Tensor]) -> list[list[str]]:
     """Times one pass in turns in the modes that the device has, the reference first; returns a row of the table for each.
+
+    The bandwidth is measured just before and after, because on shared machines it changes from minute to minute.
 
     Args:
         weights: of target and draft.
-        bandwidth: `read_bandwidth`.
     """
     modes = (PassMode.eager, PassMode.captured if target.device.type == "cuda" else PassMode.compiled)
     passes = [timed(target, mode, make) for mode in modes]
+    before = read_bandwidth(target.device)
     times = interleaved_s([one.call for one in passes], repeats, target.device)
-    read = bytes_read(passes[0].call, weights)
+    read, bandwidth = bytes_read(passes[0].call, weights), (before + read_bandwidth(target.device)) / 2
     bound_s, rows = read / bandwidth, []
     for one, own in zip(passes, times, strict=True):
         spread = "{:.2f} ({:.2f}-{:.2f})".format(*ratio_spread(own, times[0]))
         operators, calls = num_calls(one.call)
         memory = [f"{max(count, 0) / 1e6:.1f}" for count in (one.peak, one.kept)]
         median_s = statistics.median(own)
-        bound = [f"{read / 1e6:.1f}", f"{1e3 * bound_s:.3f}", f"{median_s / bound_s:.2f}"]
+        bound = [f"{read / 1e6:.1f}", f"{bandwidth / 1e9:.1f}", f"{1e3 * bound_s:.3f}", f"{median_s / bound_s:.2f}"]
         counted = [str(operators), str(calls), f"{one.first_s:.2f}"]
         rows.append([name, str(one.mode), f"{1e3 * median_s:.3f}", spread, *bound, *counted, *memory])
     return rows
@@ -161,7 +161,6 @@ def rows_of(
 def measure(target: Any, draft: Any, nodes: Sequence[int], widths: Sequence[int], context: int, repeats: int) -> str:
     """Measures passes over `nodes` and draft levels of `widths` on top of `context` tokens; returns the text to print."""
     room, rows = max(*nodes, *widths), list[list[str]]()
-    bandwidth = read_bandwidth(target.device)
     weights = [*target.model.parameters(), *(draft.network.parameters() if draft is not None else ())]
 
     def verify(count: int) -> TimedCall:
@@ -172,16 +171,16 @@ def measure(target: Any, draft: Any, nodes: Sequence[int], widths: Sequence[int]
         return draft_level(new_session(draft, target, context + room), target, width, context)
 
     for count in nodes:
-        rows += rows_of(f"target pass, {count} nodes", target, partial(verify, count), repeats, weights, bandwidth)
+        rows += rows_of(f"target pass, {count} nodes", target, partial(verify, count), repeats, weights)
     for width in widths if draft is not None else ():
-        rows += rows_of(f"draft level, {width} nodes", target, partial(level, width), repeats, weights, bandwidth)
-    measured = ("ms", "ratio to eager", "reads, MB", "at bandwidth, ms", "ratio to that")
+        rows += rows_of(f"draft level, {width} nodes", target, partial(level, width), repeats, weights)
+    measured = ("ms", "ratio to eager", "reads, MB", "at GB/s", "takes ms", "ratio to that")
     head = ("", "passes", *measured, "ATen calls", "all calls", "first call, s", "peak, MB", "kept, MB")
     kept_mb = sum(path.stat().st_size for path in passes_folder().glob(f"*{PACKAGE_SUFFIX}")) / 1e6
     lines = [
         f"{target.name}, {target.dtype}, {context} tokens in the cache",
-        text_table(head, rows, "<<>>>>>>>>>>", ruled=False),
-        f"reads: weights, keys and values; memory is read at {bandwidth / 1e9:.1f} GB/s, what fits into caches faster",
+        text_table(head, rows, "<<>>>>>>>>>>>", ruled=False),
+        "reads: weights, keys and values; GB/s: at which memory is read, measured before and after; caches are faster",
         "all calls: of Python and C functions; peak, kept: memory allocated by the first call, without compilers' processes",
         f"compiled passes are kept in {passes_folder()}, {kept_mb:.1f} MB; without it, starts are cold",
         describe_machine(target.device),

@@ -28,7 +28,7 @@ constexpr int VECTOR_BYTES = 16;
 #endif
 constexpr int LANES = VECTOR_BYTES / 4;
 constexpr int64_t STRIP = 24;              // rows of w that all rows of x pass before the next ones are read
-constexpr int AHEAD = 2;                   // blocks of w between the present one and the one that is prefetched
+constexpr int64_t AHEAD_BYTES = 8192;      // of w between what is multiplied and what is prefetched
 constexpr int64_t UNIT = 24;               // a thread's part is a multiple; divisible by most block sizes
 constexpr int64_t MIN_PARALLEL = 1 << 14;  // products; starting threads takes about a microsecond
 constexpr int MAX_WEIGHTS = 16;
@@ -146,13 +146,19 @@ inline void block(const Job<T>& job, int64_t row, const T* w, T* y) {
     for (int m = 0; m < MB; ++m)
 #pragma GCC unroll 8
         for (int n = 0; n < NB; ++n) sums[m][n] = Vec{};
+    // Prefetched is what follows `distance` steps along k later, in the present block of NB rows or in one of the next blocks.
+    constexpr int64_t distance = AHEAD_BYTES / (NB * sizeof(T));
+    const int64_t near = distance / job.depth * NB * job.depth + distance % job.depth;
+    const int64_t far = near + (NB - 1) * job.depth;         // in the block after
+    const int64_t wraps = job.depth - distance % job.depth;  // from this k on
     int64_t k = 0;
     for (; k + Step::SIZE <= job.depth; k += Step::SIZE) {
+        const T* ahead = w + k + (k < wraps ? near : far);
         typename Step::Loaded of_w[NB];
 #pragma GCC unroll 8
         for (int n = 0; n < NB; ++n) {
             of_w[n] = Step::load(w + n * job.depth + k);
-            __builtin_prefetch(w + (AHEAD * NB + n) * job.depth + k);
+            __builtin_prefetch(ahead + n * job.depth);
         }
 #pragma GCC unroll 8
         for (int m = 0; m < MB; ++m) {
