@@ -33,6 +33,7 @@ from sage.costs.measure import draft_level, empty_cache, verify_pass
 from sage.drafts.draft import new_session
 from sage.io.dtypes import torch_dtype
 from sage.io.tables import text_table
+from sage.runtime import linear_layers
 from sage.runtime.package_folder import PACKAGE_SUFFIX, passes_folder
 from sage.runtime.pass_modes import PassMode
 from sage.runtime.timing import TimedCall, interleaved_s
@@ -196,6 +197,9 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=256, help="tokens in the cache; default %(default)s")
     parser.add_argument("--repeats", type=int, default=60, help="timed turns; default %(default)s")
     parser.add_argument("--threads", type=int, metavar="N", help="torch's threads; default: torch's own choice")
+    parser.add_argument(
+        "--torch-kernels", action="store_true", help="linear layers of compiled passes with torch's kernel only"
+    )
     add_dtype_option(parser, "fp32", "dtype of target and draft (default %(default)s)")
     add_device_option(parser, "auto")
     args = parser.parse_args()
@@ -203,6 +207,8 @@ def main() -> int:
         raise ValueError("--context, --repeats: give at least 1")
     if args.threads:
         torch.set_num_threads(args.threads)
+    if args.torch_kernels:
+        linear_layers.MIN_BYTES = sys.maxsize
     path, folder = find_models(args)
     target = sage.load_target(path, dtype=torch_dtype(args.dtype), device=resolve_device(args.device), passes=PassMode.eager)
     draft = None if folder is None else sage.load_draft(folder, target)

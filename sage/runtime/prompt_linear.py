@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -45,8 +46,18 @@ def few_rows_linear(layer: nn.Linear, x: Tensor) -> Tensor:
 
 KERNELS: dict[str, Forward] = {"torch": nn.Linear.forward, "onednn": onednn_linear, "joint_linear": few_rows_linear}
 Choice = list[str]  # names of the kernels for few and for many rows
-_LAYERS: weakref.WeakKeyDictionary[nn.Module, list[nn.Linear]] = weakref.WeakKeyDictionary()  # layers of a model
 _CHOICES: dict[Hashable, list[Choice]] = {}  # of this process
+
+
+@dataclass
+class Layers:
+    """The linear layers of a model that do not run with torch's kernel, and what replaces their `forward`."""
+
+    state: Hashable  # that they were chosen for
+    forwards: list[tuple[nn.Linear, Callable[[Tensor], Tensor]]]
+
+
+_MODELS: weakref.WeakKeyDictionary[nn.Module, Layers] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
@@ -56,34 +67,41 @@ def fast_prompts(model: nn.Module, is_enabled: bool) -> Iterator[None]:
     Args:
         is_enabled: False for torch's kernels, the reference.
     """
-    choices = _choices(model) if is_enabled and not torch.is_grad_enabled() else {}
-    layers = [layer for layer in _LAYERS[model] if layer.weight.shape in choices] if choices else []
-    for layer in layers:
-        layer.__dict__["forward"] = partial(_forward, layer, *choices[layer.weight.shape])
+    forwards = _forwards(model) if is_enabled and not torch.is_grad_enabled() else []
+    for layer, forward in forwards:
+        layer.__dict__["forward"] = forward
     try:
         yield
     finally:
-        for layer in layers:
+        for layer, _ in forwards:
             layer.__dict__.pop("forward", None)
+
+
+def _forwards(model: nn.Module) -> list[tuple[nn.Linear, Callable[[Tensor], Tensor]]]:
+    first = next(model.parameters())
+    state = (first.dtype, first.device, torch.get_num_threads())
+    if model not in _MODELS or _MODELS[model].state != state:
+        _MODELS[model] = Layers(state, _chosen(model))
+    return _MODELS[model].forwards
+
+
+def _chosen(model: nn.Module) -> list[tuple[nn.Linear, Callable[[Tensor], Tensor]]]:
+    layers = [layer for layer in model.modules() if type(layer) is nn.Linear]
+    by_shape = {layer.weight.shape: layer for layer in layers}
+    kinds = {(layer.weight.dtype, layer.weight.device.type) for layer in layers}
+    is_usable = len(kinds) == 1 and kinds <= {(dtype, "cpu") for dtype in DTYPES}
+    if not is_usable or sum(layer.weight.nbytes for layer in layers) < MIN_BYTES:
+        return []
+    names = dict(zip(by_shape, fastest(list(by_shape.values())), strict=True))
+    return [
+        (layer, partial(_forward, layer, *[KERNELS[name] for name in names[layer.weight.shape]]))
+        for layer in layers
+        if set(names[layer.weight.shape]) != {"torch"}
+    ]
 
 
 def _forward(layer: nn.Linear, few: Forward, many: Forward, x: Tensor) -> Tensor:
     return (few if x.numel() <= FEW_ROWS * x.shape[-1] else many)(layer, x)
-
-
-def _choices(model: nn.Module) -> dict[Hashable, list[Forward]]:
-    """Returns the kernels for few and for many rows by shape of a weight; none where torch's are the fastest."""
-    if model not in _LAYERS:
-        _LAYERS[model] = [layer for layer in model.modules() if type(layer) is nn.Linear]
-    layers = _LAYERS[model]
-    by_shape = {layer.weight.shape: layer for layer in layers}
-    weights = [layer.weight for layer in by_shape.values()]
-    if len({weight.dtype for weight in weights}) != 1 or weights[0].dtype not in DTYPES:
-        return {}
-    if any(weight.device != CPU for weight in weights) or sum(layer.weight.nbytes for layer in layers) < MIN_BYTES:
-        return {}
-    found = zip(by_shape, fastest(list(by_shape.values())), strict=True)
-    return {shape: [KERNELS[name] for name in names] for shape, names in found if set(names) != {"torch"}}
 
 
 def fastest(layers: Sequence[nn.Linear]) -> list[Choice]:
