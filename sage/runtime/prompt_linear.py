@@ -1,4 +1,4 @@
-"""Linear layers of prompts and images, which are read by eager passes: the fastest kernel for each shape of a layer.
+"""Linear layers of prompts, which are read by eager passes: the fastest kernel for each shape of a layer.
 
 In float32 torch uses MKL on x86, which is half as fast as oneDNN on some processors, and `joint_linear` is the fastest for few
 rows. All use the weights in place. The choice is measured once per processor and shape of a layer, for few and for many rows,

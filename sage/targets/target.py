@@ -8,7 +8,7 @@ Shapes: B batch, T tokens, S keys, D hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -169,8 +169,7 @@ class Target:
         """
         placed = self.family.with_positions(self.model, inputs)
         moved = {k: v.to(self.device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in placed.items()}
-        with self._fast_prompts():
-            return self.family.embed(self.model, moved, past)
+        return self.family.embed(self.model, moved, past)
 
     @torch.no_grad()
     def features(self, prompt: Prompt, levels: Sequence[int] = ()) -> Features:
@@ -191,7 +190,7 @@ class Target:
             wants_attention: also return `Features.attention`.
         """
         recorder = AttentionRecorder(prompt.visual_mask[0]) if wants_attention else None
-        with self._fast_prompts():
+        with fast_prompts(self.text_model, self.passes is PassMode.compiled):
             features = self.read(prompt, cache, levels, recorder)
         return replace(features, attention=recorder.mean()) if recorder else features
 
@@ -204,9 +203,6 @@ class Target:
         given = self.family.text_inputs(prompt)
         with use_tree_attention(self.text_model):
             return self.run(prompt.embeds, prompt.position_ids, mask, cache, levels, recorder, given)
-
-    def _fast_prompts(self) -> AbstractContextManager[None]:
-        return fast_prompts(self.model, self.passes is PassMode.compiled)
 
     def _tile(self, visible: Tensor) -> Tensor:
         return tile_mask(visible, self.group, self.dtype)
