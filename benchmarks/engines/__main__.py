@@ -39,9 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--target", metavar="DIR", help="folder of the target; default: the one the first draft was trained for"
     )
     add_widen_option(parser)
-    parser.add_argument(
-        "--policies", metavar="A,B", help="our policies with default options; see `sage-bench --help`"
-    )
+    parser.add_argument("--policies", metavar="A,B", help="our policies with default options; see `sage-bench --help`")
     parser.add_argument(
         "--policy", metavar="[LABEL=]NAME:KEY=VALUE,..", action="append", default=[], help="a policy with options"
     )

@@ -22,6 +22,7 @@ from sage.runtime.attention import AttentionRecorder, select_backends, tile_mask
 from sage.runtime.cache import TreeCache
 from sage.runtime.pass_modes import PassMode
 from sage.runtime.prefix_attention import PassKeys
+from sage.runtime.prompt_linear import fast_prompts
 from sage.targets.families import family_of
 from sage.targets.family import Mask, Prompt
 from sage.targets.placement import connect, is_multi_device, layer_devices
@@ -189,7 +190,8 @@ class Target:
             wants_attention: also return `Features.attention`.
         """
         recorder = AttentionRecorder(prompt.visual_mask[0]) if wants_attention else None
-        features = self.read(prompt, cache, levels, recorder)
+        with fast_prompts(self.text_model, self.passes is PassMode.compiled):
+            features = self.read(prompt, cache, levels, recorder)
         return replace(features, attention=recorder.mean()) if recorder else features
 
     def read(
