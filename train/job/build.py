@@ -108,20 +108,7 @@ def building(
             metrics=TrainingMetrics(loader, state.tokens, chain_depth(config.decode)),
             state=state,
             total_steps=steps,
-            validate=InLoopValidation(
-                config=config,
-                ranks=ranks,
-                engine=engine,
-                target=target,
-                sharded=inputs.sharded,
-                tracker=tracker,
-                state=state,
-                stop=stop,
-                shard=inputs.shard,
-                policies=inputs.policies,
-                validate=validate or measure_draft,
-                display=display,
-            ),
+            validate=new_validation(config, ranks, inputs, engine, tracker, state, stop, validate or measure_draft, display),
             profile=profile,
             stop=stop,
             own_answers=OwnAnswers(target, list(config.data.sources), steps, state.step),
@@ -178,6 +165,34 @@ def build_inputs(config: Config, ranks: Ranks) -> RunInputs:
         loader=loader,
         student=student,
         shard=prepare_prompts(config, target, student.decoding_draft, ranks),
+    )
+
+
+def new_validation(
+    config: Config,
+    ranks: Ranks,
+    inputs: RunInputs,
+    engine: Engine,
+    tracker: Tracker,
+    state: TrainState,
+    stop: StopFlag,
+    validate: Validate,
+    display: Any,
+) -> InLoopValidation:
+    """Returns the validation of a run, which measures the draft in the engine."""
+    return InLoopValidation(
+        config=config,
+        ranks=ranks,
+        engine=engine,
+        target=inputs.target,
+        sharded=inputs.sharded,
+        tracker=tracker,
+        state=state,
+        stop=stop,
+        shard=inputs.shard,
+        policies=inputs.policies,
+        validate=validate,
+        display=display,
     )
 
 

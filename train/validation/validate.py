@@ -113,12 +113,11 @@ def validate(
         ValueError: an unknown policy, option or baseline, no prompts, or a prompt that cannot be prepared.
     """
     runners = build_runners(decode, target, draft, build_policies(decode) if policies is None else policies)
-    sampling = Sampling.from_attributes(decode)
     with _measuring(target, draft, decode):
         measured = merge_measured(runners, prompts, decode, progress, show, merge, ends)
         if measured is None:
             return None
-        has_replay = decode.replay and measured.planned is None
+        sampling, has_replay = Sampling.from_attributes(decode), decode.replay and measured.planned is None
         report = build_report(
             measured,
             target,

@@ -1,0 +1,136 @@
+"""Runners of the bench on tiny random targets: Hugging Face decoders, first answers, times."""
+
+import time
+
+import pytest
+import torch
+from support.models import MAKERS, make_inputs, make_qwen
+
+import sage
+import sage.decoding.generation
+from sage.bench.runners import (
+    AUTOREGRESSIVE,
+    HF_ASSISTED,
+    HF_COMPILED,
+    HF_GENERATE,
+    HF_STATIC,
+    PROMPT_LOOKUP,
+    FirstTokens,
+    HFRunner,
+    PolicyRunner,
+    baseline_runner,
+    on_device,
+)
+from sage.costs import store
+from sage.costs.measure import measure_costs
+from sage.decoding.sampling import Sampling
+
+SAMPLING = Sampling(max_new_tokens=8)
+
+
+def own_tokens(target, inputs):
+    return PolicyRunner(target, None, AUTOREGRESSIVE).run(inputs, SAMPLING).tokens
+
+
+def test_hugging_face_decoders_agree_with_the_autoregressive_policy(tiny_target):
+    target, inputs = tiny_target, make_inputs(tiny_target)
+    own = own_tokens(target, inputs)
+    for name in (HF_GENERATE, HF_STATIC, PROMPT_LOOKUP):
+        run = baseline_runner(target, name).run(inputs, SAMPLING)
+        assert run.tokens == own, name
+        assert 0 < run.decode_s < run.wall_s and run.prefill_tokens >= 1
+    assistant = MAKERS[target.family.model_type](seed=1).model
+    assert baseline_runner(target, HF_ASSISTED, assistant).run(inputs, SAMPLING).tokens == own
+
+
+def test_hugging_face_compiles_passes_on_a_cpu(tiny_target, monkeypatch):
+    target, calls = tiny_target, []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: calls.append(options) or function)
+    inputs = make_inputs(target)
+    own, runner = own_tokens(target, inputs), baseline_runner(target, HF_COMPILED)
+    assert [runner.run(inputs, SAMPLING).tokens for _ in range(2)] == [own] * 2
+    (options,) = calls
+    assert options["dynamic"] and options["mode"] == "default" and runner.may_fail
+    assert baseline_runner(target, HF_STATIC).run(inputs, SAMPLING).tokens == own and len(calls) == 1
+
+
+def test_prompt_lookup_does_not_copy_image_placeholders(tiny_target):
+    """A prompt that ends like the text before its image makes plain prompt lookup propose placeholders and fail."""
+    target, inputs = tiny_target, make_inputs(tiny_target)
+    inputs["input_ids"][0, -2:] = inputs["input_ids"][0, 4:6]  # the two tokens before the image
+    assert baseline_runner(target, PROMPT_LOOKUP).run(inputs, SAMPLING).tokens == own_tokens(target, inputs)
+    with pytest.raises((ValueError, RuntimeError)):  # the negative control
+        HFRunner(target, PROMPT_LOOKUP, False, prompt_lookup_num_tokens=10).run(inputs, SAMPLING)
+
+
+def test_a_checkpoints_generation_config_does_not_change_the_baseline():
+    """Released checkpoints ship a repetition penalty and sampling; greedy decoding must not inherit them."""
+    target, inputs = make_qwen(), make_inputs(make_qwen())
+    plain = HFRunner(target).run(inputs, SAMPLING).tokens
+    shipped = target.model.generation_config
+    shipped.repetition_penalty, shipped.do_sample, shipped.temperature = 5.0, True, 9.0
+    assert HFRunner(target).run(inputs, SAMPLING).tokens == plain
+
+
+def test_decoding_stops_at_eos_and_counts_it():
+    target, inputs = make_qwen(), make_inputs(make_qwen())
+    eos = own_tokens(target, inputs)[3]
+    target.eos_token_ids = [eos]
+    for runner in (PolicyRunner(target, None, AUTOREGRESSIVE), HFRunner(target)):
+        run = runner.run(inputs, SAMPLING)
+        assert run.tokens[-1] == eos and run.tokens.count(eos) == 1
+        assert run.decode_tokens == len(run.tokens) - 1
+
+
+def test_decoding_time_of_a_policy_excludes_only_vision_and_target_prefill():
+    target = make_qwen()
+    run = PolicyRunner(target, sage.new_draft(target, "eagle", seed=0), "sage").run(make_inputs(target), SAMPLING)
+    prefill_s = run.time_s["vision"] + run.time_s["target_prefill"]
+    assert run.decode_s == pytest.approx(run.wall_s - prefill_s)
+    assert run.time_s["draft_prefill"] > 0 and sum(run.time_s.values()) == pytest.approx(run.wall_s)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("is_first_answer", "is_fresh", "measured"), [(False, True, 1), (True, True, 3), (True, False, 1)])
+def test_a_first_answer_includes_reading_costs_and_no_answer_measuring_them(
+    is_first_answer, is_fresh, measured, monkeypatch, tmp_path
+):
+    """A policy that decodes all prompts has costs once. A new policy for every run reads them; with `fresh_costs`, it
+    measures them. Measuring counts for no time of an answer.
+    """
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    calls = []
+
+    def timed(*args):
+        start = time.perf_counter()
+        costs = measure_costs(*args)
+        calls.append(time.perf_counter() - start)
+        return costs
+
+    monkeypatch.setattr(store, "measure_costs", timed)
+    target = make_qwen()
+    draft = sage.new_draft(target, "eagle", seed=0)
+    policy = sage.policy("cost_aware", fresh_costs=is_fresh)
+    runner = PolicyRunner(target, draft, "cost_aware", policy, is_first_answer=is_first_answer)
+    runs = []
+    for _ in range(3):
+        start, before = time.perf_counter(), sum(calls)
+        runs.append(runner.run(make_inputs(target), SAMPLING))
+        assert runs[-1].wall_s <= time.perf_counter() - start - (sum(calls) - before)
+        assert sum(runs[-1].time_s.values()) == pytest.approx(runs[-1].wall_s)
+    assert len(calls) == measured and len({tuple(run.tokens) for run in runs}) == 1
+    learner = runner.policy.learner
+    assert (learner.rounds < sum(run.stats.rounds for run in runs)) == is_first_answer
+
+
+def test_the_first_token_time_is_recorded_once_and_never_stops():
+    stamp = FirstTokens(prompt_tokens=3, device=torch.device("cpu"))
+    assert not stamp(torch.zeros(1, 5, dtype=torch.long), None).any()
+    first = stamp.time_s
+    stamp(torch.zeros(1, 9, dtype=torch.long), None)
+    assert (stamp.tokens, stamp.time_s) == (2, first)
+
+
+def test_inputs_are_moved_to_the_device_before_timing():
+    moved = on_device({"input_ids": torch.zeros(1, 2), "note": "x"}, torch.device("meta"))
+    assert moved["input_ids"].device.type == "meta" and moved["note"] == "x"
