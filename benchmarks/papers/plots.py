@@ -64,8 +64,11 @@ def plot_curves(
             look = {"marker": "o", "markersize": 4.5, "linewidth": 1.6, **one.options}
             axes.plot(one.x, one.y, color=one.color, label=one.label, **look)
         axes.set_xlabel(xlabel)
-        if all(isinstance(place, int) for one in curves for place in one.x):
+        places = {place for one in curves for place in one.x}
+        if all(isinstance(place, int) for place in places):
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        if len(places) == 1:  # the locator would divide an axis without a range
+            axes.set_xticks(list(places))
     first = figure.axes[0]
     first.set_ylabel(ylabel)
     for axes in figure.axes if from_zero else ():  # a limit ends the scaling of a shared axis: set it after all curves
