@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from train.config.checks import check_batch
+from train.config.checks import split_of_length
 from train.config.run_length import total_steps
 from train.config.schema import Config
 from train.plan.memory import BYTES, Workload, draft_rows, memory_per_gpu
@@ -60,7 +60,9 @@ class LaunchPlan(Workload):
 
 def estimate(config: Config, models: MetaModels, ranks: int) -> LaunchPlan:
     """Returns the plan of a run as it is; ConfigError if the global batch cannot be split evenly over the ranks."""
-    plan = LaunchPlan(config=config, models=models, ranks=ranks, accumulation=check_batch(config, ranks))
+    length = Workload(config=config, models=models, ranks=ranks).length
+    _, accumulation = split_of_length(config, ranks, length)
+    plan = LaunchPlan(config=config, models=models, ranks=ranks, accumulation=accumulation)
     gather_s = 0.0
     if config.deepspeed.shard_target:
         received = models.layers_parameters * BYTES[config.target.dtype] * (ranks - 1) / ranks

@@ -40,7 +40,7 @@ def _memory(plan: LaunchPlan) -> list[tuple[str, str]]:
 
 def _step(plan: LaunchPlan) -> list[tuple[str, str]]:
     config, total = plan.config, sum(plan.flops.values())
-    split = f"{plan.ranks} rank(s) x {config.train.micro_batch_size} x {plan.accumulation} accumulated"
+    split = f"{plan.ranks} rank(s) x {plan.micro_batch_size} x {plan.accumulation} accumulated"
     tokens = config.train.global_batch_size * plan.length
     visual = f", {plan.visual_share:.0%} of them assumed to be visual" if plan.visual_share else ""
     shares = ", ".join(f"{part} {amount / total:.0%}" for part, amount in plan.flops.items() if amount)
